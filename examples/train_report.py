@@ -1,0 +1,133 @@
+"""What a training run shows in the end: a table and the picture of its loss curve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import matplotlib
+from rich.console import Console
+from rich.table import Table
+
+matplotlib.use("Agg")  # draws into a file; no screen needed
+
+from matplotlib import pyplot as plt
+
+SMOOTHING = 12  # steps to either side over which the curve averages the training loss
+INK, FAINT, TRAIN, VALIDATION = "#1f2933", "#9aa5b1", "#3b82c4", "#d1495b"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of tensors that one rank holds.
+
+    Attributes:
+        parameters, gradients, optimizer: at rest, right after an optimizer step.
+        peak: the most alive at one time in a training step, everything included.
+        gathered: the most bytes of gathered parameters alive at one time, of the timeline.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    peak: int
+    gathered: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank sends in one training step.
+
+    Attributes:
+        timeline: the sum over the collectives of the program that ran, mean over ranks.
+        formula: what it must be, from the stage and the model's parameters alone.
+        words: the formula in words.
+    """
+
+    timeline: float
+    formula: float
+    words: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run.
+
+    Attributes:
+        title: what was trained, on what.
+        losses: of each training step, mean over ranks, nats per byte.
+        validation: (steps done, loss in nats per byte, mean over ranks).
+        tokens_per_second: of all ranks together, in a median step.
+    """
+
+    title: str
+    losses: list[float]
+    validation: list[tuple[int, float]]
+    tokens_per_second: float
+    traffic: Traffic
+    memory: Memory
+
+    @property
+    def loss_at_end(self) -> float:
+        """Mean training loss of the last steps: a twentieth of the run, at least one."""
+        return mean(self.losses[-max(len(self.losses) // 20, 1) :])
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The table, one figure a line."""
+    memory, traffic = report.memory, report.traffic
+    parts = f"parameters {_mb(memory.parameters)}, gradients {_mb(memory.gradients)}, AdamW {_mb(memory.optimizer)}"
+    rest = memory.parameters + memory.gradients + memory.optimizer
+    rows = (
+        ("training loss, first step", f"{report.losses[0]:.3f}", "nats per byte"),
+        ("training loss, end", f"{report.loss_at_end:.3f}", "mean of the last twentieth of the steps"),
+        ("validation loss", f"{report.validation[-1][1]:.3f}", f"at the start {report.validation[0][1]:.3f}"),
+        ("tokens/s", f"{report.tokens_per_second:,.0f}", "all ranks, median step"),
+        ("bytes sent per rank and step", f"{traffic.timeline:,.0f}", "counted in the program that ran"),
+        ("by the formula", f"{traffic.formula:,.0f}", traffic.words),
+        ("memory at rest per rank", _mb(rest), parts),
+        ("memory at peak per rank", _mb(memory.peak), f"in one step; of it gathered parameters {_mb(memory.gathered)}"),
+    )
+    table = Table("", "value", "", title=report.title, title_justify="left", title_style="bold", show_header=False)
+    table.columns[1].justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def save_curve(report: Report, path: Path) -> None:
+    """Draw training and validation loss over the steps into a PNG."""
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
+    steps = range(1, len(report.losses) + 1)
+    smooth = _smoothed(report.losses)
+    axes.plot(steps, report.losses, color=TRAIN, alpha=0.3, linewidth=0.8)
+    axes.plot(steps, smooth, color=TRAIN, linewidth=1.8)
+    at, validation = zip(*report.validation, strict=True)
+    axes.plot(at, validation, "o", color=VALIDATION, markersize=7, markeredgecolor="white", zorder=3, clip_on=False)
+    low, high = sorted([(report.loss_at_end, "training", TRAIN), (validation[-1], "validation", VALIDATION)])
+    gap = 0.06 * (max(report.losses) - min(report.losses))  # keeps the two labels apart
+    shift = max(gap - (high[0] - low[0]), 0) / 2
+    for (value, name, color), place in ((low, low[0] - shift), (high, high[0] + shift)):
+        label = f"{name} {value:.2f}"
+        axes.text(1.03, place, label, color=color, va="center", fontsize=11, transform=axes.get_yaxis_transform())
+    axes.set_title(report.title, loc="left", fontsize=12, color=INK, pad=12)
+    axes.set_xlabel("step", color=INK)
+    axes.set_ylabel("loss, nats per byte", color=INK)
+    axes.set_xlim(0, len(report.losses))
+    axes.grid(axis="y", color=FAINT, alpha=0.3, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _smoothed(losses: list[float]) -> list[float]:
+    """Centred moving average, over fewer steps near both ends."""
+    count = len(losses)
+    sides = [min(step, count - 1 - step, SMOOTHING) for step in range(count)]
+    return [mean(losses[step - side : step + side + 1]) for step, side in enumerate(sides)]
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.2f} MB"

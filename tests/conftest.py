@@ -1,0 +1,48 @@
+"""Rules for the rooms of the tests: pure (nothing), one (one process), ranks (2 to 4 gloo ranks), gpu (CUDA)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.harness.ranks import RanksPool
+
+TESTS = Path(__file__).parent
+RANKS_SECONDS = 120
+
+# No test may fail because a machine is busy; on CI Hypothesis also repeats its examples from run to run.
+settings.register_profile("no_clock", settings(), deadline=None)
+settings.load_profile("no_clock")
+
+
+def room_of(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).parts[0]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        room = room_of(item)
+        # `--dist loadgroup`: one worker has all the ranks, and so the only pool; other files stay whole.
+        item.add_marker(pytest.mark.xdist_group("ranks" if room in ("ranks", "gpu") else str(item.path)))
+        if room == "ranks" and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(RANKS_SECONDS))
+    gpu = [item for item in items if room_of(item) == "gpu"]
+    if gpu and not _has_cuda():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def ranks_pool() -> Iterator[RanksPool]:
+    """Processes that run functions on 1 to 4 ranks: ``ranks_pool.run(world_size, fn, *args, timeout=60.0)``."""
+    with RanksPool() as pool:
+        yield pool

@@ -1,0 +1,281 @@
+"""Runs a function on several ranks: real processes, a real process group, a hard time-out.
+
+A test calls one of two things; both return what ``fn(rank, world_size, *args)`` returned on each rank::
+
+    run_ranks(2, fn, *args)             processes of its own, made and ended for this call (some seconds)
+    ranks_pool.run(2, fn, *args)        the fixture: processes that stay, a fresh group for each call (some 10 ms)
+
+``fn`` stands at the top of a module, since it reaches the ranks by its name; what goes in and comes out is
+pickled (tensors too). The ranks do not rewrite asserts as pytest does: return values and assert on them in the
+test, or write the message yourself. Each call starts with ``torch.manual_seed(0)``, one thread a rank, and
+``thunder_zero`` imported. Gloo stays on the loopback interface.
+
+When a call fails, its processes are killed by their ids and the pool makes new ones for the next call, so
+that no test meets a broken group. A test that expects an error on every rank therefore catches it inside
+``fn`` and returns its text.
+
+A rank, seen from its pipe::
+
+    parent -> rank    job    (rank, world_size, backend, store, pickled (fn, args))
+    rank -> parent    reply  ("result", value) | ("error", exception, traceback)
+    parent -> rank    over   all ranks have replied: leave the group, nobody is reading from it any more
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+START_SECONDS = 120.0  # to start Python and import torch and Thunder, on a busy machine
+STACK_SIGNAL = signal.SIGUSR1  # a rank writes down where it stands
+STACK_SECONDS = 0.2
+GRACE_SECONDS = 2.0  # after the first failure: the others may still say why they failed
+
+
+class RanksTimeout(TimeoutError):
+    """Some ranks had not finished in time; their processes are gone."""
+
+
+class RankDied(RuntimeError):
+    """The process of a rank ended without a word."""
+
+
+class RanksPool:
+    """Worker processes that stay from call to call, started when a call first needs them.
+
+    Attributes:
+        pids: process ids of the workers that are there now, by rank.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._calls = 0
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process, _ in self._workers if process.pid is not None]
+
+    def run(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        backend: str = "gloo",
+    ) -> list[Any]:
+        """What ``fn(rank, world_size, *args)`` returned on each rank, in the order of the ranks.
+
+        Args:
+            timeout: seconds that the call may take, the start of new workers not counted.
+            backend: of the process group, as ``init_process_group`` takes it.
+
+        Raises:
+            TypeError: ``fn`` is not a module's top-level function.
+            RanksTimeout: a rank had not finished in time; the message says which, notes where each of them stood.
+            RankDied: a process ended by itself; the message has its rank and exit code.
+            Exception: what a rank raised, of its own type; notes hold rank and traceback of all that failed.
+        """
+        if "<" in fn.__qualname__ or "." in fn.__qualname__:
+            raise TypeError(f"fn is {fn.__qualname__}; the ranks import it by its name, so define it at a module's top")
+        payload = pickle.dumps((fn, args))
+        self._calls += 1
+        store = str(Path(self._folder.name) / f"store{self._calls}")
+        try:
+            self._start(world_size)
+            conns = [conn for _, conn in self._workers[:world_size]]
+            for rank, conn in enumerate(conns):
+                conn.send((rank, world_size, backend, store, payload))
+            replies = self._gather(set(range(world_size)), timeout, "finished")
+            for conn in conns:
+                conn.send("over")
+        except BaseException:
+            self.kill()
+            raise
+        return [replies[rank] for rank in range(world_size)]
+
+    def kill(self) -> None:
+        """End the workers, by their process ids, and wait until they are gone."""
+        for process, conn in self._workers:
+            process.kill()
+            process.join()
+            conn.close()
+        self._workers.clear()
+
+    def close(self) -> None:
+        """End the workers and remove what was left on disk."""
+        self.kill()
+        self._folder.cleanup()
+
+    def __enter__(self) -> RanksPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _start(self, world_size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        fresh = range(len(self._workers), world_size)
+        for rank in fresh:
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_worker, args=(theirs, self._stack_file(rank)), name=f"rank{rank}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        self._gather(set(fresh), START_SECONDS, "started")
+
+    def _gather(self, waiting: set[int], seconds: float, what: str) -> dict[int, Any]:
+        """One reply of each rank in ``waiting``, which is emptied; raises what the first failing rank raised."""
+        end = time.monotonic() + seconds
+        results: dict[int, Any] = {}
+        failures: list[BaseException] = []
+        while waiting:
+            ready = self._ready(waiting, end - time.monotonic())
+            if not ready:
+                break
+            for rank in ready:
+                waiting.discard(rank)
+                try:
+                    results[rank] = self._reply(rank)
+                except BaseException as error:
+                    failures.append(error)
+                    end = min(end, time.monotonic() + GRACE_SECONDS)
+        if failures:
+            for other in failures[1:]:
+                for note in other.__notes__:
+                    failures[0].add_note(note)
+            raise failures[0]
+        if waiting:
+            raise self._timeout(waiting, f"{what} after {seconds:g} s")
+        return results
+
+    def _timeout(self, hanging: set[int], what: str) -> RanksTimeout:
+        error = RanksTimeout(f"ranks {sorted(hanging)} had not {what}; all processes of the call were killed")
+        for rank in hanging:
+            os.kill(self._workers[rank][0].pid or 0, STACK_SIGNAL)
+        time.sleep(STACK_SECONDS)
+        for rank in sorted(hanging):
+            error.add_note(f"rank {rank} stood at:\n{self._stack_file(rank).read_text()}")
+        return error
+
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"stack{rank}"
+
+    def _ready(self, ranks: Iterable[int], seconds: float) -> list[int]:
+        """The ranks that have replied or died; none when ``seconds`` have passed."""
+        of = {thing: rank for rank in ranks for thing in (self._workers[rank][1], self._workers[rank][0].sentinel)}
+        return sorted({of[thing] for thing in connection.wait(of, max(seconds, 0.0))})  # type: ignore[index]
+
+    def _reply(self, rank: int) -> Any:
+        process, conn = self._workers[rank]
+        try:
+            kind, value, *text = pickle.loads(conn.recv_bytes())
+        except (EOFError, ConnectionError):
+            process.join()
+            died = RankDied(f"the process of rank {rank} ended with exit code {process.exitcode}")
+            died.add_note(f"on rank {rank}: {died}")
+            raise died from None
+        if kind == "error":
+            value.add_note(f"on rank {rank}:\n{text[0]}")
+            raise value
+        return value
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str = "gloo",
+) -> list[Any]:
+    """As :meth:`RanksPool.run`, in processes that are made for this call and gone after it."""
+    with RanksPool() as pool:
+        return pool.run(world_size, fn, *args, timeout=timeout, backend=backend)
+
+
+def _worker(conn: Connection, stack_file: Path) -> None:
+    """Body of a worker process: serves one call after the other until its parent is gone."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    stack = stack_file.open("w")
+    faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to pytest, which ends the workers
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback, TORCHINDUCTOR_COMPILE_THREADS="1")
+    conn.send_bytes(_reply_of(_warm_up))
+    while True:
+        try:
+            job = conn.recv()
+        except EOFError:
+            os._exit(0)
+        conn.send_bytes(_reply_of(_serve, job))
+        if conn.recv() == "over":
+            _leave_group()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)
+
+
+def _warm_up() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    importlib.import_module("thunder_zero")
+    gc.freeze()  # so that the collection after each call is short
+
+
+def _serve(job: tuple[int, int, str, str, bytes]) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    rank, world_size, backend, store, payload = job
+    fn, args = pickle.loads(payload)
+    torch.manual_seed(0)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    return fn(rank, world_size, *args)
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _reply_of(fn: Callable[..., Any], *args: Any) -> bytes:
+    """The pickled reply; whatever goes wrong on the way, pickling included, becomes an error reply."""
+    try:
+        return pickle.dumps(("result", fn(*args)))
+    except BaseException as error:
+        return pickle.dumps(("error", _portable(error), traceback.format_exc()))
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error itself if it survives pickling, else a RuntimeError that names its type."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

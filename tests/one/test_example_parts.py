@@ -1,0 +1,114 @@
+"""The small parts of examples/train_gpt.py: text, model and memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.gpt import GPT, GPTConfig
+from examples.stdlib_text import Shape, Text, load_text, stdlib_files, train_batch, validation_batches
+from examples.tensor_memory import added_at_peak, bytes_held
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """40 files; the text of each is its number, and some lie where the example does not look."""
+    for number in range(40):
+        (tmp_path / f"m{number:02}.py").write_text(f"{number:02}")
+    for folder in ("test", "site-packages"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.py").write_text("skipped")
+    return tmp_path
+
+
+def test_text_is_split_by_file(library: Path) -> None:
+    text = load_text(library)
+    train, validation = (bytes(part.tolist()).decode().split() for part in (text.train, text.validation))
+    assert validation == ["00", "16", "32"]
+    assert train == [f"{number:02}" for number in range(40) if number % 16]
+
+
+def test_too_few_sources_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds 0 Python files; use a Python that ships its sources"):
+        load_text(tmp_path)
+
+
+def test_files_come_in_one_order(library: Path) -> None:
+    assert [path.name for path in stdlib_files(library)] == [f"m{number:02}.py" for number in range(40)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_share_the_global_batch(world_size: int) -> None:
+    text = Text(train=torch.arange(200, dtype=torch.uint8), validation=torch.arange(100, dtype=torch.uint8))
+
+    def cut(size: int) -> list[torch.Tensor]:
+        shapes = [Shape(rows=12, context=7, rank=rank, world_size=size) for rank in range(size)]
+        train = torch.cat([train_batch(text, step=3, shape=shape, seed=0) for shape in shapes])
+        return [train, *map(torch.cat, zip(*(validation_batches(text, 2, shape) for shape in shapes), strict=True))]
+
+    for mine, alone in zip(cut(world_size), cut(1), strict=True):
+        assert torch.equal(mine, alone)
+        assert (mine.diff(dim=1) == 1).all()  # consecutive bytes
+    shape = Shape(12, 7, 0, 1)
+    assert not torch.equal(train_batch(text, 3, shape, seed=0), train_batch(text, 4, shape, seed=0))
+    assert not torch.equal(train_batch(text, 3, shape, seed=0), train_batch(text, 3, shape, seed=1))
+
+
+def test_windows_reach_both_ends_and_no_further() -> None:
+    text = Text(train=torch.arange(10, dtype=torch.uint8), validation=torch.arange(100, dtype=torch.uint8))
+    starts = torch.cat([train_batch(text, step, Shape(64, 7, 0, 1), seed=0)[:, 0] for step in range(4)])
+    assert set(starts.tolist()) == {0, 1, 2}
+    first, *_, last = torch.cat(validation_batches(text, 3, Shape(4, 7, 0, 1)))
+    assert (first[0], last[-1]) == (0, 99)
+
+
+def test_rows_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows is 16; on 3 ranks give a multiple of 3"):
+        Shape(rows=16, context=8, rank=0, world_size=3)
+
+
+def test_gpt_looks_only_back() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(blocks=2, width=16, heads=2, context=8))
+    tokens = torch.randint(256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (tokens[0, 5] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert before.shape == (1, 8, 256)
+    assert torch.allclose(before[:, :5], after[:, :5], atol=1e-6)
+    assert not torch.allclose(before[:, 5:], after[:, 5:], atol=1e-3)
+
+
+def test_gpt_ties_its_head() -> None:
+    tied, untied = (GPT(GPTConfig(blocks=1, width=16, heads=2, context=8, tied=tied)) for tied in (True, False))
+    assert tied.head.weight is tied.embedding.weight
+    assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 256 * 16
+
+
+@pytest.mark.parametrize(("name", "value"), [("blocks", 0), ("heads", 3)])
+def test_gpt_refuses_sizes_that_do_not_fit(name: str, value: int) -> None:
+    sizes = {"blocks": 1, "width": 16, "heads": 2, "context": 8} | {name: value}
+    with pytest.raises(ValueError, match=f"{name}(=| is ){value}"):
+        GPTConfig(**sizes)
+
+
+def test_bytes_held_counts_shared_memory_once_and_whole() -> None:
+    full = torch.zeros(10, 4)
+    assert bytes_held([full[:5], full[5:], torch.zeros(3)]) == 10 * 4 * 4 + 3 * 4
+
+
+def test_peak_is_what_is_alive_together() -> None:
+    before = torch.ones(1000)
+
+    def step() -> None:
+        first = before + 1  # 4,000 bytes
+        second = first + 1  # 8,000
+        del first
+        third = second + 1  # 8,000 again
+        del second, third
+
+    assert 8000 <= added_at_peak(step, CPU) < 8100  # and the scalars that torch wraps

@@ -1,0 +1,148 @@
+"""The rooms of the package and what each may import: the architecture, as a table that is checked.
+
+Read from the source (``ast``), because importing any room runs ``thunder_zero/__init__.py`` and with it all
+others. Imports inside functions count like those at the top.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "thunder_zero"
+
+
+class May(IntEnum):
+    """How far a room may go with a library."""
+
+    NOT = 0
+    TYPES = 1  # under `if TYPE_CHECKING:` only
+    IMPORT = 2
+
+
+NOT, TYPES, IMPORT = May
+
+DATA = frozenset({"layout", "policy", "plan", "timeline", "cone"})
+PURE = DATA | {"verify", "passes"}
+NOTHING: frozenset[str] = frozenset()
+ALL = frozenset({"every room"})
+
+
+@dataclass(frozen=True)
+class Room:
+    name: str  # a file, or a folder with "/" at its end
+    torch: May
+    distributed: May
+    thunder: May
+    reads: frozenset[str]  # the other rooms that it may import
+
+
+# fmt: off
+ROOMS = (
+    # file or folder            torch    torch.d. thunder  reads
+    Room("layout.py",           NOT,     NOT,     NOT,     NOTHING),
+    Room("policy.py",           TYPES,   NOT,     NOT,     NOTHING),
+    Room("plan.py",             TYPES,   NOT,     NOT,     frozenset({"layout", "policy"})),
+    Room("timeline.py",         NOT,     NOT,     NOT,     frozenset({"layout", "policy", "plan"})),
+    Room("cone.py",             NOT,     NOT,     NOT,     DATA),
+    Room("verify.py",           NOT,     NOT,     NOT,     DATA),
+    Room("passes/",             NOT,     NOT,     NOT,     PURE),
+    Room("report/",             NOT,     NOT,     NOT,     PURE),
+    Room("runtime/executor.py", IMPORT,  IMPORT,  IMPORT,  PURE),
+    Room("runtime/",            IMPORT,  IMPORT,  NOT,     PURE),
+    Room("trace/",              IMPORT,  TYPES,   IMPORT,  PURE | {"runtime"}),
+    Room("_compat.py",          IMPORT,  NOT,     IMPORT,  NOTHING),
+    Room("cli.py",              NOT,     NOT,     NOT,     ALL),
+    Room("__init__.py",         NOT,     NOT,     NOT,     ALL),
+)
+# fmt: on
+
+
+def room_of(path: str) -> Room | None:
+    """The first row that names the file or a folder around it."""
+    return next((room for room in ROOMS if path == room.name or path.startswith(f"{room.name.rstrip('/')}/")), None)
+
+
+def imports_of(source: str) -> set[tuple[str, May]]:
+    """Dotted names that the source imports (or reaches as ``torch.distributed``), and for what."""
+    found: set[tuple[str, May]] = set()
+
+    def visit(node: ast.AST, use: May) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            for statement in node.body:
+                visit(statement, TYPES)
+            for statement in node.orelse:
+                visit(statement, use)
+            return
+        if isinstance(node, ast.Import):
+            found.update((alias.name, use) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: rooms are imported by their full names"
+            found.update((f"{node.module}.{alias.name}", use) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            found.add(("torch.distributed", use))
+        for child in ast.iter_child_nodes(node):
+            visit(child, use)
+
+    visit(ast.parse(source), IMPORT)
+    return found
+
+
+def faults(path: str, source: str) -> list[str]:
+    """What the file imports and its room may not."""
+    room = room_of(path)
+    if room is None:
+        return [f"{path} has no row in ROOMS"]
+    out = []
+    for name, use in sorted(imports_of(source)):
+        top, _, rest = name.partition(".")
+        inside = rest.partition(".")[0]
+        if top == "torch" and inside == "distributed":
+            allowed = use <= room.distributed
+        elif top == "torch":
+            allowed = use <= room.torch
+        elif top == "thunder":
+            allowed = use <= room.thunder
+        elif top == "thunder_zero":
+            home = path.partition("/")[0].removesuffix(".py")
+            allowed = inside in room.reads or inside == home or room.reads is ALL
+        else:
+            continue
+        if not allowed:
+            out.append(f"{path} imports {name}" + (" for types" if use is TYPES else ""))
+    return out
+
+
+@pytest.mark.parametrize("path", sorted(str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")))
+def test_a_room_imports_only_what_it_may(path: str) -> None:
+    assert faults(path, (PACKAGE / path).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "fault"),
+    [
+        ("layout.py", "import torch", "layout.py imports torch"),
+        ("policy.py", "from torch import nn", "policy.py imports torch.nn"),
+        ("layout.py", "if TYPE_CHECKING:\n    import torch", "layout.py imports torch for types"),
+        ("passes/wait.py", "def f():\n    import thunder.core.trace", "passes/wait.py imports thunder.core.trace"),
+        ("report/html.py", "from thunder_zero.trace import lift", "report/html.py imports thunder_zero.trace.lift"),
+        ("runtime/state.py", "from thunder import jit", "runtime/state.py imports thunder.jit"),
+        ("trace/lift.py", "from torch.distributed import barrier", "trace/lift.py imports torch.distributed.barrier"),
+        ("trace/lift.py", "import torch\ntorch.distributed.barrier()", "trace/lift.py imports torch.distributed"),
+        ("trace/lift.py", "from torch import distributed as dist", "trace/lift.py imports torch.distributed"),
+        ("runtime/state.py", "import thunder_zero.trace.lift", "runtime/state.py imports thunder_zero.trace.lift"),
+        ("attic/old.py", "", "attic/old.py has no row in ROOMS"),
+    ],
+)
+def test_a_forbidden_import_is_found(path: str, source: str, fault: str) -> None:
+    assert faults(path, source) == [fault]
+
+
+def test_allowed_imports_pass() -> None:
+    assert faults("policy.py", "if TYPE_CHECKING:\n    from torch import nn") == []
+    assert faults("trace/lift.py", "import torch, thunder\nfrom thunder_zero.runtime.executor import x") == []
+    assert faults("passes/wait.py", "from thunder_zero.passes.bucket import x\nfrom thunder_zero import layout") == []

@@ -1,0 +1,89 @@
+"""examples/train_gpt.py, run as a user runs it: torchrun, two ranks, a tiny model and few steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 240
+WIDTH = 32
+BLOCK = 12 * WIDTH**2 + 9 * WIDTH + 4 * WIDTH  # products, their biases, two norms
+TIED_MODEL = (256 + 32) * WIDTH + 2 * BLOCK + 2 * WIDTH  # parameters of --size tiny --context 32
+MODEL = TIED_MODEL + 256 * WIDTH
+
+
+def run_example(*options: str) -> str:
+    """What the example prints on two ranks; ends it when it takes too long.
+
+    Raises:
+        AssertionError: it failed or was ended; the message has what it printed.
+    """
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    env = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": loopback,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [*torchrun, "examples/train_gpt.py", *options]
+    run = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        printed, _ = run.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        run.terminate()  # torchrun ends its ranks
+        printed, _ = run.communicate()
+    assert run.returncode == 0, printed
+    return printed
+
+
+def table_of(printed: str) -> dict[str, tuple[str, str]]:
+    """The rows of the table: name -> (value, note)."""
+    rows = re.findall(r"^│ (.+?) +│ +(.+?) +│ (.*?) *│$", printed, re.MULTILINE)
+    return {name: (value, note) for name, value, note in rows}
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize(
+    ("options", "sends", "words"),
+    [
+        # u is half the model: 2 bytes a parameter. Backward does not look up bytes (256) and positions (32), nor
+        # add biases: 9 + 2 widths in each block, 1 in the last norm.
+        (("--stage", "3"), 2 * (3 * MODEL - (256 + 32 + 2 * (9 + 2) + 1) * WIDTH), "3u - "),
+        (("--stage", "1", "--tied", "--dtype", "bfloat16"), TIED_MODEL * 2, "2u"),
+    ],
+    ids=["zero3", "zero1-tied-bfloat16"],
+)
+def test_trains_and_reports(options: tuple[str, ...], sends: int, words: str, tmp_path: Path) -> None:
+    small = ("--size", "tiny", "--context", "32", "--batch", "4", "--steps", "30")
+    printed = run_example(*small, *options, "--out", str(tmp_path / "curves"))
+    table = table_of(printed)
+
+    first, end = float(table["training loss, first step"][0]), float(table["training loss, end"][0])
+    assert 5.0 < first < 6.5  # ln 256 = 5.55 for a model that knows nothing
+    assert end < first - 1.5
+    assert float(table["validation loss"][0]) < float(table["validation loss"][1].split()[-1]) - 1.5
+    assert table["bytes sent per rank and step"][0] == table["by the formula"][0] == f"{sends:,}"
+    assert table["by the formula"][1].startswith(words)
+    assert int(table["tokens/s"][0].replace(",", "")) > 0
+    rest, peak = (float(table[f"memory at {when} per rank"][0].removesuffix(" MB")) for when in ("rest", "peak"))
+    assert 0 < rest < peak
+    (curve,) = (tmp_path / "curves").iterdir()
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    assert curve.stat().st_size > 10_000
+    assert str(curve) in printed.replace("\n", "")
+
+
+def test_a_bad_option_gets_one_sentence() -> None:
+    run = subprocess.run(
+        [sys.executable, "examples/train_gpt.py", "--steps", "1"], cwd=ROOT, text=True, capture_output=True, timeout=60
+    )
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].endswith("--steps is 1; give at least 4")

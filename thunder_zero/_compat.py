@@ -1,0 +1,89 @@
+"""What torch and Thunder versions need of each other; imported before anything else.
+
+Thunder 0.2.6 names five ``torch.Tensor`` methods while it is imported that torch 2.13 dropped, and
+reads ``torch.autograd.Function.apply.__func__``, which torch 2.15 made a built-in. Stand-ins let
+it import; nothing that a user runs ever calls the five.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from looseversion import LooseVersion
+
+DROPPED_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
+TESTED = {"torch": ("2.7.1", "2.16"), "lightning-thunder": ("0.2.6", "0.3")}  # from, up to but without
+
+
+def half_imported(modules: dict[str, Any]) -> bool:
+    """Whether an ``import thunder`` failed before: its submodules stayed, the package did not."""
+    return "thunder" not in modules and any(name.startswith("thunder.") for name in modules)
+
+
+def untested(package: str, found: str) -> str | None:
+    """The sentence of a version that nobody tried with this package, or None."""
+    first, last = TESTED[package]
+    base = found.partition("+")[0]
+    if LooseVersion(first) <= LooseVersion(base) < LooseVersion(last):
+        return None
+    return f"thunder_zero was tested with {package} from {first} up to {last}, and this is {found}; what follows may fail"
+
+
+@contextmanager
+def _dropped_methods() -> Iterator[None]:
+    missing = [name for name in DROPPED_METHODS if name not in vars(torch._C.TensorBase) and name not in vars(torch.Tensor)]
+    for name in missing:
+        setattr(torch.Tensor, name, _stand_in(name))
+    try:
+        yield
+    finally:
+        for name in missing:
+            delattr(torch.Tensor, name)
+
+
+def _stand_in(name: str) -> Callable[..., None]:
+    def dropped(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError(f"torch {torch.__version__} has no Tensor.{name}")
+
+    dropped.__name__ = name  # Thunder checks it against the name that it registers
+    return dropped
+
+
+def _wrap_apply() -> None:
+    apply = torch.autograd.Function.apply
+    if isinstance(apply, BuiltinFunctionType):
+
+        def apply_in_python(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return super(torch.autograd.Function, cls).apply(*args, **kwargs)
+
+        torch.autograd.Function.apply = classmethod(apply_in_python)
+
+
+def import_thunder() -> None:
+    """Import Thunder so that it works with this torch.
+
+    Raises:
+        ImportError: an earlier ``import thunder`` failed half-way in this process.
+    """
+    if half_imported(sys.modules):
+        raise ImportError(
+            "an earlier `import thunder` failed and left half of it behind; restart Python and "
+            "`import thunder_zero` before `import thunder`"
+        )
+    for package in TESTED:
+        if sentence := untested(package, version(package)):
+            warnings.warn(sentence, stacklevel=3)
+    _wrap_apply()
+    if "thunder" not in sys.modules:
+        with _dropped_methods():
+            import thunder  # noqa: F401
+
+
+import_thunder()

@@ -1,0 +1,67 @@
+"""Shard arithmetic, on integers.
+
+A parameter of ``rows`` rows is cut along dim 0 into ``world_size`` chunks of ``chunk_rows``
+rows; the last ranks are padded with zeros::
+
+    rows = 5, world_size = 4 -> chunk_rows = 2
+
+    rank 0 [0 1]   rank 1 [2 3]   rank 2 [4 .]   rank 3 [. .]      (. = padding)
+
+Padding is stored, so that every rank holds a shard of one shape, but it never travels where the
+transport allows uneven messages.
+"""
+
+from math import prod
+
+
+def chunk_rows(rows: int, world_size: int) -> int:
+    """Rows of one shard, padding included: ``ceil(rows / world_size)``."""
+    return -(-rows // world_size)
+
+
+def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The half-open range of real (unpadded) rows that ``rank`` owns; empty past the end."""
+    chunk = chunk_rows(rows, world_size)
+    return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+
+
+def is_sharded(shape: tuple[int, ...]) -> bool:
+    """Whether a parameter of this shape is cut at all: 0-dim and empty ones stay full."""
+    return len(shape) > 0 and prod(shape) > 0
+
+
+def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
+    """Shape of every rank's shard, padding included."""
+    return (chunk_rows(shape[0], world_size), *shape[1:]) if is_sharded(shape) else shape
+
+
+def padded_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
+    """Shape of all shards side by side, padding included."""
+    return (chunk_rows(shape[0], world_size) * world_size, *shape[1:]) if is_sharded(shape) else shape
+
+
+def owned_numel(shape: tuple[int, ...], world_size: int, rank: int) -> int:
+    """Real elements that ``rank`` owns."""
+    if not is_sharded(shape):
+        return prod(shape)
+    start, stop = row_range(shape[0], world_size, rank)
+    return (stop - start) * prod(shape[1:])
+
+
+def gather_sends(shape: tuple[int, ...], world_size: int, rank: int) -> int:
+    """Elements that ``rank`` sends in one all-gather: its own rows, to each of the others."""
+    return owned_numel(shape, world_size, rank) * (world_size - 1) if is_sharded(shape) else 0
+
+
+def scatter_sends(shape: tuple[int, ...], world_size: int, rank: int) -> int:
+    """Elements that ``rank`` sends in one reduce-scatter: every row that another rank owns, once."""
+    return prod(shape) - owned_numel(shape, world_size, rank) if is_sharded(shape) else 0
+
+
+def all_reduce_sends(shape: tuple[int, ...], world_size: int) -> int:
+    """Elements that each rank sends in one all-reduce.
+
+    A reduce-scatter and an all-gather, ``2 (W - 1) / W`` of the elements (Patarasuk and Yuan,
+    Bandwidth optimal all-reduce algorithms, 2009), rounded up.
+    """
+    return -(-2 * (world_size - 1) * prod(shape) // world_size)

@@ -1,0 +1,179 @@
+"""What each parameter is: shape, shard, unit, lifetime. Frozen data.
+
+``make_plan(module, policy, world_size, rank)`` reads the module tree once; after it nothing looks
+at the module, the policy's stage or the process group again to know what a parameter is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+from thunder_zero import layout
+from thunder_zero.policy import STAGES, Policy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ROOT = ""  # path of the root unit
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter.
+
+    Attributes:
+        path: its first name in ``module.named_parameters()``.
+        aliases: its other names, if it is tied.
+        shape: full, unpadded shape.
+        dtype: name of its dtype, ``"float32"``.
+        itemsize: bytes of one element.
+        requires_grad: whether it is trained.
+        unit: path of its unit, ``""`` for the root unit.
+        sharded: each rank owns rows; otherwise it is replicated.
+        resident: sharded, and yet the full parameter is there at rest (ZeRO-1).
+        kept: gathered once, for forward and backward; otherwise freed and gathered again.
+        regather: gathered anew for each unit that uses it in forward.
+    """
+
+    path: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    requires_grad: bool
+    unit: str
+    sharded: bool
+    resident: bool
+    kept: bool
+    regather: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the parameter, the first one first."""
+        return (self.path, *self.aliases)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full, unpadded parameter."""
+        return prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all parameters of one module are, seen from one rank of ``world_size``."""
+
+    policy: Policy
+    world_size: int
+    rank: int
+    params: tuple[Param, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, Param]:
+        """Parameters by each of their names, aliases included."""
+        return {name: param for param in self.params for name in param.names}
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Paths of the units, in the order of their first parameters."""
+        return tuple(dict.fromkeys(param.unit for param in self.params))
+
+    def shard_shape(self, param: Param) -> tuple[int, ...]:
+        """Shape that the optimizer sees: this rank's rows with padding, or the full shape."""
+        return layout.shard_shape(param.shape, self.world_size) if param.sharded else param.shape
+
+    def shard_bytes(self, param: Param) -> int:
+        """Bytes at rest of what the optimizer sees, padding included."""
+        return prod(self.shard_shape(param)) * param.itemsize
+
+    def gather_bytes(self, param: Param) -> int:
+        """Bytes that this rank sends to gather the parameter once."""
+        return layout.gather_sends(param.shape, self.world_size, self.rank) * param.itemsize if param.sharded else 0
+
+    def reduce_bytes(self, param: Param) -> int:
+        """Bytes that this rank sends to reduce the parameter's gradient once."""
+        if param.sharded:
+            return layout.scatter_sends(param.shape, self.world_size, self.rank) * param.itemsize
+        return layout.all_reduce_sends(param.shape, self.world_size) * param.itemsize
+
+
+def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
+    """The default unit rule: the outermost repeated submodules that hold parameters.
+
+    Members of a ``Sequential`` or ``ModuleList`` are blocks if another
+    member of one anywhere in the module has the same class: transformer blocks, the blocks
+    of a ResNet's stages, the layers of an MLP. Everything else is searched further down. Returns
+    their paths in module order.
+    """
+    members = {child for parent in module.modules() if _is_container(parent) for child in parent.children()}
+    counts = Counter(type(member) for member in members if next(member.parameters(), None) is not None)
+    blocks: list[str] = []
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        for name, child in parent.named_children():
+            if child in members and counts[type(child)] > 1 and not _is_container(child):
+                blocks.append(prefix + name)
+            else:
+                visit(child, f"{prefix}{name}.")
+
+    visit(module, "")
+    return tuple(blocks)
+
+
+def _is_container(module: nn.Module) -> bool:
+    return type(module).__name__ in ("Sequential", "ModuleList")
+
+
+def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int) -> Plan:
+    """Plan every parameter of ``module`` for one rank.
+
+    Raises:
+        ValueError: ``world_size`` or ``rank`` out of range, a module without parameters, a unit
+            path that is not a submodule.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; give the number of ranks, at least 1")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank}; with world_size={world_size} it must be 0 to {world_size - 1}")
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    if not names:
+        raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to shard or to reduce")
+    units = (policy.unit_of or repeated_blocks)(module)
+    modules = {path for path, _ in module.named_modules()}
+    for unit in units:
+        if unit not in modules:
+            raise ValueError(f"unit_of names {unit!r}, which is not a submodule of {type(module).__name__}")
+    return Plan(
+        policy,
+        world_size,
+        rank,
+        tuple(_plan_param(param, tuple(paths), policy, _unit_of(paths[0], units)) for param, paths in names.items()),
+    )
+
+
+def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, unit: str) -> Param:
+    stage = STAGES[policy.stage]
+    sharded = stage.sharded and layout.is_sharded(tuple(param.shape))
+    return Param(
+        path=names[0],
+        aliases=names[1:],
+        shape=tuple(param.shape),
+        dtype=str(param.dtype).removeprefix("torch."),
+        itemsize=param.element_size(),
+        requires_grad=param.requires_grad,
+        unit=unit,
+        sharded=sharded,
+        resident=sharded and stage.resident,
+        kept=not sharded or stage.kept,
+        regather=sharded and not stage.kept and policy.regather,
+    )
+
+
+def _unit_of(path: str, units: tuple[str, ...]) -> str:
+    """The innermost unit that holds the parameter."""
+    return max((unit for unit in units if path.startswith(f"{unit}.")), key=len, default=ROOT)

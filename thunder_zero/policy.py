@@ -1,0 +1,87 @@
+"""What the user asks for: frozen data, and the table of the stages.
+
+``STAGES`` is the one place where a stage is defined; everything else reads its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MiB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One row of the table: how long each tensor of a sharded parameter lives."""
+
+    name: str
+    sharded: bool  # the optimizer sees this rank's rows, gradients are reduce-scattered
+    resident: bool  # the full parameter is there at rest
+    kept: bool  # gathered once; alive from its first use in forward to its last in backward
+
+
+#                     sharded  resident  kept
+STAGES: tuple[Stage, ...] = (
+    Stage("DDP", False, True, True),
+    Stage("ZeRO-1", True, True, True),
+    Stage("ZeRO-2", True, False, True),
+    Stage("ZeRO-3", True, False, False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a module is sharded, and how its collectives are scheduled.
+
+    Attributes:
+        stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (Rajbhandari et al., arXiv 1910.02054).
+        unit_of: maps the plain module to the paths of the submodules that are units (parameters
+            that travel together); parameters outside of them form the root unit. Default: the
+            repeated blocks (:func:`thunder_zero.plan.repeated_blocks`).
+        bucket_bytes: collectives of a unit that are launched together, cut at this many bytes of
+            full parameters (bytes, default 16 MiB; 0 sends each parameter by itself).
+        prefetch: buckets of gathers that are under way while an earlier bucket computes (default 2; 0 starts
+            each gather right before its use).
+        in_flight_bytes: gathers start ahead of their use while the gathered bytes under way stay
+            within this bound, and reductions stay under way while the gradients that they still
+            read do (bytes, default 64 MiB; 0 starts each gather right before its use). One
+            collective may always be under way, however large.
+        regather: a parameter that is used by several units in forward (tied weights) is gathered
+            once for each of them and freed between, instead of once for all (default False).
+        broadcast_from: rank in the process group whose parameters and buffers all ranks take at
+            the start; None (default) requires them to be equal already.
+        check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
+            optimizer sees it (default False; costs one pass and one small collective a backward).
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    stage: int = 3
+    unit_of: Callable[[nn.Module], tuple[str, ...]] | None = None
+    bucket_bytes: int = 16 * MiB
+    prefetch: int = 2
+    in_flight_bytes: int = 64 * MiB
+    regather: bool = False
+    broadcast_from: int | None = None
+    check_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        if self.stage not in range(len(STAGES)):
+            raise ValueError(f"stage is {self.stage!r}; choose 0 (DDP), 1, 2 or 3 (ZeRO-1, ZeRO-2, ZeRO-3)")
+        for name, unit in (("bucket_bytes", "bytes"), ("in_flight_bytes", "bytes"), ("prefetch", "buckets")):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; give a number of {unit}, 0 or more")
+        if self.broadcast_from is not None and self.broadcast_from < 0:
+            raise ValueError(f"broadcast_from is {self.broadcast_from!r}; give a rank of the process group, or None")
+
+
+DDP = Policy(stage=0)
+ZERO1 = Policy(stage=1)
+ZERO2 = Policy(stage=2)
+ZERO3 = Policy(stage=3)

@@ -1,0 +1,295 @@
+"""Collectives by direct exchange: each rank sends every other rank just the rows that it needs.
+
+gloo's reduce-scatter is an all-reduce of which most is thrown away, and its sums are in the dtype
+that travels. Messages between pairs of ranks send the least possible, in the background, straight
+from and into the tensors' own memory (rows of dim 0 are contiguous)::
+
+    all_gather       own rows -> every peer                              (W - 1) / W of the bytes
+    reduce_scatter   every peer's rows -> that peer, which adds up       (W - 1) / W
+    all_reduce       reduce_scatter of equal parts, all_gather of means  2 (W - 1) / W
+                     W = 2: both send all they have and add up           the same, one message
+
+Padding never travels, and an empty range is no message. Both ends derive the messages from the
+shapes alone. Sums are taken in rank order, of half precision in float32, and divided once.
+
+Two background threads, which mostly sleep: SENDER hands messages to gloo, which copies as much as
+the socket takes before it returns (milliseconds, for large ones); AVERAGER starts the second half
+of an all-reduce when the first has ended, so that it does not wait for somebody to wait. Each has a
+tag of its own: among messages of one tag and pair, the n-th sent is the n-th received.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from functools import cache
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from thunder_zero import layout
+from thunder_zero.plan import Param
+from thunder_zero.runtime.handle import Handle, Step, drain
+
+Wait = Callable[[], object]
+
+# Messages smaller than this (bytes to one peer) travel packed: below it a message costs more than
+# two copies of its bytes. Measured on loopback, docs/performance.md.
+PACK_BELOW_BYTES = 64 << 10
+TAG = 0x7A65726F  # "zero": user messages will hardly carry it
+TAG_MEANS = TAG + 1  # second half of an all-reduce
+SENDER, AVERAGER = "sender", "averager"  # the background threads
+EXIT_SECONDS = 1.0  # how long a rank that failed waits for them
+BLOCK = 1 << 16  # elements of half precision that are added up at once, so that their float32 sums stay in the cache
+
+
+class Exchange:
+    """The transport for gloo. See :class:`thunder_zero.runtime.transport.Transport`."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._world_size = dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+        # Each rank starts with its successor, so that not all send to the same peer at once.
+        self._peers = tuple((self._rank + step) % self._world_size for step in range(1, self._world_size))
+        self._pending: set[Handle] = set()
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def all_gather(
+        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+    ) -> Handle:
+        """Gather; see :meth:`thunder_zero.runtime.transport.Transport.all_gather`."""
+        if into is None:
+            fulls = [_empty(shard, param.shape) for shard, param in zip(shards, params, strict=True)]
+        else:
+            fulls = [full.detach()[: param.shape[0]] for full, param in zip(into, params, strict=True)]
+        cuts = [self._cut_rows(full) for full in fulls]  # [member][rank] -> flat rows of that rank
+        own = [shard.detach().view(-1)[: cut[self._rank].numel()] for shard, cut in zip(shards, cuts, strict=True)]
+        steps, sends = [], []
+        for members in messages(shards, self._world_size, sharded=True):
+            columns = {rank: [cuts[at][rank] for at in members] for rank in self._peers}
+            slots = {rank: _one_buffer(column) for rank, column in columns.items()}
+            receives = self._receive(slots, TAG)
+            message = _pack([own[at] for at in members])
+            sends += self._send_soon(dict.fromkeys(self._peers, message))
+            unpack = _unpacking((slots[rank], columns[rank]) for rank in self._peers) if len(members) > 1 else None
+            steps.append(Step(receives, unpack))
+        if into is None:
+            for rows, cut in zip(own, cuts, strict=True):
+                cut[self._rank].copy_(rows)
+        return Handle([*steps, *sends], tuple(fulls), self._pending)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+        """Average; see :meth:`thunder_zero.runtime.transport.Transport.reduce_scatter`."""
+        shapes = [layout.shard_shape(param.shape, self._world_size) for param in params]
+        means = tuple(_empty(grad, shape) for grad, shape in zip(grads, shapes, strict=True))
+        cuts = [self._cut_rows(grad.detach().contiguous()) for grad in grads]
+        own = [mean.view(-1)[: cut[self._rank].numel()] for mean, cut in zip(means, cuts, strict=True)]
+        steps, sends = [], []
+        for members in messages(means, self._world_size, sharded=True):
+            parts = [_pack([cuts[at][rank] for at in members]) for rank in range(self._world_size)]
+            mean = _one_buffer([own[at] for at in members])
+            step, sent = self._reduce(parts, mean)
+            steps.append(step)
+            sends += sent
+            if len(members) > 1:
+                steps.append(Step((), _unpacking([(mean, [own[at] for at in members])])))
+        for mean, rows in zip(means, own, strict=True):
+            mean.view(-1)[rows.numel() :].zero_()
+        return Handle([*steps, *sends], means, self._pending)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+        """Average; see :meth:`thunder_zero.runtime.transport.Transport.all_reduce`."""
+        means = tuple(_empty(grad, tuple(grad.shape)) for grad in grads)
+        steps, sends = [], []
+        for members in messages(means, self._world_size, sharded=False):
+            flat = _pack([grads[at].detach().contiguous().view(-1) for at in members])
+            slots = [means[at].view(-1) for at in members]
+            mean = _one_buffer(slots)
+            if self._world_size == 2:
+                step, sent = self._reduce([flat, flat], mean)
+                steps.append(step)
+                sends += sent
+            else:
+                steps += self._reduce_and_spread(flat, mean)
+            if len(members) > 1:
+                steps.append(Step((), _unpacking([(mean, slots)])))
+        return Handle([*steps, *sends], means, self._pending)
+
+    def drain(self) -> None:
+        """End what is under way; see :meth:`thunder_zero.runtime.transport.Transport.drain`."""
+        drain(self._pending)
+
+    def _reduce(self, parts: Sequence[Tensor], mean: Tensor) -> tuple[Step, list[Step]]:
+        """Send ``parts[r]`` to rank r; the step writes the mean of what all ranks have for this one into ``mean``.
+
+        Returns the step, and those that end the sending.
+        """
+        lowest = min(self._peers)  # its part is the first or second one, so its place may be where the mean goes
+        arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
+        receives = self._receive(arrived, TAG)
+        sends = self._send_soon({rank: parts[rank] for rank in self._peers})
+        arrived[self._rank] = parts[self._rank]
+        in_rank_order = [arrived[rank] for rank in range(self._world_size)]
+        return Step(receives, lambda: mean_into(mean, in_rank_order)), sends
+
+    def _reduce_and_spread(self, flat: Tensor, mean: Tensor) -> list[Step]:
+        """Average ``flat`` into ``mean``, both 1-D: each rank averages a part and sends it to the others."""
+        slots = self._cut_rows(mean)
+        reduce, sends = self._reduce(self._cut_rows(flat), slots[self._rank])
+        receives = self._receive({rank: slots[rank] for rank in self._peers}, TAG_MEANS)
+
+        sent: list[Wait] = []
+
+        def average_then_send() -> None:
+            reduce.finish()
+            sent.extend(self._send(dict.fromkeys(self._peers, slots[self._rank]), TAG_MEANS))
+
+        averaged = in_background(AVERAGER, average_then_send)
+        return [Step((averaged.result,)), Step(receives), Step(sent), *sends]
+
+    def _cut_rows(self, tensor: Tensor) -> list[Tensor]:
+        """The flat rows of each rank, in rank order; ``tensor`` is contiguous."""
+        ranges = [layout.row_range(tensor.shape[0], self._world_size, rank) for rank in range(self._world_size)]
+        return [tensor[start:stop].view(-1) for start, stop in ranges]
+
+    def _send_soon(self, messages: dict[int, Tensor]) -> list[Step]:
+        """Have messages sent, by rank, under TAG; the steps end the sending."""
+        sent: list[Wait] = []
+        posted = in_background(SENDER, lambda: sent.extend(self._send(messages, TAG)))
+        return [Step((posted.result,)), Step(sent)]
+
+    def _send(self, messages: dict[int, Tensor], tag: int) -> list[Wait]:
+        return [send(message, rank, self._group, tag) for rank, message in messages.items() if message.numel()]
+
+    def _receive(self, slots: dict[int, Tensor], tag: int) -> list[Wait]:
+        return [receive(slot, rank, self._group, tag) for rank, slot in slots.items() if slot.numel()]
+
+
+def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
+    """Start sending to a rank of the group; the one place that sends. Returns the wait for its end."""
+    work = dist.isend(message, group=group, group_dst=rank, tag=tag)
+    assert work is not None, "every rank of the group takes part"
+    return work.wait
+
+
+def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
+    """Start receiving from a rank of the group into ``slot``. Returns the wait for its end."""
+    work = dist.irecv(slot, group=group, group_src=rank, tag=tag)
+    assert work is not None, "every rank of the group takes part"
+    return work.wait
+
+
+def messages(tensors: Sequence[Tensor], world_size: int, *, sharded: bool) -> list[list[int]]:
+    """Which tensors of a bucket share messages: each large one by itself, all small ones together.
+
+    Args:
+        tensors: shards, or (``sharded=False``) full tensors that are cut into one part a rank.
+        world_size: number of ranks.
+        sharded: see ``tensors``.
+
+    Returns:
+        Positions in ``tensors``, in an order that depends on their shapes and dtype only.
+    """
+    parts = 1 if sharded else world_size
+    small = [at for at, tensor in enumerate(tensors) if tensor.nbytes < PACK_BELOW_BYTES * parts]
+    alone = [[at] for at in range(len(tensors)) if at not in set(small)]
+    return [small, *alone] if small else alone
+
+
+def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write the mean of two or more 1-D ``parts`` into ``out``, added up in their order; half precision in float32.
+
+    ``out`` may be the first or the second part.
+    """
+    first, second, *others = parts
+    if out.itemsize >= 4:
+        torch.add(first, second, out=out)
+        for other in others:
+            out.add_(other)
+        out.div_(len(parts))
+        return
+    for block, *pieces in zip(*(torch.split(tensor, BLOCK) for tensor in (out, *parts)), strict=True):
+        total = pieces[0].float()
+        for piece in pieces[1:]:
+            total.add_(piece)
+        block.copy_(total.div_(len(parts)))
+
+
+def in_background(thread: str, task: Callable[[], None]) -> Future[None]:
+    """Run a task in the named thread, after all tasks that the thread was given before."""
+    future: Future[None] = Future()
+    _tasks_of(thread).put((task, future))
+    return future
+
+
+@cache
+def _tasks_of(thread: str) -> SimpleQueue[tuple[Callable[[], None], Future[None]]]:
+    """The queue of a background thread, which is started when it is first needed.
+
+    One thread for all transports of the process: messages of a tag must leave in the same order on
+    all ranks. A daemon: a rank that fails must be able to exit while the thread waits for its peers.
+    """
+    tasks: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
+    threading.Thread(target=_serve, args=(tasks,), name=f"thunder_zero {thread}", daemon=True).start()
+    atexit.register(_settle, thread)
+    return tasks
+
+
+def _serve(tasks: SimpleQueue[tuple[Callable[[], None], Future[None]]]) -> None:
+    while True:
+        task, future = tasks.get()
+        failure: BaseException | None = None
+        try:
+            task()
+        except BaseException as error:
+            failure = error
+        del task  # before anybody hears of its end: what it held must be free by then
+        if failure is None:
+            future.set_result(None)
+        else:
+            future.set_exception(failure)
+        del future, failure
+
+
+def _settle(thread: str) -> None:
+    """At exit: give the thread time to see that its peers are gone; the interpreter cannot stop it cleanly later."""
+    futures.wait([in_background(thread, lambda: None)], timeout=EXIT_SECONDS)
+
+
+def _pack(tensors: Sequence[Tensor]) -> Tensor:
+    """One 1-D message: the tensor itself if there is only one, else a copy of all, one after the other."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _one_buffer(tensors: Sequence[Tensor]) -> Tensor:
+    """A 1-D buffer for such a message: the tensor itself if there is only one, else new memory."""
+    return tensors[0] if len(tensors) == 1 else _empty(tensors[0], (sum(tensor.numel() for tensor in tensors),))
+
+
+def _unpacking(arrived: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> Callable[[], None]:
+    """Copies each packed message into the tensors that it was packed for."""
+    pairs = list(arrived)
+
+    def unpack() -> None:
+        for message, tensors in pairs:
+            pieces = torch.split(message, [tensor.numel() for tensor in tensors])
+            for tensor, piece in zip(tensors, pieces, strict=True):
+                tensor.copy_(piece)
+
+    return unpack
+
+
+def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)

@@ -1,0 +1,160 @@
+"""The executor: the symbols that stand in the traces, and what they run.
+
+Every model gets an executor of its own, so that a line of a trace needs no process group and no
+handle to state; it names tensors and parameter paths, nothing else::
+
+    t5 = zero_all_gather(t_h_0_w, 'h.0.w')                # launch
+    t6 = zero_wait(t5)                                    # the full parameter
+    t9 = zero_reduce_scatter_coalesced((g0, g1), ('h.0.w', 'h.0.b'))
+    (s0, s1) = zero_wait_coalesced(t9)
+
+``zero_synchronize(t_h_0_w, 'h.0.w')`` is what the forward trace says before autodiff: *the full
+parameter, whose gradient is the mean over ranks*. Its gradient rule and its lowering below are the
+only places that turn a parameter into collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, Protocol
+
+import thunder.core.dtypes as dtypes
+from thunder.core import prims
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import Symbol
+from thunder.extend import OperatorExecutor
+from torch import Tensor
+
+from thunder_zero.plan import Param, Plan
+
+
+class Runtime(Protocol):
+    """What the symbols call when a trace runs."""
+
+    def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Any:
+        """Start gathering; returns a handle with ``wait() -> tuple of full parameters``."""
+
+    def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
+        """Start reducing; returns a handle with ``wait() -> tuple of reduced gradients``."""
+
+    def check_model(self, model: Any) -> None:
+        """Raise if the model is no longer what was planned."""
+
+    def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
+        """Raise on every rank if any gradient on any rank is not finite."""
+
+
+class Rehearsal:
+    """The runtime of a trace that is only looked at: no process group, nothing runs."""
+
+    def _refuse(self, *args: Any) -> Any:
+        raise RuntimeError("this trace was made by thunder_zero.trace, without a process group; it can be read, not run")
+
+    all_gather = reduce = check_finite = _refuse
+
+    def check_model(self, model: Any) -> None:
+        """Nothing was taken from the model, so nothing can have changed."""
+
+
+class ZeroExecutor(OperatorExecutor):
+    """The symbols of one model.
+
+    Attributes:
+        plan: what each parameter is.
+        synchronize, all_gather, all_reduce, reduce_scatter, wait: one tensor each.
+        check_model: stands in the prologue. check_finite: stands before backward's return.
+    """
+
+    def __init__(self, plan: Plan, runtime: Runtime) -> None:
+        super().__init__("thunder_zero")
+        self.plan = plan
+        self.replicated: frozenset[str] = frozenset()  # inputs that are replicated parameters; insert fills it
+        one, many = _one, _many
+        self.all_gather = self._register("zero_all_gather", self._gather_meta, one(runtime.all_gather))
+        self.all_reduce = self._register("zero_all_reduce", self._reduce_meta, one(runtime.reduce))
+        self.reduce_scatter = self._register("zero_reduce_scatter", self._reduce_meta, one(runtime.reduce))
+        self.wait = self._register("zero_wait", _wait_meta, lambda handle: handle.wait()[0])
+        self.coalesced = {
+            self.all_gather: self._register("zero_all_gather_coalesced", _launch_meta, many(runtime.all_gather)),
+            self.all_reduce: self._register("zero_all_reduce_coalesced", _launch_meta, many(runtime.reduce)),
+            self.reduce_scatter: self._register("zero_reduce_scatter_coalesced", _launch_meta, many(runtime.reduce)),
+            self.wait: self._register("zero_wait_coalesced", _no_meta, lambda handle: handle.wait()),
+        }
+        keep = (prims.OpTags.DONT_DCE,)
+        self.check_model = self._register("zero_check_model", _no_meta, runtime.check_model, tags=keep)
+        self.check_finite = self._register("zero_check_finite", _no_meta, runtime.check_finite, tags=keep)
+        self.synchronize = self._register("zero_synchronize", self._synchronize_meta, None)
+        self.register_implementation(
+            self.synchronize,
+            self.synchronize,
+            execution_transform=self.lower_synchronize,
+            grad_transform=self._synchronize_grad,
+        )
+
+    def _register(
+        self, name: str, meta: Callable[..., Any], fn: Callable[..., Any] | None, tags: tuple[Any, ...] | None = None
+    ) -> Symbol:
+        return self.register_operator(name, meta=meta, fn=fn, tags=tags)
+
+    def reduction(self, param: Param) -> Symbol:
+        """The symbol that reduces the parameter's gradient."""
+        return self.reduce_scatter if param.sharded else self.all_reduce
+
+    def launches(self) -> dict[str, Symbol]:
+        """Launching symbols by name, with the one-tensor symbol that each stands for."""
+        singles = (self.all_gather, self.all_reduce, self.reduce_scatter)
+        return {name.name: single for single in singles for name in (single, self.coalesced[single])}
+
+    # What tracing needs to know: shapes, dtypes, devices.
+
+    def _synchronize_meta(self, shard: TensorProxy, path: str) -> TensorProxy:
+        return TensorProxy(like=shard, shape=self.plan.by_name[path].shape)
+
+    def _gather_meta(self, shard: TensorProxy, path: str) -> FutureTensorProxy:
+        return FutureTensorProxy(shape=self.plan.by_name[path].shape, device=shard.device, dtype=shard.dtype)
+
+    def _reduce_meta(self, grad: TensorProxy, path: str) -> FutureTensorProxy:
+        shape = self.plan.shard_shape(self.plan.by_name[path])
+        return FutureTensorProxy(shape=shape, device=grad.device, dtype=grad.dtype)
+
+    # What a synchronise becomes.
+
+    def lower_synchronize(self, shard: TensorProxy, path: str) -> TensorProxy:
+        """Gather and wait; a replicated parameter's synchronise stays, and is dropped by the schedule."""
+        if not self.plan.by_name[path].sharded:
+            return self.synchronize(shard, path)
+        return self.wait(self.all_gather(shard, path))
+
+    def _synchronize_grad(self, shard: TensorProxy, path: str) -> TensorProxy:
+        full = self.lower_synchronize(shard, path)
+        grad = prims.get_grad(full)
+        prims.put_grad(shard, self.wait(self.reduction(self.plan.by_name[path])(grad, path)))
+        return full
+
+
+def _one(launch: Callable[[Sequence[Tensor], Sequence[str]], Any]) -> Callable[[Tensor, str], Any]:
+    return lambda tensor, path: launch((tensor,), (path,))
+
+
+def _many(launch: Callable[[Sequence[Tensor], Sequence[str]], Any]) -> Callable[..., Any]:
+    return lambda tensors, paths: launch(tensors, paths)
+
+
+def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:
+    return TensorProxy(shape=handle.shape, device=handle.device, dtype=handle.dtype, requires_grad=False)
+
+
+def _launch_meta(tensors: Sequence[TensorProxy], paths: Sequence[str]) -> FutureTensorProxy:
+    """One handle for all; its shape is flat, since the tensors' shapes differ."""
+    first = tensors[0]
+    return FutureTensorProxy(shape=(sum(prod(t.shape) for t in tensors),), device=first.device, dtype=first.dtype)
+
+
+def _no_meta(*args: Any) -> None:
+    return None
+
+
+def dtype_name(dtype: dtypes.dtype) -> str:
+    """``"float32"`` for Thunder's ``float32``, weak or strong."""
+    return str(dtypes.to_torch_dtype(dtype)).removeprefix("torch.")

@@ -1,0 +1,114 @@
+"""How a bucket's collective is carried out: one protocol, and the table of who does it on which backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from thunder_zero.plan import Param
+from thunder_zero.runtime.exchange import Exchange
+from thunder_zero.runtime.handle import Handle
+from thunder_zero.runtime.native import Grouped, Plain
+
+__all__ = ["BACKENDS", "Alone", "Handle", "Transport", "transport_for"]
+
+
+class Transport(Protocol):
+    """Launches the collectives of one bucket at a time; all tensors of a bucket share a dtype.
+
+    Every rank launches the same buckets in the same order, from one thread. Inputs must not change
+    until the handle's ``wait``.
+    """
+
+    def all_gather(
+        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+    ) -> Handle:
+        """Gather sharded parameters.
+
+        Args:
+            shards: contiguous, each ``layout.shard_shape(param.shape, W)``.
+            params: what travels.
+            into: buffers of ``layout.padded_shape(param.shape, W)`` whose own rows are the shards
+                already; the other rows are filled.
+
+        Returns:
+            A handle of the full, unpadded, contiguous parameters (views of ``into``, if given).
+        """
+
+    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+        """Average gradients of sharded parameters over ranks.
+
+        Args:
+            grads: each ``param.shape``, contiguous or not.
+            params: whose gradients they are.
+
+        Returns:
+            A handle of this rank's rows of the means, ``layout.shard_shape(param.shape, W)``, padding zero.
+        """
+
+    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+        """Average gradients of replicated parameters over ranks.
+
+        Returns:
+            A handle of the means, equal on all ranks, in tensors that are new (for W > 1).
+        """
+
+    def drain(self) -> None:
+        """End all that a failed step left under way. Every rank must have failed at the same point of the step."""
+
+
+class Alone:
+    """A world of one rank: nothing travels."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._pending: set[Handle] = set()
+
+    def all_gather(
+        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+    ) -> Handle:
+        """The shards are the parameters: one rank's rows are all rows."""
+        fulls = tuple(shard.detach() for shard in (shards if into is None else into))
+        return Handle((), fulls, self._pending)
+
+    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+        """The mean over one rank is the gradient itself."""
+        means = tuple(grad.contiguous() for grad in grads)
+        return Handle((), means, self._pending)
+
+    all_reduce = reduce_scatter
+
+    def drain(self) -> None:
+        """Nothing is ever under way."""
+        self._pending.clear()
+
+
+# (device type, backend) -> who carries the bucket
+BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup], Transport]] = {
+    ("cpu", "gloo"): Exchange,  # messages between pairs of ranks: gloo's own reduce-scatter sends twice the least
+    ("cuda", "nccl"): Grouped,  # one launch a bucket, the mean inside the collective
+    ("cuda", "fake"): Grouped,  # stands in for NCCL: the same kernels and memory, no peers
+}
+# all others (fake on a CPU, mpi, gloo on a GPU, ...): Plain, one collective a tensor
+
+
+def transport_for(group: ProcessGroup, device: torch.device) -> Transport:
+    """The transport for tensors on ``device``.
+
+    Raises:
+        ValueError: the group has no backend for this device.
+    """
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device.type)
+    if backend is None:
+        raise ValueError(
+            f"the process group's backend is {config!r}, which carries no {device.type} tensors; move the module to "
+            f"a device that it carries, or give a group with a backend for {device.type} (gloo for CPU)"
+        )
+    if dist.get_world_size(group) == 1:
+        return Alone(group)
+    return BACKENDS.get((device.type, backend), Plain)(group)

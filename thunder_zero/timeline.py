@@ -1,0 +1,157 @@
+"""What happens when, one operation a line: frozen data that passes rewrite and reports read.
+
+A timeline holds both halves of a step, forward first::
+
+    gather   fut0 <- t_w            h.0.w        launch: starts an all-gather of shards
+    wait     w    <- fut0           h.0.w        ends it: the full parameter is there
+    compute  y    <- x, w
+    free     w
+    ...                                          -- backward --
+    gather   fut1 <- t_w            h.0.w        again
+    wait     w_   <- fut1           h.0.w
+    compute  gx   <- gy, w_
+    compute  gw   <- gy, x
+    reduce   fut2 <- gw             h.0.w        all-reduce or reduce-scatter, by the plan
+    free     w_
+    wait     g    <- fut2           h.0.w
+    compute  <- y, g                             the return
+
+Values are names; what they weigh stands in ``Timeline.values``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+from thunder_zero.plan import Param, Plan
+
+
+class Kind(StrEnum):
+    """What an operation does."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+    WAIT = "wait"
+    COMPUTE = "compute"
+    FREE = "free"
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        kind: what it does.
+        reads: values that it needs. GATHER: shards; REDUCE: full gradients; WAIT: one handle;
+            FREE: what it frees.
+        writes: values that it makes. GATHER and REDUCE: one handle; WAIT: one value a parameter.
+        params: paths of the parameters that travel (GATHER, REDUCE, WAIT), in the order of
+            ``reads`` of the launch and of ``writes`` of the wait; of FREE: whose memory it is.
+        backward: it runs in the backward half.
+        repeatable: COMPUTE only: running it twice gives the same values and does no harm (not
+            random, nothing in place), so that backward may compute it again.
+        again: a copy of an operation of forward: gathers or computes anew what was freed.
+        source: positions in the trace that it was lifted from; several after bucketing. FREE: ().
+    """
+
+    kind: Kind
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    params: tuple[str, ...] = ()
+    backward: bool = False
+    repeatable: bool = False
+    again: bool = False
+    source: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a value weighs.
+
+    Attributes:
+        nbytes: bytes of its memory (of a handle: of what is under way).
+        dtype: name of its dtype, ``"float32"``.
+    """
+
+    nbytes: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Operations in the order in which they run, forward half first.
+
+    Attributes:
+        ops: the operations; the last one is the return.
+        values: what each value weighs, also of values that no operation writes (inputs).
+        plan: what each parameter is.
+        replicated: inputs that are replicated parameters; both halves may read them, so what
+            depends on them and on gathered parameters alone can be computed again.
+    """
+
+    ops: tuple[Op, ...]
+    values: Mapping[str, Value]
+    plan: Plan
+    replicated: frozenset[str] = frozenset()
+
+    @cached_property
+    def launches(self) -> dict[str, Op]:
+        """The GATHER or REDUCE that writes each handle."""
+        return {op.writes[0]: op for op in self.ops if op.kind in (Kind.GATHER, Kind.REDUCE)}
+
+    def ends(self, op: Op, kind: Kind) -> bool:
+        """Whether an operation is the WAIT that ends a launch of this kind (GATHER or REDUCE)."""
+        return op.kind is Kind.WAIT and op.reads[0] in self.launches and self.launches[op.reads[0]].kind is kind
+
+    def with_ops(self, ops: Iterable[Op], values: Mapping[str, Value] | None = None) -> Timeline:
+        """The same timeline with other operations (and further values)."""
+        return replace(self, ops=tuple(ops), values={**self.values, **(values or {})})
+
+    def params_of(self, op: Op) -> tuple[Param, ...]:
+        """The parameters that travel with, or are freed by, an operation."""
+        return tuple(self.plan.by_name[path] for path in op.params)
+
+    def bytes_sent(self, op: Op) -> int:
+        """Bytes that this rank sends for one operation."""
+        if op.kind is Kind.GATHER:
+            return sum(map(self.plan.gather_bytes, self.params_of(op)))
+        if op.kind is Kind.REDUCE:
+            return sum(map(self.plan.reduce_bytes, self.params_of(op)))
+        return 0
+
+    def full_bytes(self, op: Op) -> int:
+        """Bytes of the full parameters, or of the full gradients, that an operation handles."""
+        return sum(param.full_bytes for param in self.params_of(op))
+
+
+def gathered_bytes(timeline: Timeline) -> tuple[int, ...]:
+    """Bytes of gathered parameters alive after each operation.
+
+    A gathered parameter takes its full bytes from the launch of its gather, where the buffer is
+    allocated, to its FREE. Resident parameters (ZeRO-1) are there anyway and do not count.
+    """
+    alive, counts = 0, []
+    for op in timeline.ops:
+        full = sum(param.full_bytes for param in timeline.params_of(op) if not param.resident)
+        alive += full if op.kind is Kind.GATHER else -full if op.kind is Kind.FREE else 0
+        counts.append(alive)
+    return tuple(counts)
+
+
+def in_flight_bytes(timeline: Timeline, *kinds: Kind) -> tuple[int, ...]:
+    """Full bytes launched and not yet waited for after each operation.
+
+    ``kinds`` are the launches that count, ``Kind.GATHER`` or ``Kind.REDUCE``; both without any.
+    """
+    under_way, counts = 0, []
+    wanted = kinds or (Kind.GATHER, Kind.REDUCE)
+    for op in timeline.ops:
+        if op.kind in wanted:
+            under_way += timeline.full_bytes(op)
+        elif any(timeline.ends(op, kind) for kind in wanted):
+            under_way -= timeline.full_bytes(op)
+        counts.append(under_way)
+    return tuple(counts)

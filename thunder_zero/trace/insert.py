@@ -1,0 +1,112 @@
+"""Synchronise at first use, before autodiff.
+
+The trace that Thunder acquires reads full parameters. Here its inputs become what the rank owns,
+and a synchronise stands before the first line that reads each::
+
+    y = ltorch.linear(x, t_w, t_b)                    t0 = zero_synchronize(t_w, 'w')
+                                             ->       t1 = zero_synchronize(t_b, 'b')
+                                                      y = ltorch.linear(x, t0, t1)
+
+A tied parameter is one parameter: its names share one synchronise, so its gradient is summed by
+autodiff and reduced once. The prologue's checks are given the shapes of the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import thunder.core.utils as utils
+from thunder.core import prims
+from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+
+from thunder_zero.plan import Param, Plan
+from thunder_zero.runtime.executor import ZeroExecutor
+
+
+def parameter_inputs(prologue: TraceCtx, computation: TraceCtx, plan: Plan) -> dict[str, Param]:
+    """The parameters among the inputs of the computation, by the name of their proxies."""
+    producers = utils.producers(prologue)
+    paths = {
+        comp.name: producers[pro].args[1]
+        for pro, comp in zip(prologue.output[0], computation.args, strict=True)
+        if producers[pro].sym is prims.unpack_parameter
+    }
+    return {name: plan.by_name[path] for name, path in paths.items()}
+
+
+def insert_synchronize(computation: TraceCtx, inputs: dict[str, Param], executor: ZeroExecutor) -> TraceCtx:
+    """A trace whose parameter inputs are shards, synchronised at first use.
+
+    Args:
+        computation: the functional trace, before autodiff.
+        inputs: which of its inputs are parameters (:func:`parameter_inputs`).
+        executor: the model's executor.
+
+    Raises:
+        ValueError: the forward returns a parameter itself.
+    """
+    proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in inputs}
+    for name, proxy in proxies.items():
+        proxy._shape = executor.plan.shard_shape(inputs[name])  # Thunder's transforms do the same; proxies are shared
+    executor.replicated = frozenset(name for name, param in inputs.items() if not param.sharded)
+    new = from_trace(computation)
+    full: dict[str, TensorProxy] = {}  # by path
+    swap: dict[Any, Proxy] = {}  # by input
+    with tracectx(new):
+        for bsym in computation.bound_symbols:
+            if bsym.sym is prims.python_return:
+                _refuse_parameters(bsym, inputs)
+                new.bound_symbols.append(bsym)
+                continue
+            if bsym.sym is prims.unpack_trivial:
+                new.bound_symbols.append(bsym)
+                continue
+            for proxy in _parameters(bsym, proxies):
+                param = inputs[proxy.name]
+                if param.path not in full:
+                    full[param.path] = executor.synchronize(proxy, param.path)
+                swap[variableify(proxy)] = full[param.path]
+            new.bound_symbols.append(bsym.from_bsym_swap_proxies(swap, skip_output=True))
+    new.set_provenance(TraceProvenance("Insert synchronise (thunder_zero)"))
+    return new
+
+
+def shard_checks(prologue: TraceCtx, plan: Plan) -> None:
+    """Give the prologue's checks the shapes of the shards (in place, as Thunder's own transforms do)."""
+    producers, consumers = utils.producers_and_consumers(prologue)
+    for bsym in prologue.bound_symbols:
+        if bsym.sym is not prims.unpack_parameter:
+            continue
+        shape = plan.shard_shape(plan.by_name[bsym.args[1]])
+        bsym.output._shape = shape
+        for check in consumers.get(bsym.output, ()):
+            if check.sym is prims.check_tensor_shape_and_metadata:
+                tensor, _, *rest = check.args
+                check.args = (tensor, shape, *rest)
+
+
+def insert_model_check(prologue: TraceCtx, executor: ZeroExecutor) -> None:
+    """Let the prologue ask the runtime, before anything runs, whether the model is still as planned."""
+    for position, bsym in enumerate(prologue.bound_symbols):
+        if bsym.sym is prims.unpack_thunder_module:
+            check = executor.check_model.bind(bsym.output, output=None)
+            prologue.bound_symbols.insert(position + 1, check)
+            return
+
+
+def _parameters(bsym: BoundSymbol, proxies: dict[str, TensorProxy]) -> Iterator[TensorProxy]:
+    return (proxies[proxy.name] for proxy in bsym.flat_proxy_args if proxy.name in proxies)
+
+
+def _refuse_parameters(bsym: BoundSymbol, inputs: dict[str, Param]) -> None:
+    returned = bsym.args[0]["output"]
+    for proxy in returned if isinstance(returned, tuple) else (returned,):
+        if isinstance(proxy, Proxy) and proxy.name in inputs:
+            path = inputs[proxy.name].path
+            raise ValueError(
+                f"forward returns the parameter {path!r} itself, which is sharded; return a value computed from it, "
+                f"or read it with thunder_zero.full_state_dict"
+            )

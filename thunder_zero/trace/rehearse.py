@@ -1,0 +1,81 @@
+"""Traces without running: for any rank of any world, in one process, without a process group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import thunder
+import torch
+from thunder import compile_data, compile_stats
+from thunder.core import langctxs
+from thunder.core.module import ThunderModule
+from thunder.extend import TemporaryExecutor
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from thunder_zero.plan import make_plan
+from thunder_zero.policy import ZERO3, Policy
+from thunder_zero.runtime.executor import Rehearsal
+from thunder_zero.trace.transform import Traces, ZeroTransform, make_traces
+
+
+class _Rehearsed(ZeroTransform):
+    """Plans for a rank of a world that need not exist, and leaves the module as it is."""
+
+    def __init__(self, policy: Policy, world_size: int, rank: int) -> None:
+        super().__init__(policy)
+        self._world = world_size, rank
+
+    def transform_module(self, model: ThunderModule) -> None:
+        self.install(model, make_plan(model._model, self.policy, *self._world), Rehearsal())
+
+
+def trace(
+    module: nn.Module, *args: Any, policy: Policy = ZERO3, world_size: int = 8, rank: int = 0, **kwargs: Any
+) -> Traces:
+    """What one rank of ``world_size`` would run for these arguments.
+
+    Needs no process group, no other process and no GPU, allocates nothing for parameters, and
+    leaves ``torch.distributed`` and the module as they are.
+
+    Args:
+        module: a plain module; on the meta device too (tensors among the arguments are then taken
+            as their shapes and dtypes).
+        args, kwargs: of its forward.
+        policy: how to shard.
+        world_size: number of ranks.
+        rank: which of them.
+
+    Returns:
+        The forward and backward traces, their timeline and the plan.
+
+    Raises:
+        TypeError: not a plain module.
+        ValueError: ``world_size`` or ``rank`` out of range, a module without parameters.
+    """
+    if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
+        raise TypeError(f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit")
+    transform = _Rehearsed(policy, world_size, rank)
+    jitted = thunder.jit(module, transforms=[transform])
+    if any(parameter.is_meta for parameter in module.parameters()):
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+    entry = _compile(jitted, args, kwargs)
+    backward = entry.backward_traces[-1] if entry.backward_traces else None
+    return make_traces(entry.computation_traces[-1], backward, transform.executor)
+
+
+def _compile(jitted: ThunderModule, args: Any, kwargs: Any) -> Any:
+    """Thunder's cache entry for these arguments: all that a call does but running it."""
+    data, stats = compile_data(jitted), compile_stats(jitted)
+    (ad_hoc,) = (executor for executor in data.executors_list if isinstance(executor, TemporaryExecutor))
+
+    @langctxs.langctx(data.langctx)
+    @thunder._with_cache_info_ctx
+    def compile_entry() -> Any:
+        info = thunder._get_cache_info()
+        data.populate_cache_info(info, *args, **kwargs)
+        info["alias_tensor_indices"] = ""  # tensors on meta all have address 0, which is no alias
+        traces = data.acquire_initial_trace(data.fn, args, kwargs, data, stats, ad_hoc)
+        return data.apply_transforms_and_build_cache_entry(data, stats, info, *traces)
+
+    return compile_entry()

@@ -1,0 +1,83 @@
+"""The executor that schedules: its fusion pass is lift, passes, emit.
+
+Thunder calls a fusion executor's pass once, with forward and backward in one lowered trace, before
+any fusion and before the split: the one moment when keep or free is still open, and when order
+still decides what fuses with what. It stands first in the list of executors and fuses nothing.
+"""
+
+from __future__ import annotations
+
+from thunder.core.proxies import Proxy, variableify
+from thunder.core.symbol import BoundSymbolTag
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.extend import FusionExecutor
+
+from thunder_zero import passes
+from thunder_zero.passes.mend import mend
+from thunder_zero.runtime.executor import ZeroExecutor
+from thunder_zero.trace.emit import emit
+from thunder_zero.trace.lift import lift
+
+
+class Schedule(FusionExecutor):
+    """Decides when every collective of one model starts and ends."""
+
+    def __init__(self, executor: ZeroExecutor) -> None:
+        super().__init__("thunder_zero_schedule")
+        self.executor = executor
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        """The joint trace with its collectives in the order that the passes decide."""
+        trace = drop_replicas(trace, self.executor)
+        if self.executor.plan.policy.check_gradients:
+            trace = check_gradients(trace, self.executor)
+        return emit(trace, passes.run(lift(trace, self.executor)), self.executor)
+
+
+class Mend(FusionExecutor):
+    """Stands last: looks at what the fusers made of the schedule.
+
+    Thunder's rematerialisation may let a fused region of backward recompute from an input of a
+    region of forward, and that input may be a gathered parameter.
+    """
+
+    def __init__(self, executor: ZeroExecutor) -> None:
+        super().__init__("thunder_zero_mend")
+        self.executor = executor
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        """The fused joint trace, in which backward reads nothing of forward's gathers that is not kept."""
+        timeline = lift(trace, self.executor)
+        mended = mend(timeline)
+        return trace if mended is timeline else emit(trace, mended, self.executor)
+
+
+def drop_replicas(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
+    """Without the synchronises of replicated parameters, which are there in full already."""
+    new = from_trace(trace)
+    inputs: dict[object, Proxy] = {}
+    for bsym in trace.bound_symbols:
+        if bsym.sym == executor.synchronize:
+            inputs[variableify(bsym.output)] = bsym.args[0]
+        else:
+            new.bound_symbols.append(bsym.from_bsym_swap_proxies(inputs))
+    return new
+
+
+def check_gradients(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
+    """With a line before the return that looks at every reduced gradient, if there are any."""
+    reduced: dict[str, Proxy] = {}  # by path
+    launched: dict[str, str] = {}
+    for bsym in trace.bound_symbols:
+        if executor.launches().get(bsym.sym.name) in (executor.all_reduce, executor.reduce_scatter):
+            launched[bsym.output.name] = bsym.args[1]
+        elif bsym.sym == executor.wait and bsym.args[0].name in launched:
+            reduced[launched[bsym.args[0].name]] = bsym.output
+    if not reduced:
+        return trace
+    new = from_trace(trace)
+    with tracectx(new):
+        check = executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None)
+    check.tags.add(BoundSymbolTag.BACKWARD)
+    new.bound_symbols = [*trace.bound_symbols[:-1], check, trace.bound_symbols[-1]]
+    return new
