@@ -42,6 +42,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALIDATIONS = 10  # in one run, evenly spread, after the one at the start
 VALIDATION_BATCHES = 8
 WIDTH = 100  # columns, where no terminal says
+ONE_BLOCK = "blocks.1"  # whose trace is printed; every size has it
 PEAK_STEP = 2  # the step whose peak is measured and whose time is not: the optimizer has its state by then
 
 
@@ -298,7 +299,7 @@ def main() -> None:
             curve = options.out / f"train_gpt_stage{options.stage}.png"
             save_curve(report, curve)
             console.print(f"The loss curve is in {curve}.")
-            tz.print_trace(traces)
+            tz.print_trace(traces, unit=ONE_BLOCK, fold=True)  # without them: every line of the program
 
 
 if __name__ == "__main__":

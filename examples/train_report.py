@@ -99,7 +99,7 @@ def print_report(report: Report, console: Console) -> None:
 def save_curve(report: Report, path: Path) -> None:
     """Draw training and validation loss over the steps into a PNG."""
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
-    steps = range(1, len(report.losses) + 1)
+    steps = range(len(report.losses))  # steps done before each loss, as for validation
     smooth = _smoothed(report.losses)
     axes.plot(steps, report.losses, color=TRAIN, alpha=0.3, linewidth=0.8)
     axes.plot(steps, smooth, color=TRAIN, linewidth=1.8)

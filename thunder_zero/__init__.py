@@ -1,11 +1,12 @@
 """DDP and ZeRO-1/2/3 for Lightning Thunder, as traces that can be read. Import before Thunder."""
 
-from thunder_zero import _compat  # noqa: F401, I001  # lets Thunder import
+from thunder_zero import _compat  # noqa: F401  # lets Thunder import
 from thunder_zero.plan import Param, Plan, make_plan
 from thunder_zero.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.timeline import Kind, Op, Timeline
 from thunder_zero.trace.plugin import Recipe, Zero, zero
 from thunder_zero.trace.rehearse import trace
+from thunder_zero.trace.show import print_trace
 from thunder_zero.trace.transform import Traces, ZeroTransform, full_state_dict, traces_of
 from thunder_zero.verify import ScheduleError, check
 
@@ -28,6 +29,7 @@ __all__ = [
     "check",
     "full_state_dict",
     "make_plan",
+    "print_trace",
     "trace",
     "traces_of",
     "zero",

@@ -103,18 +103,22 @@ class Plan:
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
     """The default unit rule: the outermost repeated submodules that hold parameters.
 
-    Members of a ``Sequential`` or ``ModuleList`` are blocks if another
-    member of one anywhere in the module has the same class: transformer blocks, the blocks
-    of a ResNet's stages, the layers of an MLP. Everything else is searched further down. Returns
-    their paths in module order.
+    A member of a ``Sequential`` or ``ModuleList`` is a block if another member of one, anywhere in
+    the module, has the same class (transformer blocks, the blocks of a ResNet's stages); a leaf, if
+    another member of the same one has (the layers of an MLP). Everything else is searched further
+    down. Returns their paths in module order.
     """
-    members = {child for parent in module.modules() if _is_container(parent) for child in parent.children()}
-    counts = Counter(type(member) for member in members if next(member.parameters(), None) is not None)
+    members = [child for parent in module.modules() if _is_container(parent) for child in parent.children()]
+    everywhere = Counter(type(member) for member in members)
     blocks: list[str] = []
 
     def visit(parent: nn.Module, prefix: str) -> None:
+        here = Counter(type(child) for child in parent.children())
         for name, child in parent.named_children():
-            if child in members and counts[type(child)] > 1 and not _is_container(child):
+            is_leaf = next(child.children(), None) is None
+            repeats = (here if is_leaf else everywhere)[type(child)] > 1
+            has_parameters = next(child.parameters(), None) is not None
+            if _is_container(parent) and repeats and has_parameters and not _is_container(child):
                 blocks.append(prefix + name)
             else:
                 visit(child, f"{prefix}{name}.")

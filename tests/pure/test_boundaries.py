@@ -54,6 +54,7 @@ ROOMS = (
     Room("report/",             NOT,     NOT,     NOT,     PURE),
     Room("runtime/executor.py", IMPORT,  IMPORT,  IMPORT,  PURE),
     Room("runtime/",            IMPORT,  IMPORT,  NOT,     PURE),
+    Room("trace/show.py",       NOT,     NOT,     IMPORT,  frozenset({"report"})),
     Room("trace/",              IMPORT,  TYPES,   IMPORT,  PURE | {"runtime"}),
     Room("_compat.py",          IMPORT,  NOT,     IMPORT,  NOTHING),
     Room("cli.py",              NOT,     NOT,     NOT,     ALL),

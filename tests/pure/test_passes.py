@@ -244,19 +244,30 @@ def test_bucket_does_not_delay_who_reads_a_reduced_gradient() -> None:
 
 
 def test_launch_starts_gathers_at_the_borders_of_the_units_before() -> None:
-    after = launch(model(replace(ALONE, in_flight_bytes=8), "a.w", "b.w", "c.w", training=False))
+    names = ("a.w", "b.w", "c.w", "d.w")
+    after = launch(model(replace(ALONE, in_flight_bytes=8), *names, training=False))
     assert lines(after) == [
-        "gather a.w",
-        "gather b.w",  # 8 bytes are under way
+        "gather a.w",  # alone: what is not needed yet would only delay it
         "wait a.w",
-        "gather c.w",
+        "gather b.w",
+        "gather c.w",  # 8 bytes are under way
         "y0 <- x a.w",
         "wait b.w",
+        "gather d.w",
         "y1 <- y0 b.w",
         "wait c.w",
         "y2 <- y1 c.w",
-        "return <- y2",
+        "wait d.w",
+        "y3 <- y2 d.w",
+        "return <- y3",
     ]
+
+
+@pytest.mark.parametrize(("prefetch", "under_way"), [(0, 1), (1, 1), (2, 2), (3, 3), (9, 4)])
+def test_launch_puts_at_most_prefetch_buckets_under_way(prefetch: int, under_way: int) -> None:
+    policy = replace(ALONE, in_flight_bytes=MiB, prefetch=prefetch)
+    after = launch(model(policy, "a.w", "b.w", "c.w", "d.w", "e.w", training=False))
+    assert max(in_flight_bytes(after, Kind.GATHER)) == 4 * under_way
 
 
 def test_launch_starts_each_gather_right_before_its_wait_when_nothing_may_be_ahead() -> None:
@@ -266,7 +277,7 @@ def test_launch_starts_each_gather_right_before_its_wait_when_nothing_may_be_ahe
 
 def test_launch_keeps_the_gathers_of_backward_in_backward() -> None:
     after = launch(keep(model(replace(ALONE, in_flight_bytes=MiB), "a.w", "b.w")))
-    assert lines(after, backward=True)[:4] == ["gather b.w", "gather a.w", "g <- gy", "gw1 <- g y0"]
+    assert lines(after, backward=True)[:4] == ["gather b.w", "g <- gy", "gw1 <- g y0", "wait b.w"]
 
 
 def test_launch_waits_for_shards_that_are_computed() -> None:
@@ -510,7 +521,7 @@ def test_a_pass_changes_nothing_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("bucket_bytes", 0), ("in_flight_bytes", 0), ("regather", True), ("stage", 2)]
+    ("name", "value"), [("bucket_bytes", 0), ("in_flight_bytes", 0), ("prefetch", 0), ("regather", True), ("stage", 2)]
 )
 def test_each_field_that_the_passes_read_changes_the_schedule(name: str, value: object) -> None:
     policy = Policy(stage=3)

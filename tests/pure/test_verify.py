@@ -295,9 +295,20 @@ def bucket_too_large(t: Timeline) -> Timeline:
     return _joined(t, "b.w", "c.w", Kind.REDUCE)
 
 
-@fault(r"gather b.w, b.v\) puts 18 bytes in flight; in_flight_bytes is 12")
+@fault("bytes in flight; in_flight_bytes is 12")
 def launch_too_early(t: Timeline) -> Timeline:
     return moved(t, find(t, Kind.GATHER, "b.w"), find(t, Kind.WAIT, "a.w"))
+
+
+@fault("puts 3 gathers in flight; prefetch is 2")
+def too_many_launches(t: Timeline) -> Timeline:
+    roomy = replace(t, plan=replace(t.plan, policy=replace(t.plan.policy, in_flight_bytes=10**6)))
+    first = find(t, Kind.WAIT, "a.w")
+    gathers = [at for at, op in enumerate(t.ops) if op.kind is Kind.GATHER and not op.backward and at > first]
+    assert len(gathers) >= 2
+    for number, at in enumerate(gathers[:2]):
+        roomy = moved(roomy, at, first + number)
+    return roomy
 
 
 @fault("puts 16 bytes in flight; in_flight_bytes is 12|puts 14 bytes")

@@ -180,6 +180,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
     policy = Policy(
         stage=draw(st.integers(0, 3)),
         bucket_bytes=draw(st.sampled_from((0, 16, 64, 200, MiB))),
+        prefetch=draw(st.integers(0, 4)),
         in_flight_bytes=draw(st.sampled_from((0, 16, 64, 200, MiB))),
         regather=draw(st.booleans()),
     )

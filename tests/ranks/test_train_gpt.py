@@ -12,11 +12,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+EXAMPLE = "examples/train_gpt.py"
 SECONDS = 240
 WIDTH = 32
 BLOCK = 12 * WIDTH**2 + 9 * WIDTH + 4 * WIDTH  # products, their biases, two norms
 TIED_MODEL = (256 + 32) * WIDTH + 2 * BLOCK + 2 * WIDTH  # parameters of --size tiny --context 32
 MODEL = TIED_MODEL + 256 * WIDTH
+
+
+def environment() -> dict[str, str]:
+    """One thread a rank, no GPU, gloo on the loopback interface, and this checkout of the package."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
 
 
 def run_example(*options: str) -> str:
@@ -79,11 +87,14 @@ def test_trains_and_reports(options: tuple[str, ...], sends: int, words: str, tm
     assert curve.read_bytes().startswith(b"\x89PNG")
     assert curve.stat().st_size > 10_000
     assert str(curve) in printed.replace("\n", "")
+    trace = printed[printed.index("# forward, ") :]  # of one block: its gathers, and what it sends in backward
+    assert "blocks.1." in trace
+    assert "blocks.0." not in trace
+    assert "zero_reduce_scatter" in trace
 
 
 def test_a_bad_option_gets_one_sentence() -> None:
-    run = subprocess.run(
-        [sys.executable, "examples/train_gpt.py", "--steps", "1"], cwd=ROOT, text=True, capture_output=True, timeout=60
-    )
+    command = [sys.executable, EXAMPLE, "--steps", "1"]
+    run = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=60)
     assert run.returncode == 2
     assert run.stderr.splitlines()[-1].endswith("--steps is 1; give at least 4")

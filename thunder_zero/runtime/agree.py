@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import fields
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -58,3 +60,30 @@ def broadcast(module: nn.Module, source: int, group: dist.ProcessGroup) -> None:
         staged = tensor.detach().contiguous()
         dist.broadcast(staged, group=group, group_src=source)
         tensor.copy_(staged)
+
+
+def require_same_schedule(half: str, lines: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Raise on every rank if any rank's collectives differ from rank 0's.
+
+    Args:
+        half: "forward" or "backward", for the sentence.
+        lines: what this rank starts, ends and frees, in order.
+        group: the ranks that take part.
+
+    Raises:
+        RuntimeError: naming the first line that differs and both ranks.
+    """
+    if group.size() == 1:
+        return
+    gathered: list[str | Sequence[str]] = [""] * group.size()
+    dist.all_gather_object(gathered, hashlib.sha256("\n".join(lines).encode()).hexdigest(), group=group)
+    if len(set(gathered)) == 1:
+        return
+    dist.all_gather_object(gathered, lines, group=group)
+    for rank, other in enumerate(gathered):
+        for number, (expected, found) in enumerate(zip_longest(gathered[0], other, fillvalue="nothing")):
+            if expected != found:
+                raise RuntimeError(
+                    f"the ranks would run different collectives: line {number} of {half} is {expected!r} on rank 0 and "
+                    f"{found!r} on rank {rank}; give every rank inputs that take the same path through the module"
+                )

@@ -30,7 +30,9 @@ def shard(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any
         if param is None:
             continue
         if tuple(value.shape) != param.shape:
-            raise ValueError(f"parameter {path!r} has shape {tuple(value.shape)} in the state dict; it is {param.shape}")
+            raise ValueError(
+                f"parameter {path!r} has shape {tuple(value.shape)} in the state dict; it is {param.shape}"
+            )
         rows[name] = state.own_rows(param, value)
         state.mark_stale([param.path])
     return rows

@@ -19,14 +19,15 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from thunder_zero.plan import Param, Plan
+
 import thunder.core.dtypes as dtypes
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import Symbol
 from thunder.extend import OperatorExecutor
-from torch import Tensor
-
-from thunder_zero.plan import Param, Plan
 
 
 class Runtime(Protocol):
@@ -44,17 +45,25 @@ class Runtime(Protocol):
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise on every rank if any gradient on any rank is not finite."""
 
+    def agree_on_schedule(self, backward: bool, lines: Sequence[str]) -> None:
+        """Raise on every rank if another rank is about to run other collectives."""
+
 
 class Rehearsal:
     """The runtime of a trace that is only looked at: no process group, nothing runs."""
 
     def _refuse(self, *args: Any) -> Any:
-        raise RuntimeError("this trace was made by thunder_zero.trace, without a process group; it can be read, not run")
+        raise RuntimeError(
+            "this trace was made by thunder_zero.trace, without a process group; it can be read, not run"
+        )
 
     all_gather = reduce = check_finite = _refuse
 
     def check_model(self, model: Any) -> None:
         """Nothing was taken from the model, so nothing can have changed."""
+
+    def agree_on_schedule(self, backward: bool, lines: Sequence[str]) -> None:
+        """There is no other rank."""
 
 
 class ZeroExecutor(OperatorExecutor):
@@ -76,9 +85,9 @@ class ZeroExecutor(OperatorExecutor):
         self.reduce_scatter = self._register("zero_reduce_scatter", self._reduce_meta, one(runtime.reduce))
         self.wait = self._register("zero_wait", _wait_meta, lambda handle: handle.wait()[0])
         self.coalesced = {
-            self.all_gather: self._register("zero_all_gather_coalesced", _launch_meta, many(runtime.all_gather)),
-            self.all_reduce: self._register("zero_all_reduce_coalesced", _launch_meta, many(runtime.reduce)),
-            self.reduce_scatter: self._register("zero_reduce_scatter_coalesced", _launch_meta, many(runtime.reduce)),
+            self.all_gather: self._register("zero_all_gather_coalesced", _no_meta, many(runtime.all_gather)),
+            self.all_reduce: self._register("zero_all_reduce_coalesced", _no_meta, many(runtime.reduce)),
+            self.reduce_scatter: self._register("zero_reduce_scatter_coalesced", _no_meta, many(runtime.reduce)),
             self.wait: self._register("zero_wait_coalesced", _no_meta, lambda handle: handle.wait()),
         }
         keep = (prims.OpTags.DONT_DCE,)
@@ -118,6 +127,14 @@ class ZeroExecutor(OperatorExecutor):
         shape = self.plan.shard_shape(self.plan.by_name[path])
         return FutureTensorProxy(shape=shape, device=grad.device, dtype=grad.dtype)
 
+    def handle_of(self, single: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str]) -> FutureTensorProxy:
+        """The handle of a launch; of several tensors it is flat, since their shapes differ."""
+        if len(tensors) == 1:
+            return single.meta(tensors[0], paths[0])
+        parameters = [self.plan.by_name[path] for path in paths]
+        shapes = [param.shape if single is self.all_gather else self.plan.shard_shape(param) for param in parameters]
+        return FutureTensorProxy(shape=(sum(map(prod, shapes)),), device=tensors[0].device, dtype=tensors[0].dtype)
+
     # What a synchronise becomes.
 
     def lower_synchronize(self, shard: TensorProxy, path: str) -> TensorProxy:
@@ -143,12 +160,6 @@ def _many(launch: Callable[[Sequence[Tensor], Sequence[str]], Any]) -> Callable[
 
 def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:
     return TensorProxy(shape=handle.shape, device=handle.device, dtype=handle.dtype, requires_grad=False)
-
-
-def _launch_meta(tensors: Sequence[TensorProxy], paths: Sequence[str]) -> FutureTensorProxy:
-    """One handle for all; its shape is flat, since the tensors' shapes differ."""
-    first = tensors[0]
-    return FutureTensorProxy(shape=(sum(prod(t.shape) for t in tensors),), device=first.device, dtype=first.dtype)
 
 
 def _no_meta(*args: Any) -> None:

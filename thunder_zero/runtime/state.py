@@ -49,6 +49,7 @@ class State:
         self._transport: Transport = transport_for(group, device)
         self._resident: dict[str, Tensor] = {}  # ZeRO-1: padded full parameters, whose own rows are the shards
         self._stale: set[str] = set()
+        self._agreed: set[bool] = set()  # halves whose schedules were compared: backward?
         self.shards = {param.path: self._own(param, originals[param.path].detach().to(device)) for param in plan.params}
         self.placeholders = {param.path: placeholder(originals[param.path], device) for param in plan.params}
         for path, original in originals.items():
@@ -70,8 +71,8 @@ class State:
         for path, original in originals.items():
             if original.is_meta:
                 raise ValueError(
-                    f"parameter {path!r} is on the meta device and has no values to shard; materialise the module first "
-                    f"(thunder_zero.trace reads it as it is)"
+                    f"parameter {path!r} is on the meta device and has no values to shard; materialise the module "
+                    f"first (thunder_zero.trace reads it as it is)"
                 )
         device = device or next(iter(originals.values())).device
         transport_for(group, device)  # raises before anything is sent
@@ -159,6 +160,19 @@ class State:
                 f"the gradient of parameter {path!r} is NaN or Inf; lower the learning rate, scale the loss or look at "
                 f"this batch (policy check_gradients asked to stop here; no .grad was changed)"
             )
+
+    def agree_on_schedule(self, backward: bool, lines: Sequence[str]) -> None:
+        """Before the first step: do all ranks start and end the same collectives in the same order?
+
+        Only the first forward and the first backward are compared. What is compiled later (another
+        batch size) may be compiled by one rank alone, and asking the others would wait for ever.
+
+        Raises:
+            RuntimeError: naming the first line that differs, and the rank.
+        """
+        if backward not in self._agreed:
+            self._agreed.add(backward)
+            agree.require_same_schedule("backward" if backward else "forward", lines, self.group)
 
     # What happens outside of the traces.
 

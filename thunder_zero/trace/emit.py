@@ -11,72 +11,69 @@ may have been grouped::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
-
-from thunder.core.proxies import FutureTensorProxy, Proxy, variableify
-from thunder.core.symbol import BoundSymbol, BoundSymbolTag
-from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 from thunder_zero.runtime.executor import ZeroExecutor
 from thunder_zero.timeline import Kind, Op, Timeline
 from thunder_zero.trace.lift import PREAMBLE, read_by, written_by
 
+from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+
 
 def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCtx:
     """The joint trace that runs ``timeline``, whose operations were lifted from ``trace``."""
+    lines = trace.bound_symbols
+    proxies = {proxy.name: proxy for line in lines for proxy in (*line.flat_proxy_args, *line.flat_proxy_outs)}
     new = from_trace(trace)
-    proxies = {proxy.name: proxy for bsym in trace.bound_symbols for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
-    new.bound_symbols = [bsym for bsym in trace.bound_symbols if bsym.sym.id in PREAMBLE]
+    new.bound_symbols = [line for line in lines if line.sym.id in PREAMBLE]
     with tracectx(new):
         for op in timeline.ops:
             if op.kind is not Kind.FREE:
-                new.bound_symbols.append(_emit_op(op, trace.bound_symbols, proxies, executor))
+                new.bound_symbols.append(_line(op, lines, proxies, executor))
     new.set_provenance(TraceProvenance("Schedule collectives (thunder_zero)"))
     return new
 
 
-def _emit_op(
-    op: Op, bsyms: Sequence[BoundSymbol], proxies: dict[str, Proxy], executor: ZeroExecutor
-) -> BoundSymbol:
-    sources = [bsyms[position] for position in op.source]
-    if op.again:
-        _name_copies(op, sources, proxies)
+def _line(op: Op, lines: Sequence[BoundSymbol], proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
     if op.kind is Kind.COMPUTE:
-        bsym = _swapped(op, sources[0], proxies)
+        line = _compute(op, lines[op.source[0]], proxies)
+    elif op.kind is Kind.WAIT:
+        line = _wait(op, proxies, executor)
     else:
-        bsym = _collective(op, sources[0], proxies, executor)
-    if op.backward and op.kind is not Kind.COMPUTE or op.again and op.backward:
-        bsym.tags.add(BoundSymbolTag.BACKWARD)
-    return bsym
+        line = _launch(op, executor.launches()[lines[op.source[0]].sym.name], proxies, executor)
+    if op.backward and (op.again or op.kind is not Kind.COMPUTE):
+        line.tags.add(BoundSymbolTag.BACKWARD)
+    return line
 
 
-def _name_copies(op: Op, sources: Sequence[BoundSymbol], proxies: dict[str, Proxy]) -> None:
-    """Make the proxies that a copy writes, under the names that the timeline gives them."""
-    originals = [proxy for bsym in sources for proxy in written_by(bsym).values()]
-    for name, original in zip(op.writes, originals if op.kind is not Kind.GATHER else originals[:1], strict=True):
+def _compute(op: Op, line: BoundSymbol, proxies: dict[str, Proxy]) -> BoundSymbol:
+    """The lifted line, under the names that the timeline gives to what it reads and writes."""
+    written = written_by(line)
+    for name, original in zip(op.writes, written.values(), strict=True):
         if name not in proxies:
             proxies[name] = original.replace_name(name)
-
-
-def _swapped(op: Op, bsym: BoundSymbol, proxies: dict[str, Proxy]) -> BoundSymbol:
-    before, after = [*read_by(bsym), *written_by(bsym)], [*op.reads, *op.writes]
+    before, after = [*read_by(line), *written], [*op.reads, *op.writes]
     swap = {variableify(proxies[b]): proxies[a] for b, a in zip(before, after, strict=True) if a != b}
-    return bsym.from_bsym_swap_proxies(swap) if swap else bsym
+    return line.from_bsym_swap_proxies(swap) if swap else line
 
 
-def _collective(op: Op, first: BoundSymbol, proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
-    if op.kind is Kind.WAIT:
-        outputs = tuple(proxies[name] for name in op.writes)
-        handle = proxies[op.reads[0]]
-        if len(outputs) == 1:
-            return executor.wait.bind(handle, output=outputs[0])
-        return executor.coalesced[executor.wait].bind(handle, output=outputs)
-    single = executor.launches()[first.sym.name]
+def _launch(op: Op, single: Symbol, proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
     tensors = tuple(proxies[name] for name in op.reads)
+    handle = executor.handle_of(single, tensors, op.params)
+    proxies[op.writes[0]] = handle
     if len(tensors) == 1:
-        return single.bind(tensors[0], op.params[0], output=proxies[op.writes[0]])
-    handle = FutureTensorProxy(
-        shape=(sum(prod(tensor.shape) for tensor in tensors),), device=tensors[0].device, dtype=tensors[0].dtype
-    )
-    proxies[op.writes[0]] = handle  # the bucket's handle takes the place of its first member's
+        return single.bind(tensors[0], op.params[0], output=handle)
     return executor.coalesced[single].bind(tensors, op.params, output=handle)
+
+
+def _wait(op: Op, proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
+    handle = proxies[op.reads[0]]
+    for name, path in zip(op.writes, op.params, strict=True):
+        if name not in proxies:  # a copy: only gathers are done again
+            shape = executor.plan.by_name[path].shape
+            proxies[name] = TensorProxy(name, shape=shape, device=handle.device, dtype=handle.dtype)
+    outputs = tuple(proxies[name] for name in op.writes)
+    if len(outputs) == 1:
+        return executor.wait.bind(handle, output=outputs[0])
+    return executor.coalesced[executor.wait].bind(handle, output=outputs)

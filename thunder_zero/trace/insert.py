@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from thunder_zero.plan import Param, Plan
+from thunder_zero.runtime.executor import ZeroExecutor
+
 import thunder.core.utils as utils
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
-
-from thunder_zero.plan import Param, Plan
-from thunder_zero.runtime.executor import ZeroExecutor
 
 
 def parameter_inputs(prologue: TraceCtx, computation: TraceCtx, plan: Plan) -> dict[str, Param]:
@@ -76,7 +76,7 @@ def insert_synchronize(computation: TraceCtx, inputs: dict[str, Param], executor
 
 def shard_checks(prologue: TraceCtx, plan: Plan) -> None:
     """Give the prologue's checks the shapes of the shards (in place, as Thunder's own transforms do)."""
-    producers, consumers = utils.producers_and_consumers(prologue)
+    consumers = utils.consumers(prologue)
     for bsym in prologue.bound_symbols:
         if bsym.sym is not prims.unpack_parameter:
             continue

@@ -13,15 +13,17 @@ from functools import cache
 from typing import Any
 
 import torch
+
+from thunder_zero.cone import frees_of_gathered
+from thunder_zero.runtime.executor import ZeroExecutor, dtype_name
+from thunder_zero.timeline import Kind, Op, Timeline, Value
+
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol, gather_tags
 from thunder.core.trace import TraceCtx
-
-from thunder_zero.cone import frees_of_gathered
-from thunder_zero.runtime.executor import ZeroExecutor, dtype_name
-from thunder_zero.timeline import Kind, Op, Timeline, Value
+from thunder.executors.pythonex import clear_mutable_collection
 
 PREAMBLE = {prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, prims.PrimIDs.COMMENT}
 NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DONT_DCE}
@@ -56,7 +58,7 @@ def lift_halves(forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExec
 
 
 def _ops(bsym: BoundSymbol, position: int, executor: ZeroExecutor) -> Iterator[Op]:
-    if bsym.sym.id in PREAMBLE or bsym.sym.name in ("clear_mutable_collection",):
+    if bsym.sym.id in PREAMBLE or bsym.sym is clear_mutable_collection:
         return
     reads, writes = tuple(read_by(bsym)), tuple(written_by(bsym))
     source = (position,)
@@ -64,7 +66,11 @@ def _ops(bsym: BoundSymbol, position: int, executor: ZeroExecutor) -> Iterator[O
         yield Op(Kind.FREE, reads, source=source)
     elif single := executor.launches().get(bsym.sym.name):
         kind = Kind.GATHER if single is executor.all_gather else Kind.REDUCE
-        paths = bsym.args[1] if isinstance(bsym.args[1], Sequence) and not isinstance(bsym.args[1], str) else (bsym.args[1],)
+        paths = (
+            bsym.args[1]
+            if isinstance(bsym.args[1], Sequence) and not isinstance(bsym.args[1], str)
+            else (bsym.args[1],)
+        )
         yield Op(kind, reads, writes, params=tuple(paths), source=source)
     elif bsym.sym in (executor.wait, executor.coalesced[executor.wait]):
         yield Op(Kind.WAIT, reads, writes, source=source)

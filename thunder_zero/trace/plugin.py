@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from thunder_zero.policy import Policy
+from thunder_zero.trace.transform import ZeroTransform, refuse_transformed
+
 import thunder
 from thunder import Plugin, compile_stats
 from thunder.core.module import ThunderModule
@@ -11,9 +14,6 @@ from thunder.core.recipe import Recipe as ThunderRecipe
 from thunder.core.transforms import add_transform
 from thunder.extend import Executor
 from thunder.plugins import register_plugin
-
-from thunder_zero.policy import Policy
-from thunder_zero.trace.transform import ZeroTransform, refuse_transformed
 
 if TYPE_CHECKING:
     import torch

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import thunder
 import torch
-from thunder import compile_data, compile_stats
-from thunder.core import langctxs
-from thunder.core.module import ThunderModule
-from thunder.extend import TemporaryExecutor
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -17,6 +12,12 @@ from thunder_zero.plan import make_plan
 from thunder_zero.policy import ZERO3, Policy
 from thunder_zero.runtime.executor import Rehearsal
 from thunder_zero.trace.transform import Traces, ZeroTransform, make_traces
+
+import thunder
+from thunder import compile_data, compile_stats
+from thunder.core import langctxs
+from thunder.core.module import ThunderModule
+from thunder.extend import TemporaryExecutor
 
 
 class _Rehearsed(ZeroTransform):
@@ -54,7 +55,9 @@ def trace(
         ValueError: ``world_size`` or ``rank`` out of range, a module without parameters.
     """
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
-        raise TypeError(f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit")
+        raise TypeError(
+            f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
+        )
     transform = _Rehearsed(policy, world_size, rank)
     jitted = thunder.jit(module, transforms=[transform])
     if any(parameter.is_meta for parameter in module.parameters()):

@@ -7,16 +7,16 @@ still decides what fuses with what. It stands first in the list of executors and
 
 from __future__ import annotations
 
-from thunder.core.proxies import Proxy, variableify
-from thunder.core.symbol import BoundSymbolTag
-from thunder.core.trace import TraceCtx, from_trace, tracectx
-from thunder.extend import FusionExecutor
-
 from thunder_zero import passes
 from thunder_zero.passes.mend import mend
 from thunder_zero.runtime.executor import ZeroExecutor
 from thunder_zero.trace.emit import emit
 from thunder_zero.trace.lift import lift
+
+from thunder.core.proxies import Proxy, variableify
+from thunder.core.symbol import BoundSymbolTag
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.extend import FusionExecutor
 
 
 class Schedule(FusionExecutor):

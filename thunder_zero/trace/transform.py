@@ -6,12 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from thunder import compile_data, compile_stats
-from thunder.core.module import ThunderModule
-from thunder.core.trace import TraceCtx, TraceTag
-from thunder.core.transform_common import Transform
-from thunder.distributed.transforms.ddp_v2 import DDPTransform
-from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 
 from thunder_zero import verify
 from thunder_zero.plan import Plan, make_plan
@@ -23,6 +17,13 @@ from thunder_zero.timeline import Timeline
 from thunder_zero.trace.insert import insert_model_check, insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
 from thunder_zero.trace.schedule import Mend, Schedule
+
+from thunder import compile_data, compile_stats
+from thunder.core.module import ThunderModule
+from thunder.core.trace import TraceCtx, TraceTag
+from thunder.core.transform_common import Transform
+from thunder.distributed.transforms.ddp_v2 import DDPTransform
+from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -87,11 +88,26 @@ class ZeroTransform(Transform):
         self.policy = replace(chosen, **fields)
         self.process_group = process_group
         self.device = None if device is None else torch.device(device)
-        self.executor: ZeroExecutor | None = None
+        self._executor: ZeroExecutor | None = None
         self._forward: TraceCtx | None = None
 
     def __repr__(self) -> str:
         return f"ZeroTransform({self.policy})"
+
+    @property
+    def executor(self) -> ZeroExecutor:
+        """The symbols of the model, once there is one."""
+        if self._executor is None:
+            raise TypeError(
+                "ZeroTransform shards a module, and thunder.jit was given a function; jit the module, and call the "
+                "jitted module in the function"
+            )
+        return self._executor
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the transform serves a model already."""
+        return self._executor is not None
 
     # Thunder's hooks, in the order in which it calls them.
 
@@ -108,24 +124,24 @@ class ZeroTransform(Transform):
         self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         """Synchronise at first use; runs before autodiff."""
-        if self.executor is None:
-            raise TypeError(
-                "ZeroTransform shards a module, and thunder.jit was given a function; jit the module, and call the "
-                "jitted module in the function"
-            )
+        executor = self.executor
         self._runtime.check_model(self._model)
-        inputs = parameter_inputs(prologue, computation, self.executor.plan)
-        computation = insert_synchronize(computation, inputs, self.executor)
-        shard_checks(prologue, self.executor.plan)
-        insert_model_check(prologue, self.executor)
+        inputs = parameter_inputs(prologue, computation, executor.plan)
+        computation = insert_synchronize(computation, inputs, executor)
+        shard_checks(prologue, executor.plan)
+        insert_model_check(prologue, executor)
         return prologue, computation, epilogue
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        """Check what is about to run, once both halves are there."""
-        if TraceTag.BACKWARD in trace.tags:
-            verify.check(lift_halves(self._forward, trace, self.executor))
-        else:
+        """Check what is about to run, half by half, and that all ranks are about to run the same."""
+        is_backward = TraceTag.BACKWARD in trace.tags
+        if not is_backward:
             self._forward = trace
+        timeline = lift_halves(self._forward, trace if is_backward else None, self.executor)
+        if is_backward or TraceTag.AUGMENTED_FORWARD not in trace.tags:
+            verify.check(timeline)
+        half = [op for op in timeline.ops if op.backward is is_backward]
+        self._runtime.agree_on_schedule(is_backward, [f"{op.kind} {', '.join(op.params)}" for op in half if op.params])
         return trace
 
     def transform_state_dict_for_submodule(
@@ -143,9 +159,9 @@ class ZeroTransform(Transform):
     def install(self, model: ThunderModule, plan: Plan, runtime: Runtime) -> None:
         """Put our executors in front of the others: the symbols first, then the schedule, the mending last."""
         self._runtime, self._model = runtime, model
-        self.executor = ZeroExecutor(plan, runtime)
+        executor = self._executor = ZeroExecutor(plan, runtime)
         data = compile_data(model)
-        data.executors_list = (self.executor, Schedule(self.executor), *data.executors_list, Mend(self.executor))
+        data.executors_list = (executor, Schedule(executor), *data.executors_list, Mend(executor))
 
 
 def place(model: ThunderModule, state: State, device: torch.device | None) -> None:
@@ -162,7 +178,7 @@ def place(model: ThunderModule, state: State, device: torch.device | None) -> No
             model.set_buffer(name, model._model.get_buffer(name))
 
 
-def refuse_transformed(model: ThunderModule, transform: Transform) -> None:
+def refuse_transformed(model: ThunderModule, transform: ZeroTransform) -> None:
     """Raise if the module is sharded already, by us or by Thunder."""
     others = [other for other in compile_data(model).transforms if other is not transform]
     for other in others:
@@ -171,7 +187,7 @@ def refuse_transformed(model: ThunderModule, transform: Transform) -> None:
                 f"{type(model._model).__name__} is transformed already, by {type(other).__name__}; apply one of them to "
                 f"the plain module"
             )
-    if transform.executor is not None or any(map(is_transformed, model._model.parameters())):
+    if transform.is_installed or any(map(is_transformed, model._model.parameters())):
         raise RuntimeError(
             f"{type(model._model).__name__} is transformed already, by ZeroTransform; use the model that the first "
             f"transform returned, or build a new module"

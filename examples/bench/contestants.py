@@ -1,0 +1,196 @@
+"""Who takes part: each contestant makes, from the same GPT, something that trains it data-parallel.
+
+All of them are built on every rank in the same order, run ``warm_up`` steps and then take turns.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import thunder_zero as tz  # before thunder
+from examples.bench.model import Size, loss_of, make_model
+
+import thunder
+import thunder.distributed
+from thunder.executors.torch_compile import torch_compile_ex
+
+LEARNING_RATE = 0.01
+CPU = torch.device("cpu")
+
+Step = Callable[[Tensor, Tensor], Tensor]  # tokens, targets -> loss
+Build = Callable[[Size], tuple[nn.Module, Step]]
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """One row of the tables.
+
+    Attributes:
+        name: on the command line and in the tables.
+        stage: whose floor of bytes it is held against; None computes alone, without other ranks.
+        build: makes the model, and a function that takes one training step with it.
+    """
+
+    name: str
+    stage: int | None
+    build: Build
+
+
+def trains(model: nn.Module) -> tuple[nn.Module, Step]:
+    """The model, and one step of SGD on it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return model, step
+
+
+def executors(compiled: bool) -> dict[str, object]:
+    """Thunder's default executors, or torch.compile in front of them."""
+    return {"executors": [torch_compile_ex]} if compiled else {}
+
+
+def build_eager(size: Size) -> tuple[nn.Module, Step]:
+    return trains(make_model(size))
+
+
+def build_thunder(size: Size, compiled: bool) -> tuple[nn.Module, Step]:
+    return trains(thunder.jit(make_model(size), **executors(compiled)))
+
+
+def build_zero(size: Size, stage: int, compiled: bool) -> tuple[nn.Module, Step]:
+    return trains(thunder.jit(make_model(size), transforms=[tz.ZeroTransform(stage=stage)], **executors(compiled)))
+
+
+def build_ddp(size: Size, compiled: bool) -> tuple[nn.Module, Step]:
+    return trains(DistributedDataParallel(with_compiled_blocks(make_model(size), compiled)))
+
+
+def build_fsdp2(
+    size: Size, reshard: bool, fair: bool = False, scatter: bool = False, compiled: bool = False
+) -> tuple[nn.Module, Step]:
+    """FSDP2 on each block and on the root.
+
+    Args:
+        reshard: frees the blocks' parameters after forward; the root's stay, which is FSDP2's default.
+        fair: gathers in the background, two blocks ahead; on a CPU nothing overlaps otherwise.
+        scatter: with the reduce-scatter below instead of gloo's, which is an all-reduce.
+    """
+    model = with_compiled_blocks(make_model(size), compiled)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False)
+    if fair:
+        model._set_unshard_async_op(True)
+        blocks = list(model.blocks)
+        model.set_modules_to_forward_prefetch(blocks[:2])
+        for at, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[at + 1 : at + 3])
+            block.set_modules_to_backward_prefetch(blocks[max(at - 2, 0) : at][::-1])
+    if scatter:
+        for module in (model, *model.blocks):
+            module.set_custom_reduce_scatter(LeastReduceScatter())
+    return trains(model)
+
+
+class LeastReduceScatter:
+    """A reduce-scatter that sends the least: every rank's rows to that rank, which adds up."""
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        torch.sum(parts.view(group.size(), -1), dim=0, out=output_tensor)
+        if op == dist.ReduceOp.AVG:
+            output_tensor /= group.size()
+
+
+def with_compiled_blocks(model: nn.Module, compiled: bool) -> nn.Module:
+    """As torch's own recipes do it: each block by itself, so that hooks between blocks stay."""
+    for block in model.blocks if compiled else ():
+        block.compile()
+    return model
+
+
+def build_thunder_ddp(size: Size) -> tuple[nn.Module, Step]:
+    return trains(thunder.distributed.ddp(thunder.jit(make_model(size)), broadcast_from=None))
+
+
+def build_thunder_fsdp(size: Size, strategy: str) -> tuple[nn.Module, Step]:
+    """Its ZeRO-3 makes the program of its ZeRO-2."""
+    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+    chosen = thunder.distributed.FSDPType[strategy]
+    return trains(thunder.distributed.fsdp(thunder.jit(make_model(size)), device=CPU, sharding_strategy=chosen))
+
+
+def build_deepspeed(size: Size, stage: int) -> tuple[nn.Module, Step]:
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": size.sequences,
+        "zero_optimization": {"stage": stage, "overlap_comm": True},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    model = make_model(size)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), config=config
+    )
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(engine(tokens), targets)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return engine, step
+
+
+def contestants() -> dict[str, Contestant]:
+    """All contestants by name, in the order of the tables."""
+    found = [
+        Contestant("eager", None, build_eager),
+        Contestant("thunder", None, partial(build_thunder, compiled=False)),
+        Contestant("thunder+tc", None, partial(build_thunder, compiled=True)),
+        *(
+            Contestant(f"zero{stage}{suffix}", stage, partial(build_zero, stage=stage, compiled=bool(suffix)))
+            for stage in range(4)
+            for suffix in ("", "+tc")
+        ),
+        Contestant("ddp", 0, partial(build_ddp, compiled=False)),
+        Contestant("ddp+tc", 0, partial(build_ddp, compiled=True)),
+        Contestant("thunder-ddp", 0, build_thunder_ddp),
+        Contestant("thunder-fsdp2", 2, partial(build_thunder_fsdp, strategy="ZERO2")),
+        Contestant("thunder-fsdp3", 3, partial(build_thunder_fsdp, strategy="ZERO3")),
+    ]
+    for stage, word, reshard in ((2, "keep", False), (3, "reshard", True)):
+        fsdp2 = partial(build_fsdp2, reshard=reshard)
+        found += [
+            Contestant(f"fsdp2-{word}", stage, fsdp2),
+            Contestant(f"fsdp2-{word}-fair", stage, partial(fsdp2, fair=True)),
+            Contestant(f"fsdp2-{word}-fair+tc", stage, partial(fsdp2, fair=True, compiled=True)),
+            Contestant(f"fsdp2-{word}-fair+rs", stage, partial(fsdp2, fair=True, scatter=True)),
+        ]
+    if importlib.util.find_spec("deepspeed"):
+        found += [Contestant(f"deepspeed{stage}", stage, partial(build_deepspeed, stage=stage)) for stage in (2, 3)]
+    return {contestant.name: contestant for contestant in found}

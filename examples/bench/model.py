@@ -1,0 +1,72 @@
+"""The model that all contestants train, its data, and the least bytes that a stage must send for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from examples.gpt import GPT, GPTConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The GPT and the batch of one rank."""
+
+    blocks: int = 6
+    width: int = 512
+    heads: int = 8
+    vocabulary: int = 4096
+    sequences: int = 2  # of one rank
+    tokens: int = 128  # of one sequence
+
+
+def make_model(size: Size) -> GPT:
+    """The same weights on every rank and in every call, float32."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(size.blocks, size.width, size.heads, size.tokens))
+    model.embedding = nn.Embedding(size.vocabulary, size.width)  # examples/gpt.py knows bytes only
+    model.head = nn.Linear(size.width, size.vocabulary, bias=False)
+    for table in (model.embedding, model.head):
+        nn.init.normal_(table.weight, std=0.02)
+    return model
+
+
+def make_batch(size: Size, rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of a rank, each (sequences, tokens)."""
+    generator = torch.Generator().manual_seed(rank)
+    drawn = torch.randint(size.vocabulary, (size.sequences, size.tokens + 1), generator=generator)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters."""
+    return sum(param.numel() * param.element_size() for param in model.parameters())
+
+
+def spared_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters that backward does not read: rows that are looked up, and biases that are added."""
+    return sum(
+        param.numel() * param.element_size()
+        for name, param in model.named_parameters()
+        if name.endswith("bias") or name.startswith(("embedding", "positions"))
+    )
+
+
+def floor_bytes(stage: int, world_size: int, full: int, spared: int) -> float:
+    """The least bytes that each rank sends in a step of a stage.
+
+    With u = (W - 1) / W of the model's bytes: 2u for stages 0 to 2; for stage 3 one more u, for what backward
+    gathers again, less what backward does not read.
+
+    >>> [floor_bytes(stage, world_size=2, full=100, spared=10) for stage in (2, 3)]
+    [100.0, 145.0]
+    """
+    share = (world_size - 1) / world_size
+    return share * (2 * full if stage < 3 else 3 * full - spared)

@@ -1,0 +1,95 @@
+"""Links between ranks on one machine: the loopback interface, or network namespaces joined at a set rate.
+
+A set rate needs Linux, root, and iproute2's ``ip`` and ``tc``. Each rank gets a namespace of its own and one
+interface, and a bridge in a further namespace joins them::
+
+    rank 0 [r0]--tbf--[b0]\\
+    rank 1 [r1]--tbf--[b1]--bridge        tbf: a token bucket, at both ends of each link: both directions are limited
+    rank 2 [r2]--tbf--[b2]/
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPBACK = "loopback"
+BURST, LATENCY = "256kb", "50ms"  # of the token bucket: what may leave at once, how long a packet may queue
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank runs: what stands before its command, and the interface that it talks over."""
+
+    prefix: tuple[str, ...]
+    interface: str
+
+
+def can_limit() -> bool:
+    """Whether this process may make namespaces and limit their links."""
+    return os.name == "posix" and os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc")))
+
+
+@contextmanager
+def seats(world_size: int, link: str) -> Iterator[list[Seat]]:
+    """A seat for each rank; namespaces are gone afterwards.
+
+    Args:
+        world_size: number of ranks.
+        link: ``"loopback"``, or a rate in the words of ``tc``, such as ``"1gbit"``.
+
+    Raises:
+        PermissionError: a rate without root, ``ip`` and ``tc``.
+        subprocess.CalledProcessError: ``ip`` or ``tc`` refused; they say why on stderr.
+    """
+    if link == LOOPBACK:
+        interface = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        yield [Seat((), interface)] * world_size
+        return
+    if not can_limit():
+        raise PermissionError(f"a link of {link} needs root, ip and tc (iproute2); without them measure {LOOPBACK!r}")
+    with ExitStack() as stack:
+        hub = _namespace(stack, f"tz{os.getpid()}hub")
+        _in(hub, "ip link add bridge0 type bridge")
+        _in(hub, "ip link set bridge0 up")
+        yield [_join(stack, hub, rank, link) for rank in range(world_size)]
+
+
+def bytes_sent(interface: str) -> int:
+    """Bytes that an interface of this process's namespace has sent, headers included."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    (counters,) = (line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == interface)
+    return int(counters.split()[8])
+
+
+def _join(stack: ExitStack, hub: str, rank: int, rate: str) -> Seat:
+    space = _namespace(stack, f"tz{os.getpid()}r{rank}")
+    own, other = f"r{rank}", f"b{rank}"
+    _call(f"ip link add {own} netns {space} type veth peer name {other} netns {hub}")
+    _in(space, f"ip addr add 10.77.0.{rank + 1}/24 dev {own}")
+    _in(space, f"ip link set {own} up")
+    _in(space, "ip link set lo up")
+    _in(hub, f"ip link set {other} master bridge0 up")
+    for namespace, interface in ((space, own), (hub, other)):
+        _in(namespace, f"tc qdisc add dev {interface} root tbf rate {rate} burst {BURST} latency {LATENCY}")
+    return Seat(("ip", "netns", "exec", space), own)
+
+
+def _namespace(stack: ExitStack, name: str) -> str:
+    _call(f"ip netns add {name}")
+    stack.callback(_call, f"ip netns delete {name}")  # its interfaces go with it
+    return name
+
+
+def _in(namespace: str, command: str) -> None:
+    _call(f"ip netns exec {namespace} {command}")
+
+
+def _call(command: str) -> None:
+    subprocess.run(command.split(), check=True)

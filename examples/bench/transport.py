@@ -1,0 +1,246 @@
+"""The transport for gloo beside torch's own collectives: time, and bytes on the wire.
+
+    python examples/bench/transport.py                             loopback
+    sudo .venv/bin/python examples/bench/transport.py --links loopback 1gbit --world-sizes 2 4
+
+Starts the ranks by itself, one thread each, and prints the tables of docs/performance.md. In each round every
+candidate runs once, in turn; a time is that of the slowest rank. *Bare* is an exchange of as many bytes between
+buffers that are there already, without any sum: what the link gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from network import LOOPBACK, Seat, bytes_sent, seats
+from torch import Tensor
+
+import thunder_zero  # noqa: F401  # first of its imports
+from thunder_zero import layout
+from thunder_zero.plan import Param
+from thunder_zero.runtime import exchange
+from thunder_zero.runtime.exchange import Exchange
+from thunder_zero.runtime.native import Plain
+
+KiB, MiB = 1 << 10, 1 << 20
+SECONDS = 600  # for one world on one link
+BLOCK = 512  # width of the GPT block
+CASES = {
+    "one tensor of 16 MiB": [(4096, 1024)],
+    "a GPT block, 12 tensors": [
+        *[(BLOCK,)] * 4,
+        *[(3 * BLOCK, BLOCK), (3 * BLOCK,), (BLOCK, BLOCK), (BLOCK,)],
+        *[(4 * BLOCK, BLOCK), (4 * BLOCK,), (BLOCK, 4 * BLOCK), (BLOCK,)],
+    ],
+}
+COLLECTIVES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # and what they send, in (W - 1) / W of the tensors
+PACKED_TENSORS = 16
+MESSAGE_BYTES = (4 * KiB, 16 * KiB, 32 * KiB, 64 * KiB, 128 * KiB, 256 * KiB)
+ALWAYS, NEVER = 1 << 40, 0  # values of PACK_BELOW_BYTES
+
+Shape = tuple[int, ...]
+Run = Callable[[], object]
+
+
+# A rank.
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is told."""
+
+    rank: int
+    world_size: int
+    interface: str
+    store: str
+    rounds: int
+
+
+class Rank:
+    """One process of the world."""
+
+    def __init__(self, job: Job) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(job.rank)
+        os.environ["GLOO_SOCKET_IFNAME"] = job.interface
+        dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world_size)
+        self.job = job
+        self.group = dist.group.WORLD
+        self.peers = [rank for rank in range(job.world_size) if rank != job.rank]
+        self.counts_bytes = not job.interface.startswith("lo")  # everybody talks over the loopback interface
+
+    def measure(self, candidates: dict[str, Run]) -> dict[str, dict[str, float]]:
+        """Milliseconds (median and quartiles, of the slowest rank) and bytes sent (median, of the busiest)."""
+        seconds: dict[str, list[float]] = {name: [] for name in candidates}
+        sent: dict[str, list[int]] = {name: [] for name in candidates}
+        for _ in range(1 + self.job.rounds):
+            for name, run in candidates.items():
+                dist.barrier()
+                before, start = self.bytes_sent(), time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - start)
+                dist.barrier()  # now all that this rank sent has arrived
+                sent[name].append(self.bytes_sent() - before)
+        everyone: list[Any] = [None] * self.job.world_size
+        dist.all_gather_object(everyone, (seconds, sent))
+        return {name: _summary([e[0][name][1:] for e in everyone], [e[1][name][1:] for e in everyone]) for name in candidates}
+
+    def bytes_sent(self) -> int:
+        return bytes_sent(self.job.interface) if self.counts_bytes else 0
+
+    def bare(self, nbytes: int) -> Run:
+        """Sends and receives ``nbytes`` in all, spread over the peers."""
+        out, into = ([torch.zeros(nbytes // len(self.peers), dtype=torch.uint8) for _ in self.peers] for _ in range(2))
+
+        def run() -> None:
+            works = [dist.irecv(slot, src=peer) for slot, peer in zip(into, self.peers, strict=True)]
+            works += [dist.isend(message, dst=peer) for message, peer in zip(out, self.peers, strict=True)]
+            for work in works:
+                work.wait()  # type: ignore[union-attr]
+
+        return run
+
+    def case(self, shapes: Sequence[Shape]) -> dict[str, Any]:
+        """All three collectives, by our transport and by torch's own, of tensors of these shapes."""
+        world = self.job.world_size
+        fulls = [torch.randn(shape) for shape in shapes]
+        shards = [torch.randn(layout.shard_shape(shape, world)) for shape in shapes]
+        candidates: dict[str, Run] = {}
+        floors = {}
+        for collective, times in COLLECTIVES.items():
+            tensors = shards if collective == "all_gather" else fulls
+            params = [_param(shape, sharded=collective != "all_reduce") for shape in shapes]
+            for name, transport in (("ours", Exchange(self.group)), ("torch", Plain(self.group))):
+                candidates[f"{collective} {name}"] = _collective(transport, collective, tensors, params)
+            floors[collective] = times * (world - 1) * sum(full.nbytes for full in fulls) // world
+            candidates[f"{collective} bare"] = self.bare(floors[collective])
+        return {"floors": floors, "figures": self.measure(candidates)}
+
+    def packing(self, message_bytes: int) -> dict[str, dict[str, float]]:
+        """A bucket of small tensors, each message to a peer of ``message_bytes``: apart, and packed into one."""
+        rows = message_bytes // 256
+        shapes = [(rows * self.job.world_size, 64)] * PACKED_TENSORS  # float32: 256 bytes a row
+        params = [_param(shape, sharded=True) for shape in shapes]
+        transport = Exchange(self.group)
+        candidates = {}
+        for collective, tensors in (
+            ("all_gather", [torch.randn(rows, 64) for _ in shapes]),
+            ("reduce_scatter", [torch.randn(shape) for shape in shapes]),
+        ):
+            run = _collective(transport, collective, tensors, params)
+            candidates |= {f"{collective} {name}": _packed(run, below) for name, below in (("apart", NEVER), ("packed", ALWAYS))}
+        return self.measure(candidates)
+
+
+def _param(shape: Shape, sharded: bool) -> Param:
+    return Param("w", (), shape, "float32", 4, True, "", sharded, resident=False, kept=False)
+
+
+def _collective(transport: Any, collective: str, tensors: Sequence[Tensor], params: Sequence[Param]) -> Run:
+    launch = getattr(transport, collective)
+    return lambda: launch(tensors, params).wait()
+
+
+def _packed(run: Run, below: int) -> Run:
+    def packed() -> None:
+        usual, exchange.PACK_BELOW_BYTES = exchange.PACK_BELOW_BYTES, below
+        run()
+        exchange.PACK_BELOW_BYTES = usual
+
+    return packed
+
+
+def _summary(seconds: Sequence[Sequence[float]], sent: Sequence[Sequence[int]]) -> dict[str, float]:
+    rounds = [max(ranks) * 1e3 for ranks in zip(*seconds, strict=True)]
+    low, middle, high = statistics.quantiles(rounds, n=4, method="inclusive")
+    return {"ms": middle, "low": low, "high": high, "bytes": max(map(statistics.median, sent))}
+
+
+def rank_main(job: Job) -> None:
+    """Measure; rank 0 prints the figures as JSON."""
+    rank = Rank(job)
+    figures = {
+        "cases": {label: rank.case(shapes) for label, shapes in CASES.items()},
+        "packing": {size: rank.packing(size) for size in MESSAGE_BYTES} if not rank.counts_bytes else {},
+    }
+    dist.barrier()
+    dist.destroy_process_group()
+    if job.rank == 0:
+        print(json.dumps(figures))
+
+
+# All of them.
+
+
+def run_world(world_size: int, link: str, rounds: int) -> dict[str, Any]:
+    """What rank 0 prints; the ranks are ended when one of them fails or takes too long."""
+    with tempfile.TemporaryDirectory() as folder, seats(world_size, link) as places:
+        jobs = [Job(rank, world_size, place.interface, f"{folder}/store", rounds) for rank, place in enumerate(places)]
+        ranks = [_start(job, place) for job, place in zip(jobs, places, strict=True)]
+        try:
+            printed, _ = ranks[0].communicate(timeout=SECONDS)
+            failed = [rank for rank, process in enumerate(ranks) if process.wait(timeout=SECONDS)]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+    if failed:
+        raise SystemExit(f"transport: rank {failed[0]} of {world_size} on {link} failed; it says why above")
+    return json.loads(printed)
+
+
+def _start(job: Job, seat: Seat) -> subprocess.Popen[str]:
+    command = [*seat.prefix, sys.executable, __file__, "--job", json.dumps(vars(job))]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE if job.rank == 0 else subprocess.DEVNULL)
+
+
+def case_table(label: str, by_world: dict[int, Any]) -> str:
+    """Times of one case, and what the wire carried where that was counted."""
+    heads = ["W", "collective", "ours, ms", "torch, ms", "bare, ms", "ours, MiB sent", "torch, MiB sent", "least, MiB"]
+    rows = []
+    for world, figures in by_world.items():
+        case = figures["cases"][label]
+        for name in COLLECTIVES:
+            mine, theirs, bare = (case["figures"][f"{name} {who}"] for who in ("ours", "torch", "bare"))
+            sent = [f"{who['bytes'] / MiB:.2f}" if who["bytes"] else "" for who in (mine, theirs)]
+            least = f"{case['floors'][name] / MiB:.2f}"
+            rows.append([str(world), name, *map(_spread, (mine, theirs, bare)), *sent, least])
+    return _table(heads, rows)
+
+
+def packing_table(by_world: dict[int, Any]) -> str:
+    """Times of a bucket of small tensors, apart and packed."""
+    heads = ["W", "bytes to a peer", "gather apart, ms", "packed, ms", "reduce-scatter apart, ms", "packed, ms"]
+    names = [f"{collective} {how}" for collective in ("all_gather", "reduce_scatter") for how in ("apart", "packed")]
+    rows = [
+        [str(world), f"{PACKED_TENSORS} x {int(size) // KiB} KiB", *(_spread(figures[name]) for name in names)]
+        for world, result in by_world.items()
+        for size, figures in result["packing"].items()
+    ]
+    return _table(heads, rows)
+
+
+def _spread(figure: dict[str, float]) -> str:
+    digits = 2 if figure["ms"] < 10 else 1 if figure["ms"] < 100 else 0
+    return " ".join(f"{figure[key]:.{digits}f}" for key in ("ms", "low", "high")).replace(" ", " (", 1).replace(" ", "-")[::1]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

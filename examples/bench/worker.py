@@ -1,0 +1,157 @@
+"""One rank of the bench: holds every contestant, and does what ``run.py`` writes to its standard input.
+
+One JSON command a line comes in, one JSON reply goes out::
+
+    {"do": "build", "name": "zero3"}               {"losses": [8.3, ...], "seconds": 11.2}
+    {"do": "turn", "name": "zero3", "steps": 2}    {"seconds": 0.81, "sent": 69538000}       of one step
+    {"do": "wire", "nbytes": 92700000}             {"seconds": 0.78, "sent": 92760000}
+    {"do": "peak", "name": "zero3"}                {"rest": 46200000, "peak": 120000000}
+    {"do": "waits", "name": "zero3"}               {"waits": [["forward", 0.012], ...]}
+    {"do": "compile"}, {"do": "host"}              the measurements of overhead.py
+
+It is started as ``python -m examples.bench.worker`` with the variables of ``torch.distributed`` set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from examples.bench.contestants import Step, contestants
+from examples.bench.model import Size, make_batch
+from examples.bench.network import sent_bytes
+from examples.tensor_memory import alive_and_peak
+from thunder_zero.runtime.handle import Handle
+
+WARM_UP = 3  # steps: the first one compiles, DDP lays its buckets anew after it
+MESSAGE_BYTES = 8 << 20  # of the bare exchange
+TAG = 77
+
+
+class Worker:
+    """The contestants of one rank, by name."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo")
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.interface = os.environ["GLOO_SOCKET_IFNAME"]
+        self.size = Size()
+        self.batch = make_batch(self.size, self.rank)
+        self.known = contestants()
+        self.built: dict[str, tuple[nn.Module, Step]] = {}
+        self.alive: dict[str, int] = {}  # bytes at rest
+        self.slots: list[tuple[int, Tensor, Tensor]] = []  # of the bare exchange: peer, what goes, what comes
+
+    def build(self, name: str, memory: bool) -> dict[str, Any]:
+        """Make a contestant and warm it up; with ``memory``, count what it then keeps alive (slower)."""
+        losses: list[float] = []
+
+        def make() -> None:
+            self.built[name] = self.known[name].build(self.size)
+            for _ in range(WARM_UP):
+                losses.append(self.built[name][1](*self.batch).item())
+            self.built[name][0].zero_grad()
+
+        start = time.perf_counter()
+        if memory:
+            self.alive[name], _ = alive_and_peak(make)
+        else:
+            make()
+        return {"losses": losses, "seconds": time.perf_counter() - start}
+
+    def turn(self, name: str, steps: int) -> dict[str, Any]:
+        """Some steps between two barriers, in one go."""
+        step = self.built[name][1]
+        reply = self._timed(lambda: [step(*self.batch) for _ in range(steps)])
+        self.built[name][0].zero_grad()  # the next contestant finds the same memory
+        return {key: value / steps for key, value in reply.items()}
+
+    def wire(self, nbytes: float) -> dict[str, Any]:
+        """A bare exchange: each rank sends ``nbytes``, in equal parts to all others, and receives as many."""
+        if not self.slots:
+            self.slots = self._slots(nbytes)
+        return self._timed(self._exchange)
+
+    def peak(self, name: str) -> dict[str, Any]:
+        """Bytes of tensors alive between steps, without gradients, and at most during a step."""
+        model, step = self.built[name]
+        model.zero_grad()
+        _, added = alive_and_peak(lambda: [step(*self.batch), model.zero_grad()])
+        return {"rest": self.alive[name], "peak": self.alive[name] + added}
+
+    def waits(self, name: str) -> dict[str, Any]:
+        """How long compute stood still in each wait of one step of thunder_zero, in order; and the whole step."""
+        waits: list[float] = []
+        wait = Handle.wait
+
+        def timed(handle: Handle) -> tuple[Tensor, ...]:
+            start = time.perf_counter()
+            results = wait(handle)
+            waits.append(time.perf_counter() - start)
+            return results
+
+        with patch.object(Handle, "wait", timed):
+            reply = self.turn(name, steps=1)
+        return {"seconds": reply["seconds"], "waits": waits}
+
+    def compile(self) -> dict[str, Any]:
+        from examples.bench.overhead import compile_times
+
+        return compile_times(self.size)
+
+    def host(self) -> dict[str, Any]:
+        from examples.bench.overhead import host_times
+
+        return host_times(self.size)
+
+    def _timed(self, work: Callable[[], object]) -> dict[str, float]:
+        dist.barrier()
+        sent, start = sent_bytes(self.interface), time.perf_counter()
+        work()
+        dist.barrier()  # so that what is still on its way counts
+        seconds = time.perf_counter() - start
+        return {"seconds": seconds, "sent": sent_bytes(self.interface) - sent}
+
+    def _slots(self, nbytes: float) -> list[tuple[int, Tensor, Tensor]]:
+        left = int(nbytes / max(self.world_size - 1, 1))
+        slots = []
+        while left > 0:
+            size = min(left, MESSAGE_BYTES)
+            for step in range(1, self.world_size):
+                peer = (self.rank + step) % self.world_size
+                slots.append((peer, torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)))
+            left -= size
+        return slots
+
+    def _exchange(self) -> None:
+        comes = [dist.irecv(into, src=peer, tag=TAG) for peer, _, into in self.slots]
+        goes = [dist.isend(out, dst=peer, tag=TAG) for peer, out, _ in self.slots]
+        for work in (*comes, *goes):
+            work.wait()
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print must not get among the replies
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64  # several contestants compile the same block
+    worker = Worker()
+    replies.write(json.dumps({"ready": True}) + "\n")
+    for line in sys.stdin:
+        command = json.loads(line)
+        do = getattr(worker, command.pop("do"))
+        replies.write(json.dumps(do(**command)) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

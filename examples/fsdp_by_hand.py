@@ -1,0 +1,286 @@
+"""ZeRO-3 (FSDP) by hand: what ZeroTransform does to a module, one step after the other.
+
+    python examples/fsdp_by_hand.py
+
+Two linear layers are sharded for rank 0 of 2. Every step calls one piece of the package, or of Thunder, and prints
+what it made. At the end the result is compared with what the transform makes by itself, and run. One process is
+enough: a trace names tensors and parameters, and only at run time somebody has to answer for the other rank.
+"""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from thunder_zero import layout, passes
+from thunder_zero.report.text import format_timeline
+from thunder_zero.runtime.executor import ZeroExecutor
+from thunder_zero.trace.emit import emit
+from thunder_zero.trace.insert import insert_synchronize, parameter_inputs
+from thunder_zero.trace.lift import lift, lift_halves
+
+import thunder
+from thunder.core.compile_data import compile_data_and_stats
+from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import wrap_return_value_together_with_arguments
+from thunder.executors.passes import del_last_used, transform_for_execution
+from thunder.extend import get_always_executors
+from thunder.transforms.autodiff import grad_transform_on_trace, split_into_forward_and_backward
+
+
+class TwoLayers(nn.Module):
+    """5 and 3 rows: neither divides by 2, so the second rank's shards are padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 5)
+        self.down = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+WORLD_SIZE = 2
+POLICY = tz.Policy(stage=3, unit_of=lambda module: ("up", "down"))  # each layer's parameters travel together
+
+
+# 1. Thunder runs the module once under its interpreter and writes down every operation. In that functional trace
+#    parameters are arguments like the input, and the prologue says which argument is which parameter.
+
+
+def functional_trace(jitted: thunder.ThunderModule, x: Tensor) -> tuple[TraceCtx, TraceCtx]:
+    jitted(x)
+    prologue, computation = thunder.last_prologue_traces(jitted)[0], thunder.last_traces(jitted)[0]
+    show("1. The functional trace: parameters are arguments", code(computation))
+    return prologue, wrap_return_value_together_with_arguments(computation)  # autodiff wants to see both
+
+
+# 2. The plan says what each parameter is; a shard is this rank's rows of it. All ranks' shards have one shape, so
+#    the last ones are padded, with zeros: padding must not turn an optimizer's or a norm's result into NaN.
+
+
+def shard(plan: tz.Plan, module: nn.Module) -> dict[str, Tensor]:
+    shards = {}
+    for param in plan.params:
+        start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
+        rows = torch.zeros(plan.shard_shape(param))
+        rows[: stop - start] = module.get_parameter(param.path).detach()[start:stop]
+        shards[param.path] = rows.requires_grad_()
+    return shards
+
+
+def show_shards(plan: tz.Plan) -> None:
+    lines = [
+        f"{param.path:<11}  unit {param.unit:<4}  {param.shape!s:<6} -> {plan.shard_shape(param)!s:<6}  rows "
+        + ", ".join("{}:{} on rank {}".format(*layout.row_range(param.shape[0], 2, rank), rank) for rank in (0, 1))
+        for param in plan.params
+    ]
+    show("2. The plan: each parameter and its shard", "\n".join(lines))
+
+
+# 3. The arguments become shards, and before the first line that reads a parameter stands a synchronise. It means:
+#    here is the full parameter, and its gradient is the mean over ranks.
+
+
+def synchronised(prologue: TraceCtx, computation: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
+    inputs = parameter_inputs(prologue, computation, executor.plan)
+    computation = insert_synchronize(computation, inputs, executor)
+    show("3. A synchronise at the first use of each parameter", code(computation))
+    return computation
+
+
+# 4. Thunder differentiates the trace. The gradient rule of synchronise turns it into a gather and a wait in forward,
+#    and a reduce-scatter and a wait in backward, where autodiff has made the parameter's gradient.
+
+
+def joint(computation: TraceCtx) -> TraceCtx:
+    trace = grad_transform_on_trace(computation)
+    show("4. Forward and backward in one trace", code(trace))
+    return trace
+
+
+# 5. Executors replace each operation by what runs it: Thunder's run torch, and the collectives run in our own.
+
+
+def lowered(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
+    trace = transform_for_execution(trace, (executor, *get_always_executors()))
+    show("5. Lowered: every line is a call that Python can make", code(trace))
+    return trace
+
+
+# 6. As it stands the trace is right, and slow, and it is not ZeRO-3: each parameter is waited for where it is
+#    launched, and backward reads what forward has gathered. To change that, lift the trace into a timeline, where an
+#    operation is a few words of frozen data.
+
+
+def lifted(trace: TraceCtx, executor: ZeroExecutor) -> tz.Timeline:
+    timeline = lift(trace, executor)
+    show("6. Lifted: the timeline of the trace", format_timeline(timeline))
+    return timeline
+
+
+# 7. Each pass answers one question, timeline to timeline. tz.check proves the result right after each of them.
+
+
+def scheduled(timeline: tz.Timeline) -> tz.Timeline:
+    reference = timeline
+    for step in passes.PASSES:
+        before, timeline = timeline, step(timeline)
+        tz.check(timeline, complete=step is passes.PASSES[-1], reference=reference)
+        summary = step.__doc__.splitlines()[0].replace("``", "")
+        show(f"7. Pass {step.__name__}: {summary}", changes(before, timeline))
+    return timeline
+
+
+# 8. Emitting is reordering: lines of the lowered trace in the order of the timeline; only buckets are built anew. A
+#    free is not a line of its own: a gathered parameter is freed by the del that the next step puts there.
+
+
+def emitted(trace: TraceCtx, timeline: tz.Timeline, executor: ZeroExecutor) -> TraceCtx:
+    trace = emit(trace, timeline, executor)
+    show("8. Emitted: the joint trace in its new order", code(trace))
+    return trace
+
+
+# 9. Thunder splits the trace in two and deletes every value after its last use. What backward needs of forward is
+#    saved: look at forward's return. It saves the shard of down.weight, and no full parameter.
+
+
+def halves(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
+    forward, backward = split_into_forward_and_backward(trace)
+    forward = del_last_used(forward)
+    backward = del_last_used(backward, clear_mutable_collections=True)
+    show("9. The forward that runs", code(forward))
+    show("9. The backward that runs", code(backward))
+    return forward, backward
+
+
+# 10. The transform does the same from within Thunder's hooks. What is gathered, waited for, reduced and freed must
+#     be equal, line for line.
+
+
+def communication(timeline: tz.Timeline) -> list[str]:
+    return [
+        f"{'backward' if op.backward else 'forward':<8}  {op.kind:<6}  {', '.join(op.params)}"
+        for op in timeline.ops
+        if op.params
+    ]
+
+
+def compare(by_hand: tz.Timeline, by_itself: tz.Timeline) -> None:
+    mine, theirs = communication(by_hand), communication(by_itself)
+    assert mine == theirs, "\n".join(difflib.unified_diff(mine, theirs, "by hand", "the transform", lineterm=""))
+    show(f"10. The same {len(mine)} lines as the transform's own trace", "\n".join(mine))
+
+
+# 11. To run, a trace needs a runtime that carries out what the collectives ask for. ZeroTransform's talks to
+#     torch.distributed. This one knows rank 1's shards; and it gives both ranks the same batch, so that rank 1's
+#     gradients are rank 0's, and so is their mean.
+
+
+@dataclass
+class Done:
+    """The handle of a collective that has ended already."""
+
+    results: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.results
+
+
+class BothRanks:
+    def __init__(self, plan: tz.Plan, others: Mapping[str, Tensor]) -> None:
+        self.plan, self.others = plan, others
+
+    def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Done:
+        rows = [self.plan.by_name[path].shape[0] for path in paths]
+        padded = [torch.cat([own, self.others[path]]) for own, path in zip(shards, paths, strict=True)]
+        return Done(tuple(full[:count] for full, count in zip(padded, rows, strict=True)))
+
+    def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Done:
+        means = [(grad + grad) / 2 for grad in grads]
+        chunks = [layout.chunk_rows(mean.shape[0], self.plan.world_size) for mean in means]
+        return Done(tuple(mean[:chunk] for mean, chunk in zip(means, chunks, strict=True)))
+
+    def check_model(self, model: object) -> None:
+        """The transform's prologue asks whether the model is as planned; there is no prologue here."""
+
+    def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
+        """Only called where the policy asks for it."""
+
+
+def run(
+    forward: TraceCtx, backward: TraceCtx, arguments: Sequence[Tensor], grad: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    result, (saved, other) = forward.python_callable()(*arguments)
+    shapes = [tuple(tensor.shape) for tensor in saved]
+    grads = backward.python_callable()([list(saved), list(other)], [grad])
+    show("11. It runs, and forward saves for backward", f"tensors of shapes {shapes}")
+    return result["flat_output"][0], list(grads[1:])  # the first gradient would be x's
+
+
+def check_numbers(module: nn.Module, x: Tensor, plan: tz.Plan, output: Tensor, grads: Mapping[str, Tensor]) -> None:
+    expected = module(x)
+    expected.sum().backward()
+    torch.testing.assert_close(output, expected)
+    for param in plan.params:
+        start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
+        torch.testing.assert_close(grads[param.path], module.get_parameter(param.path).grad[start:stop])
+    show("11. It is right", "output and gradients equal those of the plain module, in this rank's rows")
+
+
+# How the steps above print.
+
+
+def show(heading: str, body: str) -> None:
+    print(f"\n{heading}\n{'-' * len(heading)}")
+    for line in body.splitlines():
+        print(textwrap.fill(line, 100, subsequent_indent=" " * 8, break_long_words=False))
+
+
+def code(trace: TraceCtx) -> str:
+    """The lines of a trace that do something, each with its result's shape."""
+    lines = trace.python(print_depth=1).replace("thunder_zero.runtime.executor.", "").splitlines()
+    start = next(at for at, line in enumerate(lines) if line.startswith("def "))
+    wanted = [line for line in lines[start:] if line.strip() and not line.lstrip().startswith("# /")]
+    return "\n".join(line.partition("  # ")[0] if '"FUTURE ' in line else line for line in wanted)
+
+
+def changes(before: tz.Timeline, after: tz.Timeline) -> str:
+    """Lines that went (-) and came (+), with one line around them."""
+    texts = (format_timeline(timeline).splitlines() for timeline in (before, after))
+    diff = list(difflib.unified_diff(*texts, n=1, lineterm=""))[2:]
+    return "\n".join("  ..." if line.startswith("@@") else line for line in diff)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    module, x = TwoLayers(), torch.randn(6, 4)
+    plan, other = (tz.make_plan(module, POLICY, WORLD_SIZE, rank) for rank in range(WORLD_SIZE))
+    shards = shard(plan, module)
+    executor = ZeroExecutor(plan, BothRanks(plan, shard(other, module)))
+    jitted = thunder.jit(module, executors=[executor])
+
+    prologue, computation = functional_trace(jitted, x)
+    show_shards(plan)
+    paths = [param.path for param in parameter_inputs(prologue, computation, plan).values()]
+    # Thunder's functions look up the executors, and so our gradient rule, in the compilation that is going on.
+    with compile_data_and_stats(thunder.compile_data(jitted), thunder.compile_stats(jitted)):
+        trace = lowered(joint(synchronised(prologue, computation, executor)), executor)
+        trace = emitted(trace, scheduled(lifted(trace, executor)), executor)
+        forward, backward = halves(trace)
+
+    by_itself = tz.trace(module, x, policy=POLICY, world_size=WORLD_SIZE)
+    compare(lift_halves(forward, backward, executor), by_itself.timeline)
+    output, grads = run(forward, backward, [x, *(shards[path] for path in paths)], torch.ones(6, 3))
+    check_numbers(module, x, plan, output, dict(zip(paths, grads, strict=True)))
+
+
+if __name__ == "__main__":
+    main()

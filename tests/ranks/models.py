@@ -1,0 +1,123 @@
+"""Small models and the arithmetic that tests of several ranks share: gather, compare, count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from thunder_zero import layout
+from thunder_zero.runtime import exchange
+
+import thunder
+
+VOCABULARY = 29
+WIDTH = 8
+Tensors = dict[str, Tensor]
+
+
+class Block(nn.Module):
+    """A transformer block. Its key bias has a gradient of zero in exact arithmetic: softmax does not see a shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        scores = self.query(y) @ self.key(y).transpose(-2, -1) / WIDTH**0.5
+        x = x + F.softmax(scores, -1) @ self.value(y)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Gpt(nn.Module):
+    """Two blocks and a tied embedding, with parameters of every awkward shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.few = nn.Parameter(torch.randn(2, WIDTH))
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.few.sum(0) * self.frozen
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) * self.scale)
+
+
+class Mlp(nn.Module):
+    """Three layers in a chain, each a unit; neither their rows nor their widths are divisible by 2, 3 or 4."""
+
+    def __init__(self, width: int = 7, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def fresh(factory: Any, *args: Any) -> Any:
+    """The same module on every rank and in every call."""
+    torch.manual_seed(0)
+    return factory(*args)
+
+
+def sharded(module: nn.Module, policy: tz.Policy | int, **options: Any) -> Any:
+    """A jitted copy of the module, under a policy or a stage."""
+    return thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(policy)], **options)
+
+
+def whole(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -> Tensor:
+    """A full tensor from all ranks' shards of it, or from all ranks' copies.
+
+    Raises:
+        AssertionError: copies that are not equal bit for bit; padding that is not zero.
+    """
+    if not sharded:
+        assert all(torch.equal(part, parts[0]) for part in parts), "replicas differ"
+        return parts[0]
+    rows = torch.cat(list(parts))
+    assert not rows[shape[0] :].any(), "padding is not zero"
+    return rows[: shape[0]]
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    """Norm of the difference over the norm of ``right``; shapes and dtypes must agree."""
+    assert (found.shape, found.dtype) == (right.shape, right.dtype), (found.shape, found.dtype, right.shape, right.dtype)
+    return float((found.double() - right.double()).norm() / max(float(right.double().norm()), 1e-30))
+
+
+@contextmanager
+def count_sends() -> Iterator[list[int]]:
+    """The bytes of each message that this rank sends meanwhile.
+
+    Messages leave from a background thread, but before the wait that ends their bucket.
+    """
+    sent: list[int] = []
+    send = exchange.send
+
+    def counted(message: Tensor, rank: int, group: Any, tag: int) -> Any:
+        sent.append(message.nbytes)
+        return send(message, rank, group, tag)
+
+    with mock.patch.object(exchange, "send", counted):
+        yield sent

@@ -1,0 +1,103 @@
+"""Python statements, folded to a width.
+
+::
+
+    fut = zero_all_gather_coalesced((t_a, t_b, t_c, t_d, t_e), ('h.0.a', 'h.0.b', 'h.0.c', 'h.0.d', 'h.0.e'))
+
+    fut = zero_all_gather_coalesced((t_a, t_b, ... 3 more),
+        ('h.0.a', 'h.0.b', ... 3 more))
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+INDENT = " " * 4  # of continuation lines
+WHOLE_LINES = 2  # a statement that takes no more is shown whole
+TOKENS = re.compile(
+    r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|(?P<comma>, )|(?P<opens>[(\[{])|(?P<closes>[)\]}])"""
+)
+MOST_ITEMS = 12  # of a collection in a statement that is not shown whole
+
+
+def fold(code: str, width: int) -> list[str]:
+    """Lines of at most ``width`` characters that show the statements of ``code``, without its comments.
+
+    A long statement shows the first items of its collections and of its arguments, as many as fit into the least
+    number of lines, and how many more there are.
+    """
+    return [line for statement in ast.parse(code).body for line in _fold(_unparse(statement), width)]
+
+
+def fill(pieces: Sequence[str], width: int, indent: str = "") -> list[str]:
+    """Lines of at most ``width`` characters from pieces that stay whole where they fit; later lines are indented."""
+    lines, line = [], ""
+    for piece in pieces:
+        if line.strip() and len((line + piece).rstrip()) > width:
+            lines.append(line.rstrip())
+            line = indent
+        line += clip(piece, width - len(line))
+    return [*lines, line.rstrip()]
+
+
+def clip(text: str, width: int) -> str:
+    """The text, or its beginning and an ellipsis."""
+    return text if len(text.rstrip()) <= width else text[: width - 1] + "…"
+
+
+def _fold(code: str, width: int) -> list[str]:
+    best = fill(_pieces(code, width), width, INDENT)
+    if len(best) <= WHOLE_LINES:
+        return best
+    for items in range(MOST_ITEMS, 0, -1):
+        lines = fill(_pieces(_shortened(code, items), width), width, INDENT)
+        best = lines if len(lines) < len(best) else best
+    return best
+
+
+def _shortened(code: str, items: int) -> str:
+    """The statement with the first items of each collection, and how many more there are."""
+    (statement,) = ast.parse(code).body
+    for node in ast.walk(statement):
+        collection = _collection(node)
+        if len(collection) > items + 1:  # "... 1 more" would save nothing
+            collection[items:] = [ast.Name(f"... {len(collection) - items} more")]
+    return _unparse(statement)
+
+
+def _collection(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Tuple | ast.List):
+        return node.elts
+    if isinstance(node, ast.Call):
+        return node.args
+    return node.targets if isinstance(node, ast.Delete) else []
+
+
+def _unparse(statement: ast.stmt) -> str:
+    """On one line; with parentheses around what a tuple is unpacked into, in every version of Python."""
+    if isinstance(statement, ast.Assign):
+        return " = ".join(map(ast.unparse, [*statement.targets, statement.value]))
+    return ast.unparse(statement)
+
+
+def _pieces(code: str, width: int) -> list[str]:
+    """Parts between which a line may break: the arguments of the outermost call; the items of what is too long."""
+    breaks: list[tuple[int, int]] = []  # place, depth
+    depth = 0
+    for token in TOKENS.finditer(code):
+        depth += {"opens": 1, "closes": -1}.get(str(token.lastgroup), 0)
+        is_call = token.lastgroup == "opens" and re.match(r"\w", code[token.start() - 1])
+        if is_call or token.lastgroup == "comma":
+            breaks.append((token.end(), depth))
+
+    def split(start: int, stop: int, depth: int) -> list[str]:
+        part = code[start:stop]
+        if len(part.rstrip()) <= width - len(INDENT) or all(deep < depth for _, deep in breaks):
+            return [part]
+        places = [start, *(place for place, deep in breaks if deep == depth and start < place < stop), stop]
+        return [piece for ends in pairwise(places) for piece in split(*ends, depth + 1)]
+
+    return split(0, len(code), 0)

@@ -1,0 +1,108 @@
+"""Prints a trace, and beside each line what it means: highlighted on a terminal, plain elsewhere.
+
+::
+
+    # forward, ZeRO-3, rank 0 of 4                     does    parameters             sent gathered
+    ft1 = zero_all_gather(t_w, 'h.0.w')                gather  h.0.w              1.50 KiB 2.00 KiB
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.text import Text
+
+from thunder_zero.plan import Plan
+from thunder_zero.policy import STAGES
+from thunder_zero.report.code import clip, fill, fold
+from thunder_zero.report.rows import Gap, Row, label, total
+from thunder_zero.timeline import Kind
+
+WIDTH = 100  # columns, where no terminal says
+NARROWEST, WIDEST = 80, 140
+KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
+STYLES = {Kind.GATHER: "cyan", Kind.WAIT: "blue", Kind.COMPUTE: "", Kind.FREE: "green", Kind.REDUCE: "magenta"}
+QUIET = "dim"
+
+
+def print_rows(rows: Sequence[Row | Gap], plan: Plan, half: str, console: Console) -> None:
+    """Print a table: a title line, then each row with its code folded to the width that is there.
+
+    Args:
+        rows: of one half.
+        plan: what each parameter is.
+        half: "forward" or "backward", for the title.
+        console: where to; it decides about colours, and on a terminal about the width.
+    """
+    width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
+    code_width = width - KIND - PARAMETERS - 2 * BYTES - 4  # a space before each of the four
+    syntax = Syntax("", "python", theme="ansi_dark", background_color="default")
+    stage = STAGES[plan.policy.stage].name
+    title = Text(f"# {half}, {stage}, rank {plan.rank} of {plan.world_size}")
+    title.pad_right(code_width - len(title))
+    title.append(f" {'does':{KIND}} {'parameters':{PARAMETERS}} {'sent':>{BYTES}} {'gathered':>{BYTES}}")
+    title.stylize("bold")
+    _print(console, title)
+    if not rows:
+        _print(console, Text("# nothing here is gathered or reduced for it", QUIET))
+    origin, alive = "", 0
+    for row in rows:
+        if isinstance(row, Gap):
+            _print(console, Text(f"# ... {row.lines} {'line' if row.lines == 1 else 'lines'}", QUIET))
+            continue
+        if row.line.origin not in ("", origin):
+            origin = row.line.origin
+            _print(console, Text(clip(f"# {origin}", width), f"{QUIET} italic"))
+        for text in _lines(row, plan, syntax, code_width, changed=row.alive != alive):
+            _print(console, text)
+        alive = row.alive
+    console.print()
+
+
+def print_total(rows: Sequence[Row | Gap], console: Console) -> None:
+    """Print the line that sums up rows, of one half or of both."""
+    _print(console, Text(total(rows), "bold"))
+
+
+def size(nbytes: int) -> str:
+    """Bytes in at most 8 characters: ``"1.50 KiB"``."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    value, power = float(nbytes), 0
+    while value >= 999.5 and power < len(units) - 1:
+        value, power = value / 1024, power + 1
+    if not power:
+        return f"{nbytes} B"
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {units[power]}"
+
+
+def _lines(row: Row, plan: Plan, syntax: Syntax, code_width: int, *, changed: bool) -> Iterator[Text]:
+    """The row's lines: code on the left, the meaning beside the first; either side may take several.
+
+    Where nothing is sent, the parameters take that column too.
+    """
+    code = syntax.highlight("\n".join(fold(row.line.code, code_width))).split("\n", allow_blank=False)
+    sent = "" if row.sent is None else f" {size(row.sent):>{BYTES}}"
+    width = PARAMETERS + 1 + BYTES - len(sent)
+    words = re.split(r"(?<= )", label(row.params, plan, gradients=row.gradients))
+    parts = [part for word in words for part in (re.split(r"(?<=\.)", word) if len(word) > width else [word])]
+    style = QUIET if row.kind is None or not row.params else STYLES[row.kind]
+    for number, (left, params) in enumerate(zip_longest(code, fill(parts, width))):
+        first = number == 0
+        text = left.copy() if left else Text()
+        if params or first:
+            text.pad_right(code_width - len(text))
+            text.append(f" {row.kind if row.kind and first else '':{KIND}} {params:{width}}", style)
+        if first:
+            text.append(sent, "yellow")
+            text.append(f" {size(row.alive):>{BYTES}}", "bold" if changed else QUIET)
+        yield text
+
+
+def _print(console: Console, text: Text) -> None:
+    text.rstrip()
+    console.print(text, soft_wrap=True, highlight=False)

@@ -1,0 +1,184 @@
+"""What each line of a trace means, read off its timeline.
+
+::
+
+    ft1 = zero_all_gather(t_w, 'h.0.w')            gather  h.0.w          1.50 KiB   2.00 KiB
+    t2 = zero_wait(ft1)                            wait    h.0.w                     2.00 KiB
+    t3 = torch.nn.functional.linear(x, t2, None)   compute h.0.w                     2.00 KiB
+    del t2                                         free    h.0.w                          0 B
+
+The lines are text; nothing here knows Thunder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from thunder_zero.cone import cone
+from thunder_zero.plan import Plan
+from thunder_zero.timeline import Kind, Timeline, gathered_bytes
+
+LAUNCHES = (Kind.GATHER, Kind.REDUCE)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a trace.
+
+    Attributes:
+        code: its Python statement.
+        position: of the line in its half's trace, as ``Op.source`` counts.
+        origin: the line of the user's program that it comes from; "" if none is known.
+    """
+
+    code: str
+    position: int
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line and what it means.
+
+    Attributes:
+        kind: what it does; None for what takes no part in the schedule (unpacking, activations' ``del``).
+        params: paths of the parameters whose collective, memory, use or gradient it is.
+        gradients: it handles the parameters' gradients, not the parameters.
+        sent: bytes that this rank sends; None if the line launches no collective.
+        alive: bytes of gathered parameters alive after the line.
+    """
+
+    line: Line
+    kind: Kind | None
+    params: tuple[str, ...]
+    gradients: bool
+    sent: int | None
+    alive: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """So many lines that are not shown."""
+
+    lines: int
+
+
+def rows(lines: Iterable[Line], timeline: Timeline, *, backward: bool) -> tuple[Row, ...]:
+    """The lines of one half of a timeline, each with its meaning.
+
+    Raises:
+        ValueError: the timeline has operations that stand on no line.
+    """
+    alive = gathered_bytes(timeline)
+    values, gradients = _parameters_in(timeline), _gradients(timeline)
+    places: dict[int, list[int]] = {}
+    for at, op in enumerate(timeline.ops):
+        if op.backward is backward:
+            places.setdefault(op.source[0], []).append(at)
+    first = min((at for ats in places.values() for at in ats), default=0)
+    now = alive[first - 1] if first else 0
+    out: list[Row] = []
+    for line in lines:
+        ats = places.pop(line.position, [])
+        ops = [timeline.ops[at] for at in ats]
+        now = alive[ats[-1]] if ats else now
+        read = _merged(op.params if op.kind is not Kind.COMPUTE else _of(op.reads, values) for op in ops)
+        made = _merged(_of(op.writes, gradients) for op in ops if op.kind is Kind.COMPUTE)
+        reduces = any(op.kind is Kind.REDUCE or timeline.ends(op, Kind.REDUCE) for op in ops)
+        sent = sum(map(timeline.bytes_sent, ops)) if any(op.kind in LAUNCHES for op in ops) else None
+        out.append(
+            Row(line, ops[0].kind if ops else None, read or made, reduces or (not read and bool(made)), sent, now)
+        )
+    if places:
+        raise ValueError(f"the timeline has operations at {sorted(places)}, where the trace has no line")
+    return tuple(out)
+
+
+def select(rows: Sequence[Row], plan: Plan, unit: str | None, *, only_parameters: bool) -> tuple[Row | Gap, ...]:
+    """The rows of one unit, or of all (None), and of these maybe only the ones that concern a parameter.
+
+    A unit's rows are those from the first to the last that waits for its parameters or computes with them, and its
+    other collectives and frees, which may be far away.
+
+    Raises:
+        ValueError: the plan has no such unit.
+    """
+    if unit is not None and unit not in plan.units:
+        raise ValueError(f"unit is {unit!r}; the units of this module are {', '.join(map(repr, plan.units))}")
+    chosen = range(len(rows)) if unit is None else _of_unit(rows, plan, unit)
+    kept = [at for at in chosen if rows[at].params or not only_parameters]
+    out: list[Row | Gap] = list(rows[kept[0] : kept[0] + 1]) if kept else []
+    for before, at in pairwise(kept):
+        between = rows[before + 1 : at]
+        out += [*between, rows[at]] if len(between) < 2 else [Gap(len(between)), rows[at]]  # a gap takes a line too
+    return tuple(out)
+
+
+def total(rows: Iterable[Row | Gap]) -> str:
+    """One sentence that sums up: collectives, bytes that this rank sends, the peak of gathered bytes."""
+    shown = [row for row in rows if isinstance(row, Row)]
+    gathers, reduces = (sum(row.kind is kind for row in shown) for kind in LAUNCHES)
+    sent = sum(row.sent or 0 for row in shown)
+    peak = max((row.alive for row in shown), default=0)
+    count = gathers + reduces
+    return (
+        f"{count} collective{'s' * (count != 1)} ({gathers} gather, {reduces} reduce), "
+        f"{sent:,} B sent by this rank, {peak:,} B gathered at most"
+    )
+
+
+def label(params: Sequence[str], plan: Plan, *, gradients: bool) -> str:
+    """Parameters in a few words: a path, two names of one module, or a unit and how many."""
+    units = {plan.by_name[path].unit for path in params}
+    parents = {path.rpartition(".")[0] for path in params}
+    grad = "grad " if gradients else ""
+    if len(params) > 2 and len(units) == 1 and units != {""}:
+        return f"{units.pop()}: {len(params)} {'gradients' if gradients else 'parameters'}"
+    if len(params) > 2:
+        return f"{grad}{params[0]}, {len(params) - 1} more"
+    if len(params) == 2 and len(parents) == 1:
+        return f"{grad}{params[0]}, {params[1].rpartition('.')[2]}"
+    return grad + ", ".join(params) if params else ""
+
+
+def _of_unit(rows: Sequence[Row], plan: Plan, unit: str) -> list[int]:
+    own = {param.path for param in plan.params if param.unit == unit}
+    touching = [at for at, row in enumerate(rows) if not own.isdisjoint(row.params)]
+    using = [
+        at
+        for at in touching
+        if rows[at].kind is Kind.COMPUTE or (rows[at].kind is Kind.WAIT and not rows[at].gradients)
+    ]
+    return sorted({*touching, *(range(using[0], using[-1]) if using else ())})
+
+
+def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
+    """Which parameters a value holds: gathered ones, and what is computed from parameters alone."""
+    inside = cone(timeline)
+    held: dict[str, tuple[str, ...]] = {}
+    for op in timeline.ops:
+        if timeline.ends(op, Kind.GATHER):
+            held.update((name, (path,)) for name, path in zip(op.writes, op.params, strict=True))
+        elif op.kind is Kind.COMPUTE:
+            held.update(dict.fromkeys((name for name in op.writes if name in inside), _of(op.reads, held)))
+    return held
+
+
+def _gradients(timeline: Timeline) -> dict[str, tuple[str, ...]]:
+    """Whose full gradient a value is; of several parameters where one value is the gradient of all."""
+    found: dict[str, tuple[str, ...]] = {}
+    for op in timeline.ops:
+        if op.kind is Kind.REDUCE:
+            one_each = len(op.reads) == len(op.params)
+            found.update((name, (op.params[at],) if one_each else op.params) for at, name in enumerate(op.reads))
+    return found
+
+
+def _of(names: Iterable[str], params: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    return _merged(params.get(name, ()) for name in names)
+
+
+def _merged(parts: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(item for part in parts for item in part))
