@@ -58,4 +58,4 @@ def test_a_view_is_computed_again() -> None:
     broken = fused(run(model(THREE, Use("a.w", ("view",)), "b.w")), 0, "c0.0")
     mended = mend(broken)
     check(free(mended))
-    assert [op.writes for op in mended.ops if op.again and op.kind is Kind.COMPUTE][0] == ("c0.0_mended",)
+    assert next(op.writes for op in mended.ops if op.again and op.kind is Kind.COMPUTE) == ("c0.0_mended",)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from thunder_zero.passes.bucket import bucket
 from thunder_zero.passes.free import free
 from thunder_zero.passes.keep import keep
+from thunder_zero.passes.last import keep_last
 from thunder_zero.passes.launch import launch
 from thunder_zero.passes.wait import wait
 from thunder_zero.timeline import Timeline
 from thunder_zero.verify import check
 
 PASSES = (
+    keep_last,  # decide which units forward keeps at no cost in memory
     keep,  # gather again what forward frees: for backward, and for each unit if asked to
     bucket,  # merge gathers, and reductions, of one unit and dtype
     launch,  # start gathers ahead of their use, within the bytes in flight
