@@ -256,7 +256,7 @@ def changes(before: tz.Timeline, after: tz.Timeline) -> str:
     """Lines that went (-) and came (+), with one line around them."""
     texts = (format_timeline(timeline).splitlines() for timeline in (before, after))
     diff = list(difflib.unified_diff(*texts, n=1, lineterm=""))[2:]
-    return "\n".join("  ..." if line.startswith("@@") else line for line in diff)
+    return "\n".join("  ..." if line.startswith("@@") else line for line in diff) or "nothing to do here"
 
 
 def main() -> None:

@@ -123,9 +123,8 @@ def save_curve(report: Report, path: Path) -> None:
 
 
 def _smoothed(losses: list[float]) -> list[float]:
-    """Centred moving average, over fewer steps near both ends."""
-    count = len(losses)
-    sides = [min(step, count - 1 - step, SMOOTHING) for step in range(count)]
+    """Moving average over the steps before and after; over fewer of both at the steep start."""
+    sides = [min(step, SMOOTHING) for step in range(len(losses))]
     return [mean(losses[step - side : step + side + 1]) for step, side in enumerate(sides)]
 
 

@@ -33,12 +33,16 @@ def untested(package: str, found: str) -> str | None:
     base = found.partition("+")[0]
     if LooseVersion(first) <= LooseVersion(base) < LooseVersion(last):
         return None
-    return f"thunder_zero was tested with {package} from {first} up to {last}, and this is {found}; what follows may fail"
+    return (
+        f"thunder_zero was tested with {package} {first} and later, below {last}, and this is {found}; install one of "
+        f"those if something fails"
+    )
 
 
 @contextmanager
 def _dropped_methods() -> Iterator[None]:
-    missing = [name for name in DROPPED_METHODS if name not in vars(torch._C.TensorBase) and name not in vars(torch.Tensor)]
+    there = {*vars(torch._C.TensorBase), *vars(torch.Tensor)}
+    missing = [name for name in DROPPED_METHODS if name not in there]
     for name in missing:
         setattr(torch.Tensor, name, _stand_in(name))
     try:
@@ -63,7 +67,7 @@ def _wrap_apply() -> None:
         def apply_in_python(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return super(torch.autograd.Function, cls).apply(*args, **kwargs)
 
-        torch.autograd.Function.apply = classmethod(apply_in_python)
+        torch.autograd.Function.apply = classmethod(apply_in_python)  # type: ignore[assignment]  # a method
 
 
 def import_thunder() -> None:

@@ -77,6 +77,11 @@ class Plan:
         return {name: param for param in self.params for name in param.names}
 
     @property
+    def kept(self) -> tuple[str, ...]:
+        """Paths of the sharded parameters that stay gathered from forward to backward."""
+        return tuple(param.path for param in self.params if param.sharded and param.kept and not param.resident)
+
+    @property
     def units(self) -> tuple[str, ...]:
         """Paths of the units, in the order of their first parameters."""
         return tuple(dict.fromkeys(param.unit for param in self.params))

@@ -53,6 +53,8 @@ class Policy:
             collective may always be under way, however large.
         regather: a parameter that is used by several units in forward (tied weights) is gathered
             once for each of them and freed between, instead of once for all (default False).
+        keep_last: ZeRO-3 only: keep the last units of forward gathered for backward, as many as do not
+            raise the peak of gathered bytes; the plan lists them (default False).
         broadcast_from: rank in the process group whose parameters and buffers all ranks take at
             the start; None (default) requires them to be equal already.
         check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
@@ -68,6 +70,7 @@ class Policy:
     prefetch: int = 2
     in_flight_bytes: int = 64 * MiB
     regather: bool = False
+    keep_last: bool = False
     broadcast_from: int | None = None
     check_gradients: bool = False
 

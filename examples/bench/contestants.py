@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thunder_zero as tz  # before thunder
 from examples.bench.model import Size, loss_of, make_model
+from examples.bench.report import ALONE
 
 import thunder
 import thunder.distributed
@@ -38,11 +39,13 @@ class Contestant:
     Attributes:
         name: on the command line and in the tables.
         stage: whose floor of bytes it is held against; None computes alone, without other ranks.
+        group: what it is compared as; the plot shows the best of each group.
         build: makes the model, and a function that takes one training step with it.
     """
 
     name: str
     stage: int | None
+    group: str
     build: Build
 
 
@@ -167,30 +170,39 @@ def build_deepspeed(size: Size, stage: int) -> tuple[nn.Module, Step]:
 
 
 def contestants() -> dict[str, Contestant]:
-    """All contestants by name, in the order of the tables."""
+    """All contestants by name, in the order of the tables; ``+tc`` compiles with torch.compile, ``+rs`` plugs in
+    the reduce-scatter above."""
     found = [
-        Contestant("eager", None, build_eager),
-        Contestant("thunder", None, partial(build_thunder, compiled=False)),
-        Contestant("thunder+tc", None, partial(build_thunder, compiled=True)),
-        *(
-            Contestant(f"zero{stage}{suffix}", stage, partial(build_zero, stage=stage, compiled=bool(suffix)))
-            for stage in range(4)
-            for suffix in ("", "+tc")
-        ),
-        Contestant("ddp", 0, partial(build_ddp, compiled=False)),
-        Contestant("ddp+tc", 0, partial(build_ddp, compiled=True)),
-        Contestant("thunder-ddp", 0, build_thunder_ddp),
-        Contestant("thunder-fsdp2", 2, partial(build_thunder_fsdp, strategy="ZERO2")),
-        Contestant("thunder-fsdp3", 3, partial(build_thunder_fsdp, strategy="ZERO3")),
+        Contestant("eager", None, ALONE, build_eager),
+        Contestant("thunder", None, ALONE, partial(build_thunder, compiled=False)),
+        Contestant("thunder+tc", None, ALONE, partial(build_thunder, compiled=True)),
+    ]
+    for stage in range(4):
+        zero = partial(build_zero, stage=stage)
+        found += [
+            Contestant(f"zero{stage}", stage, f"thunder_zero {stage}", partial(zero, compiled=False)),
+            Contestant(f"zero{stage}+tc", stage, f"thunder_zero {stage}", partial(zero, compiled=True)),
+        ]
+    found += [
+        Contestant("ddp", 0, "torch DDP", partial(build_ddp, compiled=False)),
+        Contestant("ddp+tc", 0, "torch DDP", partial(build_ddp, compiled=True)),
     ]
     for stage, word, reshard in ((2, "keep", False), (3, "reshard", True)):
         fsdp2 = partial(build_fsdp2, reshard=reshard)
         found += [
-            Contestant(f"fsdp2-{word}", stage, fsdp2),
-            Contestant(f"fsdp2-{word}-fair", stage, partial(fsdp2, fair=True)),
-            Contestant(f"fsdp2-{word}-fair+tc", stage, partial(fsdp2, fair=True, compiled=True)),
-            Contestant(f"fsdp2-{word}-fair+rs", stage, partial(fsdp2, fair=True, scatter=True)),
+            Contestant(f"fsdp2-{word}", stage, f"FSDP2 {word}", fsdp2),
+            Contestant(f"fsdp2-{word}-fair", stage, f"FSDP2 {word}", partial(fsdp2, fair=True)),
+            Contestant(f"fsdp2-{word}-fair+tc", stage, f"FSDP2 {word}", partial(fsdp2, fair=True, compiled=True)),
+            Contestant(f"fsdp2-{word}-fair+rs", stage, f"FSDP2 {word}+rs", partial(fsdp2, fair=True, scatter=True)),
         ]
+    found += [
+        Contestant("thunder-ddp", 0, "thunder.distributed ddp", build_thunder_ddp),
+        Contestant("thunder-fsdp2", 2, "thunder.distributed fsdp", partial(build_thunder_fsdp, strategy="ZERO2")),
+        Contestant("thunder-fsdp3", 3, "thunder.distributed fsdp", partial(build_thunder_fsdp, strategy="ZERO3")),
+    ]
     if importlib.util.find_spec("deepspeed"):
-        found += [Contestant(f"deepspeed{stage}", stage, partial(build_deepspeed, stage=stage)) for stage in (2, 3)]
+        found += [
+            Contestant(f"deepspeed{stage}", stage, f"DeepSpeed {stage}", partial(build_deepspeed, stage=stage))
+            for stage in (2, 3)
+        ]
     return {contestant.name: contestant for contestant in found}

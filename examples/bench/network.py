@@ -25,10 +25,19 @@ BURST, LATENCY = "256kb", "50ms"  # of the token bucket: what may leave at once,
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank runs: what stands before its command, and the interface that it talks over."""
+    """Where a rank runs.
+
+    Attributes:
+        prefix: what stands before its command.
+        interface: what it talks over.
+        address: its own, on that interface.
+        ends: both ends of its cable, each a namespace and an interface; none on loopback.
+    """
 
     prefix: tuple[str, ...]
     interface: str
+    address: str = "127.0.0.1"
+    ends: tuple[tuple[str, str], ...] = ()
 
 
 def can_limit() -> bool:
@@ -61,6 +70,12 @@ def seats(world_size: int, link: str) -> Iterator[list[Seat]]:
         yield [_join(stack, hub, rank, link) for rank in range(world_size)]
 
 
+def set_rate(seat: Seat, rate: str) -> None:
+    """Hold both ends of a rank's cable to a rate; what it was held to before no longer counts."""
+    for namespace, interface in seat.ends:
+        _in(namespace, f"tc qdisc replace dev {interface} root tbf rate {rate} burst {BURST} latency {LATENCY}")
+
+
 def bytes_sent(interface: str) -> int:
     """Bytes that an interface of this process's namespace has sent, headers included."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
@@ -70,15 +85,15 @@ def bytes_sent(interface: str) -> int:
 
 def _join(stack: ExitStack, hub: str, rank: int, rate: str) -> Seat:
     space = _namespace(stack, f"tz{os.getpid()}r{rank}")
-    own, other = f"r{rank}", f"b{rank}"
+    own, other, address = f"r{rank}", f"b{rank}", f"10.77.0.{rank + 1}"
     _call(f"ip link add {own} netns {space} type veth peer name {other} netns {hub}")
-    _in(space, f"ip addr add 10.77.0.{rank + 1}/24 dev {own}")
+    _in(space, f"ip addr add {address}/24 dev {own}")
     _in(space, f"ip link set {own} up")
     _in(space, "ip link set lo up")
     _in(hub, f"ip link set {other} master bridge0 up")
-    for namespace, interface in ((space, own), (hub, other)):
-        _in(namespace, f"tc qdisc add dev {interface} root tbf rate {rate} burst {BURST} latency {LATENCY}")
-    return Seat(("ip", "netns", "exec", space), own)
+    seat = Seat(("ip", "netns", "exec", space), own, address, ((space, own), (hub, other)))
+    set_rate(seat, rate)
+    return seat
 
 
 def _namespace(stack: ExitStack, name: str) -> str:

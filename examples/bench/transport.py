@@ -22,12 +22,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from network import LOOPBACK, Seat, bytes_sent, seats
+from network import LOOPBACK, Seat, bytes_sent, can_limit, seats
 from torch import Tensor
 
 import thunder_zero  # noqa: F401  # first of its imports
@@ -48,9 +47,9 @@ CASES = {
         *[(4 * BLOCK, BLOCK), (4 * BLOCK,), (BLOCK, 4 * BLOCK), (BLOCK,)],
     ],
 }
-COLLECTIVES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # and what they send, in (W - 1) / W of the tensors
+COLLECTIVES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}  # -> bytes sent, in (W - 1) / W of the tensors
 PACKED_TENSORS = 16
-MESSAGE_BYTES = (4 * KiB, 16 * KiB, 32 * KiB, 64 * KiB, 128 * KiB, 256 * KiB)
+MESSAGE_BYTES = (4 * KiB, 32 * KiB, 64 * KiB, 128 * KiB, 256 * KiB, 512 * KiB)
 ALWAYS, NEVER = 1 << 40, 0  # values of PACK_BELOW_BYTES
 
 Shape = tuple[int, ...]
@@ -96,9 +95,12 @@ class Rank:
                 seconds[name].append(time.perf_counter() - start)
                 dist.barrier()  # now all that this rank sent has arrived
                 sent[name].append(self.bytes_sent() - before)
-        everyone: list[Any] = [None] * self.job.world_size
-        dist.all_gather_object(everyone, (seconds, sent))
-        return {name: _summary([e[0][name][1:] for e in everyone], [e[1][name][1:] for e in everyone]) for name in candidates}
+        ranks: list[Any] = [None] * self.job.world_size
+        dist.all_gather_object(ranks, (seconds, sent))  # [rank] -> (seconds, sent); the first round warms up
+        return {
+            name: _summary([times[name][1:] for times, _ in ranks], [counts[name][1:] for _, counts in ranks])
+            for name in candidates
+        }
 
     def bytes_sent(self) -> int:
         return bytes_sent(self.job.interface) if self.counts_bytes else 0
@@ -137,13 +139,15 @@ class Rank:
         shapes = [(rows * self.job.world_size, 64)] * PACKED_TENSORS  # float32: 256 bytes a row
         params = [_param(shape, sharded=True) for shape in shapes]
         transport = Exchange(self.group)
+        tensors = {
+            "all_gather": [torch.randn(rows, 64) for _ in shapes],
+            "reduce_scatter": [torch.randn(shape) for shape in shapes],
+        }
         candidates = {}
-        for collective, tensors in (
-            ("all_gather", [torch.randn(rows, 64) for _ in shapes]),
-            ("reduce_scatter", [torch.randn(shape) for shape in shapes]),
-        ):
-            run = _collective(transport, collective, tensors, params)
-            candidates |= {f"{collective} {name}": _packed(run, below) for name, below in (("apart", NEVER), ("packed", ALWAYS))}
+        for collective, inputs in tensors.items():
+            run = _collective(transport, collective, inputs, params)
+            candidates[f"{collective} apart"] = _packing_below(NEVER, run)
+            candidates[f"{collective} packed"] = _packing_below(ALWAYS, run)
         return self.measure(candidates)
 
 
@@ -156,13 +160,13 @@ def _collective(transport: Any, collective: str, tensors: Sequence[Tensor], para
     return lambda: launch(tensors, params).wait()
 
 
-def _packed(run: Run, below: int) -> Run:
-    def packed() -> None:
-        usual, exchange.PACK_BELOW_BYTES = exchange.PACK_BELOW_BYTES, below
+def _packing_below(nbytes: int, run: Run) -> Run:
+    def packing() -> None:
+        usual, exchange.PACK_BELOW_BYTES = exchange.PACK_BELOW_BYTES, nbytes
         run()
         exchange.PACK_BELOW_BYTES = usual
 
-    return packed
+    return packing
 
 
 def _summary(seconds: Sequence[Sequence[float]], sent: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -205,23 +209,25 @@ def run_world(world_size: int, link: str, rounds: int) -> dict[str, Any]:
 
 
 def _start(job: Job, seat: Seat) -> subprocess.Popen[str]:
-    command = [*seat.prefix, sys.executable, __file__, "--job", json.dumps(vars(job))]
+    command = [*seat.prefix, sys.executable, "-W", "ignore", __file__, "--job", json.dumps(vars(job))]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE if job.rank == 0 else subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, env=env, text=True, stdout=subprocess.PIPE if job.rank == 0 else subprocess.DEVNULL
+    )
 
 
 def case_table(label: str, by_world: dict[int, Any]) -> str:
-    """Times of one case, and what the wire carried where that was counted."""
-    heads = ["W", "collective", "ours, ms", "torch, ms", "bare, ms", "ours, MiB sent", "torch, MiB sent", "least, MiB"]
-    rows = []
+    """Times of one case; and MiB that a rank sent, beside the least possible, where the wire's bytes were counted."""
+    heads = ["W", "collective", "ours, ms", "torch, ms", "bare, ms"]
+    rows, counted = [], False
     for world, figures in by_world.items():
         case = figures["cases"][label]
         for name in COLLECTIVES:
-            mine, theirs, bare = (case["figures"][f"{name} {who}"] for who in ("ours", "torch", "bare"))
-            sent = [f"{who['bytes'] / MiB:.2f}" if who["bytes"] else "" for who in (mine, theirs)]
-            least = f"{case['floors'][name] / MiB:.2f}"
-            rows.append([str(world), name, *map(_spread, (mine, theirs, bare)), *sent, least])
-    return _table(heads, rows)
+            found = [case["figures"][f"{name} {who}"] for who in ("ours", "torch", "bare")]
+            counted = any(figure["bytes"] for figure in found)
+            sent = [figure["bytes"] for figure in found[:2]] + [case["floors"][name]] if counted else []
+            rows.append([str(world), name, *map(_spread, found), *(f"{nbytes / MiB:.2f}" for nbytes in sent)])
+    return _table(heads + ["ours, MiB sent", "torch, MiB sent", "least"] * counted, rows)
 
 
 def packing_table(by_world: dict[int, Any]) -> str:
@@ -238,9 +244,38 @@ def packing_table(by_world: dict[int, Any]) -> str:
 
 def _spread(figure: dict[str, float]) -> str:
     digits = 2 if figure["ms"] < 10 else 1 if figure["ms"] < 100 else 0
-    return " ".join(f"{figure[key]:.{digits}f}" for key in ("ms", "low", "high")).replace(" ", " (", 1).replace(" ", "-")[::1]
+    middle, low, high = (f"{figure[key]:.{digits}f}" for key in ("ms", "low", "high"))
+    return f"{middle} ({low}-{high})"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--links", nargs="+", default=[LOOPBACK], help="loopback, or rates such as 1gbit (as root)")
+    parser.add_argument("--world-sizes", nargs="+", type=int, default=[2, 4], help="numbers of ranks, 2 or more")
+    parser.add_argument("--rounds", type=int, default=11, help="how often each is measured, 2 or more")
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # what one rank is told
+    options = parser.parse_args()
+    if options.job:
+        rank_main(Job(**json.loads(options.job)))
+        return
+    if min(options.world_sizes) < 2 or options.rounds < 2:
+        parser.error("give world sizes and rounds of 2 or more")
+    if not can_limit() and options.links != [LOOPBACK]:
+        parser.error(f"{', '.join(options.links)}: a link of a set rate needs Linux, root, ip and tc")
+    print(f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, ", end="")
+    print(f"{os.cpu_count()} cores, one thread a rank; median of {options.rounds} rounds (quartiles)")
+    for link in options.links:
+        by_world = {world: run_world(world, link, options.rounds) for world in options.world_sizes}
+        for label in CASES:
+            print(f"\n{link}, {label}\n\n{case_table(label, by_world)}")
+        if link == LOOPBACK:
+            print(f"\n{link}, {PACKED_TENSORS} small tensors, apart and packed\n\n{packing_table(by_world)}")
+
+
+if __name__ == "__main__":
+    main()

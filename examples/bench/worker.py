@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -27,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from examples.bench.contestants import Step, contestants
+from examples.bench.memory import alive_and_peak
 from examples.bench.model import Size, make_batch
-from examples.bench.network import sent_bytes
-from examples.tensor_memory import alive_and_peak
+from examples.bench.network import bytes_sent
 from thunder_zero.runtime.handle import Handle
 
 WARM_UP = 3  # steps: the first one compiles, DDP lays its buckets anew after it
@@ -115,11 +116,11 @@ class Worker:
 
     def _timed(self, work: Callable[[], object]) -> dict[str, float]:
         dist.barrier()
-        sent, start = sent_bytes(self.interface), time.perf_counter()
+        sent, start = bytes_sent(self.interface), time.perf_counter()
         work()
         dist.barrier()  # so that what is still on its way counts
         seconds = time.perf_counter() - start
-        return {"seconds": seconds, "sent": sent_bytes(self.interface) - sent}
+        return {"seconds": seconds, "sent": bytes_sent(self.interface) - sent}
 
     def _slots(self, nbytes: float) -> list[tuple[int, Tensor, Tensor]]:
         left = int(nbytes / max(self.world_size - 1, 1))
@@ -139,6 +140,23 @@ class Worker:
             work.wait()
 
 
+def reply_to(worker: Worker, command: dict[str, Any]) -> dict[str, Any]:
+    """What the command returns; where it raises, the traceback as ``{"error": ...}``."""
+    commands = {
+        "build": worker.build,
+        "turn": worker.turn,
+        "wire": worker.wire,
+        "peak": worker.peak,
+        "waits": worker.waits,
+        "compile": worker.compile,
+        "host": worker.host,
+    }
+    try:
+        return commands[command.pop("do")](**command)
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not get among the replies
@@ -148,8 +166,7 @@ def main() -> None:
     replies.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
         command = json.loads(line)
-        do = getattr(worker, command.pop("do"))
-        replies.write(json.dumps(do(**command)) + "\n")
+        replies.write(json.dumps(reply_to(worker, command)) + "\n")
     dist.destroy_process_group()
 
 

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from thunder_zero import layout
 from thunder_zero.runtime import exchange
 
 import thunder
 
 VOCABULARY = 29
 WIDTH = 8
+LENGTH = 5
 Tensors = dict[str, Tensor]
 
 
@@ -29,13 +29,12 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.key = nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)
-        scores = self.query(y) @ self.key(y).transpose(-2, -1) / WIDTH**0.5
-        x = x + F.softmax(scores, -1) @ self.value(y)
+        x = x + F.softmax(y @ self.key(y).transpose(-2, -1) / WIDTH**0.5, -1) @ y
         return x + self.down(F.gelu(self.up(x)))
 
 
@@ -62,8 +61,65 @@ class Gpt(nn.Module):
         return self.head(self.norm(x) * self.scale)
 
 
+class Patterns(nn.Module):
+    """The ways in which something computed from parameters alone tends to be saved for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.w = nn.Parameter(torch.randn(WIDTH + 3, WIDTH) / 3)
+        self.v = nn.Parameter(torch.randn(WIDTH, WIDTH + 3))
+        self.g = nn.Parameter(torch.randn(WIDTH))
+        self.bias = nn.Parameter(torch.randn(VOCABULARY))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.positions.weight
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        x = torch.tanh(x @ self.w.t())
+        x = F.linear(x, self.v / self.v.norm(dim=1, keepdim=True) * self.g[:, None])  # weight norm
+        return x @ self.embed.weight.t() + self.bias
+
+
+# What backward of Patterns reads again: every factor of a product; no bias, and of the embeddings only the tied one.
+PATTERNS_AGAIN = {"embed.weight", "layers.0.weight", "layers.1.weight", "layers.2.weight", "w", "v", "g"}
+
+
+class Zoo(nn.Module):
+    """Parameters of every kind: rows (9, 2, 1, none, 0-dim) that few worlds divide, dtypes, strides, ties, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(9, 9) for _ in range(3)])
+        self.layers[2].weight = self.layers[0].weight  # tied across units
+        self.norm = nn.BatchNorm1d(9)
+        self.lower = nn.Linear(9, 9).bfloat16()
+        self.turned = nn.Parameter(torch.randn(7, 9).t())  # (9, 7), not contiguous
+        self.two_rows = nn.Parameter(torch.randn(2, 9))
+        self.one_row = nn.Parameter(torch.randn(1, 9))
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.empty = nn.Parameter(torch.empty(0, 9))
+        self.frozen = nn.Parameter(torch.randn(9), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(4))
+        self.register_buffer("offset", torch.randn(9))
+        self.register_buffer("not_saved", torch.arange(9) / 9, persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.norm(inputs)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        x = x * self.scalar + torch.cat((self.two_rows, self.empty)).sum(0) * self.frozen + self.one_row + self.offset
+        x = x + self.lower(inputs.bfloat16()).float() + self.not_saved
+        return x @ self.turned
+
+
+ZOO_WITHOUT_GRAD = {"frozen", "unused"}
+
+
 class Mlp(nn.Module):
-    """Three layers in a chain, each a unit; neither their rows nor their widths are divisible by 2, 3 or 4."""
+    """Layers in a chain, each a unit; their rows are not divisible by 2, 3 or 4."""
 
     def __init__(self, width: int = 7, layers: int = 3) -> None:
         super().__init__()
@@ -102,7 +158,8 @@ def whole(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -> Te
 
 def error(found: Tensor, right: Tensor) -> float:
     """Norm of the difference over the norm of ``right``; shapes and dtypes must agree."""
-    assert (found.shape, found.dtype) == (right.shape, right.dtype), (found.shape, found.dtype, right.shape, right.dtype)
+    assert found.shape == right.shape, (found.shape, right.shape)
+    assert found.dtype == right.dtype, (found.dtype, right.dtype)
     return float((found.double() - right.double()).norm() / max(float(right.double().norm()), 1e-30))
 
 

@@ -1,11 +1,17 @@
-"""Do all ranks hold the same model? Asked once, before the first collective of the first step."""
+"""Do all ranks hold the same model, and will they run the same collectives? Asked once, before the first step.
+
+Ranks that disagree do not fail by themselves: they hang, or exchange bytes that mean something else.
+What one rank refuses is therefore told to all, and what has to agree is compared line by line.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,53 +19,95 @@ from torch import Tensor, nn
 
 from thunder_zero.plan import Plan
 
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Something that has to agree.
+
+    Attributes:
+        name: what it is, as the sentence calls it: ``"parameter 'w'"``.
+        value: what it is on this rank.
+        remedy: what to do where it differs.
+    """
+
+    name: str
+    value: str
+    remedy: str = "build the same module on every rank"
+
 
 def digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's elements in row-major order, 16 hex digits."""
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
-    return hashlib.sha256(flat.numpy().tobytes() if flat.numel() else b"").hexdigest()[:16]
+    return hashlib.sha256(_flat_bytes(tensor.detach().cpu()).numpy().data).hexdigest()[:16]
 
 
-def describe(module: nn.Module, plan: Plan, weights: bool) -> dict[str, str]:
-    """What has to agree, a line for each parameter and buffer."""
-    parameters = {
-        param.path: f"shape {param.shape}, {param.dtype}, requires_grad={param.requires_grad}" for param in plan.params
-    }
-    buffers = {name: f"buffer, shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in module.named_buffers()}
-    policy = {field.name: getattr(plan.policy, field.name) for field in fields(plan.policy) if field.name != "unit_of"}
-    lines = {"policy": f"{policy}", "units": f"{plan.units}", **parameters, **buffers}
-    if weights:
-        for param in plan.params:
-            lines[param.path] += f", weights {digest(module.get_parameter(param.path))}"
+def describe(module: nn.Module, plan: Plan, device: torch.device) -> list[Line]:
+    """What has to agree: the policy, the units, each parameter and buffer in order, and the weights.
+
+    The weights count only where no rank's are broadcast.
+    """
+    lines = [
+        Line(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
+        for field in fields(plan.policy)
+        if field.name != "unit_of"  # a function; what it answers is compared
+    ]
+    lines.append(Line("the device", device.type, "put the module on the same kind of device on every rank"))
+    for param in plan.params:
+        what = f"shape {param.shape}, {param.dtype}, requires_grad={param.requires_grad}, unit {param.unit!r}"
+        lines.append(Line(f"parameter {' = '.join(map(repr, param.names))}", what))
+        if plan.policy.broadcast_from is None:
+            weights = f"weights with SHA-256 {digest(module.get_parameter(param.path))}"
+            remedy = "seed every rank alike before it builds the module, or pass broadcast_from=0"
+            lines.append(Line(f"the initial value of parameter {param.path!r}", weights, remedy))
+    for name, buffer in module.named_buffers():
+        dtype = str(buffer.dtype).removeprefix("torch.")
+        lines.append(Line(f"buffer {name!r}", f"shape {tuple(buffer.shape)}, {dtype}"))
     return lines
 
 
-def require_agreement(lines: dict[str, str], group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank's lines differ from rank 0's.
+@contextmanager
+def all_or_none(group: dist.ProcessGroup) -> Iterator[None]:
+    """What one rank refuses inside of the block, every rank refuses at its end.
+
+    Raises:
+        Exception: what the block raised here.
+        RuntimeError: the block raised on another rank; its sentence is in the message.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    told: list[str | None] = [None] * group.size()
+    if group.size() > 1:
+        dist.all_gather_object(told, None if failure is None else str(failure), group=group)
+    if failure is not None:
+        raise failure
+    for rank, sentence in enumerate(told):
+        if sentence is not None:
+            raise RuntimeError(f"rank {rank} refused its module, so all ranks do: {sentence}")
+
+
+def require_same_model(lines: Sequence[Line], group: dist.ProcessGroup) -> None:
+    """Raise on every rank if any rank's model differs from rank 0's.
 
     Raises:
         RuntimeError: naming the first parameter that differs, both values and both ranks.
     """
-    gathered: list[dict[str, str]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(gathered, lines, group=group)
-    reference = gathered[0]
-    for rank, other in enumerate(gathered):
-        for name in [*reference, *other]:
-            if reference.get(name) != other.get(name):
-                raise RuntimeError(
-                    f"{name!r} differs between ranks: rank 0 has {reference.get(name, 'none')}, rank {rank} has "
-                    f"{other.get(name, 'none')}; build the same module on every rank (seed it alike), or pass "
-                    f"broadcast_from=0 to take rank 0's weights"
-                )
-
-
-@torch.no_grad()
-def broadcast(module: nn.Module, source: int, group: dist.ProcessGroup) -> None:
-    """Give every rank the parameters and buffers of group rank ``source``, in place."""
-    for tensor in [*module.parameters(), *module.buffers()]:
-        staged = tensor.detach().contiguous()
-        dist.broadcast(staged, group=group, group_src=source)
-        tensor.copy_(staged)
+    difference = _first_difference(lines, group)
+    if difference is None:
+        return
+    rank, _, expected, found = difference
+    if expected is None or found is None or expected.name != found.name:
+        here, there = (line.name if line is not None else "nothing more" for line in (expected, found))
+        raise RuntimeError(
+            f"the module differs between ranks: rank 0 has {here} where rank {rank} has {there}; {Line('', '').remedy}"
+        )
+    raise RuntimeError(
+        f"{expected.name} differs between ranks: rank 0 has {expected.value}, rank {rank} has {found.value}; "
+        f"{expected.remedy}"
+    )
 
 
 def require_same_schedule(half: str, lines: Sequence[str], group: dist.ProcessGroup) -> None:
@@ -73,17 +121,52 @@ def require_same_schedule(half: str, lines: Sequence[str], group: dist.ProcessGr
     Raises:
         RuntimeError: naming the first line that differs and both ranks.
     """
+    difference = _first_difference(lines, group)
+    if difference is not None:
+        rank, number, *texts = difference
+        expected, found = (text or "nothing" for text in texts)
+        raise RuntimeError(
+            f"the ranks would run different collectives: line {number} of {half} is {expected!r} on rank 0 and "
+            f"{found!r} on rank {rank}; give every rank inputs that take the same path through the module"
+        )
+
+
+def _first_difference(
+    lines: Sequence[Item], group: dist.ProcessGroup
+) -> tuple[int, int, Item | None, Item | None] | None:
+    """The first rank and line that differ from rank 0's, what rank 0 has and what that rank has; a collective.
+
+    Only digests travel where all agree.
+    """
     if group.size() == 1:
-        return
-    gathered: list[str | Sequence[str]] = [""] * group.size()
-    dist.all_gather_object(gathered, hashlib.sha256("\n".join(lines).encode()).hexdigest(), group=group)
-    if len(set(gathered)) == 1:
-        return
-    dist.all_gather_object(gathered, lines, group=group)
-    for rank, other in enumerate(gathered):
-        for number, (expected, found) in enumerate(zip_longest(gathered[0], other, fillvalue="nothing")):
-            if expected != found:
-                raise RuntimeError(
-                    f"the ranks would run different collectives: line {number} of {half} is {expected!r} on rank 0 and "
-                    f"{found!r} on rank {rank}; give every rank inputs that take the same path through the module"
-                )
+        return None
+    digests = [""] * group.size()
+    dist.all_gather_object(digests, hashlib.sha256("\n".join(map(repr, lines)).encode()).hexdigest(), group=group)
+    if len(set(digests)) == 1:
+        return None
+    of_all: list[Sequence[Item]] = [()] * group.size()
+    dist.all_gather_object(of_all, lines, group=group)
+    return next(
+        (rank, number, expected, found)
+        for rank, others in enumerate(of_all)
+        for number, (expected, found) in enumerate(zip_longest(of_all[0], others))
+        if expected != found
+    )
+
+
+@torch.no_grad()
+def broadcast(module: nn.Module, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give every rank the parameters and buffers of group rank ``source``, in place.
+
+    They travel as bytes on ``device``, since no backend carries every dtype.
+    """
+    for tensor in [*module.parameters(), *module.buffers()]:
+        staged = tensor.detach().to(device).contiguous()
+        if staged.numel():
+            dist.broadcast(_flat_bytes(staged), group=group, group_src=source)
+            tensor.copy_(staged)
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    """The elements in row-major order as bytes; a view, if the tensor is contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

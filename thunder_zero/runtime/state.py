@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -24,10 +25,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thunder_zero import layout
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime import agree
+from thunder_zero.runtime.intact import Intact
 from thunder_zero.runtime.transport import Handle, Transport, transport_for
 
 _states: weakref.WeakSet[State] = weakref.WeakSet()
-_replaced = WeakTensorKeyDictionary()  # parameters of before a transform -> their paths
+_replaced = WeakTensorKeyDictionary()  # parameter of before a transform, or placeholder -> (its path, its state)
+_placeholders = WeakTensorKeyDictionary()  # all that stand in plain modules -> their paths
 _hooked = False
 
 
@@ -53,36 +56,27 @@ class State:
         self.shards = {param.path: self._own(param, originals[param.path].detach().to(device)) for param in plan.params}
         self.placeholders = {param.path: placeholder(originals[param.path], device) for param in plan.params}
         for path, original in originals.items():
-            _replaced[original] = path
+            _replaced[original] = _replaced[self.placeholders[path]] = (path, weakref.ref(self))
+            _placeholders[self.placeholders[path]] = path
         _watch(self)
 
     @classmethod
-    def take(cls, module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: torch.device | None) -> State:
+    def take(cls, module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> State:
         """Take over the parameters of a plain module, once all ranks agree that it is the same one.
 
         The module itself is left as it is; whoever calls puts ``placeholders`` into it.
 
         Raises:
-            ValueError: parameters without memory, or on a device that the group has no backend for;
-                ``broadcast_from`` is not a rank of the group.
             RuntimeError: the ranks' modules differ.
         """
-        originals = {param.path: module.get_parameter(param.path) for param in plan.params}
-        for path, original in originals.items():
-            if original.is_meta:
-                raise ValueError(
-                    f"parameter {path!r} is on the meta device and has no values to shard; materialise the module "
-                    f"first (thunder_zero.trace reads it as it is)"
-                )
-        device = device or next(iter(originals.values())).device
-        transport_for(group, device)  # raises before anything is sent
-        source = plan.policy.broadcast_from
-        if source is not None and source >= group.size():
-            raise ValueError(f"broadcast_from is {source}; the process group has ranks 0 to {group.size() - 1}")
-        agree.require_agreement(agree.describe(module, plan, weights=source is None), group)
-        if source is not None:
-            agree.broadcast(module, source, group)
-        return cls(plan, group, originals, device)
+        agree.require_same_model(agree.describe(module, plan, device), group)
+        if plan.policy.broadcast_from is not None:
+            agree.broadcast(module, plan.policy.broadcast_from, group, device)
+        return cls(plan, group, {param.path: module.get_parameter(param.path) for param in plan.params}, device)
+
+    def pin(self, model: Any) -> None:
+        """Remember the jitted model, with shards and placeholders in their places, as it has to stay."""
+        self._intact = Intact(model, self.plan, self.shards, self.placeholders, self._resident)
 
     @torch.no_grad()
     def _own(self, param: Param, full: Tensor) -> nn.Parameter:
@@ -124,27 +118,10 @@ class State:
         """Run by every prologue: the model is as planned, and nothing of a failed step is under way.
 
         Raises:
-            RuntimeError: a parameter was replaced, moved or cast after the transform.
+            RuntimeError: a parameter was replaced, moved, cast, frozen or thawed after the transform.
         """
         self._transport.drain()
-        for path, shard in self.shards.items():
-            if model.get_parameter(path) is not shard:
-                raise RuntimeError(
-                    f"parameter {path!r} was replaced after thunder_zero sharded it; copy new values into it "
-                    f"(load_original_state_dict, or in place), or transform the new module"
-                )
-            stand_in = self.placeholders[path]
-            if shard.dtype is not stand_in.dtype or shard.device != stand_in.device:
-                found = f"{stand_in.dtype} on {stand_in.device}"
-                raise RuntimeError(
-                    f"parameter {path!r} was cast or moved to {found} after thunder_zero sharded it as {shard.dtype} "
-                    f"on {shard.device}; call .to() on the module before thunder.jit"
-                )
-            if shard.requires_grad is not stand_in.requires_grad:
-                raise RuntimeError(
-                    f"requires_grad of parameter {path!r} became {shard.requires_grad} after thunder_zero planned it; "
-                    f"set it on the module before thunder.jit"
-                )
+        self._intact.require()
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Policy ``check_gradients``: all ranks learn of a gradient that is NaN or Inf on any.
@@ -222,25 +199,72 @@ def placeholder(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
 
 
-def process_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def process_group(group: object) -> dist.ProcessGroup:
     """The group that was given, or the default one.
 
     Raises:
         RuntimeError: there is neither.
+        ValueError: this rank is not in the group.
+        TypeError: not a process group.
     """
     if group is not None:
+        if group == dist.GroupMember.NON_GROUP_MEMBER:  # an int, which new_group returns on the other ranks
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the process_group that it was given; transform the module only on "
+                f"the ranks that torch.distributed.new_group was given"
+            )
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group is {group!r}, a {type(group).__name__}; give a torch.distributed.ProcessGroup "
+                f"(of a DeviceMesh: mesh.get_group()), or None for the default group"
+            )
         return group
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "there is no process group; call torch.distributed.init_process_group (under torchrun) before the "
             "transform, or pass process_group"
         )
-    return dist.group.WORLD
+    default = dist.group.WORLD
+    assert default is not None, "it is initialised"
+    return default
+
+
+def device_for(module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: torch.device | None) -> torch.device:
+    """Where the shards will live: ``device``, or where the first parameter is.
+
+    Raises:
+        ValueError: parameters that cannot be sharded, a device that is not there or that the group has no backend
+            for, ``broadcast_from`` that is not a rank of the group.
+    """
+    for param in plan.params:
+        original = module.get_parameter(param.path)
+        if original.is_meta:
+            raise ValueError(
+                f"parameter {param.path!r} is on the meta device and has no values to shard; materialise the module "
+                f"first (thunder_zero.trace reads it as it is)"
+            )
+        if isinstance(original, DTensor):
+            raise ValueError(
+                f"parameter {param.path!r} is a DTensor, so torch shards it already (fully_shard, tensor parallelism); "
+                f"give a module of plain tensors"
+            )
+    source = plan.policy.broadcast_from
+    if source is not None and source >= group.size():
+        raise ValueError(f"broadcast_from is {source}; the process group has ranks 0 to {group.size() - 1}")
+    device = device or module.get_parameter(plan.params[0].path).device
+    transport_for(group, device)
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device is '{device}', which cannot be used here ({reason}); give one that is there"
+        ) from None
 
 
 def is_transformed(param: nn.Parameter) -> bool:
-    """Whether the parameter belongs to a module that was transformed before."""
-    return any(param is stand_in for state in _states for stand_in in state.placeholders.values())
+    """Whether the parameter is a placeholder, in a module that was transformed before."""
+    return param in _placeholders
 
 
 def _watch(state: State) -> None:
@@ -258,10 +282,12 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for param in _parameters(optimizer):
-        if param in _replaced:
+        path, state = _replaced.get(param, (None, None))
+        if state is not None and state() is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__} holds the parameter {_replaced[param]!r} of before the transform, so its "
-                f"step would be lost; build the optimizer on model.parameters() after thunder.jit"
+                f"{type(optimizer).__name__} holds the plain module's parameter {path!r}, which is not trained since "
+                f"the transform, so its step would be lost; build the optimizer on model.parameters() of the model "
+                f"that thunder.jit or thunder_zero.zero returned"
             )
 
 

@@ -104,12 +104,12 @@ def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
 
 
 def _values(bsyms: Sequence[BoundSymbol]) -> dict[str, Value]:
-    return {
-        proxy.name: Value(proxy.numel * dtype_bytes(proxy), dtype_name(proxy.dtype))
-        for bsym in bsyms
-        for proxy in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args)
-        if isinstance(proxy, TensorProxy | FutureTensorProxy)
-    }
+    values: dict[str, Value] = {}
+    for bsym in bsyms:
+        for proxy in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args):
+            if proxy.name not in values and isinstance(proxy, TensorProxy | FutureTensorProxy):
+                values[proxy.name] = Value(proxy.numel * dtype_bytes(proxy), dtype_name(proxy.dtype))
+    return values
 
 
 def dtype_bytes(proxy: TensorProxy | FutureTensorProxy) -> int:

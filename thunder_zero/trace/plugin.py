@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from thunder_zero.policy import Policy
-from thunder_zero.trace.transform import ZeroTransform, refuse_transformed
+from thunder_zero.trace.transform import DEFAULT_STAGE, ZeroTransform, policy_of, refuse_transformed
 
 import thunder
 from thunder import Plugin, compile_stats
@@ -24,10 +24,10 @@ def zero(
     model: ThunderModule,
     policy: Policy | int | None = None,
     *,
-    stage: int = 3,
+    stage: int = DEFAULT_STAGE,
     process_group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
-    **fields: Any,
+    **changes: Any,
 ) -> ThunderModule:
     """Shard a jitted module, where ``thunder.distributed.fsdp`` or ``ddp`` stood.
 
@@ -41,7 +41,7 @@ def zero(
     """
     if not isinstance(model, ThunderModule):
         raise TypeError(f"zero takes a jitted module, got {type(model).__name__}; call it on thunder.jit(module)")
-    transform = ZeroTransform(policy, stage=stage, process_group=process_group, device=device, **fields)
+    transform = ZeroTransform(policy, stage=stage, process_group=process_group, device=device, **changes)
     refuse_transformed(model, transform)
     if compile_stats(model).calls:
         raise RuntimeError(
@@ -51,7 +51,7 @@ def zero(
     return add_transform(model, transform=transform)
 
 
-class Zero(Plugin):  # type: ignore[misc]  # Thunder is untyped
+class Zero(Plugin):
     """ZeroTransform as a plugin of ``thunder.compile``.
 
     >>> model = thunder.compile(module, plugins=[tz.Zero(stage=2)], recipe=tz.Recipe())
@@ -63,20 +63,20 @@ class Zero(Plugin):  # type: ignore[misc]  # Thunder is untyped
         self,
         policy: Policy | int | None = None,
         *,
-        stage: int = 3,
+        stage: int = DEFAULT_STAGE,
         process_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
-        **fields: Any,
+        **changes: Any,
     ) -> None:
-        self._arguments = {"stage": stage, "process_group": process_group, "device": device, **fields}
-        self._policy = policy
+        self._policy = policy_of(policy, stage, changes)
+        self._process_group, self._device = process_group, device
 
     def setup_transforms(self) -> list[ZeroTransform]:
         """A transform of its own for every module that is compiled."""
-        return [ZeroTransform(self._policy, **self._arguments)]
+        return [ZeroTransform(self._policy, process_group=self._process_group, device=self._device)]
 
 
-class Recipe(ThunderRecipe):  # type: ignore[misc]  # Thunder is untyped
+class Recipe(ThunderRecipe):
     """Thunder's default executors, whatever the machine has.
 
     Thunder 0.2.6's own default recipe puts None in the list of executors where nvFuser is missing.

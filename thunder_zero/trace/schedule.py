@@ -31,7 +31,9 @@ class Schedule(FusionExecutor):
         trace = drop_replicas(trace, self.executor)
         if self.executor.plan.policy.check_gradients:
             trace = check_gradients(trace, self.executor)
-        return emit(trace, passes.run(lift(trace, self.executor)), self.executor)
+        timeline = passes.run(lift(trace, self.executor))
+        self.executor.plan = timeline.plan  # what is kept was decided on the way
+        return emit(trace, timeline, self.executor)
 
 
 class Mend(FusionExecutor):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from thunder_zero import verify
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
-from thunder_zero.runtime import checkpoint
+from thunder_zero.runtime import agree, checkpoint
 from thunder_zero.runtime.executor import Runtime, ZeroExecutor
-from thunder_zero.runtime.state import State, is_transformed, process_group
+from thunder_zero.runtime.state import State, device_for, is_transformed, process_group
 from thunder_zero.timeline import Timeline
 from thunder_zero.trace.insert import insert_model_check, insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
@@ -20,13 +21,15 @@ from thunder_zero.trace.schedule import Mend, Schedule
 
 from thunder import compile_data, compile_stats
 from thunder.core.module import ThunderModule
-from thunder.core.trace import TraceCtx, TraceTag
+from thunder.core.trace import TraceCtx, TraceTag, is_tracing
 from thunder.core.transform_common import Transform
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+DEFAULT_STAGE = Policy().stage
 
 
 @dataclass(frozen=True)
@@ -62,32 +65,31 @@ class ZeroTransform(Transform):
     >>> model = thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)])
 
     Args:
-        policy: a :class:`~thunder_zero.Policy`, or a stage 0-3; it goes before ``stage``.
+        policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
         stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (default).
         process_group: ranks that share the model; the default group if None.
         device: where the shards live; where the module's parameters are if None.
-        fields: further fields of the policy, such as ``broadcast_from=0``.
+        changes: fields of the policy that differ from it, such as ``broadcast_from=0``.
 
     Raises:
         ValueError: a stage or a field out of range, a module without parameters, a rank that the
-            group does not have.
+            group does not have, a device that is not there.
         RuntimeError: no process group; a module that is transformed already; ranks that differ.
-        TypeError: a function where a module is needed.
+        TypeError: a function where a module is needed; not a policy; a field that policies do not have.
     """
 
     def __init__(
         self,
         policy: Policy | int | None = None,
         *,
-        stage: int = 3,
+        stage: int = DEFAULT_STAGE,
         process_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
-        **fields: Any,
+        **changes: Any,
     ) -> None:
-        chosen = policy if isinstance(policy, Policy) else Policy(stage=stage if policy is None else policy)
-        self.policy = replace(chosen, **fields)
+        self.policy = policy_of(policy, stage, changes)
         self.process_group = process_group
-        self.device = None if device is None else torch.device(device)
+        self.device = _device_named(device)
         self._executor: ZeroExecutor | None = None
         self._forward: TraceCtx | None = None
 
@@ -99,8 +101,8 @@ class ZeroTransform(Transform):
         """The symbols of the model, once there is one."""
         if self._executor is None:
             raise TypeError(
-                "ZeroTransform shards a module, and thunder.jit was given a function; jit the module, and call the "
-                "jitted module in the function"
+                "ZeroTransform shards a module, and thunder.jit was given a function; jit the module alone, and call "
+                "what comes back from a function that is not jitted"
             )
         return self._executor
 
@@ -113,11 +115,15 @@ class ZeroTransform(Transform):
 
     def transform_module(self, model: ThunderModule) -> None:
         """Shard the module, and put our executors in front of the others."""
-        refuse_transformed(model, self)
         group = process_group(self.process_group)
-        plan = make_plan(model._model, self.policy, group.size(), group.rank())
-        self.state = State.take(model._model, plan, group, self.device)
+        with agree.all_or_none(group):
+            refuse_transformed(model, self)
+            plan = make_plan(model._model, self.policy, group.size(), group.rank())
+            device = device_for(model._model, plan, group, self.device)
+        self.state = State.take(model._model, plan, group, device)
         place(model, self.state, self.device)
+        self.state.pin(model)
+        model.register_forward_pre_hook(_before_forward)
         self.install(model, plan, self.state)
 
     def transform_traces_pre_prologue(
@@ -178,19 +184,82 @@ def place(model: ThunderModule, state: State, device: torch.device | None) -> No
             model.set_buffer(name, model._model.get_buffer(name))
 
 
-def refuse_transformed(model: ThunderModule, transform: ZeroTransform) -> None:
-    """Raise if the module is sharded already, by us or by Thunder."""
-    others = [other for other in compile_data(model).transforms if other is not transform]
-    for other in others:
-        if isinstance(other, ZeroTransform | DDPTransform | FSDPTransform):
-            raise RuntimeError(
-                f"{type(model._model).__name__} is transformed already, by {type(other).__name__}; apply one of them to "
-                f"the plain module"
+def _before_forward(model: ThunderModule, args: Any) -> None:
+    """Before Thunder traces: it would trip over a model that was changed, and say so in its own words."""
+    if is_tracing():
+        raise TypeError(
+            f"thunder.jit was given a function that calls {type(model._model).__name__}, which ZeroTransform sharded; "
+            f"call the jitted module from a function that is not jitted"
+        )
+    transform_of(model).state.check_model(model)
+
+
+def policy_of(policy: Policy | int | None, stage: int, changes: dict[str, Any]) -> Policy:
+    """The policy that the arguments of ZeroTransform, ``zero`` and Zero mean.
+
+    Raises:
+        TypeError: not a policy; a field that policies do not have.
+        ValueError: a field out of range; a policy of one stage and another stage.
+    """
+    known = [field.name for field in fields(Policy)]
+    for name, value in changes.items():
+        if name not in known:
+            raise TypeError(
+                f"{name}={value!r} is not a field of thunder_zero.Policy; its fields are {', '.join(known)}"
             )
-    if transform.is_installed or any(map(is_transformed, model._model.parameters())):
+    if policy is None:
+        return Policy(stage=stage, **changes)
+    if isinstance(policy, bool) or not isinstance(policy, Policy | int):
+        raise TypeError(
+            f"policy is {policy!r}; give a thunder_zero.Policy, such as thunder_zero.ZERO3, or a stage 0 to 3"
+        )
+    chosen = policy if isinstance(policy, Policy) else Policy(stage=policy)
+    if stage not in (DEFAULT_STAGE, chosen.stage):
+        raise ValueError(f"stage is {stage!r} and the policy's stage is {chosen.stage}; give one of the two")
+    return replace(chosen, **changes)
+
+
+def _device_named(device: torch.device | str | None) -> torch.device | None:
+    try:
+        return None if device is None else torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device is {device!r}, which torch does not know; give one such as 'cpu' or 'cuda:0'"
+        ) from None
+
+
+DATA_PARALLEL = ZeroTransform | DDPTransform | FSDPTransform
+
+
+def refuse_transformed(model: ThunderModule, transform: ZeroTransform) -> None:
+    """Raise if the module is sharded already, by us, by Thunder or by torch."""
+    module = model._model
+    name = type(module).__name__
+    if isinstance(module, ThunderModule):
         raise RuntimeError(
-            f"{type(model._model).__name__} is transformed already, by ZeroTransform; use the model that the first "
-            f"transform returned, or build a new module"
+            f"{type(module._model).__name__} is jitted already, and was given to thunder.jit again; give it the plain "
+            f"module, or apply thunder_zero.zero to the jitted one"
+        )
+    others = [other for other in compile_data(model).transforms if isinstance(other, DATA_PARALLEL)]
+    if transform in others:
+        others.remove(transform)  # once: a list that names it twice is refused
+    if others:
+        raise RuntimeError(
+            f"{name} is transformed by {type(others[0]).__name__} as well, in the same list of transforms; apply one "
+            f"of them, once, to the plain module"
+        )
+    if vars(module).get("use_ddp") or vars(module).get("use_fsdp"):
+        raise RuntimeError(
+            f"{name} is transformed already, by thunder.distributed; build a new module for thunder_zero"
+        )
+    if isinstance(module, DistributedDataParallel):
+        raise RuntimeError(
+            "DistributedDataParallel reduces gradients already; give thunder.jit the module inside of it"
+        )
+    if transform.is_installed or any(map(is_transformed, module.parameters())):
+        raise RuntimeError(
+            f"{name} is transformed already, by ZeroTransform; use the model that the first transform returned, or "
+            f"build a new module and a new ZeroTransform"
         )
 
 

@@ -1,0 +1,110 @@
+"""The worker processes of one world size, seen from ``run.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from examples.bench.network import Seat
+
+ROOT = Path(__file__).parents[2]
+PORT = 29500  # in a namespace of our own every port is free
+
+
+class RankFailed(RuntimeError):
+    """A worker ended, or was silent for too long."""
+
+
+class CommandFailed(RuntimeError):
+    """Every rank has replied, and at least one of them with an error."""
+
+
+class Ranks:
+    """One worker a rank; every command goes to all of them."""
+
+    def __init__(self, workers: list[subprocess.Popen[str]], logs: list[Path]) -> None:
+        self._workers, self._logs = workers, logs
+
+    def do(self, what: str, seconds: float = 600.0, **arguments: Any) -> list[dict[str, Any]]:
+        """The replies of all ranks to one command, in their order.
+
+        Raises:
+            RankFailed: a rank ended, or had not replied after ``seconds``; with the end of its log.
+            CommandFailed: the command raised on some rank; with its traceback.
+        """
+        line = json.dumps({"do": what, **arguments}) + "\n"
+        for worker in self._workers:
+            assert worker.stdin is not None
+            worker.stdin.write(line)
+            worker.stdin.flush()
+        return self.replies(seconds, line)
+
+    def replies(self, seconds: float, line: str = "the start") -> list[dict[str, Any]]:
+        """One reply of each rank."""
+        end = time.monotonic() + seconds
+        found: list[dict[str, Any]] = []
+        for worker, log in zip(self._workers, self._logs, strict=True):
+            assert worker.stdout is not None
+            ready, _, _ = select.select([worker.stdout], [], [], max(end - time.monotonic(), 0))
+            text = worker.stdout.readline() if ready else ""
+            if not text:
+                what = "ended" if ready else f"had not replied after {seconds:g} s"
+                raise RankFailed(f"rank {len(found)} {what}, at {line.strip()}:\n{log.read_text()[-3000:]}")
+            found.append(json.loads(text))
+        for rank, reply in enumerate(found):
+            if "error" in reply:
+                raise CommandFailed(f"rank {rank}, at {line.strip()}:\n{reply['error']}")
+        return found
+
+
+@contextmanager
+def ranks(seats: list[Seat], logs: Path) -> Iterator[Ranks]:
+    """Start a worker on each seat; end them, by their ids, on the way out. ``logs`` is a folder."""
+    port = PORT if seats[0].ends else free_port()
+    workers: list[subprocess.Popen[str]] = []
+    paths = [logs / f"rank{rank}.log" for rank in range(len(seats))]
+    try:
+        for rank, (seat, path) in enumerate(zip(seats, paths, strict=True)):
+            env = environment(rank, seats, port)
+            command = (*seat.prefix, sys.executable, "-m", "examples.bench.worker")
+            with path.open("w") as log:
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+                workers.append(subprocess.Popen(command, cwd=ROOT, env=env, text=True, bufsize=1, **pipes))
+        group = Ranks(workers, paths)
+        group.replies(120.0)
+        yield group
+    finally:
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.wait()
+
+
+def environment(rank: int, seats: list[Seat], port: int) -> dict[str, str]:
+    """The variables of one rank."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(len(seats)),
+        "MASTER_ADDR": seats[0].address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": seats[rank].interface,
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,696 @@
+"""What bad input gets, where one process shows it: one sentence that names the thing, the value and what to do.
+
+Several ranks: ``tests/ranks/test_bad_input.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from thunder_zero import _compat
+from thunder_zero.runtime.transport import transport_for
+
+import thunder
+from thunder.distributed.transforms.ddp_v2 import DDPTransform
+from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
+
+X = torch.ones(3, 4)
+
+
+class Net(nn.Module):
+    """Two layers, tied on request; it returns what ``give`` makes of its output and its first weight."""
+
+    def __init__(self, give: Callable[[Tensor, Tensor], Any] = lambda y, w: y, tied: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.give = give
+        if tied:
+            self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(torch.tanh(self.a(x)))
+        return self.give(y, self.b.weight)
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@contextmanager
+def refused(kind: type[Exception], *words: str) -> Iterator[None]:
+    """The block raises one sentence with these words, and after its semicolon what to do."""
+    with pytest.raises(kind) as caught:
+        yield
+    text = str(caught.value)
+    assert type(caught.value) is kind, text
+    assert [word for word in words if word not in text] == [], text
+    assert "\n" not in text, text
+    assert len(text) < 320, text
+    assert "; " in text, "the sentence has to say what to do"
+
+
+def shard(module: nn.Module | None = None, **arguments: Any) -> Any:
+    return thunder.jit(module or Net(), transforms=[tz.ZeroTransform(**arguments)])
+
+
+def plain(module: nn.Module) -> bool:
+    """Whether the module still has its own weights: placeholders are NaN."""
+    return not any(param.isnan().any() for param in module.parameters())
+
+
+def trains(model: Any) -> bool:
+    """Whether a step changes every parameter."""
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return len(before) == 4 and all(not torch.equal(b, a) for b, a in zip(before, model.parameters(), strict=True))
+
+
+# The arguments.
+
+
+@pytest.mark.parametrize("make", [tz.ZeroTransform, tz.Zero, lambda **k: tz.zero(thunder.jit(Net()), **k)])
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"stage": 5}, ValueError, ["stage is 5", "choose 0"]),
+        ({"stage": -1}, ValueError, ["stage is -1", "choose 0"]),
+        ({"stage": "3"}, ValueError, ["stage is '3'", "choose 0"]),
+        ({"stage": None}, ValueError, ["stage is None", "choose 0"]),
+        ({"policy": 7}, ValueError, ["stage is 7", "choose 0"]),
+        ({"policy": "zero3"}, TypeError, ["policy is 'zero3'", "thunder_zero.Policy", "stage 0 to 3"]),
+        ({"policy": True}, TypeError, ["policy is True", "thunder_zero.Policy"]),
+        ({"policy": 2.0}, TypeError, ["policy is 2.0", "thunder_zero.Policy"]),
+        ({"policy": tz.Policy}, TypeError, ["policy is <class", "thunder_zero.ZERO3"]),
+        ({"policy": tz.ZERO2, "stage": 1}, ValueError, ["stage is 1", "policy's stage is 2"]),
+        ({"foo": 1}, TypeError, ["foo=1", "Policy", "stage, unit_of, bucket_bytes, prefetch", "check_gradients"]),
+        ({"policy": tz.ZERO1, "Stage": 1}, TypeError, ["Stage=1", "stage, unit_of"]),
+        ({"bucket_bytes": -1}, ValueError, ["bucket_bytes is -1", "0 or more"]),
+        ({"in_flight_bytes": -2}, ValueError, ["in_flight_bytes is -2", "0 or more"]),
+        ({"prefetch": -3}, ValueError, ["prefetch is -3", "0 or more"]),
+        ({"broadcast_from": -1}, ValueError, ["broadcast_from is -1", "rank of the process group"]),
+    ],
+)
+def test_a_policy_that_does_not_exist(
+    make: Callable[..., Any], arguments: dict[str, Any], kind: type[Exception], words: list[str]
+) -> None:
+    with refused(kind, *words):
+        make(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"device": "gpu"}, ValueError, ["device is 'gpu'", "'cuda:0'"]),
+        ({"device": "cuda:99"}, ValueError, ["device is 'cuda:99'", "cannot be used here"]),
+        ({"device": "meta"}, ValueError, ["meta tensors", "backend"]),
+        ({"process_group": "gloo"}, TypeError, ["process_group is 'gloo'", "ProcessGroup", "None"]),
+        ({"broadcast_from": 1}, ValueError, ["broadcast_from is 1", "ranks 0 to 0"]),
+        ({"unit_of": lambda module: ("c",)}, ValueError, ["unit_of names 'c'", "submodule of Net"]),
+    ],
+)
+@pytest.mark.usefixtures("group")
+def test_arguments_that_fit_no_machine(arguments: dict[str, Any], kind: type[Exception], words: list[str]) -> None:
+    module = Net()
+    with pytest.raises(kind) as caught:
+        shard(module, **arguments)
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
+    assert plain(module)
+    assert trains(shard(module)), "the module can still be sharded"
+
+
+def test_no_process_group() -> None:
+    module = Net()
+    assert not dist.is_initialized()
+    with refused(RuntimeError, "no process group", "init_process_group", "process_group"):
+        shard(module)
+    assert plain(module)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"world_size": 0}, ["world_size is 0", "at least 1"]),
+        ({"world_size": -4}, ["world_size is -4", "at least 1"]),
+        ({"rank": 8}, ["rank is 8", "world_size=8", "0 to 7"]),
+        ({"rank": -1}, ["rank is -1", "0 to 7"]),
+        ({"world_size": 1, "rank": 1}, ["rank is 1", "world_size=1", "0 to 0"]),
+    ],
+)
+def test_a_rank_that_no_world_has(arguments: dict[str, int], words: list[str]) -> None:
+    with refused(ValueError, *words):
+        tz.trace(Net(), X, **arguments)
+
+
+def test_cpu_tensors_and_a_group_that_carries_none(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NCCL's group says of itself; a build without CUDA cannot make one."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    with refused(ValueError, "'cuda:nccl'", "no cpu tensors", "gloo for CPU"):
+        transport_for(group, torch.device("cpu"))
+    module = Net()
+    with refused(ValueError, "'cuda:nccl'", "no cpu tensors", "move the module"):
+        shard(module)
+    assert plain(module)
+
+
+def test_cpu_tensors_and_a_real_group_for_cuda() -> None:
+    """gloo, asked for as a backend of CUDA tensors only: what NCCL would be, on a machine without a GPU."""
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with refused(ValueError, "'cuda:gloo'", "no cpu tensors", "gloo for CPU"):
+            shard()
+    finally:
+        dist.destroy_process_group()
+
+
+# The module.
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda module: shard(module),
+        lambda module: tz.zero(thunder.jit(module)),
+        lambda module: thunder.compile(module, plugins=[tz.Zero()], recipe=tz.Recipe()),
+        lambda module: tz.trace(module, X),
+    ],
+    ids=["jit", "zero", "compile", "trace"],
+)
+def test_a_module_without_parameters(make: Callable[[nn.Module], Any]) -> None:
+    with refused(ValueError, "ReLU has no parameters", "nothing to shard"):
+        make(nn.ReLU())
+
+
+@pytest.mark.usefixtures("group")
+def test_a_module_on_the_meta_device() -> None:
+    with refused(ValueError, "'weight'", "meta device", "materialise", "thunder_zero.trace"):
+        shard(nn.Linear(4, 4, device="meta"))
+
+
+@pytest.mark.usefixtures("group")
+def test_a_module_that_torch_shards_already() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
+    with refused(ValueError, "'weight'", "DTensor", "plain tensors"):
+        shard(module)
+    with refused(RuntimeError, "DistributedDataParallel", "inside of it"):
+        shard(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: tz.zero(Net()), ["zero takes a jitted module", "got Net", "thunder.jit(module)"]),
+        (lambda: tz.zero(thunder.jit(torch.tanh)), ["zero takes a jitted module", "thunder.jit(module)"]),
+        (lambda: tz.full_state_dict(Net()), ["jitted with ZeroTransform", "got Net", "thunder.jit(module"]),
+        (lambda: tz.full_state_dict(thunder.jit(Net())), ["jitted with ZeroTransform", "thunder.jit(module"]),
+        (lambda: tz.traces_of(Net()), ["jitted with ZeroTransform", "got Net"]),
+        (lambda: tz.print_trace(Net()), ["jitted with ZeroTransform", "got Net"]),
+        (lambda: tz.trace(thunder.jit(Net()), X), ["plain torch module", "got ThunderModule", "before thunder.jit"]),
+        (lambda: tz.trace(torch.tanh, X), ["plain torch module", "builtin"]),
+    ],
+)
+def test_a_module_jitted_or_not(call: Callable[[], Any], words: list[str]) -> None:
+    with refused(TypeError, *words):
+        call()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_trace_before_the_first_call() -> None:
+    with refused(RuntimeError, "not called yet", "thunder_zero.trace"):
+        tz.traces_of(shard())
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: thunder.jit(lambda x: x * 2, transforms=[t]),
+        lambda t: thunder.jit(Net().forward, transforms=[t]),
+    ],
+)
+def test_a_function_jitted_instead_of_the_module(make: Callable[[tz.ZeroTransform], Any]) -> None:
+    with refused(TypeError, "thunder.jit was given a function", "jit the module"):
+        make(tz.ZeroTransform())(X)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_function_jitted_around_the_sharded_module() -> None:
+    model = shard()
+    with refused(TypeError, "thunder.jit was given a function that calls Net", "not jitted"):
+        thunder.jit(lambda x: model(x) * 2)(X)
+    assert trains(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_the_transform_after_the_first_call() -> None:
+    module = Net()
+    model = thunder.jit(module)
+    expected = model(X)
+    with refused(RuntimeError, "Net was called before", "right after thunder.jit"):
+        tz.zero(model)
+    assert torch.equal(model(X), expected), "the model is as it was"
+    assert trains(tz.zero(thunder.jit(module)))
+
+
+# A module that is transformed already.
+
+TWICE_AT_ONCE: dict[str, Callable[[nn.Module], Any]] = {
+    "two in one list": lambda m: thunder.jit(m, transforms=[tz.ZeroTransform(stage=1), tz.ZeroTransform()]),
+    "one, named twice": lambda m: thunder.jit(m, transforms=[tz.ZeroTransform()] * 2),
+    "Thunder's after ours": lambda m: thunder.jit(m, transforms=[tz.ZeroTransform(), ddp()]),
+    "two plugins": lambda m: thunder.compile(m, plugins=[tz.Zero(stage=1), tz.Zero()], recipe=tz.Recipe()),
+    "two names": lambda m: thunder.compile(m, plugins=["zero2", "zero2"], recipe=tz.Recipe()),
+    "ours and Thunder's plugin": lambda m: thunder.compile(m, plugins=["zero2", "ddp"], recipe=tz.Recipe()),
+    "a jitted module, jitted": lambda m: shard(thunder.jit(m)),
+    "a jitted module, compiled": lambda m: thunder.compile(thunder.jit(m), plugins="zero2", recipe=tz.Recipe()),
+}
+
+
+def ddp() -> DDPTransform:
+    return DDPTransform(process_group=dist.group.WORLD, bucket_size_in_mb=25.0, broadcast_from=None)
+
+
+def fsdp() -> FSDPTransform:
+    return FSDPTransform(device=torch.device("cpu"), process_group=dist.group.WORLD)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("how", TWICE_AT_ONCE)
+def test_two_transforms_at_once(how: str) -> None:
+    """Refused before the first of them takes the weights."""
+    module = Net()
+    with refused(RuntimeError, "Net is", "already" if "jitted" in how else "as well"):
+        TWICE_AT_ONCE[how](module)
+    assert plain(module)
+    fresh = Net()
+    fresh.load_state_dict(module.state_dict())
+    assert trains(shard(fresh))
+
+
+AGAIN: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "jit the plain module": lambda module, model: shard(module),
+    "jit a part of it": lambda module, model: shard(module.a),
+    "zero on jit of the plain module": lambda module, model: tz.zero(thunder.jit(module)),
+    "jit the model": lambda module, model: shard(model),
+    "zero": lambda module, model: tz.zero(model),
+    "compile": lambda module, model: thunder.compile(module, plugins="zero1", recipe=tz.Recipe()),
+    "thunder.distributed.ddp": lambda module, model: thunder.distributed.ddp(model),
+    "thunder.distributed.fsdp": lambda module, model: thunder.distributed.fsdp(model, device=torch.device("cpu")),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("how", AGAIN)
+def test_a_module_that_we_transformed(how: str) -> None:
+    module = Net()
+    expected = deepcopy(module)(X)
+    model = shard(module)
+    with pytest.raises(RuntimeError) as caught:
+        AGAIN[how](module, model)
+    text = str(caught.value)
+    assert "already, by ZeroTransform" in text or "as well" in text or "jitted already" in text, text
+    assert "; " in text
+    assert torch.equal(model(X), expected), "the model still works, with its weights"
+    assert trains(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_module_whose_sharded_model_is_gone() -> None:
+    """A notebook cell that runs twice: the weights went with the first model, NaN must not be sharded."""
+    module = Net()
+    shard(module)
+    gc.collect()
+    with refused(RuntimeError, "Net is transformed already, by ZeroTransform", "build a new module"):
+        shard(module)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_transform_that_serves_another_module() -> None:
+    transform, second = tz.ZeroTransform(), Net()
+    first = thunder.jit(Net(), transforms=[transform])
+    with refused(RuntimeError, "Net is transformed already, by ZeroTransform", "a new ZeroTransform"):
+        thunder.jit(second, transforms=[transform])
+    assert plain(second)
+    assert trains(first)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("theirs", [ddp, fsdp])
+def test_a_module_that_thunder_distributed_transformed(theirs: Callable[[], Any]) -> None:
+    module = Net()
+    model = thunder.jit(module, transforms=[theirs()])
+    with refused(RuntimeError, "Net is transformed by", type(theirs()).__name__):
+        tz.zero(model)
+    with refused(RuntimeError, "Net is transformed already, by thunder.distributed", "build a new module"):
+        shard(module)
+    assert plain(module)
+
+
+# The optimizer.
+
+
+def optimizer_of(kind: str, before: list[nn.Parameter], module: nn.Module, model: Any) -> torch.optim.Optimizer:
+    after = list(model.parameters())
+    groups: dict[str, list[Any]] = {
+        "before": before,
+        "plain module": list(module.parameters()),
+        "groups that mix": [{"params": after[:2]}, {"params": after[2:3] + before[3:]}],
+    }
+    return torch.optim.AdamW(groups[kind], lr=0.1)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["before", "plain module", "groups that mix"])
+def test_an_optimizer_on_other_parameters(kind: str, stage: int) -> None:
+    module = Net()
+    before = list(module.parameters())
+    model = shard(module, stage=stage)
+    optimizer = optimizer_of(kind, before, module, model)
+    model(X).sum().backward()
+    for param in before:
+        param.grad = torch.ones_like(param)
+    held = [param for each in optimizer.param_groups for param in each["params"]] + list(model.parameters())
+    values = [param.detach().clone() for param in held]
+    with refused(RuntimeError, "AdamW", "b.bias" if kind == "groups that mix" else "a.weight", "model.parameters()"):
+        optimizer.step()
+    for param, value in zip(held, values, strict=True):
+        assert torch.equal(param.detach().nan_to_num(7.0), value.nan_to_num(7.0))
+    assert not optimizer.state
+    model.zero_grad()
+    assert trains(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_the_old_parameters_may_be_trained_when_the_model_is_gone() -> None:
+    module = Net()
+    before = list(module.parameters())
+    model = shard(module)
+    del model
+    gc.collect()
+    before[0].grad = torch.ones_like(before[0])
+    value = before[0].detach().clone()
+    torch.optim.SGD(before, lr=1.0).step()
+    assert torch.equal(before[0], value - 1)
+
+
+# The model, changed after the transform.
+
+
+def replace_plain(module: Any, model: Any) -> Callable[[], None]:
+    old = module.b.weight
+    module.b.weight = nn.Parameter(torch.randn(4, 5))
+    return lambda: setattr(module.b, "weight", old)
+
+
+def replace_through_the_model(module: Any, model: Any) -> Callable[[], None]:
+    model.b = nn.Linear(4, 4)
+    return lambda: delattr(model, "b")
+
+
+def replace_submodule(module: Any, model: Any) -> Callable[[], None]:
+    old, module.b = module.b, nn.Linear(4, 4)
+    return lambda: setattr(module, "b", old)
+
+
+def replace_override(module: Any, model: Any) -> Callable[[], None]:
+    old = model._overrides_parameters["b.weight"]
+    model._overrides_parameters["b.weight"] = nn.Parameter(torch.randn_like(old))
+    return lambda: model._overrides_parameters.update({"b.weight": old})
+
+
+def assign(module: Any, model: Any) -> Callable[[], None]:
+    old = dict(model._overrides_parameters)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return lambda: model._overrides_parameters.update(old)
+
+
+def cast(module: Any, model: Any) -> Callable[[], Any]:
+    model.half()
+    return model.float
+
+
+def cast_plain(module: Any, model: Any) -> Callable[[], Any]:
+    module.to(torch.float64)
+    return module.float
+
+
+def cast_one(module: Any, model: Any) -> Callable[[], Any]:
+    module.b.bfloat16()
+    return module.b.float
+
+
+def move(module: Any, model: Any) -> Callable[[], None]:
+    layers = [module.a, module.b]
+    old = [dict(layer._parameters) for layer in layers]
+    model.to("meta")
+    return lambda: [layer._parameters.update(params) for layer, params in zip(layers, old, strict=True)] and None
+
+
+def cast_shard(module: Any, model: Any) -> Callable[[], None]:
+    shard = model.get_parameter("b.weight")
+    old, shard.data = shard.data, shard.data.half()
+    return lambda: setattr(shard, "data", old)
+
+
+def cut_shard(module: Any, model: Any) -> Callable[[], None]:
+    shard = model.get_parameter("b.weight")
+    old, shard.data = shard.data, shard.data[:2]
+    return lambda: setattr(shard, "data", old)
+
+
+def freeze_shard(module: Any, model: Any) -> Callable[[], Any]:
+    shard = model.get_parameter("b.weight").requires_grad_(False)
+    return lambda: shard.requires_grad_(True)
+
+
+def freeze_plain(module: Any, model: Any) -> Callable[[], Any]:
+    module.b.weight.requires_grad_(False)
+    return lambda: module.b.weight.requires_grad_(True)
+
+
+CHANGES: dict[Callable[[Any, Any], Callable[[], Any]], tuple[str, ...]] = {
+    replace_plain: ("parameter 'b.weight' was replaced", "copy new values"),
+    replace_through_the_model: ("submodule 'b' was replaced", "before thunder.jit"),
+    replace_submodule: ("submodule 'b' was replaced", "before thunder.jit"),
+    replace_override: ("parameter 'b.weight' was replaced", "copy new values"),
+    assign: ("parameter 'a.weight' was replaced", "load_original_state_dict"),
+    cast: ("parameter 'a.weight' is torch.float16 on cpu now", "as torch.float32 on cpu", "before thunder.jit"),
+    cast_plain: ("parameter 'a.weight' is torch.float64 on cpu now", "as torch.float32 on cpu"),
+    cast_one: ("parameter 'b.weight' is torch.bfloat16 on cpu now", "as torch.float32 on cpu"),
+    move: ("parameter 'a.weight' is torch.float32 on meta now", "as torch.float32 on cpu"),
+    cast_shard: ("parameter 'b.weight' is torch.float16 on cpu now", "as torch.float32 on cpu"),
+    cut_shard: ("parameter 'b.weight' was replaced (.data = ...)", "(2, 4)", "(4, 4)", "in place"),
+    freeze_shard: ("requires_grad of parameter 'b.weight' became False", "planned it as True"),
+    freeze_plain: ("requires_grad of parameter 'b.weight' became False", "planned it as True"),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("called", [False, True], ids=["before the first call", "between calls"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_model_that_was_changed(change: Callable[[Any, Any], Callable[[], Any]], called: bool) -> None:
+    """Refused before Thunder traces, by what runs and by what would be compiled; put right, it works as before."""
+    module = Net()
+    reference = deepcopy(module)
+    model = shard(module)
+    expected = reference(X)
+    if called:
+        assert torch.equal(model(X), expected)
+    undo = change(module, model)
+    for _ in range(2):
+        with refused(RuntimeError, *CHANGES[change]):
+            model(X)
+    undo()
+    assert torch.equal(model(X), expected)
+    assert trains(model)
+    assert thunder.cache_misses(model) == 1, "nothing was compiled for a changed model"
+
+
+@pytest.mark.usefixtures("group")
+def test_memory_that_zero1_shares() -> None:
+    """Under ZeRO-1 the shard is a view; new memory behind it would be trained, and never be used again."""
+    model = shard(stage=1)
+    shard_of_b = model.get_parameter("b.weight")
+    old, shard_of_b.data = shard_of_b.data, shard_of_b.data.clone()
+    with refused(RuntimeError, "memory of parameter 'b.weight' was replaced", ".data", "in place"):
+        model(X)
+    shard_of_b.data = old
+    assert trains(model)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_tied_parameter_that_was_replaced_under_one_of_its_names() -> None:
+    module = Net(tied=True)
+    model = shard(module)
+    module.b.weight = nn.Parameter(torch.randn(4, 4))
+    with refused(RuntimeError, "parameter 'b.weight' was replaced"):
+        model(X)
+
+
+# What forward returns.
+
+RETURNS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "itself": lambda y, w: w,
+    "tuple": lambda y, w: (y, w),
+    "list": lambda y, w: [y, w],
+    "dict": lambda y, w: {"y": y, "w": w},
+    "nested": lambda y, w: {"y": (y, [w])},
+    "a cast that is none": lambda y, w: (y, w.float()),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("how", RETURNS)
+def test_forward_that_returns_a_parameter(how: str, tied: bool) -> None:
+    path = "a.weight" if tied else "b.weight"
+    with refused(ValueError, f"forward returns the parameter '{path}' itself", "full_state_dict"):
+        shard(Net(RETURNS[how], tied))(X)
+    with refused(ValueError, f"forward returns the parameter '{path}' itself"):
+        tz.trace(Net(RETURNS[how], tied), X, policy=tz.ZERO1)
+
+
+@pytest.mark.parametrize("how", [torch.clone, torch.t, torch.detach, torch.Tensor.contiguous, torch.Tensor.half])
+def test_forward_may_return_what_it_computes_from_a_parameter(how: Callable[[Tensor], Tensor]) -> None:
+    traces = tz.trace(Net(lambda y, w: (y, how(w))), X, world_size=4)
+    assert [tuple(output.shape) for output in traces.forward.output[0]["flat_output"]] == [(3, 4), (4, 4)]
+
+
+# Gradients.
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite(stage: int, value: float) -> None:
+    """The bias's gradient is one; the weight's is the input."""
+    model = shard(nn.Linear(4, 2), stage=stage, check_gradients=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    values = [param.detach().clone() for param in model.parameters()]
+    with refused(RuntimeError, "gradient of parameter 'weight' is NaN or Inf", "check_gradients", "no .grad"):
+        model(X * value).sum().backward()
+    assert [param.grad for param in model.parameters()] == [None, None]
+    optimizer.step()
+    optimizer.zero_grad()
+    model(X).sum().backward()
+    optimizer.step()
+    weight, bias = model.parameters()
+    assert torch.equal(weight, values[0] - 3)
+    assert torch.equal(bias, values[1] - 3)
+
+
+@pytest.mark.usefixtures("group")
+def test_gradients_are_not_looked_at_unasked() -> None:
+    model = shard(nn.Linear(4, 2))
+    model(X * float("nan")).sum().backward()
+    assert model.get_parameter("weight").grad.isnan().all()
+
+
+# Versions, and a Thunder that failed to import.
+
+
+@pytest.mark.parametrize(
+    ("package", "found", "is_tested"),
+    [
+        ("torch", "2.7.1", True),
+        ("torch", "2.13.0+cpu", True),
+        ("torch", "2.15.1", True),
+        ("torch", "2.7.0", False),
+        ("torch", "2.16.0", False),
+        ("torch", "3.0", False),
+        ("lightning-thunder", "0.2.6", True),
+        ("lightning-thunder", "0.2.6.post1", True),
+        ("lightning-thunder", "0.2.5", False),
+        ("lightning-thunder", "0.3.0", False),
+    ],
+)
+def test_a_version_outside_of_what_was_tested(package: str, found: str, is_tested: bool) -> None:
+    sentence = _compat.untested(package, found)
+    if is_tested:
+        assert sentence is None
+    else:
+        assert sentence is not None
+        assert [word for word in (package, found, *_compat.TESTED[package], "; install") if word not in sentence] == []
+
+
+def test_an_untested_version_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, "version", {"torch": "9.9", "lightning-thunder": "0.2.6"}.__getitem__)
+    with pytest.warns(UserWarning, match="9.9") as caught:
+        _compat.import_thunder()
+    assert [str(warning.message) for warning in caught] == [_compat.untested("torch", "9.9")]
+
+
+def test_a_tested_version_is_no_warning(recwarn: pytest.WarningsRecorder) -> None:
+    _compat.import_thunder()
+    assert not [warning for warning in recwarn if "thunder_zero" in str(warning.message)]
+
+
+def test_half_imported_is_told_from_imported() -> None:
+    assert _compat.half_imported({"thunder.core": None})
+    assert not _compat.half_imported({"thunder": None, "thunder.core": None})
+    assert not _compat.half_imported({"thunder_zero": None, "thunderstorm.core": None})
+
+
+def run(program: str) -> str:
+    """The last line that a fresh Python prints for a program."""
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+IMPORT_OURS = """
+try:
+    import thunder_zero
+except ImportError as error:
+    print(type(error).__name__, error)
+else:
+    print("imported")
+"""
+
+
+def test_what_a_failed_import_of_thunder_left_behind() -> None:
+    left = "import sys, types; sys.modules['thunder.core'] = types.ModuleType('thunder.core')\n"
+    text = run(left + IMPORT_OURS)
+    assert text.startswith("ImportError an earlier `import thunder` failed"), text
+    assert "; restart Python" in text
+    assert "`import thunder_zero` before `import thunder`" in text
+
+
+@pytest.mark.skipif(
+    all(hasattr(torch.Tensor, name) for name in _compat.DROPPED_METHODS), reason="this torch lets Thunder import"
+)
+def test_thunder_imported_first_where_it_cannot_be() -> None:
+    """Thunder's own error stands; ours comes on our import, and again on the next try."""
+    program = "try:\n    import thunder\nexcept Exception as error:\n    print(type(error).__name__)\n"
+    assert run(program) in ("AttributeError", "RuntimeError")
+    for imports in (IMPORT_OURS, IMPORT_OURS * 2):
+        text = run(program + imports)
+        assert text.startswith("ImportError an earlier `import thunder` failed"), text
+
+
+def test_ours_imported_first() -> None:
+    assert run(IMPORT_OURS + "import thunder; print(thunder.__version__)") == thunder.__version__

@@ -1,0 +1,179 @@
+"""The pure parts of examples/bench: bytes, bounds, tables, options. Nothing here measures time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.bench import run
+from examples.bench.contestants import contestants
+from examples.bench.memory import alive_and_peak, sums_of
+from examples.bench.model import Size, floor_bytes, make_batch, make_model, model_bytes, spared_bytes
+from examples.bench.overhead import median_ratio, summary
+from examples.bench.plot import save_plot
+from examples.bench.report import (
+    ALONE,
+    Memory,
+    Result,
+    Row,
+    best_by_group,
+    cells,
+    different_losses,
+    markdown,
+    rate_of,
+    table,
+    title,
+)
+
+TINY = Size(blocks=2, width=8, heads=2, vocabulary=32, sequences=1, tokens=4)
+ROWS = (
+    Row("eager", ALONE, None, (0.5, 0.4, 0.6), (0.0,)),
+    Row("thunder", ALONE, None, (0.45, 0.44, 9.0), (0.0,)),
+    Row("zero3", "thunder_zero 3", 3, (1.6, 1.5, 1.7), (150.0, 150.0, 151.0)),
+    Row("zero3+tc", "thunder_zero 3", 3, (1.4, 1.55, 1.5), (150.0,)),
+    Row("ddp", "torch DDP", 0, (2.0,), (100.0,)),
+)
+#  W = 2, so u = 50 bytes: stages 0-2 send 100, stage 3 sends 150 - 20 / 2 = 140. The wire carries 100 bytes in 1 s.
+RESULT = Result("1gbit", 2, full=100, spared=20, wire_bytes=100.0, wire_seconds=(0.9, 1.0, 1.1), rows=ROWS)
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "expected"), [(0, 2, 100.0), (2, 4, 150.0), (3, 2, 140.0), (3, 4, 210.0), (3, 1, 0.0)]
+)
+def test_floor_bytes(stage: int, world_size: int, expected: float) -> None:
+    assert floor_bytes(stage, world_size, full=100, spared=20) == expected
+
+
+def test_bytes_of_the_model() -> None:
+    model = make_model(TINY)
+    blocks = 2 * (12 * 8 * 8 + 13 * 8)  # four matrices of 12 d², biases of 9 d, two norms of 4 d
+    outside = 2 * 32 * 8 + 4 * 8 + 2 * 8  # embedding and head, positions, the last norm
+    assert model_bytes(model) == 4 * (blocks + outside)
+    biases = 2 * (9 + 2) * 8 + 8
+    assert spared_bytes(model) == 4 * (biases + 32 * 8 + 4 * 8)
+
+
+def test_the_full_model_is_that_of_the_tables() -> None:
+    with torch.device("meta"):
+        assert model_bytes(make_model(Size())) / 4 == pytest.approx(23.18e6, rel=1e-3)
+
+
+def test_ranks_train_the_same_model_on_different_batches() -> None:
+    first, second = make_model(TINY), make_model(TINY)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    tokens, targets = make_batch(TINY, 0)
+    assert tokens.shape == targets.shape == (1, 4)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert not torch.equal(tokens, make_batch(TINY, 1)[0])
+
+
+def test_the_bound_is_the_longer_of_compute_and_wire() -> None:
+    assert RESULT.compute_seconds == 0.45  # the median of the better one, not its mean and not the fastest turn
+    assert RESULT.bytes_per_second == 100.0
+    assert [RESULT.bound(stage) for stage in (None, 0, 3)] == [0.45, 1.0, 1.4]
+    fast = replace(RESULT, wire_seconds=(0.1,))
+    assert [fast.bound(stage) for stage in (0, 3)] == [0.45, 0.45]
+
+
+def test_cells_of_a_contestant() -> None:
+    expected = ("zero3", "1.600", "1.500 - 1.700", "1.400", "1.14", "0.0", "1.500", "3")
+    assert cells(RESULT, ROWS[2], Memory(rest=0, peak=3 << 20)) == expected
+    assert cells(RESULT, ROWS[0], None) == ("eager", "0.500", "0.400 - 0.600", "", "", "", "", "")
+
+
+def test_title_says_what_the_bound_is_made_of() -> None:
+    assert title(RESULT).startswith("W = 2, 1gbit/s: bare exchange 0.000 Gbit/s, compute alone 0.450 s")
+
+
+def test_tables_have_a_line_for_each_contestant() -> None:
+    memory = {"zero3": Memory(1 << 20, 2 << 20)}
+    assert table(RESULT, memory).row_count == len(ROWS)
+    lines = markdown(RESULT, memory).splitlines()
+    assert len(lines) == 2 + 2 + len(ROWS)
+    assert len({line.count("|") for line in lines[2:]}) == 1
+
+
+def test_best_by_group() -> None:
+    best = best_by_group(ROWS)
+    assert {group: row.name for group, row in best.items()} == {
+        ALONE: "thunder",
+        "thunder_zero 3": "zero3+tc",
+        "torch DDP": "ddp",
+    }
+
+
+def test_rates() -> None:
+    assert [rate_of(text) for text in ("250mbit", "1gbit", "2.5gbit", "loopback")] == [250e6, 1e9, 2.5e9, float("inf")]
+
+
+@pytest.mark.parametrize("text", ["", "gbit", "1", "1gb", "-1gbit", "0gbit", "fast"])
+def test_other_words_are_no_rate(text: str) -> None:
+    with pytest.raises(ValueError, match="give 'loopback' or a rate such as '250mbit'"):
+        rate_of(text)
+
+
+def test_a_contestant_that_trains_something_else_is_found() -> None:
+    assert different_losses({}) == []
+    assert different_losses({"a": [2.0, 1.0], "b": [2.0005, 1.0], "c": [2.0, 1.1], "d": [2.0]}) == ["c", "d"]
+    there = [contestants()[name] for name in ("eager", "ddp", "zero3")]
+    losses = {"eager": [[9.0], [8.0]], "ddp": [[2.0], [3.0]], "zero3": [[2.0], [3.0]]}
+    run.refuse_different(there, losses)  # computing alone is another training
+    with pytest.raises(RuntimeError, match=r"on rank 1 the losses of \['zero3'\] are not those of ddp"):
+        run.refuse_different(there, losses | {"zero3": [[2.0], [3.5]]})
+
+
+def test_memory_events_in_their_own_order() -> None:
+    changes = [(3, -8), (1, 4), (2, 8), (4, 2)]  # 4, 12, 4, 6
+    events = [{"name": "[memory]", "args": {"Ev Idx": at, "Bytes": by}} for at, by in changes]
+    assert sums_of([*events, {"name": "aten::add", "args": {}}]) == (6, 12)
+    assert sums_of([]) == (0, 0)
+
+
+def test_alive_and_peak_of_tensors() -> None:
+    kept = []
+
+    def work() -> None:
+        gone = torch.empty(1000)
+        kept.append(torch.empty(500))
+        del gone
+
+    assert alive_and_peak(work) == (2000, 6000)
+
+
+def test_median_ratio_and_its_sentences() -> None:
+    seconds = {"plain": [10.0, 10.0, 50.0], "zero3": [10.4, 10.5, 10.6]}
+    assert median_ratio(seconds) == 0.05
+    sentences = summary({"compile": {"seconds": seconds, "ours": [{"a": 0.1, "b": 0.2}]}, "host": {"full": seconds}})
+    assert "(+5.0%); inside our functions 0.30 s (3.0% of Thunder's)" in sentences[0]
+    assert "10000.00 ms without the transform, 10500.00 ms with ZeRO-3 (+5.0%)" in sentences[1]
+
+
+def test_plot_is_a_picture(tmp_path: Path) -> None:
+    results = [RESULT, replace(RESULT, network="loopback", world_size=4)]
+    save_plot(results, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_of_a_machine_that_cannot_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "can_limit", lambda: False)
+    options = run.parse_options(contestants(), [])
+    assert (options.networks, options.world_sizes, options.rounds) == (["loopback"], [2, 4], 5)
+    assert set(options.contestants) == set(contestants())
+    with pytest.raises(SystemExit):
+        run.parse_options(contestants(), ["--networks", "1gbit"])
+
+
+def test_quick_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "can_limit", lambda: True)
+    options = run.parse_options(contestants(), ["--quick", "--rounds", "3"])
+    assert (options.networks, options.world_sizes, options.rounds) == (["loopback", "1gbit"], [2], 3)
+    assert set(options.contestants) <= set(contestants())
+
+
+@pytest.mark.parametrize("arguments", [["--rounds", "0"], ["--world-sizes", "1"], ["--contestants", "zero9"]])
+def test_options_out_of_range(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        run.parse_options(contestants(), arguments)

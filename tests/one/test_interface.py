@@ -1,0 +1,296 @@
+"""The ways in are the same thing, and every field of the policy changes something that can be seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from thunder_zero import Kind, Op, Policy, Traces
+from thunder_zero.trace.transform import transform_of
+
+import thunder
+
+
+class Net(nn.Module):
+    """Four equal layers, each a unit; the last one shares the first one's weight. A buffer; 4 x 7 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 7) for _ in range(4)])
+        self.layers[3].weight = self.layers[0].weight
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale
+        return x
+
+
+X = torch.linspace(-1, 1, 14).view(2, 7)
+ROW_BYTES = 7 * 4
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def compiled(module: nn.Module, plugins: Any) -> Any:
+    return thunder.compile(module, plugins=plugins, recipe=tz.Recipe())
+
+
+WAYS: dict[str, Callable[[nn.Module, int], Any]] = {
+    "transform": lambda module, stage: thunder.jit(module, transforms=[tz.ZeroTransform(stage=stage)]),
+    "zero": lambda module, stage: tz.zero(thunder.jit(module), stage=stage),
+    "plugin": lambda module, stage: compiled(module, [tz.Zero(stage=stage)]),
+    "plugin's name": lambda module, stage: compiled(module, f"zero{stage}"),
+}
+
+
+def train(model: Any, steps: int = 3) -> list[Tensor]:
+    """Losses and what is trained, after some steps of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(param.detach() for param in model.parameters())]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_ways_in_are_the_same(stage: int) -> None:
+    torch.manual_seed(0)
+    module = Net()
+    expected = train(deepcopy(module))
+    for way, make in WAYS.items():
+        model = make(deepcopy(module), stage)
+        for ours, theirs in zip(train(model), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6, msg=way)
+        assert tz.traces_of(model).plan.policy == Policy(stage=stage), way
+        assert tz.full_state_dict(model).keys() == module.state_dict().keys(), way
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda *a, **k: thunder.jit(Net(), transforms=[tz.ZeroTransform(*a, **k)]),
+        lambda *a, **k: tz.zero(thunder.jit(Net()), *a, **k),
+        lambda *a, **k: compiled(Net(), tz.Zero(*a, **k)),
+        lambda *a, **k: compiled(Net(), [tz.Zero(*a, **k)]),
+    ],
+    ids=["transform", "zero", "plugin", "plugins"],
+)
+@pytest.mark.parametrize(
+    ("args", "kwargs", "policy"),
+    [
+        ((), {}, tz.ZERO3),
+        ((tz.ZERO2,), {}, tz.ZERO2),
+        ((), {"policy": tz.DDP}, tz.DDP),
+        ((0,), {}, tz.DDP),
+        ((), {"stage": 1}, tz.ZERO1),
+        ((tz.ZERO2,), {"stage": 2}, tz.ZERO2),
+        ((tz.ZERO1,), {"bucket_bytes": 5, "prefetch": 0}, Policy(1, bucket_bytes=5, prefetch=0)),
+        ((), {"stage": 2, "check_gradients": True}, Policy(2, check_gradients=True)),
+        ((replace(tz.ZERO2, bucket_bytes=8),), {}, Policy(2, bucket_bytes=8)),
+    ],
+)
+def test_the_policy_that_is_meant(make: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> None:
+    assert transform_of(make(*args, **kwargs)).policy == policy
+
+
+def test_the_ready_made_policies() -> None:
+    assert [policy.stage for policy in (tz.DDP, tz.ZERO1, tz.ZERO2, tz.ZERO3)] == [0, 1, 2, 3]
+    assert Policy(stage=2) == tz.ZERO2
+    changed = replace(tz.ZERO2, bucket_bytes=123)
+    assert (changed.stage, changed.bucket_bytes) == (2, 123)
+    assert tz.ZERO2.bucket_bytes == Policy().bucket_bytes
+    with pytest.raises(ValueError, match="bucket_bytes is -1"):
+        replace(tz.ZERO2, bucket_bytes=-1)
+
+
+@pytest.mark.usefixtures("group")
+def test_one_recipe_and_one_plugin_for_two_modules() -> None:
+    """Thunder's recipes keep their plugins: the second module must get its own, and only that."""
+    recipe = tz.Recipe()
+    torch.manual_seed(0)
+    module = Net()
+    expected = train(deepcopy(module))
+    first = thunder.compile(deepcopy(module), plugins="zero1", recipe=recipe)
+    plugin = tz.Zero(stage=2)
+    second = thunder.compile(deepcopy(module), plugins=[plugin], recipe=recipe)
+    third = thunder.compile(deepcopy(module), plugins=[plugin], recipe=tz.Recipe())
+    for model, stage in ((first, 1), (second, 2), (third, 2), (first, 1)):
+        model(X)
+        assert tz.traces_of(model).plan.policy.stage == stage
+    for model in (first, second, third):
+        torch.testing.assert_close(train(model), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("group")
+def test_the_recipe_brings_thunders_default_executors() -> None:
+    model = compiled(Net(), "zero2")
+    names = [executor.name for executor in thunder.compile_data(model).executors_list if executor is not None]
+    defaults = [executor.name for executor in thunder.get_default_executors()]
+    assert [name for name in names if name in defaults] == defaults
+
+
+# Every field of the policy.
+
+
+def traced(policy: Policy, world_size: int = 4) -> Traces:
+    return tz.trace(Net(), X, policy=policy, world_size=world_size)
+
+
+def launches(traces: Traces, kind: Kind, backward: bool = False) -> list[tuple[str, ...]]:
+    """The parameters of each launch."""
+    return [op.params for op in traces.timeline.ops if op.kind is kind and op.backward is backward]
+
+
+def most_ahead(traces: Traces) -> int:
+    """The most gathers that are under way while a line of forward computes."""
+    flying, most = 0, 0
+    for op in traces.forward_timeline.ops:
+        flying += (op.kind is Kind.GATHER) - (op.kind is Kind.WAIT)
+        if op.kind is Kind.COMPUTE:
+            most = max(most, flying)
+    return most
+
+
+def stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is gathered, and when again."""
+    counts = []
+    for policy in (tz.DDP, tz.ZERO1, tz.ZERO2, tz.ZERO3):
+        traces = traced(policy)
+        counts.append([len(launches(traces, Kind.GATHER, backward)) for backward in (False, True)])
+    # seven parameters in four units; ZeRO-3 gathers again what backward reads: three weights, in three units
+    assert counts == [[0, 0], [4, 0], [4, 0], [4, 3]]
+    collectives = {op.split("(")[0] for op in str(traced(tz.DDP).backward).split() if op.startswith("zero_all_reduce")}
+    assert collectives, "DDP all-reduces"
+    assert "zero_reduce_scatter" in str(traced(tz.ZERO1).backward)
+
+
+def unit_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What travels together."""
+    assert traced(tz.ZERO2).plan.units == ("layers.0", "layers.1", "layers.2", "layers.3")
+    one = traced(replace(tz.ZERO2, unit_of=lambda module: ()))
+    assert one.plan.units == ("",)
+    assert len(launches(one, Kind.GATHER)) == 1
+    assert len(launches(one, Kind.REDUCE, backward=True)) == 1
+
+
+def bucket_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much of a unit is launched at once; 0 is each parameter by itself."""
+    together = launches(traced(tz.ZERO2), Kind.GATHER)
+    assert Counter(map(len, together)) == {2: 3, 1: 1}
+    alone = launches(traced(replace(tz.ZERO2, bucket_bytes=0)), Kind.GATHER)
+    assert Counter(map(len, alone)) == {1: 7}
+    weight = 7 * ROW_BYTES  # a weight and its bias are more than this
+    assert launches(traced(replace(tz.ZERO2, bucket_bytes=weight)), Kind.GATHER) == alone
+
+
+def prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many buckets are under way while an earlier one computes."""
+    assert [most_ahead(traced(replace(tz.ZERO3, prefetch=buckets))) for buckets in (0, 1, 2, 3)] == [0, 1, 2, 3]
+
+
+def in_flight_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many bytes are under way."""
+    unit = 8 * ROW_BYTES  # a weight and its bias
+    policies = [replace(tz.ZERO3, prefetch=3, in_flight_bytes=size) for size in (0, unit, 2 * unit, 9 * unit)]
+    assert [most_ahead(traced(policy)) for policy in policies] == [0, 1, 2, 3]
+
+
+def regather(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the tied weight is gathered for each of its units."""
+    times = [
+        sum("layers.0.weight" in paths for paths in launches(traced(replace(tz.ZERO3, regather=each)), Kind.GATHER))
+        for each in (False, True)
+    ]
+    assert times == [1, 2]
+
+
+def keep_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether backward's first units are gathered again."""
+    usual, kept = traced(tz.ZERO3), traced(replace(tz.ZERO3, keep_last=True))
+    gathered = [
+        Counter(path for paths in launches(t, Kind.GATHER, backward=True) for path in paths) for t in (usual, kept)
+    ]
+    assert gathered[1].total() < gathered[0].total()
+    assert gathered[1] < gathered[0]
+
+
+def broadcast_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether weights and buffers travel; what arrives: tests/ranks/test_bad_input.py."""
+    sent: list[int] = []
+    real = dist.broadcast
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, **k: (sent.append(tensor.nbytes), real(tensor, **k)))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        thunder.jit(Net(), transforms=[tz.ZeroTransform()])
+        assert sent == []
+        thunder.jit(Net(), transforms=[tz.ZeroTransform(broadcast_from=0)])
+        weight, bias = 7 * ROW_BYTES, ROW_BYTES
+        assert sent == [weight, bias, weight, bias, weight, bias, bias, 4]
+    finally:
+        dist.destroy_process_group()
+
+
+def check_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether backward looks at what it returns; what it then does: test_bad_input.py."""
+    assert "zero_check_finite" not in str(traced(tz.ZERO3).backward)
+    (line,) = (
+        line
+        for line in str(traced(replace(tz.ZERO3, check_gradients=True)).backward).splitlines()
+        if "zero_check_finite" in line
+    )
+    paths = {name for unit in traced(tz.ZERO3).plan.params for name in [unit.path]}
+    assert {path for path in paths if f'"{path}"' in line} == paths
+
+
+SEEN = {
+    case.__name__: case
+    for case in (
+        stage,
+        unit_of,
+        bucket_bytes,
+        prefetch,
+        in_flight_bytes,
+        regather,
+        keep_last,
+        broadcast_from,
+        check_gradients,
+    )
+}
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Policy)])
+def test_every_field_of_the_policy_changes_something(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert field in SEEN, "a field without a visible effect cannot ship; show here what it changes"
+    SEEN[field](monkeypatch)
+
+
+def test_traces_differ_where_policies_do() -> None:
+    """The same policy gives the same timeline, so that what differs above comes from the field."""
+    one, two = traced(tz.ZERO3), traced(replace(tz.ZERO3))
+    assert [shape(op) for op in one.timeline.ops] == [shape(op) for op in two.timeline.ops]
+
+
+def shape(op: Op) -> tuple[Any, ...]:
+    return op.kind, op.params, op.backward

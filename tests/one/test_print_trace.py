@@ -1,0 +1,249 @@
+"""``print_trace`` on Thunder's traces: a GPT-like module in every stage, and what bad input gets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import thunder_zero as tz
+from thunder_zero.timeline import gathered_bytes
+
+import thunder
+
+STAGES = pytest.mark.parametrize("stage", range(4))
+SHOWS = re.compile(r"^.{48} (gather|reduce) +(\S.*?)  +([\d.]+ \w+) +([\d.]+ \w+)$")
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.output_projection = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.queries_keys_values(x).chunk(3, dim=-1))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed: Tensor = self.output_projection(heads.transpose(1, 2).flatten(2))
+        return mixed
+
+
+class Block(nn.Module):
+    """12 parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first_norm(x))
+        y: Tensor = x + self.down(F.gelu(self.up(self.second_norm(x))))
+        return y
+
+
+class GPT(nn.Module):
+    def __init__(self, *, tied: bool = False, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, width)
+        self.transformer_blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 30, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.transformer_blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@cache
+def traces(stage: int, world_size: int = 4, tied: bool = False) -> tz.Traces:
+    torch.manual_seed(0)
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    return tz.trace(GPT(tied=tied), tokens, policy=tz.Policy(stage=stage), world_size=world_size)
+
+
+def printed(shown: object, half: str = "both", *, unit: str | None = None, fold: bool = False) -> list[str]:
+    file = StringIO()
+    tz.print_trace(shown, half, file, unit=unit, fold=fold)
+    text = file.getvalue()
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 100
+    return text.splitlines()
+
+
+def numbers(total: str) -> list[int]:
+    return [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", total)]
+
+
+@STAGES
+def test_the_last_line_is_the_timeline_s(stage: int) -> None:
+    timeline = traces(stage).timeline
+    counts = [sum(op.kind is kind for op in timeline.ops) for kind in (tz.Kind.GATHER, tz.Kind.REDUCE)]
+    sent, peak = sum(map(timeline.bytes_sent, timeline.ops)), max(gathered_bytes(timeline))
+    assert numbers(printed(traces(stage))[-1]) == [sum(counts), *counts, sent, peak]
+    assert counts[1] > 0
+    assert (counts[0] > 0, peak > 0) == (stage > 0, stage > 1)
+
+
+@STAGES
+def test_every_collective_shows_its_parameters_and_bytes(stage: int) -> None:
+    lines = printed(traces(stage))
+    launches = [line for line in lines if re.search(r"= zero_(all|reduce)_", line)]
+    shown = [SHOWS.match(line) for line in launches]
+    assert None not in shown
+    assert len(shown) == numbers(lines[-1])[0]
+    names = {match[2].split(":")[0].split(",")[0].removeprefix("grad ") for match in shown if match}
+    assert names <= {"embedding.weight", "head.weight", "transformer_blocks.0", "transformer_blocks.1"}
+    assert {"transformer_blocks.0", "transformer_blocks.1"} <= names
+
+
+def test_every_line_of_the_trace_is_there_and_is_python() -> None:
+    shown = traces(3)
+    for half, trace in (("forward", shown.forward), ("backward", shown.backward)):
+        text = "\n".join(printed(shown, half))
+        assert trace is not None
+        calls = [bsym for bsym in trace.bound_symbols if bsym.sym.name not in ("unpack_trivial", "python_return")]
+        for name in {proxy.name for bsym in calls for proxy in bsym.flat_proxy_outs if len(bsym.flat_proxy_outs) == 1}:
+            assert re.search(rf"^\W*{name}\W* = ", text, re.MULTILINE), name
+        assert sum(line.startswith("del ") for line in text.splitlines()) == sum(
+            bsym.sym.name == "python_del" for bsym in calls
+        )
+    assert "# embedding" not in text
+
+
+FREE = re.compile(r"^del .{44} free +(\S+)(?:, \S+)? +([\d.]+ \w+)$")
+
+
+def test_zero3_frees_all_in_each_half_and_zero2_in_backward() -> None:
+    def freed(stage: int, half: str) -> list[tuple[str, str]]:
+        return [(match[1], match[2]) for line in printed(traces(stage), half) if (match := FREE.match(line))]
+
+    assert freed(3, "forward")[-1] == ("head.weight", "0 B")
+    assert freed(3, "backward")[-1][1] == "0 B"
+    assert "head.weight" not in dict(freed(2, "forward"))
+    assert freed(2, "forward")[-1][1] != "0 B"
+    assert freed(2, "backward")[-1][1] == "0 B"
+    assert "head.weight" in dict(freed(2, "backward"))
+    assert freed(1, "forward") == freed(0, "forward") == []
+
+
+def test_long_paths_break_at_a_dot() -> None:
+    lines = printed(traces(3), "forward", unit="transformer_blocks.1")
+    assert {match[1] for line in lines if (match := FREE.match(line))} == {
+        "transformer_blocks.1.first_norm.",
+        "transformer_blocks.1.attention.",
+        "transformer_blocks.1.second_norm.",
+        "transformer_blocks.1.up.weight,",
+        "transformer_blocks.1.down.weight,",
+    }
+    assert f"{'':57}queries_keys_values.weight, bias" in lines
+
+
+def test_both_is_forward_then_backward() -> None:
+    forward, backward = printed(traces(3), "forward"), printed(traces(3), "backward")
+    assert printed(traces(3), "both")[:-1] == forward[:-1] + backward[:-1]
+    assert printed(traces(3)) == printed(traces(3), "both")
+    sums = [numbers(lines[-1]) for lines in (forward, backward, printed(traces(3)))]
+    assert [sums[2][at] for at in range(4)] == [sums[0][at] + sums[1][at] for at in range(4)]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_unit(stage: int) -> None:
+    lines = printed(traces(stage), unit="transformer_blocks.0")
+    whole = printed(traces(stage))
+    # its gather and its reduction in backward; with ZeRO-3 a second gather
+    own = [line for line in lines if re.search(r"(gather|reduce) +transformer_blocks\.0:", line)]
+    assert len(own) == (3 if stage == 3 else 2)
+    assert len(lines) < len(whole)
+    assert set(lines[:-1]) <= {*whole, *(line for line in lines if line.startswith("# ... "))}
+
+
+def test_folded_lines_are_counted() -> None:
+    whole, folded = printed(traces(3), "forward"), printed(traces(3), "forward", fold=True)
+    assert folded[-1] == whole[-1]
+    assert len(folded) < len(whole) / 2
+    named = re.compile(r"^.{48} (gather|wait|free|reduce) ")
+    assert [line for line in folded if named.match(line)] == [line for line in whole if named.match(line)]
+
+
+def test_forward_shows_where_its_lines_come_from() -> None:
+    origin = re.compile(r"^# (\w+\.py):\d+  \S")
+    files = {match[1] for line in printed(traces(3), "forward") if (match := origin.match(line))}
+    assert files == {"test_print_trace.py", "linear.py", "normalization.py", "sparse.py"}  # none of Thunder's own
+    assert not any(map(origin.match, printed(traces(3), "backward")))
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    text = "\n".join(printed(traces(3, tied=True)))
+    assert "embedding.weight" in text
+    assert "head.weight" not in text
+
+
+def test_one_rank_sends_nothing() -> None:
+    lines = printed(traces(3, world_size=1))
+    assert "0 B sent by this rank" in lines[-1]
+    assert {match[3] for line in lines if (match := SHOWS.match(line))} == {"0 B"}
+
+
+def test_without_a_backward() -> None:
+    shown = traces(3)
+    alone = tz.Traces(shown.forward, None, shown.forward_timeline, shown.plan)
+    assert printed(alone)[-3:-1] == ["# no backward: nothing here needs a gradient", ""]
+    assert printed(alone)[-1] == printed(shown, "forward")[-1]
+
+
+def test_a_stage_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="stage is 'forwards'; choose 'forward', 'backward' or 'both'"):
+        tz.print_trace(traces(3), "forwards")
+
+
+def test_a_unit_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match=r"unit is 'h\.0'; the units of this module are '', 'transformer_blocks\.0'"):
+        tz.print_trace(traces(3), file=StringIO(), unit="h.0")
+
+
+def test_colours_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for columns, width in (("100", 100), ("300", 140)):
+        monkeypatch.setenv("COLUMNS", columns)
+        file = Terminal()
+        tz.print_trace(traces(3), "forward", file=file)
+        assert "\x1b[" in file.getvalue()
+        plain = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()).splitlines()
+        assert max(map(len, plain[:-1])) == width
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_shows_what_ran() -> None:
+    model = thunder.jit(GPT(), transforms=[tz.ZeroTransform(stage=3)])
+    with pytest.raises(RuntimeError, match="the model was not called yet"):
+        tz.print_trace(model)
+    model(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
+    assert numbers(printed(model)[-1]) == numbers(printed(traces(3, world_size=1))[-1])
+    with pytest.raises(TypeError, match="expected a module jitted with ZeroTransform"):
+        tz.print_trace(GPT())

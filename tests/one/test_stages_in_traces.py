@@ -1,0 +1,276 @@
+"""The stages are real, read from the traces: what is saved for backward, what is gathered when, what is freed when.
+
+What depends on what is worked out here from Thunder's own lines, not from the package's timeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thunder_zero as tz
+from tests.ranks.models import LENGTH, PATTERNS_AGAIN, Gpt, Mlp, Patterns, fresh
+from thunder_zero.timeline import Kind, gathered_bytes, in_flight_bytes
+
+from thunder.core import prims
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+WORLD_SIZE = 3  # no row count of the models is divisible by it
+TOKENS = torch.zeros((2, LENGTH), dtype=torch.long)
+COLLECTIVES = {
+    f"zero_{name}{suffix}"
+    for name in ("all_gather", "all_reduce", "reduce_scatter", "wait")
+    for suffix in ("", "_coalesced")
+}
+
+
+@cache
+def traces(kind: type[nn.Module], policy: tz.Policy, autocast: bool = False) -> tz.Traces:
+    tokens = torch.zeros(2, 7) if kind is Mlp else TOKENS
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        return tz.trace(fresh(kind), tokens, policy=policy, world_size=WORLD_SIZE)
+
+
+def lines(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
+    """The lines of a trace; those of a fused region one by one."""
+    for bsym in bsyms:
+        if bsym.sym.is_fusion:
+            yield from lines(bsym.subsymbols)
+        else:
+            yield bsym
+
+
+def names(proxies: Iterable[Any]) -> set[str]:
+    return {proxy.name for proxy in proxies if isinstance(proxy, Proxy)}
+
+
+def collectives(trace: TraceCtx | None) -> list[tuple[str, tuple[str, ...]]]:
+    """Symbol and parameters of every launch, in order; all our symbols must have a known name."""
+    assert trace is not None
+    found = []
+    for bsym in trace.bound_symbols:
+        if bsym.sym.name.startswith("zero_"):
+            assert bsym.sym.name in COLLECTIVES
+            if not bsym.sym.name.startswith("zero_wait"):
+                paths = (bsym.args[1],) if isinstance(bsym.args[1], str) else tuple(bsym.args[1])
+                assert bsym.sym.name.endswith("_coalesced") == (len(paths) > 1)
+                found.append((bsym.sym.name.removesuffix("_coalesced"), paths))
+    return found
+
+
+def travels(trace: TraceCtx | None, symbol: str) -> Counter[str]:
+    """How often each parameter travels with one kind of collective."""
+    return Counter(path for name, paths in collectives(trace) if name == symbol for path in paths)
+
+
+def saved(forward: TraceCtx) -> set[str]:
+    """The tensors that forward's return hands to backward."""
+    return names(proxy for proxy in tree_iter(forward.bound_symbols[-1].args[1]) if isinstance(proxy, TensorProxy))
+
+
+def from_parameters_alone(forward: TraceCtx, parameters: set[str]) -> set[str]:
+    """Values that are computed from parameters, and from no data; the parameters' shards themselves are not."""
+    depends: dict[str, frozenset[str]] = {
+        name: frozenset({"parameter" if name in parameters else "data"}) for name in names(forward.args)
+    }
+    for bsym in lines(forward.bound_symbols):
+        read = frozenset[str]().union(*(depends[name] for name in names(bsym.flat_proxy_args)))
+        for name in names(bsym.flat_proxy_outs):
+            depends.setdefault(name, read)
+    return {name for name, on in depends.items() if on == {"parameter"}} - parameters
+
+
+def parameter_inputs(result: tz.Traces) -> set[str]:
+    spelled = {f"t_{path.replace('.', '_')}" for param in result.plan.params for path in param.names}
+    return names(result.forward.args) & spelled
+
+
+@pytest.mark.parametrize(
+    ("kind", "autocast"), [(Gpt, False), (Patterns, False), (Patterns, True)], ids=["gpt", "patterns", "autocast"]
+)
+def test_zero3_saves_shards_only(kind: type[nn.Module], autocast: bool) -> None:
+    result = traces(kind, tz.ZERO3, autocast)
+    parameters = parameter_inputs(result)
+    # Gpt reads its tied weight under both names, and leaves two parameters alone.
+    assert len(parameters) == len(result.plan.params) - (1 if kind is Gpt else 0)
+    alone = from_parameters_alone(result.forward, parameters)
+    assert len(alone) > len(parameters)  # the gathered ones, and what is made of them
+    assert saved(result.forward) & alone == set()
+    shapes = {
+        proxy.name: tuple(proxy.shape)
+        for proxy in tree_iter(result.forward.bound_symbols[-1].args[1])
+        if isinstance(proxy, TensorProxy)
+    }
+    for param in result.plan.params:
+        name = f"t_{param.path.replace('.', '_')}"
+        assert shapes.get(name, result.plan.shard_shape(param)) == result.plan.shard_shape(param)
+
+
+def test_zero2_keeps_what_backward_reads() -> None:
+    """The counterpart: without freeing, the full parameters (or what is made of them) are saved."""
+    result = traces(Patterns, tz.ZERO2)
+    parameters = parameter_inputs(result)
+    assert saved(result.forward) & from_parameters_alone(result.forward, parameters)
+    assert saved(result.forward) & parameters == set()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_backward_gathers_what_it_needs(autocast: bool) -> None:
+    paths = {param.path for param in traces(Patterns, tz.ZERO3).plan.params}
+    once = Counter(dict.fromkeys(paths, 1))
+    for stage in (1, 2, 3):
+        result = traces(Patterns, tz.Policy(stage=stage), autocast)
+        assert travels(result.forward, "zero_all_gather") == once
+        assert set(travels(result.backward, "zero_all_gather")) == (PATTERNS_AGAIN if stage == 3 else set())
+        assert max(travels(result.backward, "zero_all_gather").values(), default=1) == 1
+        assert travels(result.backward, "zero_reduce_scatter") == once
+        assert travels(result.backward, "zero_all_reduce") == travels(result.forward, "zero_reduce_scatter") == Counter()
+
+
+def test_ddp_gathers_nothing_and_reduces_all() -> None:
+    result = traces(Patterns, tz.DDP)
+    assert collectives(result.forward) == []
+    assert {name for name, _ in collectives(result.backward)} == {"zero_all_reduce"}
+    assert travels(result.backward, "zero_all_reduce") == Counter(param.path for param in result.plan.params)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_each_trained_parameter_is_reduced_once(stage: int) -> None:
+    """Tied ones under their first name; frozen, unused and empty ones not at all; a 0-dim one by an all-reduce."""
+    result = traces(Gpt, tz.Policy(stage=stage))
+    trained = {param.path for param in result.plan.params} - {"frozen", "unused", "empty"}
+    reduced = travels(result.backward, "zero_all_reduce") + travels(result.backward, "zero_reduce_scatter")
+    assert reduced == Counter(dict.fromkeys(trained, 1))
+    assert set(travels(result.backward, "zero_all_reduce")) == (trained if stage == 0 else {"scale"})
+    assert "head.weight" not in reduced
+    gathered = travels(result.forward, "zero_all_gather")
+    assert gathered == (Counter() if stage == 0 else Counter(dict.fromkeys(trained - {"scale"} | {"frozen"}, 1)))
+
+
+def test_regather_serves_each_unit_by_itself() -> None:
+    """The tied weight is used before and after the blocks; its gradient is still one sum, reduced once."""
+    once, twice = (traces(Gpt, replace(tz.ZERO3, regather=regather, prefetch=0)) for regather in (False, True))
+    assert travels(once.forward, "zero_all_gather")["embed.weight"] == 1
+    assert travels(twice.forward, "zero_all_gather")["embed.weight"] == 2
+    for result in (once, twice):
+        assert travels(result.backward, "zero_reduce_scatter")["embed.weight"] == 1
+    held = [gathered_while_used(result, "blocks.1.down.weight") for result in (once, twice)]
+    assert held[0] - held[1] == once.plan.by_name["embed.weight"].full_bytes
+
+
+def gathered_while_used(result: tz.Traces, path: str) -> int:
+    """Gathered bytes alive when forward's wait for ``path`` ends."""
+    wait = next(at for at, op in enumerate(result.timeline.ops) if op.kind is Kind.WAIT and path in op.params)
+    return gathered_bytes(result.timeline)[wait]
+
+
+@pytest.mark.parametrize("policy", [tz.ZERO2, tz.ZERO3], ids=["zero2", "zero3"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gathered_parameters_are_freed_after_their_last_use(policy: tz.Policy, autocast: bool) -> None:
+    """From the lines: whatever is made of a gathered parameter alone is deleted right after the last line that reads
+    it, in the half that gathered it, or (ZeRO-2) saved and deleted in backward."""
+    result = traces(Patterns, policy, autocast)
+    inputs = parameter_inputs(result)
+    kept = saved(result.forward) & from_parameters_alone(result.forward, inputs)
+    assert bool(kept) == (policy is tz.ZERO2)
+    forward = deleted_late(result.forward.bound_symbols, from_parameters_alone(result.forward, inputs) - kept)
+    assert forward == {}
+    assert result.backward is not None
+    shards = names(result.backward.args) | saved(result.forward)
+    again = {name for bsym in result.backward.bound_symbols for name in gathered_by(bsym)}
+    assert again.isdisjoint(shards)
+    assert deleted_late(result.backward.bound_symbols, again | kept) == {}
+    assert gathered_bytes(result.timeline)[-1] == 0
+
+
+def gathered_by(bsym: BoundSymbol) -> set[str]:
+    """The gathered parameters that a wait in backward gives: those are not among the gradients, which are returned."""
+    return {name for name in names(bsym.flat_proxy_outs) if name.endswith("_again")} if is_wait(bsym) else set()
+
+
+def is_wait(bsym: BoundSymbol) -> bool:
+    return bsym.sym.name.startswith("zero_wait")
+
+
+def deleted_late(bsyms: Sequence[BoundSymbol], values: set[str]) -> dict[str, int]:
+    """The values that are not deleted right after their last reader, with how many lines later (-1: never)."""
+    last: dict[str, int] = {}
+    deleted: dict[str, int] = {}
+    for at, bsym in enumerate(bsyms):
+        if bsym.sym.id is prims.PrimIDs.DEL:
+            deleted.update(dict.fromkeys(names(bsym.flat_proxy_args) & values, at))
+        else:
+            last.update(dict.fromkeys((names(bsym.flat_proxy_args) | names(bsym.flat_proxy_outs)) & values, at))
+    late = {name: deleted.get(name, at - 1) - at for name, at in last.items()}
+    return {name: lines for name, lines in late.items() if lines != 1}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_gathers_are_spread_over_forward(prefetch: int) -> None:
+    """While a bucket is awaited, only those of the next ``prefetch`` may have started, and never all of them."""
+    result = traces(Patterns, replace(tz.ZERO3, prefetch=prefetch, bucket_bytes=1))
+    for trace in (result.forward, result.backward):
+        assert trace is not None
+        launched = ended = 0
+        computes_between: list[int] = [0]
+        for bsym in trace.bound_symbols:
+            if bsym.sym.name.startswith("zero_all_gather"):
+                launched += 1
+                assert launched - ended <= max(1, prefetch)
+                computes_between.append(0)
+            elif is_wait(bsym) and bsym.args[0].name in gather_handles(trace):
+                ended += 1
+            elif not bsym.sym.name.startswith("zero_") and bsym.sym.id is not prims.PrimIDs.DEL:
+                computes_between[-1] += 1
+        assert launched == ended > prefetch + 2
+        assert sum(count > 0 for count in computes_between[1:]) > launched // 2
+
+
+def gather_handles(trace: TraceCtx) -> set[str]:
+    return {bsym.output.name for bsym in trace.bound_symbols if bsym.sym.name.startswith("zero_all_gather")}
+
+
+@pytest.mark.parametrize("bound", [0, 300, 600])
+def test_gathers_under_way_stay_within_the_bound(bound: int) -> None:
+    """Each layer of Mlp weighs 7 * 7 * 4 = 196 bytes and 28 for its bias; 300 bytes hold one of them, 600 two."""
+    result = traces(Mlp, replace(tz.ZERO3, prefetch=3, in_flight_bytes=bound))
+    peak = max(in_flight_bytes(result.timeline, Kind.GATHER))
+    assert peak == {0: 224, 300: 224, 600: 448}[bound]
+    by_lines = max(
+        sum(op.kind is Kind.GATHER for op in result.forward_timeline.ops[:at])
+        - sum(result.timeline.ends(op, Kind.GATHER) for op in result.forward_timeline.ops[:at])
+        for at in range(len(result.forward_timeline.ops))
+    )
+    assert by_lines == {0: 1, 300: 1, 600: 2}[bound]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_of_a_step_are_the_formula(stage: int) -> None:
+    """2u and 3u, less what backward does not read again."""
+    result = traces(Patterns, tz.Policy(stage=stage))
+    plan = result.plan
+    gathers, reductions = (
+        {param.path: of(param) for param in plan.params} for of in (plan.gather_bytes, plan.reduce_bytes)
+    )
+    again = sum(nbytes for path, nbytes in gathers.items() if path in PATTERNS_AGAIN) if stage == 3 else 0
+    sent = sum(map(result.timeline.bytes_sent, result.timeline.ops))
+    assert sent == sum(gathers.values()) + sum(reductions.values()) + again
+
+
+def test_u_is_the_share_of_the_others() -> None:
+    """Over all ranks, a gather and a reduction send (W - 1) x the parameter's bytes each: u a rank."""
+    plans = [tz.make_plan(fresh(Patterns), tz.ZERO3, WORLD_SIZE, rank) for rank in range(WORLD_SIZE)]
+    nbytes: int = sum(param.full_bytes for param in plans[0].params)
+    for of in ("gather_bytes", "reduce_bytes"):
+        assert sum(getattr(plan, of)(param) for plan in plans for param in plan.params) == (WORLD_SIZE - 1) * nbytes

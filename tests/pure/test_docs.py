@@ -1,0 +1,53 @@
+"""What the documents name is there, and what is there is named."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from thunder_zero.policy import Policy
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "thunder_zero"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+QUESTIONS = ARCHITECTURE.partition("## Where each question is answered")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_are_there(document: Path) -> None:
+    names = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|md|toml|sh))`", document.read_text())
+    places = (ROOT, PACKAGE, document.parent, PACKAGE / "report")
+    assert [name for name in names if not any((place / name).exists() for place in places)] == []
+
+
+@pytest.mark.parametrize("room", ["", "passes", "trace", "runtime"])
+def test_every_file_answers_a_question(room: str) -> None:
+    files = {path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / room).glob("*.py")}
+    quiet = {f"{name}/__init__.py" for name in ("trace", "runtime")} | {"__init__.py"}
+    assert {name for name in files - quiet if f"`{name}`" not in QUESTIONS} == set()
+
+
+def test_the_changelog_names_what_is_exported() -> None:
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in ast.parse((PACKAGE / "__init__.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    told = set(re.findall(r"`(\w+)`", (ROOT / "CHANGELOG.md").read_text()))
+    assert set(names) - told == set()
+    assert told - set(names) <= {field.name for field in fields(Policy)}
+
+
+def test_the_architecture_is_short() -> None:
+    assert len(ARCHITECTURE.splitlines()) < 150

@@ -1,0 +1,251 @@
+"""The state contracts, cell by cell: who owns which bytes at rest, what the optimizer sees, who sends when and how much.
+
+Bytes are counted where messages leave (:func:`tests.ranks.models.count_sends`), and compared with the plan's.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from tests.harness.ranks import RanksPool
+from tests.ranks.models import Mlp, count_sends, fresh, sharded
+from thunder_zero import layout
+from thunder_zero.plan import Plan, make_plan
+from thunder_zero.timeline import Kind
+
+STAGES = (0, 1, 2, 3)
+WORLDS = (2, 3)
+X = torch.linspace(-1, 1, 14).view(2, 7)
+
+
+class Few(nn.Module):
+    """Two layers of 7 rows; one row, which leaves all ranks but the first with padding; a 0-dim parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp(layers=2)
+        self.one_row = nn.Parameter(torch.randn(1, 7))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x) * self.one_row * self.scalar
+
+
+AGAIN = {"mlp.layers.1.weight", "one_row"}  # x needs no gradient, so the first layer's weight is not read again
+
+
+def plan_of(stage: int, world_size: int, rank: int) -> Plan:
+    return make_plan(fresh(Few), tz.Policy(stage=stage), world_size, rank)
+
+
+def in_bytes(of: Callable[[Any], int], plan: Plan) -> int:
+    return sum(map(of, plan.params))
+
+
+# At rest, and what the optimizer sees
+
+
+def storages() -> dict[int, int]:
+    """Bytes of the memory of every tensor in this process, by address."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, Tensor) and thing.device.type == "cpu" and thing.layout is torch.strided:
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return {address: nbytes for address, nbytes in found.items() if address}
+
+
+def described(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
+    """Shape; bytes of the memory that holds it; where it begins there, in elements."""
+    return tuple(tensor.shape), tensor.untyped_storage().nbytes(), tensor.storage_offset()
+
+
+def rest(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Bytes that are there after a step and were not before the transform."""
+    results = []
+    for stage in STAGES:
+        before = storages()
+        model = sharded(fresh(Few), stage)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4)
+        for _ in range(2):
+            model(X).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        after = storages()
+        names = {param: name for name, param in model.named_parameters()}
+        results.append(
+            {
+                "bytes": sum(nbytes for address, nbytes in after.items() if address not in before),
+                "seen": {names[param]: described(param) for param in optimizer.param_groups[0]["params"]},
+                "state": {names[param]: tuple(state["exp_avg"].shape) for param, state in optimizer.state.items()},
+            }
+        )
+        del model, optimizer, names
+    return results
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_what_is_held_at_rest_and_seen_by_the_optimizer(ranks_pool: RanksPool, world_size: int) -> None:
+    ranks = ranks_pool.run(world_size, rest, timeout=110)
+    for rank, results in enumerate(ranks):
+        for stage, result in zip(STAGES, results, strict=True):
+            plan = plan_of(stage, world_size, rank)
+            padded = {param.path: layout.padded_shape(param.shape, world_size) for param in plan.params}
+            full = {param.path: int(torch.Size(padded[param.path]).numel()) * 4 for param in plan.params}
+            owned = {param.path: plan.shard_bytes(param) for param in plan.params}
+            held = {0: {param.path: param.full_bytes for param in plan.params}, 1: full, 2: owned, 3: owned}[stage]
+            placeholders = 4 * len(plan.params)
+            steps = 4 * len(plan.params)  # AdamW counts them, a float32 a parameter
+            assert result["bytes"] == sum(held.values()) + placeholders + 2 * sum(owned.values()) + steps
+            for param in plan.params:
+                shape, nbytes, offset = result["seen"][param.path]
+                assert shape == plan.shard_shape(param) == result["state"][param.path]
+                assert nbytes == held[param.path], param.path
+                assert offset == (rank * owned[param.path] // 4 if stage == 1 and param.sharded else 0)
+
+
+# Who sends what, when
+
+
+def phases(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Bytes sent in each phase of some training, and what ZeRO-1's buffers hold before and after a refresh."""
+    return [count_phases(sharded(fresh(Few), stage), stage) for stage in STAGES]
+
+
+def count_phases(model: Any, stage: int) -> dict[str, Any]:
+    sent: dict[str, int] = {}
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)  # fused raises no tensor's version
+    of_one = torch.optim.SGD([model.get_parameter("one_row")], 0.1)
+
+    def count(phase: str, run: Callable[[], Any]) -> Any:
+        with count_sends() as messages:
+            result = run()
+        sent[phase] = sum(messages)
+        return result
+
+    def infer(mode: Any) -> Tensor:
+        with mode():
+            return model(X)
+
+    loss = count("first forward", lambda: model(X)).square().mean()
+    count("backward", loss.backward)
+    timeline = tz.traces_of(model).timeline
+    model.eval()
+    count("eval", lambda: model(X))
+    count("no_grad", lambda: infer(torch.no_grad))
+    count("inference", lambda: infer(torch.inference_mode))
+    model.train()
+    count("step", optimizer.step)
+    stale = buffers(model) if stage == 1 else {}
+    count("forward after a step", lambda: model(X))
+    refreshed = buffers(model) if stage == 1 else {}
+    count("forward again", lambda: model(X))
+    optimizer.step()
+    optimizer.step()
+    count("inference after two steps", lambda: infer(torch.inference_mode))
+    loss = count("forward after inference", lambda: model(X)).square().mean()
+    count("backward again", loss.backward)
+    of_one.step()
+    count("forward after a step of one parameter", lambda: model(X))
+    by_kind = {kind: sum(timeline.bytes_sent(op) for op in timeline.ops if op.kind is kind) for kind in Kind}
+    return {"sent": sent, "timeline": by_kind, "stale": stale, "refreshed": refreshed}
+
+
+def buffers(model: Any) -> dict[str, Tensor]:
+    """Copies of the memory behind each parameter that the optimizer sees."""
+    return {
+        name: param.detach().new_empty(0).set_(param.untyped_storage(), 0, (param.untyped_storage().nbytes() // 4,)).clone()
+        for name, param in model.named_parameters()
+    }
+
+
+@pytest.fixture(scope="module")
+def counted(ranks_pool: RanksPool) -> Callable[[int], list[list[dict[str, Any]]]]:
+    """By world size: for each rank, for each stage."""
+    return cache(lambda world_size: ranks_pool.run(world_size, phases, timeout=110))
+
+
+FORWARDS = ("first forward", "forward after a step", "forward again", "forward after inference")
+WITHOUT_BACKWARD = ("eval", "no_grad", "inference", "inference after two steps", "forward after a step of one parameter")
+BACKWARDS = ("backward", "backward again")
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_bytes_of_every_phase(counted: Any, world_size: int, stage: int) -> None:
+    for rank, results in enumerate(counted(world_size)):
+        sent, plan = results[stage]["sent"], plan_of(stage, world_size, rank)
+        gather, reduction = in_bytes(plan.gather_bytes, plan), reduced_bytes(plan)
+        again = sum(plan.gather_bytes(param) for param in plan.params if param.path in AGAIN)
+        assert sent["step"] == 0
+        assert all(sent[phase] == reduction + (again if stage == 3 else 0) for phase in BACKWARDS)
+        if stage == 0:
+            assert gather == 0
+        if stage != 1:
+            assert all(sent[phase] == gather for phase in (*FORWARDS, *WITHOUT_BACKWARD))
+            continue
+        refreshes = {"forward after a step": gather, "inference after two steps": gather}
+        refreshes["forward after a step of one parameter"] = plan.gather_bytes(plan.by_name["one_row"])
+        for phase in (*FORWARDS, *WITHOUT_BACKWARD):
+            assert sent[phase] == refreshes.get(phase, 0), phase
+
+
+def reduced_bytes(plan: Plan) -> int:
+    """As the plan says; small tensors that are all-reduced are cut together, not one by one: exact for W = 2."""
+    return in_bytes(plan.reduce_bytes, plan)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_one_rank_of_zero1_has_nothing_but_padding(world_size: int) -> None:
+    """So the counts above cover a rank that has nothing to send, and must refresh all the same."""
+    last = plan_of(1, world_size, world_size - 1)
+    assert last.gather_bytes(last.by_name["one_row"]) == 0
+    first = plan_of(1, world_size, 0)
+    assert first.gather_bytes(first.by_name["one_row"]) == 7 * 4 * (world_size - 1)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_refreshed_buffers_are_equal_bit_for_bit(counted: Any, world_size: int) -> None:
+    """Before the refresh each rank has its own new rows only."""
+    ranks = [results[1] for results in counted(world_size)]
+    for name, buffer in ranks[0]["refreshed"].items():
+        assert all(torch.equal(other["refreshed"][name], buffer) for other in ranks[1:]), name
+    layers = [name for name in ranks[0]["stale"] if name.startswith("mlp")]
+    assert all(not torch.equal(ranks[0]["stale"][name], ranks[1]["stale"][name]) for name in layers)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_timeline_knows_the_bytes(counted: Any, world_size: int, stage: int) -> None:
+    """Over one training step (its refresh included): 2u, and 3u less what backward does not need."""
+    for rank, results in enumerate(counted(world_size)):
+        sent, timeline = results[stage]["sent"], results[stage]["timeline"]
+        step = sent["forward after a step"] + sent["backward"]
+        assert step == timeline[Kind.GATHER] + timeline[Kind.REDUCE] == sum(timeline.values())
+        plan = plan_of(stage, world_size, rank)
+        assert timeline[Kind.REDUCE] == reduced_bytes(plan)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_bytes_over_all_ranks_are_the_formula(counted: Any, world_size: int) -> None:
+    """u = (W - 1) / W of the model's bytes; all ranks together send (W - 1) x."""
+    plan = plan_of(1, world_size, 0)
+    sharded_bytes = sum(param.full_bytes for param in plan.params if param.sharded)
+    scalar = in_bytes(plan.reduce_bytes, plan) - sum(plan.reduce_bytes(param) for param in plan.params if param.sharded)
+    again = sum(plan.by_name[path].full_bytes for path in AGAIN)
+    for stage in STAGES:
+        step = 0
+        for results in counted(world_size):
+            step += results[stage]["sent"]["forward after a step"] + results[stage]["sent"]["backward"]
+        u = (world_size - 1) * sharded_bytes  # of all ranks together
+        expected = {0: 2 * u, 1: 2 * u, 2: 2 * u, 3: 2 * u + (world_size - 1) * again}[stage] + world_size * scalar
+        assert abs(step - expected) <= (world_size * 4 * len(plan.params) if stage == 0 else 0)

@@ -1,0 +1,134 @@
+"""Is a sharded model still what was planned? Asked before every forward, and so made to be quick.
+
+What ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or ``.data = ...``
+change would otherwise be ignored without a word, or would train something else than was planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thunder_zero.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A place in a module tree, and what has to be found there (None: nothing)."""
+
+    holder: Mapping[str, Any]
+    key: str
+    expected: object
+    name: str  # as a sentence calls it
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A parameter as it was made."""
+
+    path: str
+    tensor: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    address: int | None  # of its memory, where that is shared with a ZeRO-1 buffer
+
+
+class Intact:
+    """The jitted model, its plain module and all their parameters, as the transform left them."""
+
+    def __init__(
+        self,
+        model: Any,
+        plan: Plan,
+        shards: Mapping[str, nn.Parameter],
+        placeholders: Mapping[str, nn.Parameter],
+        resident: Mapping[str, Tensor],
+    ) -> None:
+        self._links = tuple(_links(model, plan, shards, placeholders))
+        self._made = tuple(
+            Made(
+                param.path,
+                tensor,
+                tensor.shape,
+                tensor.dtype,
+                tensor.device,
+                param.requires_grad,
+                tensor.data_ptr() if at_rest is shards and param.path in resident else None,
+            )
+            for at_rest in (shards, placeholders)
+            for param, tensor in ((param, at_rest[param.path]) for param in plan.params)
+        )
+
+    def require(self) -> None:
+        """Raise if anything was changed.
+
+        Raises:
+            RuntimeError: naming the first parameter or submodule that was replaced, moved, cast, frozen or thawed.
+        """
+        for link in self._links:
+            found = link.holder.get(link.key)
+            if found is not link.expected:
+                raise RuntimeError(_replaced(link, found))
+        for made in self._made:
+            tensor = made.tensor
+            if tensor.dtype is not made.dtype or tensor.device != made.device:
+                raise RuntimeError(_moved(f"parameter {made.path!r}", tensor, made.dtype, made.device))
+            if tensor.shape != made.shape:
+                raise RuntimeError(
+                    f"the memory of parameter {made.path!r} was replaced (.data = ...) by one of shape "
+                    f"{tuple(tensor.shape)}, and its rows are {tuple(made.shape)}; copy new values into it in place"
+                )
+            if tensor.requires_grad is not made.requires_grad:
+                raise RuntimeError(
+                    f"requires_grad of parameter {made.path!r} became {tensor.requires_grad} after thunder_zero had "
+                    f"planned it as {made.requires_grad}; set it on the module before thunder.jit"
+                )
+            if made.address is not None and tensor.data_ptr() != made.address:
+                raise RuntimeError(
+                    f"the memory of parameter {made.path!r} was replaced (.data = ...), and ZeRO-1's full parameter "
+                    f"shares it; copy new values into it in place"
+                )
+
+
+def _links(
+    model: Any, plan: Plan, shards: Mapping[str, nn.Parameter], placeholders: Mapping[str, nn.Parameter]
+) -> Iterator[Link]:
+    plain: nn.Module = model._model
+    for path, module in plain.named_modules():
+        for name, child in module._modules.items():
+            yield Link(module._modules, name, child, f"submodule {f'{path}.{name}' if path else name!r}")
+            if module is plain:  # model.name = ... would hide it, and the traces would not see it
+                yield Link(model._modules, name, None, f"submodule {name!r}")
+    for param in plan.params:
+        for name in param.names:
+            parent, _, attribute = name.rpartition(".")
+            holder = plain.get_submodule(parent)._parameters
+            yield Link(holder, attribute, placeholders[param.path], f"parameter {name!r}")
+            yield Link(model._overrides_parameters, name, shards[param.path], f"parameter {name!r}")
+            if not parent:
+                yield Link(model._parameters, name, None, f"parameter {name!r}")
+
+
+def _replaced(link: Link, found: object) -> str:
+    expected = link.expected
+    if isinstance(found, Tensor) and isinstance(expected, Tensor):
+        if found.dtype is not expected.dtype or found.device != expected.device:
+            return _moved(link.name, found, expected.dtype, expected.device)
+        return (
+            f"{link.name} was replaced after thunder_zero sharded it; copy new values into it "
+            f"(load_original_state_dict, or in place), or transform the new module"
+        )
+    return f"{link.name} was replaced after thunder_zero sharded the module; change the module before thunder.jit"
+
+
+def _moved(name: str, found: Tensor, dtype: torch.dtype, device: torch.device) -> str:
+    return (
+        f"{name} is {found.dtype} on {found.device} now, and thunder_zero sharded it as {dtype} on {device}; call "
+        f".to() on the module before thunder.jit"
+    )
