@@ -75,13 +75,22 @@ class Policy:
     check_gradients: bool = False
 
     def __post_init__(self) -> None:
-        if self.stage not in range(len(STAGES)):
+        if not _is_count(self.stage) or self.stage >= len(STAGES):
             raise ValueError(f"stage is {self.stage!r}; choose 0 (DDP), 1, 2 or 3 (ZeRO-1, ZeRO-2, ZeRO-3)")
         for name, unit in (("bucket_bytes", "bytes"), ("in_flight_bytes", "bytes"), ("prefetch", "buckets")):
-            if getattr(self, name) < 0:
+            if not _is_count(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give a number of {unit}, 0 or more")
-        if self.broadcast_from is not None and self.broadcast_from < 0:
+        for name in ("regather", "keep_last", "check_gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
+        if self.broadcast_from is not None and not _is_count(self.broadcast_from):
             raise ValueError(f"broadcast_from is {self.broadcast_from!r}; give a rank of the process group, or None")
+        if self.unit_of is not None and not callable(self.unit_of):
+            raise ValueError(f"unit_of is {self.unit_of!r}; give a function from the module to paths of units, or None")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 DDP = Policy(stage=0)

@@ -141,7 +141,7 @@ class Bench:
         for contestant in self.chosen:
             self.progress.update(task, description=f"W = {world_size}: building {contestant.name}")
             try:
-                replies = group.do("build", name=contestant.name, memory=memory)
+                replies = group.do("build", name=contestant.name)
             except CommandFailed as error:
                 self.found.failed[contestant.name] = str(error).strip().splitlines()[-1]
                 self.progress.console.print(f"{contestant.name} is left out: {self.found.failed[contestant.name]}")

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -227,7 +228,7 @@ def case_table(label: str, by_world: dict[int, Any]) -> str:
             counted = any(figure["bytes"] for figure in found)
             sent = [figure["bytes"] for figure in found[:2]] + [case["floors"][name]] if counted else []
             rows.append([str(world), name, *map(_spread, found), *(f"{nbytes / MiB:.2f}" for nbytes in sent)])
-    return _table(heads + ["ours, MiB sent", "torch, MiB sent", "least"] * counted, rows)
+    return _table(heads + ["ours, MiB sent", "torch, MiB sent", "least, MiB"] * counted, rows)
 
 
 def packing_table(by_world: dict[int, Any]) -> str:
@@ -269,6 +270,7 @@ def main() -> None:
         parser.error(f"{', '.join(options.links)}: a link of a set rate needs Linux, root, ip and tc")
     print(f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, ", end="")
     print(f"{os.cpu_count()} cores, one thread a rank; median of {options.rounds} rounds (quartiles)")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and namespaces go too
     for link in options.links:
         by_world = {world: run_world(world, link, options.rounds) for world in options.world_sizes}
         for label in CASES:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from examples.bench.contestants import Step, contestants
-from examples.bench.memory import alive_and_peak
+from examples.bench.memory import added_at_peak, alive, held_bytes
 from examples.bench.model import Size, make_batch
 from examples.bench.network import bytes_sent
 from thunder_zero.runtime.handle import Handle
@@ -49,25 +49,18 @@ class Worker:
         self.batch = make_batch(self.size, self.rank)
         self.known = contestants()
         self.built: dict[str, tuple[nn.Module, Step]] = {}
-        self.alive: dict[str, int] = {}  # bytes at rest
+        self.rest: dict[str, int] = {}  # bytes alive between steps
         self.slots: list[tuple[int, Tensor, Tensor]] = []  # of the bare exchange: peer, what goes, what comes
 
-    def build(self, name: str, memory: bool) -> dict[str, Any]:
-        """Make a contestant and warm it up; with ``memory``, count what it then keeps alive (slower)."""
-        losses: list[float] = []
-
-        def make() -> None:
-            self.built[name] = self.known[name].build(self.size)
-            for _ in range(WARM_UP):
-                losses.append(self.built[name][1](*self.batch).item())
-            self.built[name][0].zero_grad()
-
-        start = time.perf_counter()
-        if memory:
-            self.alive[name], _ = alive_and_peak(make)
-        else:
-            make()
-        return {"losses": losses, "seconds": time.perf_counter() - start}
+    def build(self, name: str) -> dict[str, Any]:
+        """Make a contestant and warm it up."""
+        before, start = alive(), time.perf_counter()
+        model, step = self.built[name] = self.known[name].build(self.size)
+        losses = [step(*self.batch).item() for _ in range(WARM_UP)]
+        seconds = time.perf_counter() - start
+        model.zero_grad()
+        self.rest[name] = held_bytes(before, model)
+        return {"losses": losses, "seconds": seconds}
 
     def turn(self, name: str, steps: int) -> dict[str, Any]:
         """Some steps between two barriers, in one go."""
@@ -86,8 +79,8 @@ class Worker:
         """Bytes of tensors alive between steps, without gradients, and at most during a step."""
         model, step = self.built[name]
         model.zero_grad()
-        _, added = alive_and_peak(lambda: [step(*self.batch), model.zero_grad()])
-        return {"rest": self.alive[name], "peak": self.alive[name] + added}
+        added = added_at_peak(lambda: [step(*self.batch), model.zero_grad()])
+        return {"rest": self.rest[name], "peak": self.rest[name] + added}
 
     def waits(self, name: str) -> dict[str, Any]:
         """How long compute stood still in each wait of one step of thunder_zero, in order; and the whole step."""

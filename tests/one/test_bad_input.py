@@ -108,6 +108,16 @@ def trains(model: Any) -> bool:
         ({"in_flight_bytes": -2}, ValueError, ["in_flight_bytes is -2", "0 or more"]),
         ({"prefetch": -3}, ValueError, ["prefetch is -3", "0 or more"]),
         ({"broadcast_from": -1}, ValueError, ["broadcast_from is -1", "rank of the process group"]),
+        ({"stage": True}, ValueError, ["stage is True", "choose 0"]),
+        ({"stage": 2.0}, ValueError, ["stage is 2.0", "choose 0"]),
+        ({"bucket_bytes": "1"}, ValueError, ["bucket_bytes is '1'", "0 or more"]),
+        ({"in_flight_bytes": None}, ValueError, ["in_flight_bytes is None", "0 or more"]),
+        ({"prefetch": 1.5}, ValueError, ["prefetch is 1.5", "0 or more"]),
+        ({"regather": "no"}, ValueError, ["regather is 'no'", "True or False"]),
+        ({"keep_last": 1}, ValueError, ["keep_last is 1", "True or False"]),
+        ({"check_gradients": None}, ValueError, ["check_gradients is None", "True or False"]),
+        ({"broadcast_from": "0"}, ValueError, ["broadcast_from is '0'", "or None"]),
+        ({"unit_of": "blocks"}, ValueError, ["unit_of is 'blocks'", "a function"]),
     ],
 )
 def test_a_policy_that_does_not_exist(

@@ -10,7 +10,7 @@ import torch
 
 from examples.bench import run
 from examples.bench.contestants import contestants
-from examples.bench.memory import alive_and_peak, sums_of
+from examples.bench.memory import added_at_peak, alive, held_bytes, sums_of
 from examples.bench.model import Size, floor_bytes, make_batch, make_model, model_bytes, spared_bytes
 from examples.bench.overhead import median_ratio, summary
 from examples.bench.plot import save_plot
@@ -132,15 +132,24 @@ def test_memory_events_in_their_own_order() -> None:
     assert sums_of([]) == (0, 0)
 
 
-def test_alive_and_peak_of_tensors() -> None:
-    kept = []
+def test_what_a_model_holds_counts_shared_memory_once() -> None:
+    before = alive()
+    model = torch.nn.Linear(10, 100, bias=False)
+    view = model.weight.detach()[5:]
+    assert held_bytes(before, model) == 4 * 10 * 100
+    assert held_bytes(alive(), model) == 0
+    del view
 
-    def work() -> None:
-        gone = torch.empty(1000)
-        kept.append(torch.empty(500))
-        del gone
 
-    assert alive_and_peak(work) == (2000, 6000)
+def test_added_at_peak_of_a_step() -> None:
+    def step() -> None:
+        first = torch.empty(1000)
+        second = torch.empty(500)
+        del first
+        third = torch.empty(750)  # 4 (500 + 750) bytes now, 4 (1000 + 500) at most
+        del second, third
+
+    assert added_at_peak(step) == 6000
 
 
 def test_median_ratio_and_its_sentences() -> None:

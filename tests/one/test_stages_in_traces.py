@@ -1,27 +1,37 @@
 """The stages are real, read from the traces: what is saved for backward, what is gathered when, what is freed when.
 
-What depends on what is worked out here from Thunder's own lines, not from the package's timeline.
+What depends on what is worked out from Thunder's own lines, not from the package's timeline.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import thunder_zero as tz
-from tests.ranks.models import LENGTH, PATTERNS_AGAIN, Gpt, Mlp, Patterns, fresh
+from tests.ranks.models import (
+    LENGTH,
+    PATTERNS_AGAIN,
+    Gpt,
+    Mlp,
+    Patterns,
+    fresh,
+    from_parameters_alone,
+    names,
+    parameter_inputs,
+    saved,
+)
 from thunder_zero.timeline import Kind, gathered_bytes, in_flight_bytes
 
 from thunder.core import prims
-from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
@@ -42,19 +52,6 @@ def traces(kind: type[nn.Module], policy: tz.Policy, autocast: bool = False) -> 
         return tz.trace(fresh(kind), tokens, policy=policy, world_size=WORLD_SIZE)
 
 
-def lines(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
-    """The lines of a trace; those of a fused region one by one."""
-    for bsym in bsyms:
-        if bsym.sym.is_fusion:
-            yield from lines(bsym.subsymbols)
-        else:
-            yield bsym
-
-
-def names(proxies: Iterable[Any]) -> set[str]:
-    return {proxy.name for proxy in proxies if isinstance(proxy, Proxy)}
-
-
 def collectives(trace: TraceCtx | None) -> list[tuple[str, tuple[str, ...]]]:
     """Symbol and parameters of every launch, in order; all our symbols must have a known name."""
     assert trace is not None
@@ -72,28 +69,6 @@ def collectives(trace: TraceCtx | None) -> list[tuple[str, tuple[str, ...]]]:
 def travels(trace: TraceCtx | None, symbol: str) -> Counter[str]:
     """How often each parameter travels with one kind of collective."""
     return Counter(path for name, paths in collectives(trace) if name == symbol for path in paths)
-
-
-def saved(forward: TraceCtx) -> set[str]:
-    """The tensors that forward's return hands to backward."""
-    return names(proxy for proxy in tree_iter(forward.bound_symbols[-1].args[1]) if isinstance(proxy, TensorProxy))
-
-
-def from_parameters_alone(forward: TraceCtx, parameters: set[str]) -> set[str]:
-    """Values that are computed from parameters, and from no data; the parameters' shards themselves are not."""
-    depends: dict[str, frozenset[str]] = {
-        name: frozenset({"parameter" if name in parameters else "data"}) for name in names(forward.args)
-    }
-    for bsym in lines(forward.bound_symbols):
-        read = frozenset[str]().union(*(depends[name] for name in names(bsym.flat_proxy_args)))
-        for name in names(bsym.flat_proxy_outs):
-            depends.setdefault(name, read)
-    return {name for name, on in depends.items() if on == {"parameter"}} - parameters
-
-
-def parameter_inputs(result: tz.Traces) -> set[str]:
-    spelled = {f"t_{path.replace('.', '_')}" for param in result.plan.params for path in param.names}
-    return names(result.forward.args) & spelled
 
 
 @pytest.mark.parametrize(
@@ -135,7 +110,9 @@ def test_backward_gathers_what_it_needs(autocast: bool) -> None:
         assert set(travels(result.backward, "zero_all_gather")) == (PATTERNS_AGAIN if stage == 3 else set())
         assert max(travels(result.backward, "zero_all_gather").values(), default=1) == 1
         assert travels(result.backward, "zero_reduce_scatter") == once
-        assert travels(result.backward, "zero_all_reduce") == travels(result.forward, "zero_reduce_scatter") == Counter()
+        assert (
+            travels(result.backward, "zero_all_reduce") == travels(result.forward, "zero_reduce_scatter") == Counter()
+        )
 
 
 def test_ddp_gathers_nothing_and_reduces_all() -> None:

@@ -1,8 +1,9 @@
-"""Small models and the arithmetic that tests of several ranks share: gather, compare, count."""
+"""Small models, and how tests compare tensors, count bytes and read traces."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -16,6 +17,10 @@ import thunder_zero as tz
 from thunder_zero.runtime import exchange
 
 import thunder
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
 
 VOCABULARY = 29
 WIDTH = 8
@@ -79,7 +84,8 @@ class Patterns(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         x = torch.tanh(x @ self.w.t())
-        x = F.linear(x, self.v / self.v.norm(dim=1, keepdim=True) * self.g[:, None])  # weight norm
+        norm = self.v.square().sum(dim=1, keepdim=True).sqrt()
+        x = F.linear(x, self.v / norm * self.g[:, None])  # weight norm
         return x @ self.embed.weight.t() + self.bias
 
 
@@ -163,6 +169,17 @@ def error(found: Tensor, right: Tensor) -> float:
     return float((found.double() - right.double()).norm() / max(float(right.double().norm()), 1e-30))
 
 
+def storages() -> dict[int, int]:
+    """Bytes of the memory of every tensor in this process, by address."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, Tensor) and thing.device.type == "cpu" and thing.layout is torch.strided:
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return {address: nbytes for address, nbytes in found.items() if address}
+
+
 @contextmanager
 def count_sends() -> Iterator[list[int]]:
     """The bytes of each message that this rank sends meanwhile.
@@ -178,3 +195,41 @@ def count_sends() -> Iterator[list[int]]:
 
     with mock.patch.object(exchange, "send", counted):
         yield sent
+
+
+# What a trace says, read from Thunder's own lines
+
+
+def names(proxies: Iterable[Any]) -> set[str]:
+    return {proxy.name for proxy in proxies if isinstance(proxy, Proxy)}
+
+
+def lines(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
+    """The lines of a trace; those of a fused region one by one."""
+    for bsym in bsyms:
+        if bsym.sym.is_fusion:
+            yield from lines(bsym.subsymbols)
+        else:
+            yield bsym
+
+
+def parameter_inputs(result: tz.Traces) -> set[str]:
+    spelled = {f"t_{path.replace('.', '_')}" for param in result.plan.params for path in param.names}
+    return names(result.forward.args) & spelled
+
+
+def saved(forward: TraceCtx) -> set[str]:
+    """The tensors that forward's return hands to backward."""
+    return names(proxy for proxy in tree_iter(forward.bound_symbols[-1].args[1]) if isinstance(proxy, TensorProxy))
+
+
+def from_parameters_alone(forward: TraceCtx, parameters: set[str]) -> set[str]:
+    """Values that are computed from parameters, and from no data; the parameters' shards themselves are not."""
+    depends: dict[str, frozenset[str]] = {
+        name: frozenset({"parameter" if name in parameters else "data"}) for name in names(forward.args)
+    }
+    for bsym in lines(forward.bound_symbols):
+        read = frozenset[str]().union(*(depends[name] for name in names(bsym.flat_proxy_args)))
+        for name in names(bsym.flat_proxy_outs):
+            depends.setdefault(name, read)
+    return {name for name, on in depends.items() if on == {"parameter"}} - parameters

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.ranks import RanksPool
-from tests.ranks.models import ZOO_WITHOUT_GRAD, Mlp, Tensors, Zoo, error, fresh, sharded, whole
+from tests.ranks.models import ZOO_WITHOUT_GRAD, Mlp, Tensors, Zoo, error, fresh, sharded, storages, whole
 from thunder_zero.plan import make_plan
 from thunder_zero.runtime.exchange import Exchange
 from thunder_zero.timeline import Kind
@@ -282,8 +282,8 @@ def fails_at_last_reduction(model: Any, x: Tensor) -> None:
 FAILURES = (fails_in_loss, fails_in_hook, fails_at_second_gather, fails_at_last_reduction)
 
 
-def train_with_failures(model: Any, optimizer: Any, rank: int) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
-    """After each failure a clean step: its output and gradients."""
+def train_with_failures(model: Any, optimizer: Any, rank: int) -> list[tuple[Tensor, dict[str, Tensor | None], int]]:
+    """After each failure a clean step: its output, its gradients, and the bytes that are held after it."""
     steps = []
     for step, failure in enumerate(FAILURES):
         try:
@@ -296,7 +296,7 @@ def train_with_failures(model: Any, optimizer: Any, rank: int) -> list[tuple[Ten
         y = model(rows_of(rank, 7, step))
         y.square().mean().backward()
         optimizer.step()
-        steps.append((y.detach(), grads_of(model)))
+        steps.append((y.detach(), grads_of(model), sum(storages().values())))
     return steps
 
 
@@ -312,6 +312,10 @@ def test_a_clean_step_after_a_failure(ranks_pool: RanksPool) -> None:
     world_size = 2
     ranks = ranks_pool.run(world_size, recover, timeout=110)
     copies = [fresh(Mlp) for _ in range(world_size)]
+    for result in (result for rank in ranks for result in rank):
+        held = [nbytes for _, _, nbytes in result]
+        # From step to step this grows by what the test keeps, and by nothing that a failed step left under way.
+        assert len({after - before for before, after in itertools.pairwise(held)}) == 1
     for step, failure in enumerate(FAILURES):
         outputs = [copy(rows_of(rank, 7, step)) for rank, copy in enumerate(copies)]
         for y, copy in zip(outputs, copies, strict=True):
@@ -364,3 +368,35 @@ def test_sums_beyond_float16_have_their_mean(ranks_pool: RanksPool, world_size: 
     for stage in STAGES:
         found = whole([grads[stage] for grads in ranks], (5,), sharded=stage > 0)
         assert torch.equal(found, right), stage
+
+
+class Scale(nn.Module):
+    """A 0-dim factor of everything: Thunder hands back its gradient in the shape of the batch, not summed yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.linear = nn.Parameter(torch.tensor(0.5)), nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor
+
+
+def uneven_rows(rank: int, world_size: int) -> list[dict[str, Tensor | None]]:
+    """Rank 0 has one row, rank 1 two, rank 2 three."""
+    grads = []
+    for stage in STAGES:
+        model = sharded(fresh(Scale), stage)
+        model(rows_of(rank, 7)[: rank + 1]).square().mean().backward()
+        grads.append(grads_of(model))
+    return grads
+
+
+def test_ranks_may_have_batches_of_different_sizes(ranks_pool: RanksPool) -> None:
+    world_size = 3
+    ranks = ranks_pool.run(world_size, uneven_rows)
+    copies = [fresh(Scale) for _ in range(world_size)]
+    for rank, copy in enumerate(copies):
+        copy(rows_of(rank, 7)[: rank + 1]).square().mean().backward()
+    for stage in STAGES:
+        plan = make_plan(copies[0], tz.Policy(stage=stage), world_size, 0)
+        compare_grads([results[stage] for results in ranks], mean_grads(copies), plan)

@@ -1,11 +1,10 @@
-"""The state contracts, cell by cell: who owns which bytes at rest, what the optimizer sees, who sends when and how much.
+"""The state contracts, cell by cell: what is held at rest, what the optimizer sees, who sends when and how much.
 
 Bytes are counted where messages leave (:func:`tests.ranks.models.count_sends`), and compared with the plan's.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.ranks import RanksPool
-from tests.ranks.models import Mlp, count_sends, fresh, sharded
+from tests.ranks.models import Mlp, count_sends, fresh, sharded, storages
 from thunder_zero import layout
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.timeline import Kind
@@ -46,22 +45,7 @@ def plan_of(stage: int, world_size: int, rank: int) -> Plan:
     return make_plan(fresh(Few), tz.Policy(stage=stage), world_size, rank)
 
 
-def in_bytes(of: Callable[[Any], int], plan: Plan) -> int:
-    return sum(map(of, plan.params))
-
-
-# At rest, and what the optimizer sees
-
-
-def storages() -> dict[int, int]:
-    """Bytes of the memory of every tensor in this process, by address."""
-    gc.collect()
-    found = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, Tensor) and thing.device.type == "cpu" and thing.layout is torch.strided:
-            storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return {address: nbytes for address, nbytes in found.items() if address}
+# What the ranks do
 
 
 def described(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
@@ -69,61 +53,30 @@ def described(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
     return tuple(tensor.shape), tensor.untyped_storage().nbytes(), tensor.storage_offset()
 
 
-def rest(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Bytes that are there after a step and were not before the transform."""
+def live(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Each stage's model trains a little; what it sends meanwhile, and what is there after it and was not before."""
     results = []
     for stage in STAGES:
         before = storages()
         model = sharded(fresh(Few), stage)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4)
-        for _ in range(2):
-            model(X).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        after = storages()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)  # fused raises no tensor's version
+        result = count_phases(model, optimizer, stage)
+        optimizer.zero_grad()
         names = {param: name for name, param in model.named_parameters()}
-        results.append(
-            {
-                "bytes": sum(nbytes for address, nbytes in after.items() if address not in before),
-                "seen": {names[param]: described(param) for param in optimizer.param_groups[0]["params"]},
-                "state": {names[param]: tuple(state["exp_avg"].shape) for param, state in optimizer.state.items()},
-            }
-        )
+        result |= {
+            "bytes": sum(nbytes for address, nbytes in storages().items() if address not in before),
+            "seen": {names[param]: described(param) for param in optimizer.param_groups[0]["params"]},
+            "state": {names[param]: tuple(state["exp_avg"].shape) for param, state in optimizer.state.items()},
+            **(held_by_zero1(model, optimizer) if stage == 1 else {}),
+        }
+        results.append(result)
         del model, optimizer, names
     return results
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_what_is_held_at_rest_and_seen_by_the_optimizer(ranks_pool: RanksPool, world_size: int) -> None:
-    ranks = ranks_pool.run(world_size, rest, timeout=110)
-    for rank, results in enumerate(ranks):
-        for stage, result in zip(STAGES, results, strict=True):
-            plan = plan_of(stage, world_size, rank)
-            padded = {param.path: layout.padded_shape(param.shape, world_size) for param in plan.params}
-            full = {param.path: int(torch.Size(padded[param.path]).numel()) * 4 for param in plan.params}
-            owned = {param.path: plan.shard_bytes(param) for param in plan.params}
-            held = {0: {param.path: param.full_bytes for param in plan.params}, 1: full, 2: owned, 3: owned}[stage]
-            placeholders = 4 * len(plan.params)
-            steps = 4 * len(plan.params)  # AdamW counts them, a float32 a parameter
-            assert result["bytes"] == sum(held.values()) + placeholders + 2 * sum(owned.values()) + steps
-            for param in plan.params:
-                shape, nbytes, offset = result["seen"][param.path]
-                assert shape == plan.shard_shape(param) == result["state"][param.path]
-                assert nbytes == held[param.path], param.path
-                assert offset == (rank * owned[param.path] // 4 if stage == 1 and param.sharded else 0)
-
-
-# Who sends what, when
-
-
-def phases(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Bytes sent in each phase of some training, and what ZeRO-1's buffers hold before and after a refresh."""
-    return [count_phases(sharded(fresh(Few), stage), stage) for stage in STAGES]
-
-
-def count_phases(model: Any, stage: int) -> dict[str, Any]:
+def count_phases(model: Any, optimizer: torch.optim.Optimizer, stage: int) -> dict[str, Any]:
+    """Bytes sent in each phase; those of a step by the timeline, and what it reduces together."""
     sent: dict[str, int] = {}
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)  # fused raises no tensor's version
     of_one = torch.optim.SGD([model.get_parameter("one_row")], 0.1)
 
     def count(phase: str, run: Callable[[], Any]) -> Any:
@@ -145,9 +98,7 @@ def count_phases(model: Any, stage: int) -> dict[str, Any]:
     count("inference", lambda: infer(torch.inference_mode))
     model.train()
     count("step", optimizer.step)
-    stale = buffers(model) if stage == 1 else {}
     count("forward after a step", lambda: model(X))
-    refreshed = buffers(model) if stage == 1 else {}
     count("forward again", lambda: model(X))
     optimizer.step()
     optimizer.step()
@@ -157,25 +108,63 @@ def count_phases(model: Any, stage: int) -> dict[str, Any]:
     of_one.step()
     count("forward after a step of one parameter", lambda: model(X))
     by_kind = {kind: sum(timeline.bytes_sent(op) for op in timeline.ops if op.kind is kind) for kind in Kind}
-    return {"sent": sent, "timeline": by_kind, "stale": stale, "refreshed": refreshed}
+    reductions = [op.params for op in timeline.ops if op.kind is Kind.REDUCE]
+    return {"sent": sent, "timeline": by_kind, "reductions": reductions}
+
+
+def held_by_zero1(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What its buffers hold after a step, and after the forward that follows."""
+    model(X).square().mean().backward()
+    optimizer.step()
+    stale = buffers(model)
+    model(X)
+    return {"stale": stale, "refreshed": buffers(model)}
 
 
 def buffers(model: Any) -> dict[str, Tensor]:
-    """Copies of the memory behind each parameter that the optimizer sees."""
-    return {
-        name: param.detach().new_empty(0).set_(param.untyped_storage(), 0, (param.untyped_storage().nbytes() // 4,)).clone()
-        for name, param in model.named_parameters()
-    }
+    """Copies of the memory behind each parameter that the optimizer sees, as 1-D float32."""
+    memory = {name: param.detach().untyped_storage() for name, param in model.named_parameters()}
+    return {name: torch.empty(0).set_(storage).clone() for name, storage in memory.items()}
 
 
 @pytest.fixture(scope="module")
 def counted(ranks_pool: RanksPool) -> Callable[[int], list[list[dict[str, Any]]]]:
     """By world size: for each rank, for each stage."""
-    return cache(lambda world_size: ranks_pool.run(world_size, phases, timeout=110))
+    return cache(lambda world_size: ranks_pool.run(world_size, live, timeout=110))
 
+
+# At rest, and what the optimizer sees
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_what_is_held_at_rest_and_seen_by_the_optimizer(counted: Any, world_size: int) -> None:
+    for rank, results in enumerate(counted(world_size)):
+        for stage, result in zip(STAGES, results, strict=True):
+            plan = plan_of(stage, world_size, rank)
+            padded = {param.path: layout.padded_shape(param.shape, world_size) for param in plan.params}
+            full = {param.path: int(torch.Size(padded[param.path]).numel()) * 4 for param in plan.params}
+            owned = {param.path: plan.shard_bytes(param) for param in plan.params}
+            held = {0: {param.path: param.full_bytes for param in plan.params}, 1: full, 2: owned, 3: owned}[stage]
+            placeholders = 4 * len(plan.params)
+            steps = 4 * len(plan.params)  # AdamW counts them, a float32 a parameter
+            assert result["bytes"] == sum(held.values()) + placeholders + 2 * sum(owned.values()) + steps
+            for param in plan.params:
+                shape, nbytes, offset = result["seen"][param.path]
+                assert shape == plan.shard_shape(param) == result["state"][param.path]
+                assert nbytes == held[param.path], param.path
+                assert offset == (rank * owned[param.path] // 4 if stage == 1 and param.sharded else 0)
+
+
+# Who sends what, when
 
 FORWARDS = ("first forward", "forward after a step", "forward again", "forward after inference")
-WITHOUT_BACKWARD = ("eval", "no_grad", "inference", "inference after two steps", "forward after a step of one parameter")
+WITHOUT_BACKWARD = (
+    "eval",
+    "no_grad",
+    "inference",
+    "inference after two steps",
+    "forward after a step of one parameter",
+)
 BACKWARDS = ("backward", "backward again")
 
 
@@ -184,7 +173,7 @@ BACKWARDS = ("backward", "backward again")
 def test_bytes_of_every_phase(counted: Any, world_size: int, stage: int) -> None:
     for rank, results in enumerate(counted(world_size)):
         sent, plan = results[stage]["sent"], plan_of(stage, world_size, rank)
-        gather, reduction = in_bytes(plan.gather_bytes, plan), reduced_bytes(plan)
+        gather, reduction = sum(map(plan.gather_bytes, plan.params)), reduced_bytes(plan, results[stage]["reductions"])
         again = sum(plan.gather_bytes(param) for param in plan.params if param.path in AGAIN)
         assert sent["step"] == 0
         assert all(sent[phase] == reduction + (again if stage == 3 else 0) for phase in BACKWARDS)
@@ -199,9 +188,25 @@ def test_bytes_of_every_phase(counted: Any, world_size: int, stage: int) -> None
             assert sent[phase] == refreshes.get(phase, 0), phase
 
 
-def reduced_bytes(plan: Plan) -> int:
-    """As the plan says; small tensors that are all-reduced are cut together, not one by one: exact for W = 2."""
-    return in_bytes(plan.reduce_bytes, plan)
+def reduced_bytes(plan: Plan, buckets: list[tuple[str, ...]]) -> int:
+    """The least that reducing these buckets takes, with whole elements: to each rank what it owns, from it the means.
+
+    An all-reduce cuts its bucket as a whole; two ranks swap all that they have. The plan, which divides each tensor
+    by itself, rounds up and counts alike for all ranks: it may be off by an element a rank.
+    """
+    total = 0
+    for paths in buckets:
+        params = [plan.by_name[path] for path in paths]
+        if params[0].sharded:
+            total += sum(map(plan.reduce_bytes, params))
+            continue
+        numel = sum(param.full_bytes for param in params) // 4
+        start, stop = layout.row_range(numel, plan.world_size, plan.rank)
+        own = stop - start
+        total += 4 * (numel if plan.world_size == 2 else numel - own + own * (plan.world_size - 1))
+    rounding = 4 * plan.world_size * len(plan.params)
+    assert abs(total - sum(map(plan.reduce_bytes, plan.params))) <= (0 if plan.world_size == 2 else rounding)
+    return total
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -226,26 +231,23 @@ def test_refreshed_buffers_are_equal_bit_for_bit(counted: Any, world_size: int) 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_timeline_knows_the_bytes(counted: Any, world_size: int, stage: int) -> None:
-    """Over one training step (its refresh included): 2u, and 3u less what backward does not need."""
+    """Of one training step, its refresh included."""
     for rank, results in enumerate(counted(world_size)):
         sent, timeline = results[stage]["sent"], results[stage]["timeline"]
-        step = sent["forward after a step"] + sent["backward"]
-        assert step == timeline[Kind.GATHER] + timeline[Kind.REDUCE] == sum(timeline.values())
         plan = plan_of(stage, world_size, rank)
-        assert timeline[Kind.REDUCE] == reduced_bytes(plan)
+        off = sum(map(plan.reduce_bytes, plan.params)) - reduced_bytes(plan, results[stage]["reductions"])
+        assert timeline[Kind.GATHER] + timeline[Kind.REDUCE] == sum(timeline.values())
+        assert sent["forward after a step"] + sent["backward"] == sum(timeline.values()) - off
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_bytes_over_all_ranks_are_the_formula(counted: Any, world_size: int) -> None:
-    """u = (W - 1) / W of the model's bytes; all ranks together send (W - 1) x."""
-    plan = plan_of(1, world_size, 0)
-    sharded_bytes = sum(param.full_bytes for param in plan.params if param.sharded)
-    scalar = in_bytes(plan.reduce_bytes, plan) - sum(plan.reduce_bytes(param) for param in plan.params if param.sharded)
-    again = sum(plan.by_name[path].full_bytes for path in AGAIN)
+    """2u, or 3u less what backward does not need. u is (W - 1) / W of the model; all ranks send (W - 1) x the model."""
+    params = plan_of(3, world_size, 0).by_name
+    model = sum(param.full_bytes for param in params.values())
+    not_again = sum(param.full_bytes for path, param in params.items() if path not in AGAIN)
     for stage in STAGES:
-        step = 0
-        for results in counted(world_size):
-            step += results[stage]["sent"]["forward after a step"] + results[stage]["sent"]["backward"]
-        u = (world_size - 1) * sharded_bytes  # of all ranks together
-        expected = {0: 2 * u, 1: 2 * u, 2: 2 * u, 3: 2 * u + (world_size - 1) * again}[stage] + world_size * scalar
-        assert abs(step - expected) <= (world_size * 4 * len(plan.params) if stage == 0 else 0)
+        sent = [results[stage]["sent"] for results in counted(world_size)]
+        step = sum(phases["forward after a step"] + phases["backward"] for phases in sent)
+        expected = {0: 2 * model, 1: 2 * model, 2: 2 * model, 3: 3 * model - not_again}[stage] * (world_size - 1)
+        assert step == expected

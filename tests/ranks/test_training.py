@@ -139,9 +139,7 @@ def compare(found: Record, right: Record, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_stage_trains_as_one_process(
-    trained: Trained, eager: dict[str, Record], world_size: int
-) -> None:
+def test_every_stage_trains_as_one_process(trained: Trained, eager: dict[str, Record], world_size: int) -> None:
     ranks = trained(world_size)
     for name in OPTIMIZERS:
         right = {**eager[name], "loss": eager[name]["losses"]}

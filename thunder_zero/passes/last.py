@@ -10,6 +10,7 @@ them costs no memory that the peak does not take anyway, and saves a gather each
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 
 from thunder_zero.cone import cone, not_kept
 from thunder_zero.passes.bucket import bucket
@@ -27,7 +28,7 @@ def keep_last(timeline: Timeline) -> Timeline:
     bound = _peak(timeline)
     kept: frozenset[str] = frozenset()
     best = timeline
-    for paths in _units_from_the_last(timeline):
+    for paths in _runs_from_the_last(timeline):
         kept |= paths
         params = tuple(replace(param, kept=param.kept or param.path in kept) for param in timeline.plan.params)
         trial = replace(timeline, plan=replace(timeline.plan, params=params))
@@ -42,8 +43,11 @@ def _peak(timeline: Timeline) -> int:
     return max(gathered_bytes(free(wait(launch(bucket(keep(timeline)))))), default=0)
 
 
-def _units_from_the_last(timeline: Timeline) -> list[frozenset[str]]:
-    """By unit, the parameters that backward would gather again; the unit that forward gathers last comes first."""
+def _runs_from_the_last(timeline: Timeline) -> list[frozenset[str]]:
+    """The parameters that backward would gather again, those that forward gathers last first, a unit at a time.
+
+    The root unit comes in several runs: its embedding at the end, its head at the start.
+    """
     chain = {name: at for name, at in not_kept(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
     needed: set[str] = set()
     reads = [read for op in timeline.ops[:-1] if op.backward for read in op.reads]
@@ -52,9 +56,6 @@ def _units_from_the_last(timeline: Timeline) -> list[frozenset[str]]:
         if name in chain and name not in needed:
             needed.add(name)
             reads += timeline.ops[chain[name]].reads
-    units: dict[str, set[str]] = {}
-    for op in reversed(timeline.ops):
-        if op.kind is Kind.GATHER and not op.backward and op.writes[0] in needed:
-            for param in timeline.params_of(op):
-                units.setdefault(param.unit, set()).add(param.path)
-    return [frozenset(paths) for paths in units.values()]
+    gathers = [op for op in reversed(timeline.ops) if op.kind is Kind.GATHER and not op.backward]
+    wanted = [param for op in gathers if op.writes[0] in needed for param in timeline.params_of(op)]
+    return [frozenset(param.path for param in run) for _, run in groupby(wanted, key=lambda param: param.unit)]

@@ -39,9 +39,6 @@ class Runtime(Protocol):
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
         """Start reducing; returns a handle with ``wait() -> tuple of reduced gradients``."""
 
-    def check_model(self, model: Any) -> None:
-        """Raise if the model is no longer what was planned."""
-
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise on every rank if any gradient on any rank is not finite."""
 
@@ -59,9 +56,6 @@ class Rehearsal:
 
     all_gather = reduce = check_finite = _refuse
 
-    def check_model(self, model: Any) -> None:
-        """Nothing was taken from the model, so nothing can have changed."""
-
     def agree_on_schedule(self, backward: bool, lines: Sequence[str]) -> None:
         """There is no other rank."""
 
@@ -72,12 +66,13 @@ class ZeroExecutor(OperatorExecutor):
     Attributes:
         plan: what each parameter is.
         synchronize, all_gather, all_reduce, reduce_scatter, wait: one tensor each.
-        check_model: stands in the prologue. check_finite: stands before backward's return.
+        check_finite: stands before backward's return.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime) -> None:
         super().__init__("thunder_zero")
         self.plan = plan
+        self.scheduled = plan  # the plan with what the latest schedule keeps
         self.replicated: frozenset[str] = frozenset()  # inputs that are replicated parameters; insert fills it
         one, many = _one, _many
         self.all_gather = self._register("zero_all_gather", self._gather_meta, one(runtime.all_gather))
@@ -90,9 +85,8 @@ class ZeroExecutor(OperatorExecutor):
             self.reduce_scatter: self._register("zero_reduce_scatter_coalesced", _no_meta, many(runtime.reduce)),
             self.wait: self._register("zero_wait_coalesced", _no_meta, lambda handle: handle.wait()),
         }
-        keep = (prims.OpTags.DONT_DCE,)
-        self.check_model = self._register("zero_check_model", _no_meta, runtime.check_model, tags=keep)
-        self.check_finite = self._register("zero_check_finite", _no_meta, runtime.check_finite, tags=keep)
+        tags = (prims.OpTags.DONT_DCE,)
+        self.check_finite = self._register("zero_check_finite", _no_meta, runtime.check_finite, tags=tags)
         self.synchronize = self._register("zero_synchronize", self._synchronize_meta, None)
         self.register_implementation(
             self.synchronize,

@@ -101,10 +101,10 @@ class State:
         buffers = [self._resident[path] for path in paths]
         refresh = None
         if stale:
-            self._stale.difference_update(paths)
             refresh = self._transport.all_gather(
                 [shards[at] for at in stale], [params[at] for at in stale], into=[buffers[at] for at in stale]
             )
+            self._stale.difference_update(paths)  # not before: if the launch fails, the rows are still out of date
         return Resident(tuple(buffer[: param.shape[0]] for buffer, param in zip(buffers, params, strict=True)), refresh)
 
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Handle:
@@ -115,7 +115,7 @@ class State:
         return self._transport.all_reduce(grads, params)
 
     def check_model(self, model: Any) -> None:
-        """Run by every prologue: the model is as planned, and nothing of a failed step is under way.
+        """Run before every forward: the model is as planned, and nothing of a failed step is under way.
 
         Raises:
             RuntimeError: a parameter was replaced, moved, cast, frozen or thawed after the transform.

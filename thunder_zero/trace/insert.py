@@ -88,15 +88,6 @@ def shard_checks(prologue: TraceCtx, plan: Plan) -> None:
                 check.args = (tensor, shape, *rest)
 
 
-def insert_model_check(prologue: TraceCtx, executor: ZeroExecutor) -> None:
-    """Let the prologue ask the runtime, before anything runs, whether the model is still as planned."""
-    for position, bsym in enumerate(prologue.bound_symbols):
-        if bsym.sym is prims.unpack_thunder_module:
-            check = executor.check_model.bind(bsym.output, output=None)
-            prologue.bound_symbols.insert(position + 1, check)
-            return
-
-
 def _parameters(bsym: BoundSymbol, proxies: dict[str, TensorProxy]) -> Iterator[TensorProxy]:
     return (proxies[proxy.name] for proxy in bsym.flat_proxy_args if proxy.name in proxies)
 

@@ -54,7 +54,7 @@ def lift_halves(forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExec
         for op in _ops(bsym, position, executor)
     ]
     values = {name: value for trace, _ in halves for name, value in _values(trace.bound_symbols).items()}
-    return frees_of_gathered(Timeline(tuple(_with_params(ops)), values, executor.plan, executor.replicated))
+    return frees_of_gathered(Timeline(tuple(_with_params(ops)), values, executor.scheduled, executor.replicated))
 
 
 def _ops(bsym: BoundSymbol, position: int, executor: ZeroExecutor) -> Iterator[Op]:

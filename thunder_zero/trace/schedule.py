@@ -7,9 +7,12 @@ still decides what fuses with what. It stands first in the list of executors and
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from thunder_zero import passes
 from thunder_zero.passes.mend import mend
 from thunder_zero.runtime.executor import ZeroExecutor
+from thunder_zero.timeline import Kind
 from thunder_zero.trace.emit import emit
 from thunder_zero.trace.lift import lift
 
@@ -32,7 +35,8 @@ class Schedule(FusionExecutor):
         if self.executor.plan.policy.check_gradients:
             trace = check_gradients(trace, self.executor)
         timeline = passes.run(lift(trace, self.executor))
-        self.executor.plan = timeline.plan  # what is kept was decided on the way
+        if any(op.kind is Kind.REDUCE for op in timeline.ops):  # it trains
+            self.executor.scheduled = timeline.plan  # what is kept was decided on the way
         return emit(trace, timeline, self.executor)
 
 
@@ -49,7 +53,7 @@ class Mend(FusionExecutor):
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         """The fused joint trace, in which backward reads nothing of forward's gathers that is not kept."""
-        timeline = lift(trace, self.executor)
+        timeline = replace(lift(trace, self.executor), plan=self.executor.scheduled)
         mended = mend(timeline)
         return trace if mended is timeline else emit(trace, mended, self.executor)
 

@@ -15,7 +15,7 @@ from thunder_zero.runtime import agree, checkpoint
 from thunder_zero.runtime.executor import Runtime, ZeroExecutor
 from thunder_zero.runtime.state import State, device_for, is_transformed, process_group
 from thunder_zero.timeline import Timeline
-from thunder_zero.trace.insert import insert_model_check, insert_synchronize, parameter_inputs, shard_checks
+from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
 from thunder_zero.trace.schedule import Mend, Schedule
 
@@ -131,11 +131,9 @@ class ZeroTransform(Transform):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         """Synchronise at first use; runs before autodiff."""
         executor = self.executor
-        self._runtime.check_model(self._model)
         inputs = parameter_inputs(prologue, computation, executor.plan)
         computation = insert_synchronize(computation, inputs, executor)
         shard_checks(prologue, executor.plan)
-        insert_model_check(prologue, executor)
         return prologue, computation, epilogue
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
@@ -164,7 +162,7 @@ class ZeroTransform(Transform):
 
     def install(self, model: ThunderModule, plan: Plan, runtime: Runtime) -> None:
         """Put our executors in front of the others: the symbols first, then the schedule, the mending last."""
-        self._runtime, self._model = runtime, model
+        self._runtime = runtime
         executor = self._executor = ZeroExecutor(plan, runtime)
         data = compile_data(model)
         data.executors_list = (executor, Schedule(executor), *data.executors_list, Mend(executor))
@@ -296,7 +294,7 @@ def traces_of(model: ThunderModule) -> Traces:
 
 def make_traces(forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor) -> Traces:
     """Both traces with the timeline that is read off them."""
-    return Traces(forward, backward, lift_halves(forward, backward, executor), executor.plan)
+    return Traces(forward, backward, lift_halves(forward, backward, executor), executor.scheduled)
 
 
 def full_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
