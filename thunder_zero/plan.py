@@ -34,7 +34,7 @@ class Param:
         requires_grad: whether it is trained.
         unit: path of its unit, ``""`` for the root unit.
         sharded: each rank owns rows; otherwise it is replicated.
-        resident: sharded, and yet the full parameter is there at rest (ZeRO-1).
+        resident: sharded, and yet the full parameter is there at rest (ZeRO-1; not DDP, where nothing is sharded).
         kept: gathered once, for forward and backward; otherwise freed and gathered again.
         regather: gathered anew for each unit that uses it in forward.
     """
@@ -133,7 +133,9 @@ def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_container(module: nn.Module) -> bool:
-    return type(module).__name__ in ("Sequential", "ModuleList")
+    """A list of modules, or a plain sequence of them; a class of its own made of a Sequential is a block."""
+    lists = any(kind.__name__ == "ModuleList" for kind in type(module).__mro__)
+    return lists or type(module).__name__ == "Sequential"
 
 
 def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int) -> Plan:

@@ -285,6 +285,14 @@ def test_the_transform_after_the_first_call() -> None:
     assert trains(tz.zero(thunder.jit(module)))
 
 
+@pytest.mark.usefixtures("group")
+def test_a_copy_of_a_module_that_was_sharded() -> None:
+    module = Net()
+    shard(module)
+    with refused(RuntimeError, "a.weight", "NaN all over", "Net is a copy"):
+        shard(deepcopy(module))
+
+
 # A module that is transformed already.
 
 TWICE_AT_ONCE: dict[str, Callable[[nn.Module], Any]] = {

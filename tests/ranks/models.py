@@ -170,11 +170,11 @@ def error(found: Tensor, right: Tensor) -> float:
 
 
 def storages() -> dict[int, int]:
-    """Bytes of the memory of every tensor in this process, by address."""
+    """Bytes of the memory of every tensor in this process, by address (compilers leave fake ones: not those)."""
     gc.collect()
     found = {}
     for thing in gc.get_objects():
-        if isinstance(thing, Tensor) and thing.device.type == "cpu" and thing.layout is torch.strided:
+        if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu" and thing.layout is torch.strided:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return {address: nbytes for address, nbytes in found.items() if address}

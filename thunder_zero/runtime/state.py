@@ -4,14 +4,15 @@ One :class:`State` a model, made when the module is transformed. It holds the sh
 optimizer sees, ZeRO-1's full buffers and which of their rows are out of date, and the transport.
 
 Two hooks that torch offers for every optimizer tell it what no trace can see: that an optimizer
-has stepped (other ranks' rows of a ZeRO-1 buffer are stale from then on), and that an optimizer is
-about to step parameters that the transform replaced (its step would be lost).
+has stepped (other ranks' rows of a ZeRO-1 buffer are stale from then on; fused optimizers do not
+raise a tensor's version), and that an optimizer is about to step parameters that the transform
+replaced (its step would be lost).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,12 +50,16 @@ class State:
     ) -> None:
         self.plan = plan
         self.group = group
+        self.device = device
         self._transport: Transport = transport_for(group, device)
         self._resident: dict[str, Tensor] = {}  # ZeRO-1: padded full parameters, whose own rows are the shards
-        self._stale: set[str] = set()
+        self._stale: set[str] = set()  # resident parameters that changed here, or, once agreed, on any rank
+        self._versions: dict[str, int] = {}  # of their shards when all rows were last in date
+        self._reduced = False  # gradients were reduced since the ranks last agreed on what is stale
         self._agreed: set[bool] = set()  # halves whose schedules were compared: backward?
         self.shards = {param.path: self._own(param, originals[param.path].detach().to(device)) for param in plan.params}
         self.placeholders = {param.path: placeholder(originals[param.path], device) for param in plan.params}
+        self._note_versions(self._resident)
         for path, original in originals.items():
             _replaced[original] = _replaced[self.placeholders[path]] = (path, weakref.ref(self))
             _placeholders[self.placeholders[path]] = path
@@ -105,10 +110,12 @@ class State:
                 [shards[at] for at in stale], [params[at] for at in stale], into=[buffers[at] for at in stale]
             )
             self._stale.difference_update(paths)  # not before: if the launch fails, the rows are still out of date
-        return Resident(tuple(buffer[: param.shape[0]] for buffer, param in zip(buffers, params, strict=True)), refresh)
+        full = tuple(buffer[: param.shape[0]] for buffer, param in zip(buffers, params, strict=True))
+        return Resident(full, refresh, lambda: self._note_versions(paths))
 
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Handle:
         """Start reducing gradients to their mean over ranks."""
+        self._reduced = True
         params = [self.plan.by_name[path] for path in paths]
         if params[0].sharded:
             return self._transport.reduce_scatter(grads, params)
@@ -122,6 +129,27 @@ class State:
         """
         self._transport.drain()
         self._intact.require()
+        self._agree_on_stale()
+
+    def _agree_on_stale(self) -> None:
+        """Let all ranks refresh what changed on any.
+
+        Asked after each backward, since then an optimizer may have stepped on some ranks and not on
+        others (a scaler that found an Inf), and when something changed here by other means: loaded,
+        initialised or updated in place. One small collective; none while nothing can have changed.
+        """
+        changed = {path for path in self._resident if self.shards[path]._version != self._versions[path]}
+        self._stale |= changed
+        if self.plan.world_size == 1 or not self._resident or not (self._reduced or self._stale):
+            return
+        paths = list(self._resident)
+        flags = torch.tensor([path in self._stale for path in paths], dtype=torch.int32, device=self.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        self._stale = {path for path, flag in zip(paths, flags.tolist(), strict=True) if flag}
+        self._reduced = False
+
+    def _note_versions(self, paths: Iterable[str]) -> None:
+        self._versions.update((path, self.shards[path]._version) for path in paths)
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Policy ``check_gradients``: all ranks learn of a gradient that is NaN or Inf on any.
@@ -177,14 +205,16 @@ class State:
 class Resident:
     """The handle of ZeRO-1's parameters: there already, or being refreshed in place."""
 
-    def __init__(self, full: tuple[Tensor, ...], refresh: Handle | None) -> None:
+    def __init__(self, full: tuple[Tensor, ...], refresh: Handle | None, refreshed: Callable[[], None]) -> None:
         self._full = full
         self._refresh = refresh
+        self._refreshed = refreshed
 
     def wait(self) -> tuple[Tensor, ...]:
         """The full, unpadded parameters, as views of their buffers."""
         if self._refresh is not None:
             self._refresh.wait()
+            self._refreshed()
         return self._full
 
 
@@ -265,6 +295,14 @@ def device_for(module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: 
 def is_transformed(param: nn.Parameter) -> bool:
     """Whether the parameter is a placeholder, in a module that was transformed before."""
     return param in _placeholders
+
+
+def is_hollow(param: nn.Parameter) -> bool:
+    """Whether a parameter is NaN all over, as a copy of a placeholder is."""
+    if not param.is_floating_point() or param.is_meta or param.numel() == 0:
+        return False
+    first = param.detach()[(0,) * param.ndim]
+    return bool(first.isnan()) and bool(param.detach().isnan().all())
 
 
 def _watch(state: State) -> None:

@@ -1,4 +1,4 @@
-"""ZeroTransform: Thunder's hooks, and what each of them calls. No logic lives here."""
+"""ZeroTransform: Thunder's hooks and what each of them calls, and what its arguments and its models mean."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.runtime import agree, checkpoint
 from thunder_zero.runtime.executor import Runtime, ZeroExecutor
-from thunder_zero.runtime.state import State, device_for, is_transformed, process_group
+from thunder_zero.runtime.state import State, device_for, is_hollow, is_transformed, process_group
 from thunder_zero.timeline import Timeline
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
@@ -259,6 +259,12 @@ def refuse_transformed(model: ThunderModule, transform: ZeroTransform) -> None:
             f"{name} is transformed already, by ZeroTransform; use the model that the first transform returned, or "
             f"build a new module and a new ZeroTransform"
         )
+    for path, param in module.named_parameters():
+        if is_hollow(param):
+            raise RuntimeError(
+                f"parameter {path!r} is NaN all over: {name} is a copy of a module that was sharded, whose values went "
+                f"to the shards; build a new module and load thunder_zero.full_state_dict(model) into it"
+            )
 
 
 def transform_of(model: Any) -> ZeroTransform:
