@@ -117,6 +117,8 @@ class State:
         """Start reducing gradients to their mean over ranks."""
         self._reduced = True
         params = [self.plan.by_name[path] for path in paths]
+        # Thunder takes a 0-dim CPU tensor for a number, and leaves it to autograd to sum its gradient.
+        grads = [grad.sum_to_size(param.shape) for grad, param in zip(grads, params, strict=True)]
         if params[0].sharded:
             return self._transport.reduce_scatter(grads, params)
         return self._transport.all_reduce(grads, params)
