@@ -34,7 +34,7 @@ def untested(package: str, found: str) -> str | None:
     if LooseVersion(first) <= LooseVersion(base) < LooseVersion(last):
         return None
     return (
-        f"thunder_zero was tested with {package} {first} and later, below {last}, and this is {found}; install one of "
+        f"thunder_zero is made for {package} {first} and later, below {last}, and this is {found}; install one of "
         f"those if something fails"
     )
 
