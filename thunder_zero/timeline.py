@@ -39,6 +39,9 @@ class Kind(StrEnum):
     FREE = "free"
 
 
+LAUNCHES = (Kind.GATHER, Kind.REDUCE)
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One operation.
@@ -100,7 +103,7 @@ class Timeline:
     @cached_property
     def launches(self) -> dict[str, Op]:
         """The GATHER or REDUCE that writes each handle."""
-        return {op.writes[0]: op for op in self.ops if op.kind in (Kind.GATHER, Kind.REDUCE)}
+        return {op.writes[0]: op for op in self.ops if op.kind in LAUNCHES}
 
     def ends(self, op: Op, kind: Kind) -> bool:
         """Whether an operation is the WAIT that ends a launch of this kind (GATHER or REDUCE)."""
@@ -147,7 +150,7 @@ def in_flight_bytes(timeline: Timeline, *kinds: Kind) -> tuple[int, ...]:
     ``kinds`` are the launches that count, ``Kind.GATHER`` or ``Kind.REDUCE``; both without any.
     """
     under_way, counts = 0, []
-    wanted = kinds or (Kind.GATHER, Kind.REDUCE)
+    wanted = kinds or LAUNCHES
     for op in timeline.ops:
         if op.kind in wanted:
             under_way += timeline.full_bytes(op)

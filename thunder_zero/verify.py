@@ -10,9 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from thunder_zero.cone import cone, last_reads, not_kept, returned
-from thunder_zero.timeline import Kind, Op, Timeline
-
-LAUNCHES = (Kind.GATHER, Kind.REDUCE)
+from thunder_zero.timeline import LAUNCHES, Kind, Op, Timeline
 
 
 class ScheduleError(Exception):

@@ -18,9 +18,7 @@ from itertools import pairwise
 
 from thunder_zero.cone import cone
 from thunder_zero.plan import Plan
-from thunder_zero.timeline import Kind, Timeline, gathered_bytes
-
-LAUNCHES = (Kind.GATHER, Kind.REDUCE)
+from thunder_zero.timeline import LAUNCHES, Kind, Timeline, gathered_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ only places that turn a parameter into collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any, Protocol
 
@@ -74,15 +75,14 @@ class ZeroExecutor(OperatorExecutor):
         self.plan = plan
         self.scheduled = plan  # the plan with what the latest schedule keeps
         self.replicated: frozenset[str] = frozenset()  # inputs that are replicated parameters; insert fills it
-        one, many = _one, _many
-        self.all_gather = self._register("zero_all_gather", self._gather_meta, one(runtime.all_gather))
-        self.all_reduce = self._register("zero_all_reduce", self._reduce_meta, one(runtime.reduce))
-        self.reduce_scatter = self._register("zero_reduce_scatter", self._reduce_meta, one(runtime.reduce))
+        self.all_gather = self._register("zero_all_gather", self._gather_meta, _one(runtime.all_gather))
+        self.all_reduce = self._register("zero_all_reduce", self._reduce_meta, _one(runtime.reduce))
+        self.reduce_scatter = self._register("zero_reduce_scatter", self._reduce_meta, _one(runtime.reduce))
         self.wait = self._register("zero_wait", _wait_meta, lambda handle: handle.wait()[0])
         self.coalesced = {
-            self.all_gather: self._register("zero_all_gather_coalesced", _no_meta, many(runtime.all_gather)),
-            self.all_reduce: self._register("zero_all_reduce_coalesced", _no_meta, many(runtime.reduce)),
-            self.reduce_scatter: self._register("zero_reduce_scatter_coalesced", _no_meta, many(runtime.reduce)),
+            self.all_gather: self._register("zero_all_gather_coalesced", _no_meta, _many(runtime.all_gather)),
+            self.all_reduce: self._register("zero_all_reduce_coalesced", _no_meta, _many(runtime.reduce)),
+            self.reduce_scatter: self._register("zero_reduce_scatter_coalesced", _no_meta, _many(runtime.reduce)),
             self.wait: self._register("zero_wait_coalesced", _no_meta, lambda handle: handle.wait()),
         }
         tags = (prims.OpTags.DONT_DCE,)
@@ -104,6 +104,7 @@ class ZeroExecutor(OperatorExecutor):
         """The symbol that reduces the parameter's gradient."""
         return self.reduce_scatter if param.sharded else self.all_reduce
 
+    @cached_property
     def launches(self) -> dict[str, Symbol]:
         """Launching symbols by name, with the one-tensor symbol that each stands for."""
         singles = (self.all_gather, self.all_reduce, self.reduce_scatter)

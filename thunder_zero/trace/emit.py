@@ -41,7 +41,7 @@ def _line(op: Op, lines: Sequence[BoundSymbol], proxies: dict[str, Proxy], execu
     elif op.kind is Kind.WAIT:
         line = _wait(op, proxies, executor)
     else:
-        line = _launch(op, executor.launches()[lines[op.source[0]].sym.name], proxies, executor)
+        line = _launch(op, executor.launches[lines[op.source[0]].sym.name], proxies, executor)
     if op.backward and (op.again or op.kind is not Kind.COMPUTE):
         line.tags.add(BoundSymbolTag.BACKWARD)
     return line

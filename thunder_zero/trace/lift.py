@@ -64,7 +64,7 @@ def _ops(bsym: BoundSymbol, position: int, executor: ZeroExecutor) -> Iterator[O
     source = (position,)
     if bsym.sym.id is prims.PrimIDs.DEL:
         yield Op(Kind.FREE, reads, source=source)
-    elif single := executor.launches().get(bsym.sym.name):
+    elif single := executor.launches.get(bsym.sym.name):
         kind = Kind.GATHER if single is executor.all_gather else Kind.REDUCE
         paths = (
             bsym.args[1]

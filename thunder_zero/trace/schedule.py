@@ -75,7 +75,7 @@ def check_gradients(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     reduced: dict[str, Proxy] = {}  # by path
     launched: dict[str, str] = {}
     for bsym in trace.bound_symbols:
-        if executor.launches().get(bsym.sym.name) in (executor.all_reduce, executor.reduce_scatter):
+        if executor.launches.get(bsym.sym.name) in (executor.all_reduce, executor.reduce_scatter):
             launched[bsym.output.name] = bsym.args[1]
         elif bsym.sym == executor.wait and bsym.args[0].name in launched:
             reduced[launched[bsym.args[0].name]] = bsym.output
