@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thunder_zero as tz  # before thunder
-from examples.bench.model import Size, loss_of, make_model
+from examples.bench.model import Size, is_spared, loss_of, make_model
 from examples.bench.report import ALONE
 
 import thunder
@@ -27,6 +27,8 @@ from thunder.executors.torch_compile import torch_compile_ex
 
 LEARNING_RATE = 0.01
 CPU = torch.device("cpu")
+# In elements: 16 MiB, as large as ours. By default it allocates buffers of 2 GB, whatever the model.
+DEEPSPEED_BUCKETS = {"reduce_bucket_size": 4 << 20, "allgather_bucket_size": 4 << 20}
 
 Step = Callable[[Tensor, Tensor], Tensor]  # tokens, targets -> loss
 Build = Callable[[Size], tuple[nn.Module, Step]]
@@ -76,8 +78,20 @@ def build_thunder(size: Size, compiled: bool) -> tuple[nn.Module, Step]:
     return trains(thunder.jit(make_model(size), **executors(compiled)))
 
 
-def build_zero(size: Size, stage: int, compiled: bool) -> tuple[nn.Module, Step]:
-    return trains(thunder.jit(make_model(size), transforms=[tz.ZeroTransform(stage=stage)], **executors(compiled)))
+def build_zero(size: Size, stage: int, compiled: bool, keep_last: bool = True) -> tuple[nn.Module, Step]:
+    transform = tz.ZeroTransform(stage=stage, keep_last=keep_last)
+    return trains(thunder.jit(make_model(size), transforms=[transform], **executors(compiled)))
+
+
+def kept_bytes(model: nn.Module) -> int:
+    """Bytes that ZeRO-3 keeps from forward for backward, which would read them again; 0 for whoever is not ours."""
+    if not isinstance(model, thunder.ThunderModule) or not any(
+        isinstance(transform, tz.ZeroTransform) for transform in thunder.compile_data(model).transforms
+    ):
+        return 0
+    plan = tz.traces_of(model).plan
+    kept = [plan.by_name[path] for path in plan.kept if plan.policy.stage == 3 and not is_spared(path)]
+    return sum(param.full_bytes for param in kept)
 
 
 def build_ddp(size: Size, compiled: bool) -> tuple[nn.Module, Step]:
@@ -151,7 +165,8 @@ def build_deepspeed(size: Size, stage: int) -> tuple[nn.Module, Step]:
 
     config = {
         "train_micro_batch_size_per_gpu": size.sequences,
-        "zero_optimization": {"stage": stage, "overlap_comm": True},
+        "gradient_clipping": 0.0,  # it clips to a norm of 1 by default, and would train something else
+        "zero_optimization": {"stage": stage, "overlap_comm": True, **DEEPSPEED_BUCKETS},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -171,7 +186,7 @@ def build_deepspeed(size: Size, stage: int) -> tuple[nn.Module, Step]:
 
 def contestants() -> dict[str, Contestant]:
     """All contestants by name, in the order of the tables; ``+tc`` compiles with torch.compile, ``+rs`` plugs in
-    the reduce-scatter above."""
+    the reduce-scatter above, ``-regather`` keeps nothing from forward for backward."""
     found = [
         Contestant("eager", None, ALONE, build_eager),
         Contestant("thunder", None, ALONE, partial(build_thunder, compiled=False)),
@@ -183,6 +198,15 @@ def contestants() -> dict[str, Contestant]:
             Contestant(f"zero{stage}", stage, f"thunder_zero {stage}", partial(zero, compiled=False)),
             Contestant(f"zero{stage}+tc", stage, f"thunder_zero {stage}", partial(zero, compiled=True)),
         ]
+    found += [
+        Contestant(
+            f"zero3-regather{word}",
+            3,
+            "thunder_zero 3, nothing kept",
+            partial(zero, compiled=compiled, keep_last=False),
+        )
+        for word, compiled in (("", False), ("+tc", True))
+    ]
     found += [
         Contestant("ddp", 0, "torch DDP", partial(build_ddp, compiled=False)),
         Contestant("ddp+tc", 0, "torch DDP", partial(build_ddp, compiled=True)),

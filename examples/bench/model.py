@@ -50,20 +50,21 @@ def model_bytes(model: nn.Module) -> int:
     return sum(param.numel() * param.element_size() for param in model.parameters())
 
 
+def is_spared(name: str) -> bool:
+    """Whether backward does not read a parameter: rows that are looked up, biases that are added."""
+    return name.endswith("bias") or name.startswith(("embedding", "positions"))
+
+
 def spared_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters that backward does not read: rows that are looked up, and biases that are added."""
-    return sum(
-        param.numel() * param.element_size()
-        for name, param in model.named_parameters()
-        if name.endswith("bias") or name.startswith(("embedding", "positions"))
-    )
+    """Bytes of the parameters that backward does not read."""
+    return sum(param.numel() * param.element_size() for name, param in model.named_parameters() if is_spared(name))
 
 
 def floor_bytes(stage: int, world_size: int, full: int, spared: int) -> float:
     """The least bytes that each rank sends in a step of a stage.
 
     With u = (W - 1) / W of the model's bytes: 2u for stages 0 to 2; for stage 3 one more u, for what backward
-    gathers again, less what backward does not read.
+    gathers again, less ``spared``: what backward does not read, or has from forward.
 
     >>> [floor_bytes(stage, world_size=2, full=100, spared=10) for stage in (2, 3)]
     [100.0, 145.0]

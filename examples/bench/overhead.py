@@ -1,26 +1,43 @@
-"""What the transform costs on one rank: time to compile, and host time of each step."""
+"""What the transform costs on one rank: time to compile, and host time of each step.
+
+    python examples/bench/overhead.py compile                          the GPT of the bench
+    python examples/bench/overhead.py compile --blocks 6 12 24         how it grows; narrow, since width adds no lines
+    python examples/bench/overhead.py passes                           the passes on 10,000 operations (needs `tests/`)
+
+``run.py`` does the first by itself. Compilations take turns, the one that starts too, each from a collected heap; what
+is reported is all that a first step takes longer, the garbage collector and Thunder's own work on our lines included.
+"""
 
 from __future__ import annotations
 
+import argparse
+import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
 from torch import nn
 
 import thunder_zero as tz  # before thunder
 from examples.bench.contestants import trains
 from examples.bench.model import Size, make_batch, make_model
+from thunder_zero import passes
 from thunder_zero.trace.schedule import Mend, Schedule
 from thunder_zero.trace.transform import ZeroTransform
 
 import thunder
 
-COMPILES = 3
+COMPILES = 6  # even, so that each variant starts a round as often
 HOST_STEPS = 100
 OURS: tuple[tuple[type, str], ...] = (  # everything of ours that Thunder calls while it compiles
     (ZeroTransform, "transform_module"),
@@ -52,21 +69,28 @@ def clocked(spent: dict[str, float]) -> Iterator[None]:
         yield
 
 
-def compile_times(size: Size) -> dict[str, Any]:
-    """Seconds from ``thunder.jit`` to the end of the first step, in turn without and with ZeRO-3; and our share."""
+def compile_times(size: Size, rounds: int = COMPILES) -> dict[str, Any]:
+    """Wall and CPU seconds from ``thunder.jit`` to the end of the first step, in turn without and with ZeRO-3; and our
+    share."""
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    cpu: dict[str, list[float]] = {name: [] for name in VARIANTS}
     ours: list[dict[str, float]] = []
-    for _ in range(COMPILES):
-        for name, transforms in VARIANTS.items():
-            module = make_model(size)
+    tiny = replace(size, blocks=1, width=size.heads)
+    for transforms in VARIANTS.values():
+        take_step(thunder.jit(make_model(tiny), transforms=transforms()), tiny)  # what only a first time pays
+    for number in range(rounds):
+        for name in sorted(VARIANTS, reverse=number % 2 == 1):
+            module, transforms = make_model(size), VARIANTS[name]()
             spent: dict[str, float] = {}
+            gc.collect()
             with clocked(spent):
-                start = time.perf_counter()
-                take_step(thunder.jit(module, transforms=transforms()), size)
-                seconds[name].append(time.perf_counter() - start)
+                start = time.perf_counter(), time.process_time()
+                take_step(thunder.jit(module, transforms=transforms), size)
+                seconds[name].append(time.perf_counter() - start[0])
+                cpu[name].append(time.process_time() - start[1])
             if spent:
                 ours.append(spent)
-    return {"seconds": seconds, "ours": ours}
+    return {"seconds": seconds, "cpu": cpu, "ours": ours}
 
 
 def take_step(model: nn.Module, size: Size) -> None:
@@ -102,15 +126,20 @@ def median_ratio(seconds: dict[str, list[float]]) -> float:
     return round(zero / plain - 1, 4)
 
 
-def summary(overhead: dict[str, Any]) -> list[str]:
-    """Two sentences with the numbers of ``compile_times`` and ``host_times``."""
-    seconds = overhead["compile"]["seconds"]
-    ours = median(sum(spent.values()) for spent in overhead["compile"]["ours"])
-    plain, zero = median(seconds["plain"]), median(seconds["zero3"])
-    sentences = [
+def compile_sentence(measured: dict[str, Any]) -> str:
+    """One sentence with the numbers of ``compile_times``."""
+    ours = median(sum(spent.values()) for spent in measured["ours"])
+    plain, zero = (median(measured["seconds"][name]) for name in VARIANTS)
+    return (
         f"First step with compilation: {plain:.2f} s without the transform, {zero:.2f} s with ZeRO-3 "
-        f"({median_ratio(seconds):+.1%}); inside our functions {ours:.2f} s ({ours / plain:.1%} of Thunder's)."
-    ]
+        f"({median_ratio(measured['seconds']):+.1%}; in CPU time {median_ratio(measured['cpu']):+.1%}); inside our "
+        f"functions {ours:.2f} s ({ours / plain:.1%} of Thunder's)."
+    )
+
+
+def summary(overhead: dict[str, Any]) -> list[str]:
+    """Sentences with the numbers of ``compile_times`` and ``host_times``."""
+    sentences = [compile_sentence(overhead["compile"])]
     for name, steps in overhead["host"].items():
         plain, zero = median(steps["plain"]), median(steps["zero3"])
         sentences.append(
@@ -118,3 +147,39 @@ def summary(overhead: dict[str, Any]) -> list[str]:
             f"with ZeRO-3 ({median_ratio(steps):+.1%})."
         )
     return sentences
+
+
+def passes_sentence(operations: int = 10_000, repeats: int = 5) -> str:
+    """How long all passes and all checks take on a GPT's timeline of at least so many operations."""
+    from tests.pure.timelines import gpt
+
+    policy, layers = tz.ZERO3, 1
+    while len((timeline := gpt(layers, policy)).ops) < operations:
+        layers += 1
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        passes.run(timeline)
+        seconds.append(time.process_time() - start)
+    return f"Passes and checks on {len(timeline.ops):,} operations ({layers} blocks): {median(seconds):.2f} s of CPU."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("compile", "passes"))
+    parser.add_argument("--blocks", type=int, nargs="+", help="narrow models of so many blocks, one after the other")
+    parser.add_argument("--rounds", type=int, default=COMPILES, help="compilations of each variant")
+    options = parser.parse_args()
+    if options.what == "passes":
+        print(passes_sentence())
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    narrow = Size(width=64, heads=2, vocabulary=64, sequences=1, tokens=16)
+    for size in [replace(narrow, blocks=blocks) for blocks in options.blocks] if options.blocks else [Size()]:
+        print(f"{size.blocks} blocks, width {size.width}. {compile_sentence(compile_times(size, options.rounds))}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,7 @@ OURS = {  # group -> colour
     "thunder_zero 1": "#5b9bd5",
     "thunder_zero 2": "#2f6fb3",
     "thunder_zero 3": "#0b3c6f",
+    "thunder_zero 3, nothing kept": "#4a4e9e",
 }
 PEERS = {
     "torch DDP": "#f2b880",
@@ -69,7 +70,10 @@ def draw(panel: Axes, results: Sequence[Result]) -> None:
         colour = (OURS | PEERS).get(group, FAINT)
         at = [place for place, _ in points]
         panel.errorbar(at, mids, yerr=spread, label=group, color=colour, markersize=5, capsize=2, **style)
-    for stage, words, dashes in ((2, "bound, 2u", (4, 2)), (3, "bound, 3u less what is spared", (1, 1.5))):
+    for stage, words, dashes in (
+        (2, "bound, 2u", (4, 2)),
+        (3, "bound, 3u less what is spared, nothing kept", (1, 1.5)),
+    ):
         heights = [result.bound(stage) for result in results]
         panel.plot(places, heights, color=INK, linewidth=1.5, linestyle=(0, dashes), label=words, zorder=5)
     panel.set_yscale("log")

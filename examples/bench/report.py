@@ -26,6 +26,7 @@ class Row:
         stage: whose floor of bytes it is held against, None for ``ALONE``.
         seconds: of a step, of the slowest rank, one a round.
         sent: bytes that a rank sent in a step, mean over ranks, counted on the interface, one a round.
+        kept: bytes of the model that stage 3 keeps from forward for backward, which would read them again.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Row:
     stage: int | None
     seconds: tuple[float, ...]
     sent: tuple[float, ...]
+    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +67,12 @@ class Result:
         """What the bare exchange carried in each direction."""
         return self.wire_bytes / median(self.wire_seconds)
 
-    def wire_seconds_of(self, stage: int) -> float:
-        """The time that the stage's least bytes need on this network."""
-        return floor_bytes(stage, self.world_size, self.full, self.spared) / self.bytes_per_second
-
-    def bound(self, stage: int | None) -> float:
+    def bound(self, stage: int | None, kept: int = 0) -> float:
         """No step of the stage can be faster: max(compute, least bytes / bandwidth), in seconds."""
-        return max(self.compute_seconds, 0.0 if stage is None else self.wire_seconds_of(stage))
+        if stage is None:
+            return self.compute_seconds
+        least = floor_bytes(stage, self.world_size, self.full, self.spared + kept)
+        return max(self.compute_seconds, least / self.bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ HEADERS = ("contestant", "s a step", "min - max", "bound", "times the bound", "M
 
 def cells(result: Result, row: Row, memory: Memory | None) -> tuple[str, ...]:
     """One line of the table, under HEADERS."""
-    seconds, bound, sent = median(row.seconds), result.bound(row.stage), median(row.sent)
+    seconds, bound, sent = median(row.seconds), result.bound(row.stage, row.kept), median(row.sent)
     alone = row.stage is None
     return (
         row.name,

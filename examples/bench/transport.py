@@ -36,6 +36,7 @@ from thunder_zero.plan import Param
 from thunder_zero.runtime import exchange
 from thunder_zero.runtime.exchange import Exchange
 from thunder_zero.runtime.native import Plain
+from thunder_zero.runtime.state import side_by_side
 
 KiB, MiB = 1 << 10, 1 << 20
 SECONDS = 600  # for one world on one link
@@ -135,7 +136,10 @@ class Rank:
         return {"floors": floors, "figures": self.measure(candidates)}
 
     def packing(self, message_bytes: int) -> dict[str, dict[str, float]]:
-        """A bucket of small tensors, each message to a peer of ``message_bytes``: apart, and packed into one."""
+        """A bucket of small tensors, each message to a peer of ``message_bytes``: apart, and packed into one.
+
+        *Side by side* are shards that lie in one memory, and so are one message without being copied.
+        """
         rows = message_bytes // 256
         shapes = [(rows * self.job.world_size, 64)] * PACKED_TENSORS  # float32: 256 bytes a row
         params = [_param(shape, sharded=True) for shape in shapes]
@@ -149,6 +153,8 @@ class Rank:
             run = _collective(transport, collective, inputs, params)
             candidates[f"{collective} apart"] = _packing_below(NEVER, run)
             candidates[f"{collective} packed"] = _packing_below(ALWAYS, run)
+        run = _collective(transport, "all_gather", side_by_side(tensors["all_gather"]), params)
+        candidates["all_gather side by side"] = _packing_below(ALWAYS, run)
         return self.measure(candidates)
 
 
@@ -233,8 +239,9 @@ def case_table(label: str, by_world: dict[int, Any]) -> str:
 
 def packing_table(by_world: dict[int, Any]) -> str:
     """Times of a bucket of small tensors, apart and packed."""
-    heads = ["W", "bytes to a peer", "gather apart, ms", "packed, ms", "reduce-scatter apart, ms", "packed, ms"]
-    names = [f"{collective} {how}" for collective in ("all_gather", "reduce_scatter") for how in ("apart", "packed")]
+    ways = {"all_gather": ("apart", "packed", "side by side"), "reduce_scatter": ("apart", "packed")}
+    names = [f"{collective} {how}" for collective, hows in ways.items() for how in hows]
+    heads = ["W", "bytes to a peer", *(f"{name}, ms" for name in names)]
     rows = [
         [str(world), f"{PACKED_TENSORS} x {int(size) // KiB} KiB", *(_spread(figures[name]) for name in names)]
         for world, result in by_world.items()
