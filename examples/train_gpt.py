@@ -99,6 +99,8 @@ class Run:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="0: DDP, 1-3: ZeRO-1 to ZeRO-3 (3)")
+    keep = "ZeRO-3: the last blocks stay gathered for backward, as many as cost no memory (yes)"
+    parser.add_argument("--keep-last", action=argparse.BooleanOptionalAction, default=True, help=keep)
     parser.add_argument("--size", choices=SIZES, default="small", help="of the model (small)")
     parser.add_argument("--tied", action="store_true", help="the output head uses the embedding's weight")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients (float32)")
@@ -169,7 +171,8 @@ class Trainer:
         torch.manual_seed(options.seed)  # the same weights on every rank
         config = GPTConfig(size.blocks, size.width, size.heads, options.context, options.tied)
         module = GPT(config).to(ranks.device, DTYPES[options.dtype])
-        self.model = thunder.jit(module, transforms=[tz.ZeroTransform(stage=options.stage)])
+        policy = tz.Policy(options.stage, keep_last=options.keep_last)
+        self.model = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=options.lr or size.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
         )
@@ -256,9 +259,11 @@ def traffic_of(traces: tz.Traces, stage: int, ranks: Ranks) -> Traffic:
     u = share * sum(param.full_bytes for param in plan.params)
     if stage < 3:
         return Traffic(sent, 2 * u, f"2u; u = {u:,.0f}")
-    spared = share * sum(param.full_bytes for param in plan.params if param.kept or not needed_again(param.names))
-    words = f"3u - {spared:,.0f} not read by backward; u = {u:,.0f}"
-    return Traffic(sent, 3 * u - spared, words)
+    needed = [param for param in plan.params if needed_again(param.names)]
+    not_read = u - share * sum(param.full_bytes for param in needed)
+    kept = share * sum(param.full_bytes for param in needed if param.kept)
+    words = f"3u - {not_read:,.0f} not read by backward - {kept:,.0f} kept for it; u = {u:,.0f}"
+    return Traffic(sent, 3 * u - not_read - kept, words)
 
 
 def needed_again(names: tuple[str, ...]) -> bool:
@@ -270,10 +275,19 @@ def needed_again(names: tuple[str, ...]) -> bool:
     return any(not name.endswith("bias") and not name.startswith(("embedding", "positions")) for name in names)
 
 
+def kept_for_backward(plan: tz.Plan) -> str:
+    """The modules whose parameters forward leaves gathered, but for those that backward does not read."""
+    if len(plan.kept) == len(plan.params):
+        return "all of the model"
+    owners = (plan.by_name[path].unit or path.rpartition(".")[0] for path in plan.kept)
+    return ", ".join(dict.fromkeys(owners)) or "nothing"
+
+
 def report_of(trainer: Trainer, run: Run, traces: tz.Traces) -> Report:
     options, ranks = trainer.options, trainer.ranks
     parameters = sum(param.full_bytes // param.itemsize for param in traces.plan.params)
     stage = "DDP" if options.stage == 0 else f"ZeRO-{options.stage}"
+    at_border = gathered_bytes(traces.forward_timeline)[-1]
     where = f"{ranks.world_size} {'rank' if ranks.world_size == 1 else 'ranks'}"
     return Report(
         title=f"Byte-level GPT, {parameters / 1e6:.2f} M parameters, {options.dtype}, {stage} on {where}",
@@ -281,7 +295,8 @@ def report_of(trainer: Trainer, run: Run, traces: tz.Traces) -> Report:
         validation=run.validation,
         tokens_per_second=trainer.shape.rows * trainer.shape.context / median(run.seconds),
         traffic=traffic_of(traces, options.stage, ranks),
-        memory=Memory(*trainer.held(), peak=run.peak, gathered=max(gathered_bytes(traces.timeline))),
+        memory=Memory(*trainer.held(), run.peak, max(gathered_bytes(traces.timeline)), at_border),
+        kept=kept_for_backward(traces.plan),
     )
 
 

@@ -4,6 +4,8 @@ from thunder_zero import _compat  # noqa: F401  # lets Thunder import
 from thunder_zero.plan import Param, Plan, make_plan
 from thunder_zero.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.timeline import Kind, Op, Timeline
+from thunder_zero.times import Times
+from thunder_zero.trace.measure import measure_times
 from thunder_zero.trace.plugin import Recipe, Zero, zero
 from thunder_zero.trace.rehearse import trace
 from thunder_zero.trace.show import print_trace
@@ -23,12 +25,14 @@ __all__ = [
     "Recipe",
     "ScheduleError",
     "Timeline",
+    "Times",
     "Traces",
     "Zero",
     "ZeroTransform",
     "check",
     "full_state_dict",
     "make_plan",
+    "measure_times",
     "print_trace",
     "trace",
     "traces_of",

@@ -25,17 +25,19 @@ from thunder_zero.timeline import Kind, Op, Timeline
 def cone(timeline: Timeline) -> dict[str, int]:
     """The values of the cone, each with the position of the operation that writes it."""
     inside: dict[str, int] = {}
-    constants = set(timeline.replicated)
+    without_data = set(timeline.replicated)  # the cone, and constants
     for at, op in enumerate(timeline.ops):
-        if timeline.ends(op, Kind.GATHER):
-            inside.update(dict.fromkeys(op.writes, at))
-        elif op.kind is Kind.COMPUTE and op.repeatable:
-            if not all(read in inside or read in constants for read in op.reads):
+        if op.kind is Kind.COMPUTE:
+            if not op.repeatable or not without_data.issuperset(op.reads):
                 continue
-            if any(read in inside for read in op.reads):
-                inside.update(dict.fromkeys(op.writes, at))
-            else:
-                constants.update(op.writes)
+            is_inside = not inside.keys().isdisjoint(op.reads)
+        elif timeline.ends(op, Kind.GATHER):
+            is_inside = True
+        else:
+            continue
+        without_data.update(op.writes)
+        if is_inside:
+            inside.update(dict.fromkeys(op.writes, at))
     return inside
 
 
@@ -50,7 +52,7 @@ def not_kept(timeline: Timeline, inside: Mapping[str, int]) -> dict[str, int]:
             params = timeline.params_of(op)
             writes = tuple(name for name, param in zip(op.writes, params, strict=True) if not param.kept)
         else:
-            writes = op.writes if any(read in found for read in op.reads) else ()
+            writes = () if found.keys().isdisjoint(op.reads) else op.writes
         found.update((name, at) for name in writes if name in inside or op.kind is Kind.GATHER)
     return found
 
@@ -65,6 +67,8 @@ def last_reads(timeline: Timeline, inside: Mapping[str, int]) -> dict[str, int]:
     for at in range(len(timeline.ops) - 1, -1, -1):
         op = timeline.ops[at]
         if op.kind is Kind.FREE:
+            continue
+        if inside.keys().isdisjoint(op.reads):
             continue
         until = max((last[name] for name in op.writes if name in inside), default=at)
         for read in op.reads:

@@ -35,7 +35,8 @@ class Param:
         unit: path of its unit, ``""`` for the root unit.
         sharded: each rank owns rows; otherwise it is replicated.
         resident: sharded, and yet the full parameter is there at rest (ZeRO-1; not DDP, where nothing is sharded).
-        kept: gathered once, for forward and backward; otherwise freed and gathered again.
+        kept: gathered once, for forward and backward; otherwise freed and gathered again. A new plan of ZeRO-3 says
+            False; the schedule decides which of the last units it keeps (``Policy.keep_last``).
         regather: gathered anew for each unit that uses it in forward.
     """
 
@@ -78,7 +79,11 @@ class Plan:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Paths of the sharded parameters that stay gathered from forward to backward."""
+        """Paths of the sharded parameters that are gathered once, for forward and backward.
+
+        Of ZeRO-3 they are known once a step is scheduled, so ask ``traces_of(model).plan``. They make up whole units;
+        those that backward does not read (biases) are freed in forward all the same.
+        """
         return tuple(param.path for param in self.params if param.sharded and param.kept and not param.resident)
 
     @property

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from thunder_zero.times import Times
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -22,7 +24,7 @@ class Stage:
     name: str
     sharded: bool  # the optimizer sees this rank's rows, gradients are reduce-scattered
     resident: bool  # the full parameter is there at rest
-    kept: bool  # gathered once; alive from its first use in forward to its last in backward
+    kept: bool  # gathered once; alive from its first use in forward to its last in backward (ZeRO-3: keep_last)
 
 
 #                     sharded  resident  kept
@@ -49,12 +51,15 @@ class Policy:
             each gather right before its use).
         in_flight_bytes: gathers start ahead of their use while the gathered bytes under way stay
             within this bound, and reductions stay under way while the gradients that they still
-            read do (bytes, default 64 MiB; 0 starts each gather right before its use). One
+            read do (bytes, default 32 MiB; 0 starts each gather right before its use). One
             collective may always be under way, however large.
+        times: with them, a gather starts after the latest earlier wait from which it can still end before
+            compute waits for it, if the wire carries one collective after the other. ``prefetch`` does not
+            apply then, ``in_flight_bytes`` does (:func:`thunder_zero.measure_times` makes them; default None).
         regather: a parameter that is used by several units in forward (tied weights) is gathered
-            once for each of them and freed between, instead of once for all (default False).
-        keep_last: ZeRO-3 only: keep the last units of forward gathered for backward, as many as do not
-            raise the peak of gathered bytes; the plan lists them (default False).
+            once for each of them and freed between, instead of once for all (default False); once, if it is kept.
+        keep_last: ZeRO-3 only: keep the last units of forward gathered for backward, which needs them first, as many
+            as do not raise the peak of gathered bytes; ``Plan.kept`` lists them (default True; False keeps nothing).
         broadcast_from: rank in the process group whose parameters and buffers all ranks take at
             the start; None (default) requires them to be equal already.
         check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
@@ -68,9 +73,10 @@ class Policy:
     unit_of: Callable[[nn.Module], tuple[str, ...]] | None = None
     bucket_bytes: int = 16 * MiB
     prefetch: int = 2
-    in_flight_bytes: int = 64 * MiB
+    in_flight_bytes: int = 32 * MiB
+    times: Times | None = None
     regather: bool = False
-    keep_last: bool = False
+    keep_last: bool = True
     broadcast_from: int | None = None
     check_gradients: bool = False
 
@@ -83,6 +89,8 @@ class Policy:
         for name in ("regather", "keep_last", "check_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
+        if self.times is not None and not isinstance(self.times, Times):
+            raise ValueError(f"times is {self.times!r}; give thunder_zero.Times, as measure_times makes them, or None")
         if self.broadcast_from is not None and not _is_count(self.broadcast_from):
             raise ValueError(f"broadcast_from is {self.broadcast_from!r}; give a rank of the process group, or None")
         if self.unit_of is not None and not callable(self.unit_of):

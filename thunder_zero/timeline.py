@@ -22,7 +22,7 @@ Values are names; what they weigh stands in ``Timeline.values``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -91,14 +91,23 @@ class Timeline:
         ops: the operations; the last one is the return.
         values: what each value weighs, also of values that no operation writes (inputs).
         plan: what each parameter is.
-        replicated: inputs that are replicated parameters; both halves may read them, so what
-            depends on them and on gathered parameters alone can be computed again.
+        inputs: values that are there before the first operation, or that backward is given. A parameter (its shard,
+            or all of it where it is replicated) has its path; data and the gradients of outputs have None.
+        gradients: what backward returns as gradients of parameters: path and value, for each input that gets one.
     """
 
     ops: tuple[Op, ...]
     values: Mapping[str, Value]
     plan: Plan
-    replicated: frozenset[str] = frozenset()
+    inputs: Mapping[str, str | None] = field(default_factory=dict)
+    gradients: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def replicated(self) -> frozenset[str]:
+        """Inputs that are replicated parameters; both halves may read them, so what depends on them and on gathered
+        parameters alone can be computed again."""
+        by_name = self.plan.by_name
+        return frozenset(name for name, path in self.inputs.items() if path is not None and not by_name[path].sharded)
 
     @cached_property
     def launches(self) -> dict[str, Op]:

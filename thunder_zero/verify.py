@@ -7,17 +7,24 @@ orders only, in near-linear time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from thunder_zero.cone import cone, last_reads, not_kept, returned
 from thunder_zero.timeline import LAUNCHES, Kind, Op, Timeline
+
+NAMED = 8  # values or parameters of an operation that an error names
 
 
 class ScheduleError(Exception):
     """A timeline breaks a rule. One sentence that names the operation, its parameters and the rule."""
 
 
-def check(timeline: Timeline, complete: bool = True, reference: Timeline | None = None) -> None:
+def check(
+    timeline: Timeline,
+    complete: bool = True,
+    reference: Timeline | None = None,
+    trained: Collection[str] = (),
+) -> None:
     """Prove a timeline right.
 
     Args:
@@ -25,6 +32,8 @@ def check(timeline: Timeline, complete: bool = True, reference: Timeline | None 
         complete: all passes ran, so gathered lifetimes must end where the plan says.
         reference: the lifted timeline that this one was made from; each of its operations must be there exactly
             once, and every operation must read the same values, up to copies.
+        trained: paths of parameters whose gradients must be among those that backward returns; those whose gradients
+            the ``reference`` returns must be, too.
 
     Raises:
         ScheduleError: the first rule that does not hold.
@@ -37,6 +46,9 @@ def check(timeline: Timeline, complete: bool = True, reference: Timeline | None 
     _check_copies(timeline)
     if reference is not None:
         _check_same(timeline, reference)
+        trained = {*trained, *(path for path, _ in reference.gradients)}
+    _check_gradients(timeline, trained)
+    _check_inputs(timeline)
     inside = cone(timeline)
     if complete:
         _check_gathered_again(timeline)
@@ -46,7 +58,8 @@ def check(timeline: Timeline, complete: bool = True, reference: Timeline | None 
 
 def _fail(timeline: Timeline, at: int, rule: str) -> ScheduleError:
     op = timeline.ops[at]
-    what = ", ".join(op.params or op.writes or op.reads)
+    names = op.params or op.writes or op.reads
+    what = ", ".join(names if len(names) <= NAMED else (*names[:NAMED], "..."))
     return ScheduleError(f"op {at} ({op.kind} {what}) {rule}")
 
 
@@ -74,10 +87,21 @@ def _check_order(timeline: Timeline) -> None:
             written[name] = at
 
 
+def _check_inputs(timeline: Timeline) -> None:
+    """A tensor is written by an operation, or it is an input."""
+    there = {name for op in timeline.ops for name in op.writes}.union(timeline.inputs)
+    for at, op in enumerate(timeline.ops):
+        if inputs := [name for name in op.writes if name in timeline.inputs]:
+            raise _fail(timeline, at, f"writes {inputs[0]}, which is an input")
+        if missing := [name for name in op.reads if name in timeline.values and name not in there]:
+            raise _fail(timeline, at, f"reads {missing[0]}, which nothing writes and which is no input")
+
+
 def _check_launches(timeline: Timeline) -> None:
     """A bucket holds shards or gradients of one dtype, kind and size limit; only gathers use shards."""
     limit = timeline.plan.policy.bucket_bytes
-    shards: dict[str, str] = {}
+    by_name = timeline.plan.by_name
+    shards = {name: path for name, path in timeline.inputs.items() if path is not None and by_name[path].sharded}
     for at, op in enumerate(timeline.ops):
         if op.kind not in LAUNCHES:
             continue
@@ -96,8 +120,9 @@ def _check_launches(timeline: Timeline) -> None:
             if not params[0].sharded:
                 raise _fail(timeline, at, "gathers a replicated parameter, which is there already")
             for name, path in zip(op.reads, op.params, strict=True):
-                if shards.setdefault(name, path) != path:
-                    raise _fail(timeline, at, f"gathers {name} as {path}; it is the shard of {shards[name]}")
+                if shards.get(name) != path:
+                    what = f"the shard of {shards[name]}" if name in shards else "no shard"
+                    raise _fail(timeline, at, f"gathers {name} as {path}; it is {what}")
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.COMPUTE and op.writes and (used := [name for name in op.reads if name in shards]):
             raise _fail(timeline, at, f"reads {used[0]}, the shard of {shards[used[0]]}, not the gathered parameter")
@@ -140,10 +165,36 @@ def _check_reductions(timeline: Timeline) -> None:
             reduced[param.path] = at
 
 
+def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
+    """Backward returns, as the gradient of a parameter, the mean that its reduction gives, and every such mean."""
+    means = {
+        (path, name): at
+        for at, op in enumerate(timeline.ops)
+        if timeline.ends(op, Kind.REDUCE)
+        for path, name in zip(op.params, op.writes, strict=True)
+    }
+    read = set(timeline.ops[-1].reads)
+    returned: set[str] = set()
+    for path, name in timeline.gradients:
+        if path in returned:
+            raise ScheduleError(f"backward returns a second gradient of {path}, {name}, which is added to the first")
+        if (path, name) not in means:
+            raise ScheduleError(f"backward returns {name} as the gradient of {path}; no reduction of {path} gives it")
+        if name not in read:
+            raise ScheduleError(f"backward's return does not read {name}, the gradient of {path}")
+        returned.add(path)
+    for (path, name), at in means.items():
+        if path not in returned:
+            raise _fail(timeline, at, f"ends the reduction of {path}, and {name} is not returned as its gradient")
+    if lost := sorted(set(trained) - returned):
+        raise ScheduleError(f"backward returns no gradient of {lost[0]}, which is trained")
+
+
 def _check_in_flight(timeline: Timeline) -> None:
     """Gathers under way, and reductions under way, stay within the bounds; one alone, or one that is waited for at
     once, may exceed them."""
-    bound, prefetch = timeline.plan.policy.in_flight_bytes, timeline.plan.policy.prefetch
+    policy = timeline.plan.policy
+    bound, prefetch = policy.in_flight_bytes, policy.prefetch
     under_way: Counter[Kind] = Counter()
     launches: Counter[Kind] = Counter()
     for at, op in enumerate(timeline.ops):
@@ -155,7 +206,7 @@ def _check_in_flight(timeline: Timeline) -> None:
                 continue
             if size > 0 and launches[op.kind] > 1 and under_way[op.kind] > bound:
                 raise _fail(timeline, at, f"puts {under_way[op.kind]} bytes in flight; in_flight_bytes is {bound}")
-            if op.kind is Kind.GATHER and launches[op.kind] > max(prefetch, 1):
+            if op.kind is Kind.GATHER and policy.times is None and launches[op.kind] > max(prefetch, 1):
                 raise _fail(timeline, at, f"puts {launches[op.kind]} gathers in flight; prefetch is {prefetch}")
         elif op.kind is Kind.WAIT:
             kind = timeline.launches[op.reads[0]].kind

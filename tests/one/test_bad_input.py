@@ -113,6 +113,7 @@ def trains(model: Any) -> bool:
         ({"bucket_bytes": "1"}, ValueError, ["bucket_bytes is '1'", "0 or more"]),
         ({"in_flight_bytes": None}, ValueError, ["in_flight_bytes is None", "0 or more"]),
         ({"prefetch": 1.5}, ValueError, ["prefetch is 1.5", "0 or more"]),
+        ({"times": 0.5}, ValueError, ["times is 0.5", "thunder_zero.Times", "measure_times", "or None"]),
         ({"regather": "no"}, ValueError, ["regather is 'no'", "True or False"]),
         ({"keep_last": 1}, ValueError, ["keep_last is 1", "True or False"]),
         ({"check_gradients": None}, ValueError, ["check_gradients is None", "True or False"]),

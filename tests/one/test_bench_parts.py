@@ -155,8 +155,10 @@ def test_added_at_peak_of_a_step() -> None:
 def test_median_ratio_and_its_sentences() -> None:
     seconds = {"plain": [10.0, 10.0, 50.0], "zero3": [10.4, 10.5, 10.6]}
     assert median_ratio(seconds) == 0.05
-    sentences = summary({"compile": {"seconds": seconds, "ours": [{"a": 0.1, "b": 0.2}]}, "host": {"full": seconds}})
-    assert "(+5.0%); inside our functions 0.30 s (3.0% of Thunder's)" in sentences[0]
+    cpu = {"plain": [10.0], "zero3": [10.3]}
+    compiled = {"seconds": seconds, "cpu": cpu, "ours": [{"a": 0.1, "b": 0.2}]}
+    sentences = summary({"compile": compiled, "host": {"full": seconds}})
+    assert "(+5.0%; in CPU time +3.0%); inside our functions 0.30 s (3.0% of Thunder's)" in sentences[0]
     assert "10000.00 ms without the transform, 10500.00 ms with ZeRO-3 (+5.0%)" in sentences[1]
 
 

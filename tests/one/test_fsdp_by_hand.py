@@ -42,7 +42,7 @@ def test_every_step_is_shown(sections: dict[str, str]) -> None:
         f"7. Pass {step.__name__}" for step in passes.PASSES
     ]
     numbers = {int(heading.partition(".")[0]) for heading in sections}
-    assert numbers == set(range(1, 12))
+    assert numbers == set(range(1, 13))
     assert max(len(line) for body in sections.values() for line in body.splitlines()) <= 100
 
 
@@ -72,6 +72,15 @@ def test_the_traces_communicate_as_zero3_does(sections: dict[str, str]) -> None:
     assert backward.count("= zero_reduce_scatter_coalesced(") == 2
     assert section(sections, "11. It runs") == "tensors of shapes [(2, 5), (6, 5), (6, 4)]\n\n"  # the first is a shard
     assert section(sections, "11. It is right").startswith("output and gradients equal")
+
+
+def test_what_keep_last_changes_is_shown(sections: dict[str, str]) -> None:
+    assert section(sections, "12.").splitlines() == [
+        "-forward   free    down.weight",
+        "-backward  gather  down.weight",
+        "-backward  wait    down.weight",
+        "the most gathered bytes at one time: 172, and 172 with it",  # (5 * 4 + 5 + 3 * 5 + 3) * 4
+    ]
 
 
 @pytest.fixture(scope="module")

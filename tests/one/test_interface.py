@@ -176,7 +176,7 @@ def most_ahead(traces: Traces) -> int:
 def stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is gathered, and when again."""
     counts = []
-    for policy in (tz.DDP, tz.ZERO1, tz.ZERO2, tz.ZERO3):
+    for policy in (tz.DDP, tz.ZERO1, tz.ZERO2, replace(tz.ZERO3, keep_last=False)):
         traces = traced(policy)
         counts.append([len(launches(traces, Kind.GATHER, backward)) for backward in (False, True)])
     # seven parameters in four units; ZeRO-3 gathers again what backward reads: three weights, in three units
@@ -217,23 +217,32 @@ def in_flight_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [most_ahead(traced(policy)) for policy in policies] == [0, 1, 2, 3]
 
 
+def times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How late a gather may start; ``prefetch`` has no say then."""
+    seconds = {f"layers.{number}.{name}": 1.0 for number in range(4) for name in ("weight", "bias")}
+    measured = [tz.Times(seconds, seconds, bytes_per_second) for bytes_per_second in (1e9, 1.0)]
+    assert [most_ahead(traced(replace(tz.ZERO3, prefetch=2, times=times))) for times in measured] == [1, 3]
+    assert [most_ahead(traced(replace(tz.ZERO3, prefetch=0, times=times))) for times in measured] == [1, 3]
+
+
 def regather(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the tied weight is gathered for each of its units."""
+    """Whether the tied weight is gathered for each of its units (it need not be while it is kept)."""
+    freed = replace(tz.ZERO3, keep_last=False)
     times = [
-        sum("layers.0.weight" in paths for paths in launches(traced(replace(tz.ZERO3, regather=each)), Kind.GATHER))
+        sum("layers.0.weight" in paths for paths in launches(traced(replace(freed, regather=each)), Kind.GATHER))
         for each in (False, True)
     ]
     assert times == [1, 2]
 
 
 def keep_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether backward's first units are gathered again."""
-    usual, kept = traced(tz.ZERO3), traced(replace(tz.ZERO3, keep_last=True))
-    gathered = [
-        Counter(path for paths in launches(t, Kind.GATHER, backward=True) for path in paths) for t in (usual, kept)
-    ]
-    assert gathered[1].total() < gathered[0].total()
-    assert gathered[1] < gathered[0]
+    """Whether backward's first units are gathered again: at the peak three are alive, and so the last three are kept
+    that backward reads (of the fourth, its tied weight)."""
+    usual, textbook = traced(tz.ZERO3), traced(replace(tz.ZERO3, keep_last=False))
+    assert usual.plan.kept == tuple(f"layers.{number}.{name}" for number in range(3) for name in ("weight", "bias"))
+    assert textbook.plan.kept == ()
+    assert launches(usual, Kind.GATHER, backward=True) == []
+    assert launches(textbook, Kind.GATHER, backward=True) == [(f"layers.{number}.weight",) for number in (0, 2, 1)]
 
 
 def broadcast_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +281,7 @@ SEEN = {
         bucket_bytes,
         prefetch,
         in_flight_bytes,
+        times,
         regather,
         keep_last,
         broadcast_from,

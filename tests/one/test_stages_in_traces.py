@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.ranks.models import (
     LENGTH,
     PATTERNS_AGAIN,
+    VOCABULARY,
+    WIDTH,
+    Block,
     Gpt,
     Mlp,
     Patterns,
@@ -35,8 +38,11 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
+from thunder.executors.torch_compile import torch_compile_ex
+from thunder.extend import add_default_executor, remove_default_executor
 
 WORLD_SIZE = 3  # no row count of the models is divisible by it
+TEXTBOOK = replace(tz.ZERO3, keep_last=False)
 TOKENS = torch.zeros((2, LENGTH), dtype=torch.long)
 COLLECTIVES = {
     f"zero_{name}{suffix}"
@@ -75,7 +81,7 @@ def travels(trace: TraceCtx | None, symbol: str) -> Counter[str]:
     ("kind", "autocast"), [(Gpt, False), (Patterns, False), (Patterns, True)], ids=["gpt", "patterns", "autocast"]
 )
 def test_zero3_saves_shards_only(kind: type[nn.Module], autocast: bool) -> None:
-    result = traces(kind, tz.ZERO3, autocast)
+    result = traces(kind, TEXTBOOK, autocast)
     parameters = parameter_inputs(result)
     # Gpt reads its tied weight under both names, and leaves two parameters alone.
     assert len(parameters) == len(result.plan.params) - (1 if kind is Gpt else 0)
@@ -105,7 +111,7 @@ def test_backward_gathers_what_it_needs(autocast: bool) -> None:
     paths = {param.path for param in traces(Patterns, tz.ZERO3).plan.params}
     once = Counter(dict.fromkeys(paths, 1))
     for stage in (1, 2, 3):
-        result = traces(Patterns, tz.Policy(stage=stage), autocast)
+        result = traces(Patterns, replace(TEXTBOOK, stage=stage), autocast)
         assert travels(result.forward, "zero_all_gather") == once
         assert set(travels(result.backward, "zero_all_gather")) == (PATTERNS_AGAIN if stage == 3 else set())
         assert max(travels(result.backward, "zero_all_gather").values(), default=1) == 1
@@ -152,15 +158,15 @@ def gathered_while_used(result: tz.Traces, path: str) -> int:
     return gathered_bytes(result.timeline)[wait]
 
 
-@pytest.mark.parametrize("policy", [tz.ZERO2, tz.ZERO3], ids=["zero2", "zero3"])
+@pytest.mark.parametrize("policy", [tz.ZERO2, TEXTBOOK, tz.ZERO3], ids=["zero2", "zero3", "zero3-keep-last"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gathered_parameters_are_freed_after_their_last_use(policy: tz.Policy, autocast: bool) -> None:
     """From the lines: whatever is made of a gathered parameter alone is deleted right after the last line that reads
-    it, in the half that gathered it, or (ZeRO-2) saved and deleted in backward."""
+    it, in the half that gathered it, or (ZeRO-2, and what ZeRO-3 keeps) saved and deleted in backward."""
     result = traces(Patterns, policy, autocast)
     inputs = parameter_inputs(result)
     kept = saved(result.forward) & from_parameters_alone(result.forward, inputs)
-    assert bool(kept) == (policy is tz.ZERO2)
+    assert bool(kept) == (policy is not TEXTBOOK)
     forward = deleted_late(result.forward.bound_symbols, from_parameters_alone(result.forward, inputs) - kept)
     assert forward == {}
     assert result.backward is not None
@@ -196,7 +202,7 @@ def deleted_late(bsyms: Sequence[BoundSymbol], values: set[str]) -> dict[str, in
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_gathers_are_spread_over_forward(prefetch: int) -> None:
     """While a bucket is awaited, only those of the next ``prefetch`` may have started, and never all of them."""
-    result = traces(Patterns, replace(tz.ZERO3, prefetch=prefetch, bucket_bytes=1))
+    result = traces(Patterns, replace(TEXTBOOK, prefetch=prefetch, bucket_bytes=1))
     for trace in (result.forward, result.backward):
         assert trace is not None
         launched = ended = 0
@@ -232,15 +238,22 @@ def test_gathers_under_way_stay_within_the_bound(bound: int) -> None:
     assert by_lines == {0: 1, 300: 1, 600: 2}[bound]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bytes_of_a_step_are_the_formula(stage: int) -> None:
-    """2u and 3u, less what backward does not read again."""
-    result = traces(Patterns, tz.Policy(stage=stage))
+@pytest.mark.parametrize(
+    "policy",
+    [tz.DDP, tz.ZERO1, tz.ZERO2, TEXTBOOK, tz.ZERO3],
+    ids=["ddp", "zero1", "zero2", "zero3", "zero3-keep-last"],
+)
+def test_bytes_of_a_step_are_the_formula(policy: tz.Policy) -> None:
+    """2u and 3u, less what backward does not read again, and less what is kept."""
+    result = traces(Patterns, policy)
     plan = result.plan
     gathers, reductions = (
         {param.path: of(param) for param in plan.params} for of in (plan.gather_bytes, plan.reduce_bytes)
     )
-    again = sum(nbytes for path, nbytes in gathers.items() if path in PATTERNS_AGAIN) if stage == 3 else 0
+    kept = {"w", "v", "g", "bias", "layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"}
+    paths = {tz.ZERO3: PATTERNS_AGAIN - kept, TEXTBOOK: PATTERNS_AGAIN}.get(policy, set())
+    assert policy.stage != 3 or set(plan.kept) == (kept if policy.keep_last else set())
+    again = sum(gathers[path] for path in paths)
     sent = sum(map(result.timeline.bytes_sent, result.timeline.ops))
     assert sent == sum(gathers.values()) + sum(reductions.values()) + again
 
@@ -251,3 +264,51 @@ def test_u_is_the_share_of_the_others() -> None:
     nbytes: int = sum(param.full_bytes for param in plans[0].params)
     for of in ("gather_bytes", "reduce_bytes"):
         assert sum(getattr(plan, of)(param) for plan in plans for param in plan.params) == (WORLD_SIZE - 1) * nbytes
+
+
+class Tower(nn.Module):
+    """Five blocks, each with a layer norm that has a bias, and one such norm before the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+@pytest.fixture
+def torch_compile() -> Iterator[None]:
+    """``tz.trace`` takes Thunder's default executors."""
+    add_default_executor(torch_compile_ex)
+    yield
+    remove_default_executor(torch_compile_ex)
+
+
+@pytest.mark.usefixtures("torch_compile")
+def test_a_fuser_lets_backward_gather_no_bias_of_what_is_kept() -> None:
+    """It computes a kept norm again in backward, from its bias too, which would else be gathered again for it alone."""
+    result = tz.trace(fresh(Tower), TOKENS, policy=replace(tz.ZERO3, prefetch=1), world_size=WORLD_SIZE)
+    assert result.backward is not None
+    assert sum(bsym.sym.is_fusion for bsym in result.forward.bound_symbols) == 7  # embedding, blocks, head
+    last = {name for name, _ in fresh(Tower).named_parameters() if name.startswith(("blocks.4", "norm", "head"))}
+    assert set(result.plan.kept) == last
+    weights = [tuple(f"blocks.{n}.{part}.weight" for part in ("down", "up", "key", "norm")) for n in (3, 2, 1, 0)]
+    assert [paths for name, paths in collectives(result.backward) if name == "zero_all_gather"] == weights
+    full = {
+        name: path
+        for op in result.forward_timeline.ops
+        if op.kind is Kind.WAIT
+        for name, path in zip(op.writes, op.params, strict=True)
+    }
+    assert {full[name] for name in saved(result.forward) & full.keys() if full[name].endswith("bias")} == {
+        "norm.bias",
+        "blocks.4.norm.bias",
+    }

@@ -26,7 +26,7 @@ class May(IntEnum):
 
 NOT, TYPES, IMPORT = May
 
-DATA = frozenset({"layout", "policy", "plan", "timeline", "cone"})
+DATA = frozenset({"layout", "times", "policy", "plan", "timeline", "cone"})
 PURE = DATA | {"verify", "passes"}
 NOTHING: frozenset[str] = frozenset()
 ALL = frozenset({"every room"})
@@ -45,7 +45,8 @@ class Room:
 ROOMS = (
     # file or folder            torch    torch.d. thunder  reads
     Room("layout.py",           NOT,     NOT,     NOT,     NOTHING),
-    Room("policy.py",           TYPES,   NOT,     NOT,     NOTHING),
+    Room("times.py",            NOT,     NOT,     NOT,     NOTHING),
+    Room("policy.py",           TYPES,   NOT,     NOT,     frozenset({"times"})),
     Room("plan.py",             TYPES,   NOT,     NOT,     frozenset({"layout", "policy"})),
     Room("timeline.py",         NOT,     NOT,     NOT,     frozenset({"layout", "policy", "plan"})),
     Room("cone.py",             NOT,     NOT,     NOT,     DATA),

@@ -16,7 +16,7 @@ from thunder_zero.verify import ScheduleError, check
 from .test_passes import gathered, model
 from .timelines import Terms, Use, interpret
 
-THREE = Policy(stage=3)
+THREE = Policy(stage=3, keep_last=False)
 
 
 def fused(timeline: Timeline, reader: int, extra: str) -> Timeline:

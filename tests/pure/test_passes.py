@@ -23,12 +23,13 @@ from thunder_zero.passes.wait import wait
 from thunder_zero.plan import Plan
 from thunder_zero.policy import MiB, Policy
 from thunder_zero.timeline import Kind, Op, Timeline, gathered_bytes, in_flight_bytes
+from thunder_zero.times import Times
 from thunder_zero.verify import check
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
-ALONE = Policy(stage=3, bucket_bytes=0, in_flight_bytes=0)
+ALONE = Policy(stage=3, bucket_bytes=0, in_flight_bytes=0, keep_last=False)  # what is kept: test_keep_last.py
 
 
 def model(policy: Policy, *uses: Use | str, training: bool = True, **fields: dict[str, object]) -> Timeline:
@@ -227,8 +228,7 @@ def test_bucket_waits_for_shards_that_are_computed() -> None:
     timeline = model(replace(ALONE, bucket_bytes=MiB), "a.p", "a.q", training=False)
     cast = Op(Kind.COMPUTE, ("raw",), ("t_a.q",), repeatable=True, source=(99,))
     after = bucket(timeline.with_ops([*timeline.ops[:3], cast, *timeline.ops[3:]]))
-    check(after, complete=False)
-    assert lines(after, Kind.GATHER) == ["gather a.p", "gather a.q"]
+    assert lines(after)[2:5] == ["y0 <- x a.p", "t_a.q <- raw", "gather a.q"]
 
 
 def test_bucket_does_not_delay_who_reads_a_reduced_gradient() -> None:
@@ -320,6 +320,47 @@ def test_wait_ends_the_oldest_first_when_too_much_is_under_way() -> None:
     ]
 
 
+def test_wait_ends_the_oldest_before_the_next_gradient_is_made() -> None:
+    """Each gradient has 4 bytes: 8 hold two, whether they travel or are only made."""
+    after = wait(model(replace(ALONE, in_flight_bytes=8), "a.w", "b.w", "c.w"))
+    assert lines(after, backward=True) == [
+        "g <- gy",
+        "gw2 <- g y1",
+        "gx2 <- g c.w",
+        "g_c.w <- gw2",
+        "reduce c.w",
+        "gw1 <- gx2 y0",
+        "gx1 <- gx2 b.w",
+        "g_b.w <- gw1",
+        "reduce b.w",
+        "gw0 <- gx1 x",
+        "gx0 <- gx1 a.w",
+        "wait c.w",  # two travel
+        "g_a.w <- gw0",
+        "reduce a.w",
+        "wait b.w",
+        "wait a.w",
+        "return <- y2 mean_c.w mean_b.w mean_a.w gx0",
+    ]
+
+
+def test_wait_counts_all_gradients_of_the_next_reduction() -> None:
+    """b's reduction takes 8 bytes from its first gradient on, beside c's 4."""
+    policy = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=8)
+    after = wait(bucket(model(policy, "b.w", "b.v", "c.w")))
+    assert lines(after, backward=True)[3:12] == [
+        "g_c.w <- gw2",
+        "reduce c.w",
+        "gw1 <- gx2 y0",
+        "gx1 <- gx2 b.v",
+        "wait c.w",
+        "g_b.v <- gw1",
+        "gw0 <- gx1 x",
+        "gx0 <- gx1 b.w",
+        "g_b.w <- gw0",
+    ]
+
+
 def test_wait_ends_what_nobody_reads() -> None:
     timeline = model(Policy(stage=2), "a.w")
     after = wait(timeline.with_ops([*timeline.ops[:-1], replace(timeline.ops[-1], reads=("y0",))]))
@@ -356,7 +397,14 @@ def test_free_comes_after_the_last_read_of_what_may_be_a_view() -> None:
 
 @pytest.mark.parametrize(("stage", "frees"), [(0, 0), (1, 0), (2, 3), (3, 6)])
 def test_frees_of_each_stage(stage: int, frees: int) -> None:
-    after = run(model(Policy(stage=stage), "a.w", "b.w", "c.w"))
+    after = run(model(Policy(stage=stage, keep_last=False), "a.w", "b.w", "c.w"))
+    assert len(lines(after, Kind.FREE)) == frees
+
+
+@pytest.mark.parametrize(("units", "frees"), [("abc", 3 + 0), ("abcde", 5 + 2)])
+def test_frees_of_zero3_as_it_comes(units: str, frees: int) -> None:
+    """Three units are under way at the peak, and so the last three are kept: freed once, and not twice."""
+    after = run(model(Policy(), *(f"{unit}.w" for unit in units)))
     assert len(lines(after, Kind.FREE)) == frees
 
 
@@ -388,11 +436,14 @@ def test_the_gathered_bytes_of_a_gpt() -> None:
 
 
 def test_counts_of_a_gpt() -> None:
-    def collectives(stage: int, kind: Kind) -> int:
-        return len(lines(run(gpt(3, Policy(stage=stage))), kind))
+    def collectives(stage: int, kind: Kind, layers: int = 3, **fields: bool) -> int:
+        return len(lines(run(gpt(layers, Policy(stage=stage, **fields))), kind))  # type: ignore[arg-type]
 
     assert [collectives(stage, Kind.REDUCE) for stage in range(4)] == [5, 5, 5, 5]  # ln_f, three blocks, embeddings
-    assert [collectives(stage, Kind.GATHER) for stage in range(4)] == [0, 5, 5, 5 + 4]  # and in backward: no embeddings
+    assert [collectives(stage, Kind.GATHER) for stage in range(4)] == [0, 5, 5, 5]  # ZeRO-3 has room for three blocks
+    assert collectives(3, Kind.GATHER, keep_last=False) == 5 + 4  # and in backward: no embeddings
+    assert collectives(3, Kind.GATHER, layers=9, keep_last=False) == 11 + 10
+    assert collectives(3, Kind.GATHER, layers=9) == 11 + 7  # the tied embedding and six blocks
 
 
 @given(timelines(), st.integers(0, 4))
@@ -456,8 +507,9 @@ def test_backward_gathers_again_just_what_it_needs(timeline: Timeline) -> None:
     for op in timeline.ops[:-1]:
         if op.backward:
             needed.update(_roots(forward, op.reads))
-    freed = {path for path in needed if not timeline.plan.by_name[path].kept}
-    assert gathered(run(timeline), backward=True) == dict.fromkeys(freed, 1)
+    after = run(timeline)  # its plan says what keep_last kept
+    freed = {path for path in needed if not after.plan.by_name[path].kept}
+    assert gathered(after, backward=True) == dict.fromkeys(freed, 1)
 
 
 @given(timelines())
@@ -491,11 +543,13 @@ def test_reductions_start_where_their_last_gradient_is_made(timeline: Timeline) 
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_the_work_grows_in_proportion_to_the_operations(stage: int) -> None:
+@pytest.mark.parametrize("times", [None, Times({}, {}, 1e9)], ids=["prefetch", "times"])
+def test_the_work_grows_in_proportion_to_the_operations(stage: int, times: Times | None) -> None:
     """Counted in executed lines: four times the blocks may take at most 4.2 times the lines."""
 
     def executed(layers: int) -> int:
-        timeline, count = gpt(layers, Policy(stage=stage, bucket_bytes=2000, in_flight_bytes=8000, regather=True)), 0
+        policy = Policy(stage=stage, bucket_bytes=2000, in_flight_bytes=8000, times=times, regather=True)
+        timeline, count = gpt(layers, policy), 0
 
         def trace(frame: FrameType, event: str, argument: object) -> TraceFunction:
             nonlocal count
@@ -521,8 +575,17 @@ def test_a_pass_changes_nothing_in_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("bucket_bytes", 0), ("in_flight_bytes", 0), ("prefetch", 0), ("regather", True), ("stage", 2)]
+    ("name", "value"),
+    [
+        ("bucket_bytes", 0),
+        ("in_flight_bytes", 0),
+        ("prefetch", 0),
+        ("times", Times({}, {}, 1e9)),
+        ("regather", True),
+        ("keep_last", True),
+        ("stage", 2),
+    ],
 )
 def test_each_field_that_the_passes_read_changes_the_schedule(name: str, value: object) -> None:
-    policy = Policy(stage=3)
+    policy = Policy(stage=3, keep_last=False)
     assert run(gpt(2, replace(policy, **{name: value}))).ops != run(gpt(2, policy)).ops  # type: ignore[arg-type]

@@ -127,19 +127,25 @@ def lifted(plan: Plan, uses: Sequence[Use], *, training: bool = True) -> Timelin
         if use.returned:
             outputs[value] = None
     outputs[x] = None
+    gradients: list[tuple[str, str]] = []
     if training:
-        outputs |= dict.fromkeys(_backward(builder, uses, last))
+        gradients, last_gradient = _backward(builder, uses, last)
+        outputs |= dict.fromkeys([*(mean for _, mean in gradients), last_gradient])
     builder.add(Kind.COMPUTE, outputs, repeatable=False)
-    replicated = frozenset(f"t_{param.path}" for param in plan.params if not param.sharded)
-    return Timeline(tuple(builder.ops), builder.values, plan, replicated)
+    inputs = {"x": None, "gy": None, **{f"t_{param.path}": param.path for param in plan.params}}
+    return Timeline(tuple(builder.ops), builder.values, plan, inputs, tuple(gradients))
 
 
-def _backward(builder: Builder, uses: Sequence[Use], last: Sequence[tuple[str, str]]) -> list[str]:
+def _backward(
+    builder: Builder, uses: Sequence[Use], last: Sequence[tuple[str, str]]
+) -> tuple[list[tuple[str, str]], str]:
+    """Appends backward; returns the gradients of parameters with their paths, and the gradient of ``x``."""
     builder.backward = True
     builder.add(Kind.COMPUTE, ("gy",), "g", repeatable=False)  # Thunder's get_grad
     left = Counter(use.path for use in uses)
     made: dict[str, list[str]] = {}
-    g, reduced = "g", []
+    g = "g"
+    reduced: list[tuple[str, str]] = []
     for number, (use, (x, value)) in reversed(list(enumerate(zip(uses, last, strict=True)))):
         param = builder.plan.by_name[use.path]
         if use.needed and use.view_in_backward:
@@ -153,8 +159,8 @@ def _backward(builder: Builder, uses: Sequence[Use], last: Sequence[tuple[str, s
         left[use.path] -= 1
         if param.requires_grad and not left[use.path]:
             builder.add(Kind.COMPUTE, made[use.path], f"g_{use.path}")
-            reduced.append(builder.reduce(param))
-    return [*reduced, g]
+            reduced.append((param.path, builder.reduce(param)))
+    return reduced, g
 
 
 def gpt(layers: int, policy: Policy, *, world_size: int = 4, training: bool = True, **fields: object) -> Timeline:
@@ -183,6 +189,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
         prefetch=draw(st.integers(0, 4)),
         in_flight_bytes=draw(st.sampled_from((0, 16, 64, 200, MiB))),
         regather=draw(st.booleans()),
+        keep_last=draw(st.booleans()),
     )
     params = []
     for unit in range(draw(st.integers(1, 4))):

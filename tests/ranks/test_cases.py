@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
@@ -400,3 +401,26 @@ def test_ranks_may_have_batches_of_different_sizes(ranks_pool: RanksPool) -> Non
     for stage in STAGES:
         plan = make_plan(copies[0], tz.Policy(stage=stage), world_size, 0)
         compare_grads([results[stage] for results in ranks], mean_grads(copies), plan)
+
+
+def step_in_part(rank: int, world_size: int, members: list[int]) -> list[dict[str, Tensor | None]]:
+    group = dist.new_group(members)
+    grads = []
+    for stage in STAGES if rank in members else ():
+        model = thunder.jit(fresh(Mlp), transforms=[tz.ZeroTransform(stage=stage, process_group=group)])
+        model(rows_of(rank, 7)).square().mean().backward()
+        grads.append(grads_of(model))
+    return grads
+
+
+def test_gradients_are_means_over_the_group_alone(ranks_pool: RanksPool) -> None:
+    """Ranks 1 and 2 of three share a model; rank 0 takes no part, nor does its batch."""
+    members = [1, 2]
+    ranks = ranks_pool.run(3, step_in_part, members)
+    copies = [fresh(Mlp) for _ in members]
+    for rank, copy in zip(members, copies, strict=True):
+        copy(rows_of(rank, 7)).square().mean().backward()
+    assert ranks[0] == []
+    for stage in STAGES:
+        plan = make_plan(copies[0], tz.Policy(stage=stage), len(members), 0)
+        compare_grads([ranks[rank][stage] for rank in members], mean_grads(copies), plan)

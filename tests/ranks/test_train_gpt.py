@@ -18,6 +18,8 @@ WIDTH = 32
 BLOCK = 12 * WIDTH**2 + 9 * WIDTH + 4 * WIDTH  # products, their biases, two norms
 TIED_MODEL = (256 + 32) * WIDTH + 2 * BLOCK + 2 * WIDTH  # parameters of --size tiny --context 32
 MODEL = TIED_MODEL + 256 * WIDTH
+# Backward does not look up bytes (256) and positions (32), nor add biases: 9 + 2 widths a block, 1 in the last norm.
+NOT_READ = (256 + 32 + 2 * (9 + 2) + 1) * WIDTH
 
 
 def environment() -> dict[str, str]:
@@ -60,16 +62,16 @@ def table_of(printed: str) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize(
-    ("options", "sends", "words"),
+    ("options", "sends", "words", "kept"),
     [
-        # u is half the model: 2 bytes a parameter. Backward does not look up bytes (256) and positions (32), nor
-        # add biases: 9 + 2 widths in each block, 1 in the last norm.
-        (("--stage", "3"), 2 * (3 * MODEL - (256 + 32 + 2 * (9 + 2) + 1) * WIDTH), "3u - "),
-        (("--stage", "1", "--tied", "--dtype", "bfloat16"), TIED_MODEL * 2, "2u"),
+        # u is half the model: 2 bytes a parameter. ZeRO-3 has room for all that backward reads of such a small one.
+        (("--stage", "3"), 2 * (3 * MODEL - NOT_READ - (MODEL - NOT_READ)), "3u - ", "blocks.0, blocks.1, norm, head"),
+        (("--stage", "3", "--no-keep-last"), 2 * (3 * MODEL - NOT_READ), "3u - ", "nothing"),
+        (("--stage", "1", "--tied", "--dtype", "bfloat16"), TIED_MODEL * 2, "2u", None),
     ],
-    ids=["zero3", "zero1-tied-bfloat16"],
+    ids=["zero3", "zero3-no-keep-last", "zero1-tied-bfloat16"],
 )
-def test_trains_and_reports(options: tuple[str, ...], sends: int, words: str, tmp_path: Path) -> None:
+def test_trains_and_reports(options: tuple[str, ...], sends: int, words: str, kept: str | None, tmp_path: Path) -> None:
     small = ("--size", "tiny", "--context", "32", "--batch", "4", "--steps", "30")
     printed = run_example(*small, *options, "--out", str(tmp_path / "curves"))
     table = table_of(printed)
@@ -80,6 +82,7 @@ def test_trains_and_reports(options: tuple[str, ...], sends: int, words: str, tm
     assert float(table["validation loss"][0]) < float(table["validation loss"][1].split()[-1]) - 1.5
     assert table["bytes sent per rank and step"][0] == table["by the formula"][0] == f"{sends:,}"
     assert table["by the formula"][1].startswith(words)
+    assert table.get("kept for backward", ("", None))[1] == kept
     assert int(table["tokens/s"][0].replace(",", "")) > 0
     rest, peak = (float(table[f"memory at {when} per rank"][0].removesuffix(" MB")) for when in ("rest", "peak"))
     assert 0 < rest < peak
@@ -91,6 +94,25 @@ def test_trains_and_reports(options: tuple[str, ...], sends: int, words: str, tm
     assert re.search(r"compute +blocks\.1\.", trace)
     assert not re.search(r"compute +blocks\.0\.", trace)
     assert "zero_reduce_scatter" in trace
+
+
+@pytest.mark.timeout(SECONDS + 60)
+def test_what_is_kept_is_told(tmp_path: Path) -> None:
+    """Four blocks: the last two, the last norm and the head find room; the first two are gathered again."""
+    options = ("--size", "small", "--context", "32", "--batch", "2", "--steps", "4")
+    table = table_of(run_example(*options, "--out", str(tmp_path)))
+    width, head = 128, 256 * 128
+    block = 12 * width**2 + 13 * width
+    model = 2 * head + 32 * width + 4 * block + 2 * width
+    not_read = (256 + 32 + 4 * 11 + 1) * width
+    kept = 2 * (block - 11 * width) + width + head
+    assert (
+        table["bytes sent per rank and step"][0]
+        == table["by the formula"][0]
+        == f"{2 * (3 * model - not_read - kept):,}"
+    )
+    assert table["by the formula"][1].startswith(f"3u - {2 * not_read:,} not read by backward - {2 * kept:,} kept")
+    assert table["kept for backward"] == (f"{4 * kept / 1e6:.2f} MB", "blocks.2, blocks.3, norm, head")
 
 
 def test_a_bad_option_gets_one_sentence() -> None:

@@ -49,8 +49,7 @@ def _again_in_backward(timeline: Timeline) -> Timeline:
 
 
 def _again_in_forward(timeline: Timeline) -> Timeline:
-    chains = _regathered(timeline)
-    if not chains:
+    if not any(param.regather for param in timeline.plan.params) or not (chains := _regathered(timeline)):
         return timeline
     unit_of = {name: unit for unit, chain in chains.items() for name in chain}
     values = dict(timeline.values)

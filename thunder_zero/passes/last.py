@@ -18,24 +18,41 @@ from thunder_zero.passes.free import free
 from thunder_zero.passes.keep import keep
 from thunder_zero.passes.launch import launch
 from thunder_zero.passes.wait import wait
-from thunder_zero.timeline import Kind, Timeline, gathered_bytes
+from thunder_zero.timeline import Kind, Op, Timeline, gathered_bytes
 
 
 def keep_last(timeline: Timeline) -> Timeline:
     """Keeps the last units of forward, as many as do not raise the peak of gathered bytes (``policy.keep_last``)."""
     if not timeline.plan.policy.keep_last:
         return timeline
-    bound = _peak(timeline)
+    short = timeline.with_ops(_touching(timeline))
+    bound = _peak(short)
     kept: frozenset[str] = frozenset()
-    best = timeline
-    for paths in _runs_from_the_last(timeline):
+    best = timeline.plan
+    for paths in _runs_from_the_last(short):
         kept |= paths
         params = tuple(replace(param, kept=param.kept or param.path in kept) for param in timeline.plan.params)
-        trial = replace(timeline, plan=replace(timeline.plan, params=params))
-        if _peak(trial) > bound:
+        trial = replace(timeline.plan, params=params)
+        if _peak(replace(short, plan=trial)) > bound:
             break
         best = trial
-    return best
+    return replace(timeline, plan=best)
+
+
+def _touching(timeline: Timeline) -> list[Op]:
+    """The operations that the peak of gathered bytes depends on, which is tried out several times: all but what
+    computes from other values than gathered parameters and reduced gradients."""
+    inside = cone(timeline)
+    waited = {name for op in timeline.ops if op.kind is Kind.WAIT for name in op.writes}
+    feeding: set[str] = set()  # constants that the cone reads
+    ops = [timeline.ops[-1]]
+    for op in reversed(timeline.ops[:-1]):
+        makes = not feeding.isdisjoint(op.writes) or any(name in inside for name in op.writes)
+        if op.kind is not Kind.COMPUTE or makes or any(name in inside or name in waited for name in op.reads):
+            ops.append(op)
+        if makes:
+            feeding.update(op.reads)
+    return ops[::-1]
 
 
 def _peak(timeline: Timeline) -> int:
@@ -44,9 +61,10 @@ def _peak(timeline: Timeline) -> int:
 
 
 def _runs_from_the_last(timeline: Timeline) -> list[frozenset[str]]:
-    """The parameters that backward would gather again, those that forward gathers last first, a unit at a time.
+    """The units that backward would gather again, the one that forward gathers last first, with all their parameters.
 
-    The root unit comes in several runs: its embedding at the end, its head at the start.
+    All, because a fuser may let backward compute from those too that it would not read otherwise (a bias). The root
+    unit comes in several runs: its embedding at the end, its head at the start.
     """
     chain = {name: at for name, at in not_kept(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
     needed: set[str] = set()
@@ -57,5 +75,7 @@ def _runs_from_the_last(timeline: Timeline) -> list[frozenset[str]]:
             needed.add(name)
             reads += timeline.ops[chain[name]].reads
     gathers = [op for op in reversed(timeline.ops) if op.kind is Kind.GATHER and not op.backward]
-    wanted = [param for op in gathers if op.writes[0] in needed for param in timeline.params_of(op)]
-    return [frozenset(param.path for param in run) for _, run in groupby(wanted, key=lambda param: param.unit)]
+    runs = [list(run) for _, run in groupby(gathers, key=lambda op: timeline.params_of(op)[0].unit)]
+    return [
+        frozenset(path for op in run for path in op.params) for run in runs if any(op.writes[0] in needed for op in run)
+    ]

@@ -9,13 +9,15 @@ from and into the tensors' own memory (rows of dim 0 are contiguous)::
     all_reduce       reduce_scatter of equal parts, all_gather of means  2 (W - 1) / W
                      W = 2: both send all they have and add up           the same, one message
 
-Padding never travels, and an empty range is no message. Both ends derive the messages from the
-shapes alone. Sums are taken in rank order, of half precision in float32, and divided once.
+Padding never travels, and an empty range is no message. Both ends derive the messages from
+shapes and paths alone. Sums are taken in rank order, of half precision in float32, and divided once.
 
-Two background threads, which mostly sleep: SENDER hands messages to gloo, which copies as much as
-the socket takes before it returns (milliseconds, for large ones); AVERAGER starts the second half
-of an all-reduce when the first has ended, so that it does not wait for somebody to wait. Each has a
-tag of its own: among messages of one tag and pair, the n-th sent is the n-th received.
+Two background threads, which mostly sleep: COURIER tells gloo what to receive and what to send.
+gloo copies as much as the socket takes before a send returns (milliseconds, for large ones), and
+who announces a receive must wait for that. The announcement is a message too, so receives come
+before the sends of their bucket, or it would leave behind their bytes. AVERAGER starts the second
+half of an all-reduce when the first has ended, so that it does not wait for somebody to wait. Each
+sends under a tag of its own: among messages of one tag and pair, the n-th sent is the n-th received.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from functools import cache
+from itertools import chain
+from math import prod
 from queue import SimpleQueue
 
 import torch
@@ -44,7 +48,7 @@ Wait = Callable[[], object]
 PACK_BELOW_BYTES = 64 << 10
 TAG = 0x7A65726F  # "zero": user messages will hardly carry it
 TAG_MEANS = TAG + 1  # second half of an all-reduce
-SENDER, AVERAGER = "sender", "averager"  # the background threads
+COURIER, AVERAGER = "courier", "averager"  # the background threads
 EXIT_SECONDS = 1.0  # how long a rank that failed waits for them
 BLOCK = 1 << 16  # elements of half precision that are added up at once, so that their float32 sums stay in the cache
 
@@ -60,6 +64,14 @@ class Exchange:
         self._peers = tuple((self._rank + step) % self._world_size for step in range(1, self._world_size))
         self._pending: set[Handle] = set()
 
+    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
+        """The small ones of a unit and dtype; see :meth:`thunder_zero.runtime.transport.Transport.neighbours`."""
+        packed: dict[tuple[str, str], list[Param]] = {}
+        for param in sorted(params, key=packing_order):
+            if prod(layout.shard_shape(param.shape, self._world_size)) * param.itemsize < PACK_BELOW_BYTES:
+                packed.setdefault((param.unit, param.dtype), []).append(param)
+        return [together for together in packed.values() if len(together) > 1]
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def all_gather(
@@ -72,15 +84,16 @@ class Exchange:
             fulls = [full.detach()[: param.shape[0]] for full, param in zip(into, params, strict=True)]
         cuts = [self._cut_rows(full) for full in fulls]  # [member][rank] -> flat rows of that rank
         own = [shard.detach().view(-1)[: cut[self._rank].numel()] for shard, cut in zip(shards, cuts, strict=True)]
-        steps, sends = [], []
+        steps, outgoing = [], []
         for members in messages(shards, self._world_size, sharded=True):
+            members.sort(key=lambda at: packing_order(params[at]))
             columns = {rank: [cuts[at][rank] for at in members] for rank in self._peers}
             slots = {rank: _one_buffer(column) for rank, column in columns.items()}
-            receives = self._receive(slots, TAG)
-            message = _pack([own[at] for at in members])
-            sends += self._send_soon(dict.fromkeys(self._peers, message))
+            receives = self._receive_soon(slots, TAG)
+            outgoing.append(dict.fromkeys(self._peers, _pack([own[at] for at in members])))
             unpack = _unpacking((slots[rank], columns[rank]) for rank in self._peers) if len(members) > 1 else None
             steps.append(Step(receives, unpack))
+        sends = self._send_soon(outgoing)
         if into is None:
             for rows, cut in zip(own, cuts, strict=True):
                 cut[self._rank].copy_(rows)
@@ -94,15 +107,15 @@ class Exchange:
         means = tuple(_empty(grad, shape) for grad, shape in zip(grads, shapes, strict=True))
         cuts = [self._cut_rows(grad.detach().contiguous()) for grad in grads]
         own = [mean.view(-1)[: cut[self._rank].numel()] for mean, cut in zip(means, cuts, strict=True)]
-        steps, sends = [], []
+        steps, outgoing = [], []
         for members in messages(means, self._world_size, sharded=True):
             parts = [_pack([cuts[at][rank] for at in members]) for rank in range(self._world_size)]
             mean = _one_buffer([own[at] for at in members])
-            step, sent = self._reduce(parts, mean)
-            steps.append(step)
-            sends += sent
+            steps.append(self._reduce(parts, mean))
+            outgoing.append({rank: parts[rank] for rank in self._peers})
             if len(members) > 1:
                 steps.append(Step((), _unpacking([(mean, [own[at] for at in members])])))
+        sends = self._send_soon(outgoing)
         for mean, rows in zip(means, own, strict=True):
             mean.view(-1)[rows.numel() :].zero_()
         return Handle([*steps, *sends], means, self._pending)
@@ -112,44 +125,39 @@ class Exchange:
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """Average; see :meth:`thunder_zero.runtime.transport.Transport.all_reduce`."""
         means = tuple(_empty(grad, tuple(grad.shape)) for grad in grads)
-        steps, sends = [], []
+        steps, outgoing = [], []
         for members in messages(means, self._world_size, sharded=False):
             flat = _pack([grads[at].detach().contiguous().view(-1) for at in members])
             slots = [means[at].view(-1) for at in members]
             mean = _one_buffer(slots)
-            if self._world_size == 2:
-                step, sent = self._reduce([flat, flat], mean)
-                steps.append(step)
-                sends += sent
-            else:
-                steps += self._reduce_and_spread(flat, mean)
+            parts = [flat, flat] if self._world_size == 2 else self._cut_rows(flat)
+            steps += [self._reduce(parts, mean)] if self._world_size == 2 else self._reduce_and_spread(parts, mean)
+            outgoing.append({rank: parts[rank] for rank in self._peers})
             if len(members) > 1:
                 steps.append(Step((), _unpacking([(mean, slots)])))
-        return Handle([*steps, *sends], means, self._pending)
+        return Handle([*steps, *self._send_soon(outgoing)], means, self._pending)
 
     def drain(self) -> None:
         """End what is under way; see :meth:`thunder_zero.runtime.transport.Transport.drain`."""
         drain(self._pending)
 
-    def _reduce(self, parts: Sequence[Tensor], mean: Tensor) -> tuple[Step, list[Step]]:
-        """Send ``parts[r]`` to rank r; the step writes the mean of what all ranks have for this one into ``mean``.
+    def _reduce(self, parts: Sequence[Tensor], mean: Tensor) -> Step:
+        """The step writes the mean of what all ranks have for this one into ``mean``.
 
-        Returns the step, and those that end the sending.
+        Whoever calls has ``parts[r]`` sent to rank r.
         """
         lowest = min(self._peers)  # its part is the first or second one, so its place may be where the mean goes
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
-        receives = self._receive(arrived, TAG)
-        sends = self._send_soon({rank: parts[rank] for rank in self._peers})
+        receives = self._receive_soon(arrived, TAG)
         arrived[self._rank] = parts[self._rank]
         in_rank_order = [arrived[rank] for rank in range(self._world_size)]
-        return Step(receives, lambda: mean_into(mean, in_rank_order)), sends
+        return Step(receives, lambda: mean_into(mean, in_rank_order))
 
-    def _reduce_and_spread(self, flat: Tensor, mean: Tensor) -> list[Step]:
-        """Average ``flat`` into ``mean``, both 1-D: each rank averages a part and sends it to the others."""
+    def _reduce_and_spread(self, parts: Sequence[Tensor], mean: Tensor) -> list[Step]:
+        """As ``_reduce``, for this rank's part of ``mean``, which it then sends to the others, as they send theirs."""
         slots = self._cut_rows(mean)
-        reduce, sends = self._reduce(self._cut_rows(flat), slots[self._rank])
-        receives = self._receive({rank: slots[rank] for rank in self._peers}, TAG_MEANS)
-
+        receives = self._receive_soon({rank: slots[rank] for rank in self._peers}, TAG_MEANS)
+        reduce = self._reduce(parts, slots[self._rank])
         sent: list[Wait] = []
 
         def average_then_send() -> None:
@@ -157,24 +165,35 @@ class Exchange:
             sent.extend(self._send(dict.fromkeys(self._peers, slots[self._rank]), TAG_MEANS))
 
         averaged = in_background(AVERAGER, average_then_send)
-        return [Step((averaged.result,)), Step(receives), Step(sent), *sends]
+        return [Step((averaged.result,)), Step(receives), Step(sent)]
 
     def _cut_rows(self, tensor: Tensor) -> list[Tensor]:
         """The flat rows of each rank, in rank order; ``tensor`` is contiguous."""
         ranges = [layout.row_range(tensor.shape[0], self._world_size, rank) for rank in range(self._world_size)]
         return [tensor[start:stop].view(-1) for start, stop in ranges]
 
-    def _send_soon(self, messages: dict[int, Tensor]) -> list[Step]:
-        """Have messages sent, by rank, under TAG; the steps end the sending."""
+    def _send_soon(self, outgoing: Sequence[dict[int, Tensor]]) -> list[Step]:
+        """Have a bucket's messages sent, each by rank, under TAG; the steps end the sending."""
         sent: list[Wait] = []
-        posted = in_background(SENDER, lambda: sent.extend(self._send(messages, TAG)))
+
+        def post() -> None:
+            for messages in outgoing:
+                sent.extend(self._send(messages, TAG))
+
+        posted = in_background(COURIER, post)
         return [Step((posted.result,)), Step(sent)]
 
     def _send(self, messages: dict[int, Tensor], tag: int) -> list[Wait]:
         return [send(message, rank, self._group, tag) for rank, message in messages.items() if message.numel()]
 
-    def _receive(self, slots: dict[int, Tensor], tag: int) -> list[Wait]:
-        return [receive(slot, rank, self._group, tag) for rank, slot in slots.items() if slot.numel()]
+    def _receive_soon(self, slots: dict[int, Tensor], tag: int) -> Iterable[Wait]:
+        """Have messages received, by rank; the waits, in their order, end the receiving."""
+        pairs = [(slot, rank) for rank, slot in slots.items() if slot.numel()]
+        received: list[Wait] = []
+        posted = in_background(
+            COURIER, lambda: received.extend(receive(slot, rank, self._group, tag) for slot, rank in pairs)
+        )
+        return chain((posted.result,), received)
 
 
 def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
@@ -268,9 +287,31 @@ def _settle(thread: str) -> None:
     futures.wait([in_background(thread, lambda: None)], timeout=EXIT_SECONDS)
 
 
+def packing_order(param: Param) -> tuple[str, str]:
+    """Sorts by the last part of the path first: backward gathers a unit's weights without its biases."""
+    module, _, attribute = param.path.rpartition(".")
+    return attribute, module
+
+
+def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
+    """What contiguous 1-D tensors are together, without a copy: each begins in memory where the one before it ends.
+
+    None if they do not.
+    """
+    end = tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end:
+            return None
+        end += tensor.nbytes
+    if tensors[0].untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
+        return None
+    return tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+
+
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """One 1-D message: the tensor itself if there is only one, else a copy of all, one after the other."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+    """One 1-D message: the tensors' own memory if they lie in it side by side, else a copy, one after the other."""
+    message = tensors[0] if len(tensors) == 1 else adjoining(tensors)
+    return torch.cat(list(tensors)) if message is None else message
 
 
 def _one_buffer(tensors: Sequence[Tensor]) -> Tensor:

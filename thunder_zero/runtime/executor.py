@@ -15,8 +15,8 @@ only places that turn a parameter into collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
 from math import prod
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from thunder_zero.plan import Param, Plan
 import thunder.core.dtypes as dtypes
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
-from thunder.core.symbol import Symbol
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import OperatorExecutor
 
 
@@ -74,7 +74,8 @@ class ZeroExecutor(OperatorExecutor):
         super().__init__("thunder_zero")
         self.plan = plan
         self.scheduled = plan  # the plan with what the latest schedule keeps
-        self.replicated: frozenset[str] = frozenset()  # inputs that are replicated parameters; insert fills it
+        self.inputs: Mapping[str, str] = {}  # inputs of the trace that are parameters, with their paths
+        self.trained: frozenset[str] = frozenset()  # paths of the parameters to which autodiff gives a gradient
         self.all_gather = self._register("zero_all_gather", self._gather_meta, _one(runtime.all_gather))
         self.all_reduce = self._register("zero_all_reduce", self._reduce_meta, _one(runtime.reduce))
         self.reduce_scatter = self._register("zero_reduce_scatter", self._reduce_meta, _one(runtime.reduce))
@@ -100,6 +101,10 @@ class ZeroExecutor(OperatorExecutor):
     ) -> Symbol:
         return self.register_operator(name, meta=meta, fn=fn, tags=tags)
 
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        """Never; Thunder would find out by looking at all that a line calls, for every line."""
+        return False
+
     def reduction(self, param: Param) -> Symbol:
         """The symbol that reduces the parameter's gradient."""
         return self.reduce_scatter if param.sharded else self.all_reduce
@@ -109,6 +114,11 @@ class ZeroExecutor(OperatorExecutor):
         """Launching symbols by name, with the one-tensor symbol that each stands for."""
         singles = (self.all_gather, self.all_reduce, self.reduce_scatter)
         return {name.name: single for single in singles for name in (single, self.coalesced[single])}
+
+    @cached_property
+    def waits(self) -> frozenset[str]:
+        """The names of the symbols that wait."""
+        return frozenset((self.wait.name, self.coalesced[self.wait].name))
 
     # What tracing needs to know: shapes, dtypes, devices.
 
@@ -161,6 +171,7 @@ def _no_meta(*args: Any) -> None:
     return None
 
 
+@cache
 def dtype_name(dtype: dtypes.dtype) -> str:
     """``"float32"`` for Thunder's ``float32``, weak or strong."""
     return str(dtypes.to_torch_dtype(dtype)).removeprefix("torch.")

@@ -37,6 +37,10 @@ class _Native:
         self._rank = dist.get_rank(group)
         self._pending: set[Handle] = set()
 
+    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
+        """No tensor is packed."""
+        return []
+
     @torch.inference_mode(False)
     @torch.no_grad()
     def all_gather(

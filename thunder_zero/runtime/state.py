@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thunder_zero import layout
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime import agree
+from thunder_zero.runtime.clock import Clock, Waitable
 from thunder_zero.runtime.intact import Intact
 from thunder_zero.runtime.transport import Handle, Transport, transport_for
 
@@ -43,6 +45,7 @@ class State:
         group: the process group.
         shards: what the optimizer sees, by path: this rank's rows, or the full parameter.
         placeholders: what stands in the plain module instead, by path: the full shape, no memory.
+        clock: sees the waits, while somebody measures.
     """
 
     def __init__(
@@ -51,13 +54,21 @@ class State:
         self.plan = plan
         self.group = group
         self.device = device
+        self.clock = Clock(device)
         self._transport: Transport = transport_for(group, device)
         self._resident: dict[str, Tensor] = {}  # ZeRO-1: padded full parameters, whose own rows are the shards
         self._stale: set[str] = set()  # resident parameters that changed here, or, once agreed, on any rank
         self._versions: dict[str, int] = {}  # of their shards when all rows were last in date
         self._reduced = False  # gradients were reduced since the ranks last agreed on what is stale
         self._agreed: set[bool] = set()  # halves whose schedules were compared: backward?
-        self.shards = {param.path: self._own(param, originals[param.path].detach().to(device)) for param in plan.params}
+        rows = {param.path: self._own(param, originals[param.path].detach().to(device)) for param in plan.params}
+        gathered = [param for param in plan.params if param.sharded and not param.resident]
+        for together in self._transport.neighbours(gathered):
+            paths = [param.path for param in together]
+            rows.update(zip(paths, side_by_side([rows[path] for path in paths]), strict=True))
+        self.shards = {
+            param.path: nn.Parameter(rows[param.path], requires_grad=param.requires_grad) for param in plan.params
+        }
         self.placeholders = {param.path: placeholder(originals[param.path], device) for param in plan.params}
         self._note_versions(self._resident)
         for path, original in originals.items():
@@ -84,21 +95,21 @@ class State:
         self._intact = Intact(model, self.plan, self.shards, self.placeholders, self._resident)
 
     @torch.no_grad()
-    def _own(self, param: Param, full: Tensor) -> nn.Parameter:
-        if not param.sharded:
-            return nn.Parameter(full, requires_grad=param.requires_grad)
+    def _own(self, param: Param, full: Tensor) -> Tensor:
         if not param.resident:
-            return nn.Parameter(self.own_rows(param, full), requires_grad=param.requires_grad)
+            return self.own_rows(param, full)
         buffer = full.new_zeros(layout.padded_shape(param.shape, self.plan.world_size))
         buffer[: param.shape[0]] = full
         self._resident[param.path] = buffer
-        shard = buffer.tensor_split(self.plan.world_size)[self.plan.rank]
-        return nn.Parameter(shard, requires_grad=param.requires_grad)
+        return buffer.tensor_split(self.plan.world_size)[self.plan.rank]
 
     # What the traces call.
 
-    def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Handle | Resident:
+    def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start gathering. ZeRO-1 sends only what an optimizer has changed since the last time."""
+        return self.clock.watched(self._gather(shards, paths), paths[0], gather=True)
+
+    def _gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         params = [self.plan.by_name[path] for path in paths]
         if not params[0].resident:
             return self._transport.all_gather(shards, params)
@@ -113,15 +124,14 @@ class State:
         full = tuple(buffer[: param.shape[0]] for buffer, param in zip(buffers, params, strict=True))
         return Resident(full, refresh, lambda: self._note_versions(paths))
 
-    def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Handle:
+    def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start reducing gradients to their mean over ranks."""
         self._reduced = True
         params = [self.plan.by_name[path] for path in paths]
         # Thunder takes a 0-dim CPU tensor for a number, and leaves it to autograd to sum its gradient.
         grads = [grad.sum_to_size(param.shape) for grad, param in zip(grads, params, strict=True)]
-        if params[0].sharded:
-            return self._transport.reduce_scatter(grads, params)
-        return self._transport.all_reduce(grads, params)
+        start = self._transport.reduce_scatter if params[0].sharded else self._transport.all_reduce
+        return self.clock.watched(start(grads, params), paths[0], gather=False)
 
     def check_model(self, model: Any) -> None:
         """Run before every forward: the model is as planned, and nothing of a failed step is under way.
@@ -203,6 +213,14 @@ class State:
             return shard.clone()
         return self._transport.all_gather([shard], [param]).wait()[0].clone()
 
+    def seconds_alone(self, paths: Sequence[str]) -> float:
+        """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""
+        params, shards = [self.plan.by_name[path] for path in paths], [self.shards[path].detach() for path in paths]
+        dist.barrier(group=self.group)
+        start = self.clock.now()
+        self._transport.all_gather(shards, params).wait()
+        return start.until(self.clock.now())
+
 
 class Resident:
     """The handle of ZeRO-1's parameters: there already, or being refreshed in place."""
@@ -218,6 +236,22 @@ class Resident:
             self._refresh.wait()
             self._refreshed()
         return self._full
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors of one dtype that share one memory, one after the other.
+
+    Each is a tensor by itself and no view, with a version of its own: autograd keeps shards for backward, and a
+    step of another shard must not seem to have changed them.
+    """
+    memory = torch.cat([tensor.flatten() for tensor in tensors])
+    starts = accumulate((tensor.numel() for tensor in tensors), initial=0)
+    return [
+        torch.empty(0, dtype=memory.dtype, device=memory.device).set_(
+            memory.untyped_storage(), start, tensor.shape, tensor.stride()
+        )
+        for start, tensor in zip(starts, tensors, strict=False)
+    ]
 
 
 def placeholder(param: nn.Parameter, device: torch.device) -> nn.Parameter:

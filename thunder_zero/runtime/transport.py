@@ -25,6 +25,12 @@ class Transport(Protocol):
     until the handle's ``wait``.
     """
 
+    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
+        """Which of these sharded parameters' shards travel without a copy if they lie side by side in memory.
+
+        Each list is one such memory, of one dtype, in its order; most parameters are in none.
+        """
+
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Handle:
@@ -67,6 +73,10 @@ class Alone:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._pending: set[Handle] = set()
+
+    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
+        """Nothing travels."""
+        return []
 
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None

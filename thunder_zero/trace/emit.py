@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from thunder_zero.runtime.executor import ZeroExecutor
 from thunder_zero.timeline import Kind, Op, Timeline
-from thunder_zero.trace.lift import PREAMBLE, read_by, written_by
+from thunder_zero.trace.lift import PREAMBLE, Line, lines_of, read_by, written_by
 
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol
@@ -23,10 +23,10 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCtx:
     """The joint trace that runs ``timeline``, whose operations were lifted from ``trace``."""
-    lines = trace.bound_symbols
-    proxies = {proxy.name: proxy for line in lines for proxy in (*line.flat_proxy_args, *line.flat_proxy_outs)}
+    lines = lines_of(trace)
+    proxies = {proxy.name: proxy for line in lines for proxy in (*line.given, *line.gives)}
     new = from_trace(trace)
-    new.bound_symbols = [line for line in lines if line.sym.id in PREAMBLE]
+    new.bound_symbols = [line.bsym for line in lines if line.bsym.sym.id in PREAMBLE]
     with tracectx(new):
         for op in timeline.ops:
             if op.kind is not Kind.FREE:
@@ -35,19 +35,19 @@ def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCt
     return new
 
 
-def _line(op: Op, lines: Sequence[BoundSymbol], proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
+def _line(op: Op, lines: Sequence[Line], proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
     if op.kind is Kind.COMPUTE:
-        line = _compute(op, lines[op.source[0]], proxies)
+        bsym = _compute(op, lines[op.source[0]], proxies)
     elif op.kind is Kind.WAIT:
-        line = _wait(op, proxies, executor)
+        bsym = _wait(op, proxies, executor)
     else:
-        line = _launch(op, executor.launches[lines[op.source[0]].sym.name], proxies, executor)
+        bsym = _launch(op, executor.launches[lines[op.source[0]].bsym.sym.name], proxies, executor)
     if op.backward and (op.again or op.kind is not Kind.COMPUTE):
-        line.tags.add(BoundSymbolTag.BACKWARD)
-    return line
+        bsym.tags.add(BoundSymbolTag.BACKWARD)
+    return bsym
 
 
-def _compute(op: Op, line: BoundSymbol, proxies: dict[str, Proxy]) -> BoundSymbol:
+def _compute(op: Op, line: Line, proxies: dict[str, Proxy]) -> BoundSymbol:
     """The lifted line, under the names that the timeline gives to what it reads and writes."""
     written = written_by(line)
     for name, original in zip(op.writes, written.values(), strict=True):
@@ -55,7 +55,7 @@ def _compute(op: Op, line: BoundSymbol, proxies: dict[str, Proxy]) -> BoundSymbo
             proxies[name] = original.replace_name(name)
     before, after = [*read_by(line), *written], [*op.reads, *op.writes]
     swap = {variableify(proxies[b]): proxies[a] for b, a in zip(before, after, strict=True) if a != b}
-    return line.from_bsym_swap_proxies(swap) if swap else line
+    return line.bsym.from_bsym_swap_proxies(swap) if swap else line.bsym
 
 
 def _launch(op: Op, single: Symbol, proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:

@@ -13,13 +13,12 @@ autodiff and reduced once. The prologue's checks are given the shapes of the sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime.executor import ZeroExecutor
+from thunder_zero.trace.lift import proxies_in
 
-import thunder.core.utils as utils
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
@@ -28,13 +27,9 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 def parameter_inputs(prologue: TraceCtx, computation: TraceCtx, plan: Plan) -> dict[str, Param]:
     """The parameters among the inputs of the computation, by the name of their proxies."""
-    producers = utils.producers(prologue)
-    paths = {
-        comp.name: producers[pro].args[1]
-        for pro, comp in zip(prologue.output[0], computation.args, strict=True)
-        if producers[pro].sym is prims.unpack_parameter
-    }
-    return {name: plan.by_name[path] for name, path in paths.items()}
+    paths = {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_parameter}
+    pairs = zip(prologue.output[0], computation.args, strict=True)
+    return {comp.name: plan.by_name[paths[pro.name]] for pro, comp in pairs if pro.name in paths}
 
 
 def insert_synchronize(computation: TraceCtx, inputs: dict[str, Param], executor: ZeroExecutor) -> TraceCtx:
@@ -51,7 +46,7 @@ def insert_synchronize(computation: TraceCtx, inputs: dict[str, Param], executor
     proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in inputs}
     for name, proxy in proxies.items():
         proxy._shape = executor.plan.shard_shape(inputs[name])  # Thunder's transforms do the same; proxies are shared
-    executor.replicated = frozenset(name for name, param in inputs.items() if not param.sharded)
+    executor.inputs = {name: param.path for name, param in inputs.items()}
     new = from_trace(computation)
     full: dict[str, TensorProxy] = {}  # by path
     swap: dict[Any, Proxy] = {}  # by input
@@ -64,32 +59,26 @@ def insert_synchronize(computation: TraceCtx, inputs: dict[str, Param], executor
             if bsym.sym is prims.unpack_trivial:
                 new.bound_symbols.append(bsym)
                 continue
-            for proxy in _parameters(bsym, proxies):
+            read = [proxies[proxy.name] for proxy in proxies_in((bsym.args, bsym.kwargs)) if proxy.name in proxies]
+            for proxy in read:
                 param = inputs[proxy.name]
                 if param.path not in full:
                     full[param.path] = executor.synchronize(proxy, param.path)
                 swap[variableify(proxy)] = full[param.path]
-            new.bound_symbols.append(bsym.from_bsym_swap_proxies(swap, skip_output=True))
+            new.bound_symbols.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if read else bsym)
     new.set_provenance(TraceProvenance("Insert synchronise (thunder_zero)"))
     return new
 
 
 def shard_checks(prologue: TraceCtx, plan: Plan) -> None:
     """Give the prologue's checks the shapes of the shards (in place, as Thunder's own transforms do)."""
-    consumers = utils.consumers(prologue)
+    shapes: dict[str, tuple[int, ...]] = {}
     for bsym in prologue.bound_symbols:
-        if bsym.sym is not prims.unpack_parameter:
-            continue
-        shape = plan.shard_shape(plan.by_name[bsym.args[1]])
-        bsym.output._shape = shape
-        for check in consumers.get(bsym.output, ()):
-            if check.sym is prims.check_tensor_shape_and_metadata:
-                tensor, _, *rest = check.args
-                check.args = (tensor, shape, *rest)
-
-
-def _parameters(bsym: BoundSymbol, proxies: dict[str, TensorProxy]) -> Iterator[TensorProxy]:
-    return (proxies[proxy.name] for proxy in bsym.flat_proxy_args if proxy.name in proxies)
+        if bsym.sym is prims.unpack_parameter:
+            bsym.output._shape = shapes[bsym.output.name] = plan.shard_shape(plan.by_name[bsym.args[1]])
+        elif bsym.sym is prims.check_tensor_shape_and_metadata and bsym.args[0].name in shapes:
+            tensor, _, *rest = bsym.args
+            bsym.args = (tensor, shapes[tensor.name], *rest)
 
 
 def _refuse_parameters(bsym: BoundSymbol, inputs: dict[str, Param]) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from math import prod
+from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +28,8 @@ from thunder.core.trace import TraceCtx
 from thunder.executors.pythonex import clear_mutable_collection
 
 PREAMBLE = {prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, prims.PrimIDs.COMMENT}
+SEQUENCES = (tuple, list)
+PLAIN = {bool, int, float, str, NoneType}  # nearly all that is no proxy
 NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DONT_DCE}
 
 
@@ -34,64 +38,114 @@ def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
 
     A line belongs to forward if forward's outputs need it, which is how Thunder will split.
     """
-    needed = _forward_lines(trace.bound_symbols)
-    ops = [
-        replace(op, backward=not needed[position])
-        for position, bsym in enumerate(trace.bound_symbols)
-        for op in _ops(bsym, position, executor)
-    ]
+    lines = lines_of(trace)
+    needed = _forward_lines(lines)
+    ops = [op for at, line in enumerate(lines) for op in _ops(line, at, not needed[at], executor)]
     ops.sort(key=lambda op: op.backward)
-    return Timeline(tuple(_with_params(ops)), _values(trace.bound_symbols), executor.plan, executor.replicated)
+    result = lines[-1].bsym.args[0]
+    returned = _gradients(result["flat_args"], result["output"], executor) if _is_joint(result) else ()
+    inputs = _inputs(trace.args, executor)
+    return Timeline(tuple(_with_params(ops)), _values(lines), executor.plan, inputs, returned)
 
 
 def lift_halves(forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor) -> Timeline:
     """The timeline of the two traces that run; ``source`` counts within each half."""
-    halves = [(forward, False)] + ([(backward, True)] if backward is not None else [])
+    halves = [lines_of(forward), [] if backward is None else lines_of(backward)]
     ops = [
-        replace(op, backward=is_backward)
-        for trace, is_backward in halves
-        for position, bsym in enumerate(trace.bound_symbols)
-        for op in _ops(bsym, position, executor)
+        op
+        for is_backward, lines in enumerate(halves)
+        for position, line in enumerate(lines)
+        for op in _ops(line, position, bool(is_backward), executor)
     ]
-    values = {name: value for trace, _ in halves for name, value in _values(trace.bound_symbols).items()}
-    return frees_of_gathered(Timeline(tuple(_with_params(ops)), values, executor.scheduled, executor.replicated))
+    values = _values([*halves[0], *halves[1]])
+    inputs = _inputs(forward.args, executor)
+    returned: tuple[tuple[str, str], ...] = ()
+    if backward is not None:
+        inputs |= _inputs(backward.args[1], executor)  # the gradients of outputs; forward has saved what is in args[0]
+        given = forward.bound_symbols[-1].args[0]["flat_args"]
+        returned = _gradients(given, backward.bound_symbols[-1].args[0], executor)
+    return frees_of_gathered(Timeline(tuple(_with_params(ops)), values, executor.scheduled, inputs, returned))
 
 
-def _ops(bsym: BoundSymbol, position: int, executor: ZeroExecutor) -> Iterator[Op]:
+class Line(NamedTuple):
+    """A line of a trace, with the proxies that it is called with and that it gives."""
+
+    bsym: BoundSymbol
+    given: list[Proxy]
+    gives: list[Proxy]
+
+
+def lines_of(trace: TraceCtx) -> list[Line]:
+    """The lines of a trace."""
+    return [Line(bsym, proxies_in((bsym.args, bsym.kwargs)), proxies_in(bsym.output)) for bsym in trace.bound_symbols]
+
+
+def _inputs(given: Any, executor: ZeroExecutor) -> dict[str, str | None]:
+    return {proxy.name: executor.inputs.get(proxy.name) for proxy in proxies_in(given)}
+
+
+def _gradients(given: Sequence[Any], returned: Sequence[Any], executor: ZeroExecutor) -> tuple[tuple[str, str], ...]:
+    """Path and gradient of each argument that is a parameter and gets one: backward returns an entry an argument."""
+    pairs = zip(given, returned, strict=True)
+    named = ((arg.name, grad.name) for arg, grad in pairs if isinstance(arg, Proxy) and isinstance(grad, Proxy))
+    return tuple((executor.inputs[name], grad) for name, grad in named if name in executor.inputs)
+
+
+def _ops(line: Line, position: int, backward: bool, executor: ZeroExecutor) -> Iterator[Op]:
+    bsym = line.bsym
     if bsym.sym.id in PREAMBLE or bsym.sym is clear_mutable_collection:
         return
-    reads, writes = tuple(read_by(bsym)), tuple(written_by(bsym))
-    source = (position,)
+    reads, writes = tuple(read_by(line)), tuple(written_by(line))
+    kind, repeatable = Kind.COMPUTE, False
+    paths: tuple[str, ...] = ()
     if bsym.sym.id is prims.PrimIDs.DEL:
-        yield Op(Kind.FREE, reads, source=source)
+        kind = Kind.FREE
     elif single := executor.launches.get(bsym.sym.name):
         kind = Kind.GATHER if single is executor.all_gather else Kind.REDUCE
-        paths = (
-            bsym.args[1]
-            if isinstance(bsym.args[1], Sequence) and not isinstance(bsym.args[1], str)
-            else (bsym.args[1],)
-        )
-        yield Op(kind, reads, writes, params=tuple(paths), source=source)
-    elif bsym.sym in (executor.wait, executor.coalesced[executor.wait]):
-        yield Op(Kind.WAIT, reads, writes, source=source)
+        paths = (bsym.args[1],) if isinstance(bsym.args[1], str) else tuple(bsym.args[1])
+    elif bsym.sym.name in executor.waits:
+        kind = Kind.WAIT
     else:
-        yield Op(Kind.COMPUTE, reads, writes, repeatable=_is_repeatable(bsym), source=source)
+        repeatable = _is_repeatable(bsym)
+    yield Op(kind, reads, writes, paths, backward, repeatable, source=(position,))
 
 
-def read_by(bsym: BoundSymbol) -> dict[str, Proxy]:
+def read_by(line: Line) -> dict[str, Proxy]:
     """What a line reads, by name. A ``get_grad`` names an output of forward and reads its gradient; forward's
     return hands out outputs, and saves the rest for backward, where it is read."""
+    bsym = line.bsym
     if bsym.sym is prims.get_grad:
         return {}
     is_forward_return = bsym.sym is prims.python_return and len(bsym.args) == 2 and isinstance(bsym.args[0], dict)
-    read = tree_iter(bsym.args[0]["flat_output"]) if is_forward_return else bsym.flat_proxy_args
-    return {proxy.name: proxy for proxy in read if isinstance(proxy, Proxy)}
+    read = proxies_in(bsym.args[0]["flat_output"]) if is_forward_return else line.given
+    return {proxy.name: proxy for proxy in read}
 
 
-def written_by(bsym: BoundSymbol) -> dict[str, Proxy]:
+def written_by(line: Line) -> dict[str, Proxy]:
     """What a line writes, by name; an input that it hands through is not written."""
-    inputs = {proxy.name for proxy in bsym.flat_proxy_args}
-    return {proxy.name: proxy for proxy in bsym.flat_proxy_outs if proxy.name not in inputs}
+    inputs = {proxy.name for proxy in line.given}
+    return {proxy.name: proxy for proxy in line.gives if proxy.name not in inputs}
+
+
+def proxies_in(tree: Any) -> list[Proxy]:
+    """The proxies in what a line is called with, or gives. Thunder's own flattening takes ten times as long."""
+    found: list[Proxy] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[Proxy]) -> None:
+    if isinstance(tree, Proxy):
+        found.append(tree)
+    elif isinstance(tree, SEQUENCES):
+        for item in tree:
+            if type(item) not in PLAIN:
+                _collect(item, found)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            _collect(item, found)
+    elif type(tree) not in PLAIN:  # a slice or a dataclass, say
+        found += (leaf for leaf in tree_iter(tree) if isinstance(leaf, Proxy))
 
 
 def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
@@ -103,12 +157,12 @@ def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
         yield replace(op, params=params[op.reads[0]]) if op.kind is Kind.WAIT else op
 
 
-def _values(bsyms: Sequence[BoundSymbol]) -> dict[str, Value]:
+def _values(lines: Sequence[Line]) -> dict[str, Value]:
     values: dict[str, Value] = {}
-    for bsym in bsyms:
-        for proxy in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args):
+    for line in lines:
+        for proxy in (*line.gives, *line.given):
             if proxy.name not in values and isinstance(proxy, TensorProxy | FutureTensorProxy):
-                values[proxy.name] = Value(proxy.numel * dtype_bytes(proxy), dtype_name(proxy.dtype))
+                values[proxy.name] = Value(prod(proxy.shape) * dtype_bytes(proxy), dtype_name(proxy.dtype))
     return values
 
 
@@ -117,23 +171,27 @@ def dtype_bytes(proxy: TensorProxy | FutureTensorProxy) -> int:
     return int(proxy.dtype.bytes)
 
 
-def _forward_lines(bsyms: Sequence[BoundSymbol]) -> list[bool]:
+def _forward_lines(lines: Sequence[Line]) -> list[bool]:
     """Which lines forward's outputs need: Thunder's rule for the split, on positions."""
-    result = bsyms[-1].args[0]
-    if not (isinstance(result, dict) and "fw_flat_out" in result):
-        return [True] * len(bsyms)
-    needed = {proxy.name for proxy in tree_iter(result["fw_flat_out"]) if isinstance(proxy, Proxy)}
-    needed |= {proxy.name for proxy in result["flat_args"] if isinstance(proxy, Proxy)}
-    lines = [False] * len(bsyms)
-    for position in reversed(range(len(bsyms) - 1)):
-        bsym = bsyms[position]
+    result = lines[-1].bsym.args[0]
+    if not _is_joint(result):
+        return [True] * len(lines)
+    needed = {proxy.name for proxy in proxies_in((result["fw_flat_out"], result["flat_args"]))}
+    forward = [False] * len(lines)
+    for position in reversed(range(len(lines) - 1)):
+        bsym, given, gives = lines[position]
         if bsym.sym is prims.get_grad:
             continue
         updates = bsym.sym.name == "copy_" and bsym.args[1].name in needed
-        if updates or bsym.sym.id in PREAMBLE or any(proxy.name in needed for proxy in bsym.flat_proxy_outs):
-            lines[position] = True
-            needed.update(proxy.name for proxy in bsym.flat_proxy_args)
-    return lines
+        if updates or bsym.sym.id in PREAMBLE or any(proxy.name in needed for proxy in gives):
+            forward[position] = True
+            needed.update(proxy.name for proxy in given)
+    return forward
+
+
+def _is_joint(result: Any) -> bool:
+    """Whether a trace that returns this holds a backward half too."""
+    return isinstance(result, dict) and "fw_flat_out" in result
 
 
 def _is_repeatable(bsym: BoundSymbol) -> bool:

@@ -12,35 +12,47 @@ from dataclasses import replace
 from thunder_zero import passes
 from thunder_zero.passes.mend import mend
 from thunder_zero.runtime.executor import ZeroExecutor
-from thunder_zero.timeline import Kind
 from thunder_zero.trace.emit import emit
 from thunder_zero.trace.lift import lift
 
 from thunder.core.proxies import Proxy, variableify
-from thunder.core.symbol import BoundSymbolTag
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.extend import FusionExecutor
 
 
-class Schedule(FusionExecutor):
+class JointPass(FusionExecutor):
+    """A fusion executor whose pass over the joint trace of one model fuses nothing."""
+
+    def __init__(self, name: str, executor: ZeroExecutor) -> None:
+        super().__init__(name)
+        self.executor = executor
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        """Never; Thunder would find out by looking at all that a line calls, for every line."""
+        return False
+
+
+class Schedule(JointPass):
     """Decides when every collective of one model starts and ends."""
 
     def __init__(self, executor: ZeroExecutor) -> None:
-        super().__init__("thunder_zero_schedule")
-        self.executor = executor
+        super().__init__("thunder_zero_schedule", executor)
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         """The joint trace with its collectives in the order that the passes decide."""
         trace = drop_replicas(trace, self.executor)
         if self.executor.plan.policy.check_gradients:
             trace = check_gradients(trace, self.executor)
-        timeline = passes.run(lift(trace, self.executor))
-        if any(op.kind is Kind.REDUCE for op in timeline.ops):  # it trains
+        lifted = lift(trace, self.executor)
+        self.executor.trained = frozenset(path for path, _ in lifted.gradients)
+        timeline = passes.run(lifted)
+        if any(op.backward for op in timeline.ops[:-1]):
             self.executor.scheduled = timeline.plan  # what is kept was decided on the way
         return emit(trace, timeline, self.executor)
 
 
-class Mend(FusionExecutor):
+class Mend(JointPass):
     """Stands last: looks at what the fusers made of the schedule.
 
     Thunder's rematerialisation may let a fused region of backward recompute from an input of a
@@ -48,11 +60,12 @@ class Mend(FusionExecutor):
     """
 
     def __init__(self, executor: ZeroExecutor) -> None:
-        super().__init__("thunder_zero_mend")
-        self.executor = executor
+        super().__init__("thunder_zero_mend", executor)
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         """The fused joint trace, in which backward reads nothing of forward's gathers that is not kept."""
+        if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
+            return trace
         timeline = replace(lift(trace, self.executor), plan=self.executor.scheduled)
         mended = mend(timeline)
         return trace if mended is timeline else emit(trace, mended, self.executor)

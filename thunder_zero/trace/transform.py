@@ -142,8 +142,10 @@ class ZeroTransform(Transform):
         if not is_backward:
             self._forward = trace
         timeline = lift_halves(self._forward, trace if is_backward else None, self.executor)
-        if is_backward or TraceTag.AUGMENTED_FORWARD not in trace.tags:
-            verify.check(timeline)
+        if is_backward:
+            verify.check(timeline, trained=self.executor.trained)
+        elif _saves_nothing(trace):  # else a backward comes, and both halves are checked together
+            verify.check(replace(timeline, plan=self.executor.plan))  # forward alone keeps nothing
         half = [op for op in timeline.ops if op.backward is is_backward]
         self._runtime.agree_on_schedule(is_backward, [f"{op.kind} {', '.join(op.params)}" for op in half if op.params])
         return trace
@@ -166,6 +168,11 @@ class ZeroTransform(Transform):
         executor = self._executor = ZeroExecutor(plan, runtime)
         data = compile_data(model)
         data.executors_list = (executor, Schedule(executor), *data.executors_list, Mend(executor))
+
+
+def _saves_nothing(forward: TraceCtx) -> bool:
+    """Whether a forward trace hands nothing to backward, so that it must end whatever it starts."""
+    return TraceTag.AUGMENTED_FORWARD not in forward.tags or not any(forward.bound_symbols[-1].args[1])
 
 
 def place(model: ThunderModule, state: State, device: torch.device | None) -> None:

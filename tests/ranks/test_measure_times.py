@@ -1,0 +1,212 @@
+"""``measure_times``: the same for all ranks, of the buckets that run; and training that uses them. No test reads a
+clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf, isfinite
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thunder_zero as tz
+from tests.harness.ranks import RanksPool
+from tests.ranks.models import Mlp, fresh, sharded
+from thunder_zero.runtime.clock import Clock, Moment, Wait, computed
+from thunder_zero.timeline import Kind
+
+# Each parameter is a bucket, and nothing is kept: more gathers, and other orders.
+POLICY = replace(tz.ZERO3, bucket_bytes=0, keep_last=False)
+
+
+def trainer(model: Any, rank: int, losses: list[Tensor] | None = None) -> Callable[[], None]:
+    """One step of training, each on another batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    generator = torch.Generator().manual_seed(rank)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, 7, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        if losses is not None:
+            losses.append(loss.detach())
+
+    return step
+
+
+def gathers(traces: tz.Traces) -> tuple[list[str], list[str]]:
+    """First path of each bucket that forward, and backward, gathers."""
+    ops = [op for op in traces.timeline.ops if op.kind is Kind.GATHER]
+    return [op.params[0] for op in ops if not op.backward], [op.params[0] for op in ops if op.backward]
+
+
+def measured(rank: int, world_size: int, policies: tuple[tz.Policy, ...]) -> list[Any]:
+    """For each policy: the times, and what is gathered."""
+    results = []
+    for policy in policies:
+        model = sharded(fresh(Mlp), policy)
+        step = trainer(model, rank)
+        step()
+        results.append((tz.measure_times(model, step, steps=2), gathers(tz.traces_of(model))))
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_ranks_get_the_same_times_of_the_buckets_that_run(ranks_pool: RanksPool, world_size: int) -> None:
+    policies = (POLICY, tz.ZERO3, tz.ZERO2, tz.ZERO1, tz.DDP)
+    ranks = ranks_pool.run(world_size, measured, policies)
+    assert all(repr(results) == repr(ranks[0]) for results in ranks)
+    for policy, (times, (forward, backward)) in zip(policies, ranks[0], strict=True):
+        assert list(times.forward) == sorted(forward[:-1]), "the last one of a half needs none"
+        assert list(times.backward) == sorted(backward[:-1])
+        assert (forward, backward) != ([], []) or policy.stage == 0
+        assert all(seconds > 0 for seconds in (*times.forward.values(), *times.backward.values()))
+        assert all(value == float(f"{value:.3g}") for value in (*times.forward.values(), times.bytes_per_second))
+        travels = world_size > 1 and policy.stage > 0
+        assert isfinite(times.bytes_per_second) if travels else times.bytes_per_second == inf
+
+
+def trained(rank: int, world_size: int) -> list[Any]:
+    """Losses and weights: by prefetch; measured meanwhile; by the times; by times that start all gathers at once."""
+    results = []
+    times = None
+    for how in ("prefetch", "measured", "times", "slow"):
+        policy = replace(POLICY, times=tz.Times({}, {}, 1.0) if how == "slow" else times)
+        losses: list[Tensor] = []
+        model = sharded(fresh(Mlp), policy)
+        step = trainer(model, rank, losses)
+        step()
+        if how == "measured":
+            times = tz.measure_times(model, step, steps=3)
+        else:
+            for _ in range(3):
+                step()
+        assert tz.traces_of(model).plan.policy == policy
+        results.append((losses, tz.full_state_dict(model)))
+    return results
+
+
+def test_a_model_trains_with_times_as_without(ranks_pool: RanksPool) -> None:
+    """To the bit: the same collectives at other moments. Measuring trains too."""
+    for results in ranks_pool.run(2, trained):
+        losses, weights = results[0]
+        assert len(losses) == 4
+        for other_losses, other_weights in results[1:]:
+            assert torch.equal(torch.stack(other_losses), torch.stack(losses))
+            assert all(torch.equal(other_weights[name], weight) for name, weight in weights.items())
+
+
+def refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def bad_calls(rank: int, world_size: int) -> dict[str, str]:
+    """What each misuse raises; after all of them, the model trains and can be measured."""
+    model: Any = sharded(fresh(Mlp), POLICY)
+    step = trainer(model, rank)
+    told = {"not called": refused(lambda: tz.measure_times(model, step))}
+    step()
+
+    def twice() -> None:
+        step()
+        step()
+
+    def forward_only() -> None:
+        model(torch.ones(3, 7))
+
+    told |= {
+        "no model": refused(lambda: tz.measure_times(Mlp(), step)),  # type: ignore[arg-type]
+        "no function": refused(lambda: tz.measure_times(model, None)),  # type: ignore[arg-type]
+        "no steps": refused(lambda: tz.measure_times(model, step, steps=0)),
+        "part of a step": refused(lambda: tz.measure_times(model, step, steps=1.5)),  # type: ignore[arg-type]
+        "twice": refused(lambda: tz.measure_times(model, twice)),
+        "forward only": refused(lambda: tz.measure_times(model, forward_only)),
+        "nothing": refused(lambda: tz.measure_times(model, lambda: None)),
+        "failed": refused(lambda: tz.measure_times(model, lambda: int("x"))),
+    }
+    told["after all"] = refused(lambda: tz.measure_times(model, step))
+    return told
+
+
+def test_what_cannot_be_measured_is_said_on_all_ranks(ranks_pool: RanksPool) -> None:
+    told, *others = ranks_pool.run(2, bad_calls)
+    assert all(other == told for other in others)
+    words = {
+        "not called": ["RuntimeError", "was not called yet", "run a step before measure_times"],
+        "no model": ["TypeError", "jitted with ZeroTransform", "got Mlp"],
+        "no function": ["TypeError", "step is None", "give a function"],
+        "no steps": ["ValueError", "steps is 0", "1 or more"],
+        "part of a step": ["ValueError", "steps is 1.5", "1 or more"],
+        "twice": ["RuntimeError", "of layers.0.weight", "has nothing", "runs both once"],
+        "forward only": ["RuntimeError", "step() is of nothing", "has layers.2.weight", "runs both once"],
+        "nothing": ["RuntimeError", "gather 0", "of nothing", "has layers.0.weight"],
+        "failed": ["ValueError", "invalid literal"],
+        "after all": ["nothing"],
+    }
+    assert told.keys() == words.keys()
+    for case, expected in words.items():
+        assert [word for word in expected if word not in told[case]] == [], told[case]
+
+
+def differing(rank: int, world_size: int) -> str:
+    """Rank 1 runs nothing as its step; rank 0 a forward of ZeRO-1 whose rows are fresh, which needs no other rank."""
+    model: Any = sharded(fresh(Mlp), tz.ZERO1)
+    x = torch.ones(3, 7)
+    trainer(model, rank)()
+    model(x)
+    return refused(lambda: tz.measure_times(model, (lambda: None) if rank else (lambda: model(x))))
+
+
+def test_what_one_rank_cannot_measure_no_rank_does(ranks_pool: RanksPool) -> None:
+    for told in ranks_pool.run(2, differing):
+        assert told.startswith("RuntimeError")
+        assert "gather 0 of step() is of nothing" in told
+
+
+# What counts as compute
+
+
+def moment(seconds: float) -> Moment:
+    return Moment(seconds, None)
+
+
+def waits(*spans: tuple[str, float, float]) -> list[Wait]:
+    """Waits by path, called and returned; a path in brackets ends a reduction."""
+    return [Wait(path.strip("()"), "(" not in path, moment(start), moment(end)) for path, start, end in spans]
+
+
+def test_seconds_between_waits_and_not_in_them() -> None:
+    seen = waits(
+        ("a", 1, 3), ("b", 4, 4.5), ("c", 8, 9), ("c", 20, 21), ("(c)", 23, 30), ("(b)", 31, 40), ("b", 44, 45)
+    )
+    assert computed(seen, ["a", "b", "c"], ["c", "b"]) == ({"a": 1, "b": 3.5}, {"c": 2 + 1 + 4})
+
+
+def test_of_several_buckets_that_begin_alike_the_shortest_counts() -> None:
+    seen = waits(("a", 0, 1), ("b", 3, 4), ("a", 5, 6), ("c", 11, 12))
+    assert computed(seen, ["a", "b", "a", "c"], []) == ({"a": 2, "b": 1}, {})
+
+
+class Ready:
+    def wait(self) -> tuple[Tensor, ...]:
+        return (torch.ones(1),)
+
+
+def test_a_clock_notes_what_is_launched_while_it_runs() -> None:
+    clock, ready = Clock(torch.device("cpu")), Ready()
+    assert clock.watched(ready, "a", gather=True) is ready
+    with clock.running() as seen:
+        handle = clock.watched(ready, "b", gather=False)
+        assert handle.wait() == (torch.ones(1),)
+    assert clock.watched(ready, "c", gather=True) is ready
+    ((path, gather, called, returned),) = [(wait.path, wait.gather, wait.called, wait.returned) for wait in seen]
+    assert (path, gather) == ("b", False)
+    assert called.until(returned) >= 0

@@ -1,0 +1,108 @@
+"""Every rank sends the least that is possible, and no less: counted on the interfaces of network namespaces."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+import thunder_zero as tz
+from examples.bench.network import Seat, can_limit, seats
+from examples.bench.ranks import PORT, environment
+from tests.ranks.models import fresh
+from tests.ranks.wire_worker import NOT_AGAIN, ROWS, RUNS, SKIPPED, Net
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 100.0  # for all runs of one world
+LEAST, MOST = 0.999, 1.01
+RIGHT = [name for name in RUNS if name != "a reduction is missing"]
+
+Reply = dict[str, dict[str, int]]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def replies(request: pytest.FixtureRequest) -> Iterator[list[Reply]]:
+    """What each rank of a world counted, one process and one namespace a rank."""
+    if not can_limit():
+        pytest.skip("network namespaces need root, ip and tc (iproute2)")
+    with ExitStack() as stack:
+        try:
+            places = stack.enter_context(seats(request.param, "10gbit"))
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"root may make no network namespaces here: {error}")
+        yield count(places)
+
+
+def count(places: list[Seat]) -> list[Reply]:
+    """Runs a worker on each seat; they are killed, by their ids, when one fails or time is over."""
+    end = time.monotonic() + SECONDS
+    workers: list[subprocess.Popen[str]] = []
+    try:
+        for rank, seat in enumerate(places):
+            command = (*seat.prefix, sys.executable, "-W", "ignore", "-m", "tests.ranks.wire_worker")
+            env = environment(rank, places, PORT)
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            workers.append(subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes))
+        found = []
+        for rank, worker in enumerate(workers):
+            text, log = worker.communicate(timeout=max(end - time.monotonic(), 0.1))
+            assert worker.returncode == 0, f"rank {rank} ended with {worker.returncode}:\n{log[-3000:]}"
+            found.append(json.loads(text))
+        return found
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+def model_bytes(*, but: set[str] | frozenset[str] = frozenset()) -> int:
+    return sum(4 * param.numel() for name, param in fresh(Net).named_parameters() if name not in but)
+
+
+def test_the_model_is_uneven_and_large() -> None:
+    assert 9e6 < model_bytes() < 11e6
+    assert all(rows % 2 and rows % 4 for rows in ROWS)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_step_sends_what_its_timeline_foresees(replies: list[Reply], name: str) -> None:
+    for rank, reply in enumerate(replies):
+        ratio = reply[name]["sent"] / reply[name]["foreseen"]
+        assert LEAST <= ratio <= MOST, (rank, ratio)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_step_sends_the_least_possible(replies: list[Reply], name: str) -> None:
+    """2u, and for stage 3 3u less what backward does not need again or has kept. u is (W - 1) / W of the model, a rank;
+    ranks with fewer rows send less, so that the lower bound is of all together."""
+    world_size = len(replies)
+    policy = RUNS[name]
+    once = (world_size - 1) * model_bytes()  # W u: what all ranks send together to gather, or to reduce
+    least = 2 * once
+    if policy.stage == 3:
+        kept = set(tz.trace(fresh(Net), torch.arange(8), policy=policy, world_size=world_size).plan.kept)
+        assert bool(kept) == policy.keep_last
+        least += (world_size - 1) * model_bytes(but=NOT_AGAIN | kept)
+    sent = [reply[name]["sent"] for reply in replies]
+    assert LEAST <= sum(sent) / least <= MOST, sum(sent) / least
+    assert max(sent) <= MOST * least / world_size, max(sent) / (least / world_size)
+
+
+def test_a_reduction_that_is_missing_is_found(replies: list[Reply]) -> None:
+    """Every rank leaves one out, and the bytes fall below what the timeline foresees, by those of the parameter."""
+    (missing,) = (
+        param for param in tz.make_plan(fresh(Net), tz.ZERO2, len(replies), 0).params if param.path == SKIPPED
+    )
+    for rank, reply in enumerate(replies):
+        ran = reply["a reduction is missing"]
+        share = tz.make_plan(fresh(Net), tz.ZERO2, len(replies), rank).reduce_bytes(missing)
+        assert share > 0.05 * ran["foreseen"]
+        assert ran["sent"] < LEAST * ran["foreseen"]
+        assert LEAST <= ran["sent"] / (ran["foreseen"] - share) <= MOST

@@ -1,0 +1,123 @@
+"""One rank of test_wire_bytes.py: trains a model under several policies and counts what leaves its interface.
+
+It is started as ``python -m tests.ranks.wire_worker`` with the variables of ``torch.distributed`` set, and writes one
+JSON line: for each name in ``RUNS`` the bytes that this rank sent in a step, and those that its timeline foresees.
+Of some steps the one with the fewest bytes counts: on a busy machine TCP now and then sends a piece twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from examples.bench.network import bytes_sent
+from tests.ranks.models import fresh, sharded
+from thunder_zero.runtime.state import State
+
+ROWS = (1001, 767, 1535, 257)  # of the weights; neither 2 nor 4 divides them
+WIDTH = 509
+WARM_UP, STEPS = 2, 4
+SKIPPED = "layers.0.weight"  # a sixth of the model
+NOT_AGAIN = {"embed.weight", *(f"layers.{number}.bias" for number in range(len(ROWS) - 1))}
+
+RUNS: dict[str, tz.Policy] = {
+    "ddp": tz.DDP,
+    "zero1": tz.ZERO1,
+    "zero2": tz.ZERO2,
+    "zero3": replace(tz.ZERO3, keep_last=False),
+    "zero3 that keeps": tz.ZERO3,
+    "a reduction is missing": replace(tz.ZERO2, bucket_bytes=0),
+}
+
+
+class Net(nn.Module):
+    """Some 10 MB, so that what is no payload stays below 1 % of a step: headers, acknowledgements, the barrier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(ROWS[0], WIDTH)
+        widths = (WIDTH, *ROWS[1:])
+        self.layers = nn.ModuleList([nn.Linear(n, m) for n, m in pairwise(widths)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class OnItsOwn:
+    """A reduction that sends nothing: this rank's rows of its own gradient."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return (self.rows,)
+
+
+@contextlib.contextmanager
+def missing_reduction() -> Iterator[None]:
+    """Every rank leaves out the reduction of one parameter."""
+    reduce = State.reduce
+
+    def without_one(state: State, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
+        if tuple(paths) != (SKIPPED,):
+            return reduce(state, grads, paths)
+        rows, _ = state.plan.shard_shape(state.plan.by_name[SKIPPED])
+        return OnItsOwn(grads[0][:rows].clone())
+
+    with mock.patch.object(State, "reduce", without_one):
+        yield
+
+
+def bytes_of_a_step(policy: tz.Policy) -> dict[str, int]:
+    model = sharded(fresh(Net), policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    tokens = torch.arange(8) + 8 * dist.get_rank()
+
+    def step() -> None:
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(WARM_UP):
+        step()
+    counts = []
+    for _ in range(STEPS + 1):
+        dist.barrier()  # so that what is still on its way counts
+        counts.append(bytes_sent(os.environ["GLOO_SOCKET_IFNAME"]))
+        step()
+    timeline = tz.traces_of(model).timeline
+    sent = min(after - before for before, after in pairwise(counts))
+    return {"sent": sent, "foreseen": sum(map(timeline.bytes_sent, timeline.ops))}
+
+
+def main() -> None:
+    reply = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not get into the reply
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = {}
+    for name, policy in RUNS.items():
+        with missing_reduction() if name == "a reduction is missing" else contextlib.nullcontext():
+            results[name] = bytes_of_a_step(policy)
+    json.dump(results, reply)
+    reply.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

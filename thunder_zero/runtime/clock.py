@@ -1,0 +1,153 @@
+"""When compute waits, and how long it computes between: seen while somebody measures.
+
+The collectives of a model hand their handles to its :class:`Clock`, which gives them back as they are unless it is
+running. Moments are those of the device that computes: on CUDA events in its stream, so that the host runs ahead as
+it always does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Waitable(Protocol):
+    """What is under way."""
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """End it; one tensor a parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A point in the work of a device.
+
+    Attributes:
+        host: seconds, of ``time.perf_counter``.
+        event: the same point in the device's stream, if it has one.
+    """
+
+    host: float
+    event: torch.cuda.Event | None
+
+    def until(self, later: Moment) -> float:
+        """Seconds from this moment to a later one."""
+        if self.event is None or later.event is None:
+            return later.host - self.host
+        later.event.synchronize()
+        milliseconds: float = self.event.elapsed_time(later.event)
+        return milliseconds / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A wait that ran.
+
+    Attributes:
+        path: of the first parameter of the bucket.
+        gather: it ended a gather; otherwise a reduction.
+        called: compute came to it.
+        returned: compute goes on.
+    """
+
+    path: str
+    gather: bool
+    called: Moment
+    returned: Moment
+
+
+class Clock:
+    """Notes the waits of one model while it runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._waits: list[Wait] | None = None
+
+    def now(self) -> Moment:
+        """The point that the device's work has come to."""
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+        return Moment(time.perf_counter(), event)
+
+    @contextmanager
+    def running(self) -> Iterator[list[Wait]]:
+        """Note the waits of what is launched inside of the block, in the list that it is given."""
+        waits = self._waits = []
+        try:
+            yield waits
+        finally:
+            self._waits = None
+
+    def watched(self, handle: Waitable, path: str, *, gather: bool) -> Waitable:
+        """The handle; one that notes its wait, while the clock runs."""
+        return handle if self._waits is None else _Watched(handle, path, gather, self, self._waits)
+
+
+class _Watched:
+    """A handle whose wait is noted."""
+
+    def __init__(self, handle: Waitable, path: str, gather: bool, clock: Clock, waits: list[Wait]) -> None:
+        self._handle, self._path, self._gather = handle, path, gather
+        self._clock, self._waits = clock, waits
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """See :meth:`thunder_zero.runtime.handle.Handle.wait`."""
+        called = self._clock.now()
+        results = self._handle.wait()
+        self._waits.append(Wait(self._path, self._gather, called, self._clock.now()))
+        return results
+
+
+Seconds = dict[str, float]
+
+
+def computed(waits: Sequence[Wait], forward: Sequence[str], backward: Sequence[str]) -> tuple[Seconds, Seconds]:
+    """Seconds of compute from each gather's wait to the next one's, in forward and in backward of one step.
+
+    The last gather of a half has none. Waits for reductions between do not count as compute. Where one path stands
+    first in several buckets of a half, it gets the shortest time.
+
+    Args:
+        waits: what ran.
+        forward, backward: the first path of each gather's bucket that forward, or backward, waits for, in order.
+
+    Raises:
+        RuntimeError: something else ran.
+    """
+    gathers = [at for at, wait in enumerate(waits) if wait.gather]
+    pairs = zip_longest((waits[at].path for at in gathers), (*forward, *backward))
+    for number, (found, expected) in enumerate(pairs):
+        if found != expected:
+            raise RuntimeError(
+                f"gather {number} of step() is of {found or 'nothing'}, where one forward and backward of the model "
+                f"has {expected or 'nothing'}; give a step that runs both once"
+            )
+    halves = gathers[: len(forward)], gathers[len(forward) :]
+    return _between(waits, halves[0]), _between(waits, halves[1])
+
+
+def _between(waits: Sequence[Wait], gathers: Sequence[int]) -> Seconds:
+    seconds: Seconds = {}
+    for at, following in pairwise(gathers):
+        spans = [before.returned.until(after.called) for before, after in pairwise(waits[at : following + 1])]
+        path = waits[at].path
+        seconds[path] = min(sum(spans), seconds.get(path, sum(spans)))
+    return seconds
+
+
+def mean_over_ranks(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+    """The mean of each value, added up in rank order, so that all ranks get the same bits; a small collective."""
+    of_all: list[Sequence[float]] = [values] * group.size()
+    if group.size() > 1:
+        dist.all_gather_object(of_all, values, group=group)
+    return [sum(column) / len(column) for column in zip(*of_all, strict=True)]
