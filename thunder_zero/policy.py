@@ -50,9 +50,9 @@ class Policy:
         prefetch: buckets of gathers that are under way while an earlier bucket computes (default 2; 0 starts
             each gather right before its use).
         in_flight_bytes: gathers start ahead of their use while the gathered bytes under way stay
-            within this bound, and reductions stay under way while the gradients that they still
-            read do (bytes, default 32 MiB; 0 starts each gather right before its use). One
-            collective may always be under way, however large.
+            within this bound, and reductions stay under way while the gradients that they still read,
+            and those that are being made, do (bytes, default 32 MiB; 0 starts each gather right before
+            its use). One collective may always be under way, however large.
         times: with them, a gather starts after the latest earlier wait from which it can still end before
             compute waits for it, if the wire carries one collective after the other. ``prefetch`` does not
             apply then, ``in_flight_bytes`` does (:func:`thunder_zero.measure_times` makes them; default None).

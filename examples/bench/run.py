@@ -157,6 +157,8 @@ class Bench:
                 self.found.memory.setdefault(world_size, {})[contestant.name] = counted
         there = [contestant for contestant in self.chosen if contestant.name in losses]
         refuse_different(there, losses)
+        for contestant in there:  # what others have changed since it was built may make it compile once more
+            group.do("turn", name=contestant.name, steps=1)
         return there
 
     def rounds(self, group: Ranks, there: list[Contestant], network: str, world_size: int) -> Result:

@@ -17,7 +17,6 @@ from thunder_zero.passes.bucket import bucket
 from thunder_zero.passes.free import free
 from thunder_zero.passes.keep import keep
 from thunder_zero.passes.launch import launch
-from thunder_zero.passes.wait import wait
 from thunder_zero.timeline import Kind, Op, Timeline, gathered_bytes
 
 
@@ -57,7 +56,7 @@ def _touching(timeline: Timeline) -> list[Op]:
 
 def _peak(timeline: Timeline) -> int:
     """The most gathered bytes that are alive at once, were it scheduled as it is."""
-    return max(gathered_bytes(free(wait(launch(bucket(keep(timeline)))))), default=0)
+    return max(gathered_bytes(free(launch(bucket(keep(timeline))))), default=0)
 
 
 def _runs_from_the_last(timeline: Timeline) -> list[frozenset[str]]:

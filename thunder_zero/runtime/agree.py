@@ -110,11 +110,11 @@ def require_same_model(lines: Sequence[Line], group: dist.ProcessGroup) -> None:
     )
 
 
-def require_same_schedule(half: str, lines: Sequence[str], group: dist.ProcessGroup) -> None:
+def require_same_schedule(program: str, lines: Sequence[str], group: dist.ProcessGroup) -> None:
     """Raise on every rank if any rank's collectives differ from rank 0's.
 
     Args:
-        half: "forward" or "backward", for the sentence.
+        program: "forward", "backward" or "forward without backward", for the sentence.
         lines: what this rank starts, ends and frees, in order.
         group: the ranks that take part.
 
@@ -126,7 +126,7 @@ def require_same_schedule(half: str, lines: Sequence[str], group: dist.ProcessGr
         rank, number, *texts = difference
         expected, found = (text or "nothing" for text in texts)
         raise RuntimeError(
-            f"the ranks would run different collectives: line {number} of {half} is {expected!r} on rank 0 and "
+            f"the ranks would run different collectives: line {number} of {program} is {expected!r} on rank 0 and "
             f"{found!r} on rank {rank}; give every rank inputs that take the same path through the module"
         )
 

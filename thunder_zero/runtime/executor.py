@@ -43,7 +43,7 @@ class Runtime(Protocol):
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise on every rank if any gradient on any rank is not finite."""
 
-    def agree_on_schedule(self, backward: bool, lines: Sequence[str]) -> None:
+    def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
         """Raise on every rank if another rank is about to run other collectives."""
 
 
@@ -57,7 +57,7 @@ class Rehearsal:
 
     all_gather = reduce = check_finite = _refuse
 
-    def agree_on_schedule(self, backward: bool, lines: Sequence[str]) -> None:
+    def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
         """There is no other rank."""
 
 

@@ -60,7 +60,7 @@ class State:
         self._stale: set[str] = set()  # resident parameters that changed here, or, once agreed, on any rank
         self._versions: dict[str, int] = {}  # of their shards when all rows were last in date
         self._reduced = False  # gradients were reduced since the ranks last agreed on what is stale
-        self._agreed: set[bool] = set()  # halves whose schedules were compared: backward?
+        self._agreed: set[str] = set()  # programs that were compared: forward, backward, ...
         rows = {param.path: self._own(param, originals[param.path].detach().to(device)) for param in plan.params}
         gathered = [param for param in plan.params if param.sharded and not param.resident]
         for together in self._transport.neighbours(gathered):
@@ -178,18 +178,20 @@ class State:
                 f"this batch (policy check_gradients asked to stop here; no .grad was changed)"
             )
 
-    def agree_on_schedule(self, backward: bool, lines: Sequence[str]) -> None:
+    def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
         """Before the first step: do all ranks start and end the same collectives in the same order?
 
-        Only the first forward and the first backward are compared. What is compiled later (another
-        batch size) may be compiled by one rank alone, and asking the others would wait for ever.
+        Only the first forward, the first backward and the first forward without backward are compared. What is
+        compiled later (another batch size) may be compiled by one rank alone, and asking the others would wait for
+        ever; so it is with a forward of DDP, which has no collective.
 
         Raises:
             RuntimeError: naming the first line that differs, and the rank.
         """
-        if backward not in self._agreed:
-            self._agreed.add(backward)
-            agree.require_same_schedule("backward" if backward else "forward", lines, self.group)
+        silent = program != "backward" and not any(param.sharded for param in self.plan.params)
+        if program not in self._agreed and not silent:
+            self._agreed.add(program)
+            agree.require_same_schedule(program, lines, self.group)
 
     # What happens outside of the traces.
 

@@ -142,12 +142,21 @@ class ZeroTransform(Transform):
         if not is_backward:
             self._forward = trace
         timeline = lift_halves(self._forward, trace if is_backward else None, self.executor)
-        if is_backward:
-            verify.check(timeline, trained=self.executor.trained)
-        elif _saves_nothing(trace):  # else a backward comes, and both halves are checked together
-            verify.check(replace(timeline, plan=self.executor.plan))  # forward alone keeps nothing
+        alone = not is_backward and _saves_nothing(trace)  # else a backward comes, and both are checked together
         half = [op for op in timeline.ops if op.backward is is_backward]
-        self._runtime.agree_on_schedule(is_backward, [f"{op.kind} {', '.join(op.params)}" for op in half if op.params])
+        lines = [f"{op.kind} {', '.join(op.params)}" for op in half if op.params]
+        refused: verify.ScheduleError | None = None
+        try:
+            if is_backward:
+                verify.check(timeline, trained=self.executor.trained)
+            elif alone:
+                verify.check(replace(timeline, plan=self.executor.plan))  # forward alone keeps nothing
+        except verify.ScheduleError as error:  # the other ranks hear of it, instead of waiting for this one
+            refused, lines = error, [str(error)]
+        program = "backward" if is_backward else "forward without backward" if alone else "forward"
+        self._runtime.agree_on_schedule(program, lines)
+        if refused is not None:
+            raise refused
         return trace
 
     def transform_state_dict_for_submodule(
