@@ -134,6 +134,17 @@ class Timeline:
             return sum(map(self.plan.reduce_bytes, self.params_of(op)))
         return 0
 
+    def wire_bytes(self, op: Op) -> int:
+        """Bytes that the busiest rank sends, or receives, in one collective: the same answer on every rank.
+
+        In a gather rank 0 sends most, which owns the most rows; in a reduce-scatter it receives most.
+        """
+        plan = self.plan
+        return sum(
+            (plan.world_size - 1) * plan.shard_bytes(param) if param.sharded else plan.reduce_bytes(param)
+            for param in self.params_of(op)
+        )
+
     def full_bytes(self, op: Op) -> int:
         """Bytes of the full parameters, or of the full gradients, that an operation handles."""
         return sum(param.full_bytes for param in self.params_of(op))
@@ -142,28 +153,13 @@ class Timeline:
 def gathered_bytes(timeline: Timeline) -> tuple[int, ...]:
     """Bytes of gathered parameters alive after each operation.
 
-    A gathered parameter takes its full bytes from the launch of its gather, where the buffer is
-    allocated, to its FREE. Resident parameters (ZeRO-1) are there anyway and do not count.
+    A gathered parameter takes its full bytes from the launch of its gather, where the buffer is allocated, to its
+    FREE. Resident parameters (ZeRO-1) are there anyway and do not count. On backends whose own collectives send chunks
+    of one size (NCCL), a parameter whose rows W does not divide takes up to W - 1 rows more.
     """
     alive, counts = 0, []
     for op in timeline.ops:
         full = sum(param.full_bytes for param in timeline.params_of(op) if not param.resident)
         alive += full if op.kind is Kind.GATHER else -full if op.kind is Kind.FREE else 0
         counts.append(alive)
-    return tuple(counts)
-
-
-def in_flight_bytes(timeline: Timeline, *kinds: Kind) -> tuple[int, ...]:
-    """Full bytes launched and not yet waited for after each operation.
-
-    ``kinds`` are the launches that count, ``Kind.GATHER`` or ``Kind.REDUCE``; both without any.
-    """
-    under_way, counts = 0, []
-    wanted = kinds or LAUNCHES
-    for op in timeline.ops:
-        if op.kind in wanted:
-            under_way += timeline.full_bytes(op)
-        elif any(timeline.ends(op, kind) for kind in wanted):
-            under_way -= timeline.full_bytes(op)
-        counts.append(under_way)
     return tuple(counts)

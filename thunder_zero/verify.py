@@ -47,6 +47,8 @@ def check(
     if reference is not None:
         _check_same(timeline, reference)
         trained = {*trained, *(path for path, _ in reference.gradients)}
+    if complete and reference is not None:
+        _check_making(timeline)
     _check_gradients(timeline, trained)
     _check_inputs(timeline)
     inside = cone(timeline)
@@ -212,6 +214,31 @@ def _check_in_flight(timeline: Timeline) -> None:
             kind = timeline.launches[op.reads[0]].kind
             under_way[kind] -= timeline.full_bytes(op)
             launches[kind] -= timeline.full_bytes(op) > 0
+
+
+def _check_making(timeline: Timeline) -> None:
+    """Full gradients that travel, with those that are being made and will, stay within the bound, or nothing travels
+    while they are made. A rule for what is emitted only: a fuser makes several gradients at once."""
+    bound = timeline.plan.policy.in_flight_bytes
+    written = {name: at for at, op in enumerate(timeline.ops) for name in op.writes}
+    begun: Counter[int] = Counter()
+    for at, op in enumerate(timeline.ops):
+        if op.kind is Kind.REDUCE:
+            begun[min(written.get(name, at) for name in op.reads)] += timeline.full_bytes(op)
+    made = under_way = 0
+    for at, op in enumerate(timeline.ops):
+        made += begun[at]
+        if (begun[at] or op.kind is Kind.REDUCE) and under_way and under_way + made > bound:
+            raise _fail(
+                timeline,
+                at,
+                f"makes {made} bytes of gradients beside {under_way} that travel; in_flight_bytes is {bound}",
+            )
+        if op.kind is Kind.REDUCE:
+            under_way += timeline.full_bytes(op)
+            made -= timeline.full_bytes(op)
+        elif timeline.ends(op, Kind.REDUCE):
+            under_way -= timeline.full_bytes(op)
 
 
 def _check_copies(timeline: Timeline) -> None:

@@ -143,7 +143,8 @@ class RanksPool:
         self._gather(set(fresh), START_SECONDS, "started")
 
     def _gather(self, waiting: set[int], seconds: float, what: str) -> dict[int, Any]:
-        """One reply of each rank in ``waiting``, which is emptied; raises what the first failing rank raised."""
+        """One reply of each rank in ``waiting``, which is emptied; raises what the first failing rank raised,
+        or that a rank died: the others' broken connections are what came of it, and may be heard of before."""
         end = time.monotonic() + seconds
         results: dict[int, Any] = {}
         failures: list[BaseException] = []
@@ -158,6 +159,7 @@ class RanksPool:
                 except BaseException as error:
                     failures.append(error)
                     end = min(end, time.monotonic() + GRACE_SECONDS)
+        failures.sort(key=lambda failure: not isinstance(failure, RankDied))
         if failures:
             for other in failures[1:]:
                 for note in other.__notes__:

@@ -39,7 +39,7 @@ def emit(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
                 return hook(self, trace, **kwargs)
             new = from_trace(trace)
             new.bound_symbols = fault(list(trace.bound_symbols))
-            assert new.bound_symbols != trace.bound_symbols
+            assert list(map(id, new.bound_symbols)) != list(map(id, trace.bound_symbols))
             return hook(self, new, **kwargs)
 
         monkeypatch.setattr(ZeroTransform, "transform_trace_post_optimization", broken)
@@ -126,6 +126,18 @@ def test_a_reduction_that_is_missing(policy: tz.Policy, fault: Fault, sentence: 
     emit(fault)
     with pytest.raises(tz.ScheduleError, match=sentence):
         tz.trace(fresh(Mlp), X, policy=policy, world_size=2)
+
+
+def test_a_reduction_of_the_wrong_kind(emit: Callable[..., None]) -> None:
+    """An all-reduce would give the full mean where the optimizer has rows."""
+
+    def fault(lines: Lines) -> Lines:
+        at = launch(lines, "layers.1.weight")
+        return [*lines[:at], lines[at].from_bsym(sym=replace(lines[at].sym, name="zero_all_reduce")), *lines[at + 1 :]]
+
+    emit(fault)
+    with pytest.raises(tz.ScheduleError, match=r"layers\.1\.weight with zero_all_reduce; .* needs zero_reduce_scatter"):
+        tz.trace(fresh(Mlp), X, policy=replace(tz.ZERO2, bucket_bytes=0), world_size=2)
 
 
 def test_a_reduction_that_is_missing_from_its_bucket(emit: Callable[..., None]) -> None:
@@ -236,4 +248,7 @@ def test_forward_alone_keeps_nothing_after_a_step_that_keeps(alone: None) -> Non
         model(X)
     paths = [path for op in tz.traces_of(model).timeline.ops if op.kind is tz.Kind.GATHER for path in op.params]
     assert "layers.0.weight" in kept
+    assert tz.traces_of(model).plan.kept == ()
+    model(X).sum().backward()
+    assert tz.traces_of(model).plan.kept == kept, "what ran last was compiled before"
     assert paths.count("layers.0.weight") == 2

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from tests.pure.timelines import in_flight_bytes
 from tests.ranks.models import (
     LENGTH,
     PATTERNS_AGAIN,
@@ -31,7 +32,7 @@ from tests.ranks.models import (
     parameter_inputs,
     saved,
 )
-from thunder_zero.timeline import Kind, gathered_bytes, in_flight_bytes
+from thunder_zero.timeline import Kind, gathered_bytes
 
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from thunder_zero.passes import run
+from thunder_zero.passes.last import largest
 from thunder_zero.policy import Policy
 from thunder_zero.timeline import Kind, Timeline, gathered_bytes
 
@@ -123,6 +125,19 @@ def test_what_is_kept_counts_as_gathered_ahead(prefetch: int) -> None:
     after = run(model(replace(LAST, prefetch=prefetch), *UNITS))
     others = (op for op in after.ops[:-1] if op.kind is not Kind.REDUCE and not after.ends(op, Kind.REDUCE))
     assert lines(after.with_ops(others), backward=True) == BACKWARD[prefetch]
+
+
+@given(st.integers(0, 300), st.integers(0, 300))
+def test_the_largest_that_fits_takes_few_tries(fitting: int, limit: int) -> None:
+    tried: list[int] = []
+
+    def fits(number: int) -> bool:
+        tried.append(number)
+        return number <= fitting
+
+    assert largest(fits, limit) == min(fitting, limit)
+    assert len(tried) == len(set(tried)) <= 2 * (min(fitting, limit) + 1).bit_length()
+    assert all(0 < number <= limit for number in tried)
 
 
 def test_the_peak_is_that_of_keeping_nothing() -> None:

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pure.test_passes import ALONE, lines, model
-from tests.pure.timelines import Terms, interpret, timelines, with_rank
+from tests.pure.timelines import Terms, in_flight_bytes, interpret, timelines, with_rank
 from thunder_zero.passes import run
 from thunder_zero.passes.bucket import bucket
 from thunder_zero.passes.keep import keep
-from thunder_zero.passes.launch import ended_in_time, launch, wire_bytes
+from thunder_zero.passes.launch import ended_in_time, launch
 from thunder_zero.policy import MiB, Policy
-from thunder_zero.timeline import Kind, Timeline, in_flight_bytes
+from thunder_zero.timeline import Kind, Timeline
 from thunder_zero.times import Times
 from thunder_zero.verify import ScheduleError, check
 
@@ -166,9 +166,9 @@ def test_the_busiest_rank_of_all_decides(world_size: int) -> None:
     for op in timeline.ops:
         if op.kind in (Kind.GATHER, Kind.REDUCE):
             ranks = [with_rank(timeline, rank) for rank in range(world_size)]
-            assert wire_bytes(timeline, op) >= max(seen.bytes_sent(op) for seen in ranks)
+            assert timeline.wire_bytes(op) >= max(seen.bytes_sent(op) for seen in ranks)
             if op.kind is Kind.GATHER or op.params == ("a.scalar",):
-                assert {wire_bytes(seen, op) for seen in ranks} == {max(seen.bytes_sent(op) for seen in ranks)}
+                assert {seen.wire_bytes(op) for seen in ranks} == {max(seen.bytes_sent(op) for seen in ranks)}
 
 
 # What holds for all
@@ -199,7 +199,7 @@ def moments(timeline: Timeline, times: Times, more: int) -> list[float]:
         if op.backward is not half:
             half, computing = True, 0.0
         if op.kind is Kind.GATHER:
-            wire = max(wire, now) + wire_bytes(timeline, op) / times.bytes_per_second
+            wire = max(wire, now) + timeline.wire_bytes(op) / times.bytes_per_second
             ends[op.writes[0]] = wire
         elif op.kind is Kind.COMPUTE:
             now, computing = now + computing, 0.0

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.timelines import Terms, Use, gpt, interpret, lifted, make_param, timelines, with_rank
+from tests.pure.timelines import Terms, Use, gpt, in_flight_bytes, interpret, lifted, make_param, timelines, with_rank
 from thunder_zero.passes import PASSES, run
 from thunder_zero.passes.bucket import bucket
 from thunder_zero.passes.free import free
@@ -22,7 +22,7 @@ from thunder_zero.passes.launch import ended_before, launch
 from thunder_zero.passes.wait import wait
 from thunder_zero.plan import Plan
 from thunder_zero.policy import MiB, Policy
-from thunder_zero.timeline import Kind, Op, Timeline, gathered_bytes, in_flight_bytes
+from thunder_zero.timeline import Kind, Op, Timeline, gathered_bytes
 from thunder_zero.times import Times
 from thunder_zero.verify import check
 

@@ -393,6 +393,15 @@ def wait_of_a_reduction_too_late(t: Timeline) -> Timeline:
     return moved(t, find(t, Kind.WAIT, "c.w", backward=True, of=Kind.REDUCE), len(t.ops) - 1)
 
 
+@fault("makes 8 bytes of gradients beside 8 that travel; in_flight_bytes is 12", by_lifted=True)
+def wait_of_a_reduction_behind_the_making_of_the_next_gradients(t: Timeline) -> Timeline:
+    return moved(
+        t,
+        find(t, Kind.WAIT, "c.w", backward=True, of=Kind.REDUCE),
+        find(t, Kind.REDUCE, "b.w", backward=True),
+    )
+
+
 @fault(r"position \d+ \(compute\) of the lifted trace is lost|reads gx0, which nothing writes")
 def operation_lost(t: Timeline) -> Timeline:
     at = writer(t, "gx0")

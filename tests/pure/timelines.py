@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from thunder_zero.layout import is_sharded
 from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import STAGES, MiB, Policy
-from thunder_zero.timeline import Kind, Op, Timeline, Value
+from thunder_zero.timeline import LAUNCHES, Kind, Op, Timeline, Value
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
@@ -26,6 +26,19 @@ def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **f
     resident = sharded and stage.resident
     param = Param(path, (), shape, dtype, ITEMSIZE[dtype], True, unit, sharded, resident, kept, regather)
     return replace(param, **fields)  # type: ignore[arg-type]
+
+
+def in_flight_bytes(timeline: Timeline, *kinds: Kind) -> tuple[int, ...]:
+    """Full bytes launched and not yet waited for after each operation, of launches of these kinds (default: both)."""
+    under_way, counts = 0, []
+    wanted = kinds or LAUNCHES
+    for op in timeline.ops:
+        if op.kind in wanted:
+            under_way += timeline.full_bytes(op)
+        elif any(timeline.ends(op, kind) for kind in wanted):
+            under_way -= timeline.full_bytes(op)
+        counts.append(under_way)
+    return tuple(counts)
 
 
 @dataclass(frozen=True)

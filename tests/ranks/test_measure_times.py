@@ -15,7 +15,7 @@ from torch import Tensor
 import thunder_zero as tz
 from tests.harness.ranks import RanksPool
 from tests.ranks.models import Mlp, fresh, sharded
-from thunder_zero.runtime.clock import Clock, Moment, Wait, computed
+from thunder_zero.runtime.clock import Clock, Moment, Waited, computed
 from thunder_zero.timeline import Kind
 
 # Each parameter is a bucket, and nothing is kept: more gathers, and other orders.
@@ -112,6 +112,8 @@ def bad_calls(rank: int, world_size: int) -> dict[str, str]:
     """What each misuse raises; after all of them, the model trains and can be measured."""
     model: Any = sharded(fresh(Mlp), POLICY)
     step = trainer(model, rank)
+    kept: Any = sharded(fresh(Mlp), tz.ZERO2)  # backward gathers nothing
+    trainer(kept, rank)()
     told = {"not called": refused(lambda: tz.measure_times(model, step))}
     step()
 
@@ -130,6 +132,7 @@ def bad_calls(rank: int, world_size: int) -> dict[str, str]:
         "twice": refused(lambda: tz.measure_times(model, twice)),
         "forward only": refused(lambda: tz.measure_times(model, forward_only)),
         "nothing": refused(lambda: tz.measure_times(model, lambda: None)),
+        "all kept": refused(lambda: tz.measure_times(kept, lambda: kept(torch.ones(3, 7)))),
         "failed": refused(lambda: tz.measure_times(model, lambda: int("x"))),
     }
     told["after all"] = refused(lambda: tz.measure_times(model, step))
@@ -145,10 +148,11 @@ def test_what_cannot_be_measured_is_said_on_all_ranks(ranks_pool: RanksPool) -> 
         "no function": ["TypeError", "step is None", "give a function"],
         "no steps": ["ValueError", "steps is 0", "1 or more"],
         "part of a step": ["ValueError", "steps is 1.5", "1 or more"],
-        "twice": ["RuntimeError", "of layers.0.weight", "has nothing", "runs both once"],
-        "forward only": ["RuntimeError", "step() is of nothing", "has layers.2.weight", "runs both once"],
-        "nothing": ["RuntimeError", "gather 0", "of nothing", "has layers.0.weight"],
+        "twice": ["RuntimeError", "the gather of layers.0.weight", "has nothing", "runs both once"],
+        "forward only": ["RuntimeError", "step() is for nothing", "the gather of layers.2.weight", "runs both once"],
+        "nothing": ["RuntimeError", "wait 0", "for nothing", "the gather of layers.0.weight"],
         "failed": ["ValueError", "invalid literal"],
+        "all kept": ["RuntimeError", "for nothing", "the reduction of"],
         "after all": ["nothing"],
     }
     assert told.keys() == words.keys()
@@ -156,19 +160,26 @@ def test_what_cannot_be_measured_is_said_on_all_ranks(ranks_pool: RanksPool) -> 
         assert [word for word in expected if word not in told[case]] == [], told[case]
 
 
-def differing(rank: int, world_size: int) -> str:
-    """Rank 1 runs nothing as its step; rank 0 a forward of ZeRO-1 whose rows are fresh, which needs no other rank."""
+def differing(rank: int, world_size: int) -> list[str]:
+    """Rank 1 runs nothing as its step; rank 0 a forward of ZeRO-1 whose rows are fresh, which needs no other rank.
+    And rank 1 asks for no steps."""
     model: Any = sharded(fresh(Mlp), tz.ZERO1)
     x = torch.ones(3, 7)
     trainer(model, rank)()
     model(x)
-    return refused(lambda: tz.measure_times(model, (lambda: None) if rank else (lambda: model(x))))
+    return [
+        refused(lambda: tz.measure_times(model, (lambda: None) if rank else (lambda: model(x)))),
+        refused(lambda: tz.measure_times(model, lambda: model(x), steps=0 if rank else 1)),
+    ]
 
 
 def test_what_one_rank_cannot_measure_no_rank_does(ranks_pool: RanksPool) -> None:
-    for told in ranks_pool.run(2, differing):
-        assert told.startswith("RuntimeError")
-        assert "gather 0 of step() is of nothing" in told
+    of_ranks = ranks_pool.run(2, differing)
+    for told in of_ranks:
+        assert [sentence for sentence in told if not sentence.startswith(("RuntimeError", "ValueError"))] == []
+        assert "of step() is for nothing" in told[0]
+        assert "steps is 0" in told[1]
+    assert "rank 1 refused its arguments" in of_ranks[0][1]
 
 
 # What counts as compute
@@ -178,21 +189,27 @@ def moment(seconds: float) -> Moment:
     return Moment(seconds, None)
 
 
-def waits(*spans: tuple[str, float, float]) -> list[Wait]:
+def waits(*spans: tuple[str, float, float]) -> list[Waited]:
     """Waits by path, called and returned; a path in brackets ends a reduction."""
-    return [Wait(path.strip("()"), "(" not in path, moment(start), moment(end)) for path, start, end in spans]
+    return [Waited(path.strip("()"), "(" not in path, moment(start), moment(end)) for path, start, end in spans]
+
+
+def expected(forward: str, backward: str) -> list[tuple[str, bool, bool]]:
+    """The waits of a step, as ``waits`` names them."""
+    halves = enumerate((forward, backward))
+    return [(path.strip("()"), "(" not in path, bool(half)) for half, paths in halves for path in paths.split()]
 
 
 def test_seconds_between_waits_and_not_in_them() -> None:
     seen = waits(
         ("a", 1, 3), ("b", 4, 4.5), ("c", 8, 9), ("c", 20, 21), ("(c)", 23, 30), ("(b)", 31, 40), ("b", 44, 45)
     )
-    assert computed(seen, ["a", "b", "c"], ["c", "b"]) == ({"a": 1, "b": 3.5}, {"c": 2 + 1 + 4})
+    assert computed(seen, expected("a b c", "c (c) (b) b")) == ({"a": 1, "b": 3.5}, {"c": 2 + 1 + 4})
 
 
 def test_of_several_buckets_that_begin_alike_the_shortest_counts() -> None:
     seen = waits(("a", 0, 1), ("b", 3, 4), ("a", 5, 6), ("c", 11, 12))
-    assert computed(seen, ["a", "b", "a", "c"], []) == ({"a": 2, "b": 1}, {})
+    assert computed(seen, expected("a b a c", "")) == ({"a": 2, "b": 1}, {})
 
 
 class Ready:

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import thunder_zero as tz
 from tests.harness.ranks import RanksPool
+from tests.pure.timelines import in_flight_bytes
 from tests.ranks.models import (
     LENGTH,
     PATTERNS_AGAIN,
@@ -34,7 +35,7 @@ from tests.ranks.models import (
 )
 from thunder_zero.plan import make_plan
 from thunder_zero.runtime.state import State
-from thunder_zero.timeline import Kind, gathered_bytes, in_flight_bytes
+from thunder_zero.timeline import Kind, gathered_bytes
 
 from thunder.executors.torch_compile import torch_compile_ex
 

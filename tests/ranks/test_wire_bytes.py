@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
@@ -44,22 +46,35 @@ def count(places: list[Seat]) -> list[Reply]:
     """Runs a worker on each seat; they are killed, by their ids, when one fails or time is over."""
     end = time.monotonic() + SECONDS
     workers: list[subprocess.Popen[str]] = []
-    try:
-        for rank, seat in enumerate(places):
-            command = (*seat.prefix, sys.executable, "-W", "ignore", "-m", "tests.ranks.wire_worker")
-            env = environment(rank, places, PORT)
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            workers.append(subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes))
-        found = []
-        for rank, worker in enumerate(workers):
-            text, log = worker.communicate(timeout=max(end - time.monotonic(), 0.1))
-            assert worker.returncode == 0, f"rank {rank} ended with {worker.returncode}:\n{log[-3000:]}"
-            found.append(json.loads(text))
-        return found
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+    with ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in places]
+        answers = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in places]
+        try:
+            for rank, seat in enumerate(places):
+                command = (*seat.prefix, sys.executable, "-W", "ignore", "-m", "tests.ranks.wire_worker")
+                env, files = environment(rank, places, PORT), {"stdout": answers[rank], "stderr": logs[rank]}
+                workers.append(subprocess.Popen(command, cwd=ROOT, env=env, text=True, **files))
+            while any(worker.poll() is None for worker in workers):
+                failed = [rank for rank, worker in enumerate(workers) if worker.returncode]
+                if failed or time.monotonic() > end:
+                    break
+                time.sleep(0.05)
+        finally:
+            for worker in workers:
+                if worker.poll() is None:
+                    worker.kill()
+                worker.wait()
+        ended = {rank: worker.returncode for rank, worker in enumerate(workers)}
+        assert not any(ended.values()), f"exit codes {ended}:\n" + "\n".join(
+            f"rank {rank}: {tail(log)}" for rank, log in enumerate(logs)
+        )
+        return [json.loads(tail(answer)) for answer in answers]
+
+
+def tail(file: TextIO) -> str:
+    """The last 30,000 characters of what was written."""
+    file.seek(0)
+    return file.read()[-30_000:]
 
 
 def model_bytes(*, but: set[str] | frozenset[str] = frozenset()) -> int:

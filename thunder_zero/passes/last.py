@@ -9,6 +9,7 @@ them costs no memory that the peak does not take anyway, and saves a gather each
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -17,6 +18,7 @@ from thunder_zero.passes.bucket import bucket
 from thunder_zero.passes.free import free
 from thunder_zero.passes.keep import keep
 from thunder_zero.passes.launch import launch
+from thunder_zero.plan import Plan
 from thunder_zero.timeline import Kind, Op, Timeline, gathered_bytes
 
 
@@ -26,16 +28,38 @@ def keep_last(timeline: Timeline) -> Timeline:
         return timeline
     short = timeline.with_ops(_touching(timeline))
     bound = _peak(short)
-    kept: frozenset[str] = frozenset()
-    best = timeline.plan
-    for paths in _runs_from_the_last(short):
-        kept |= paths
-        params = tuple(replace(param, kept=param.kept or param.path in kept) for param in timeline.plan.params)
-        trial = replace(timeline.plan, params=params)
-        if _peak(replace(short, plan=trial)) > bound:
-            break
-        best = trial
-    return replace(timeline, plan=best)
+    runs = _runs_from_the_last(short)
+
+    def plan(number: int) -> Plan:
+        return _keeping(timeline.plan, runs[:number])
+
+    return replace(
+        timeline, plan=plan(largest(lambda number: _peak(replace(short, plan=plan(number))) <= bound, len(runs)))
+    )
+
+
+def _keeping(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:
+    """The plan with the parameters of these runs kept, too."""
+    paths = frozenset().union(*runs)
+    return replace(plan, params=tuple(replace(param, kept=param.kept or param.path in paths) for param in plan.params))
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to ``limit`` that fits, where all up to some number do; 0 always does.
+
+    Tried in steps that double, then by halves, so that a try may be expensive.
+
+    >>> largest(lambda number: number * number <= 30, limit=100)
+    5
+    """
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _touching(timeline: Timeline) -> list[Op]:

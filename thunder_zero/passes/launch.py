@@ -112,10 +112,10 @@ def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
                 seen.add(gather.writes[0])
                 uses.append(_Use(at - 1, gather, True, 0))
         if op.kind is Kind.REDUCE:
-            reduced += wire_bytes(timeline, op)
+            reduced += timeline.wire_bytes(op)
         elif timeline.ends(op, Kind.GATHER):
             gather = timeline.launches[op.reads[0]]
-            uses.append(_Use(at, gather, False, reduced + wire_bytes(timeline, gather)))
+            uses.append(_Use(at, gather, False, reduced + timeline.wire_bytes(gather)))
             reduced = 0
     return uses
 
@@ -195,15 +195,3 @@ def ended_in_time(computed: Sequence[float], on_wire: Sequence[float]) -> list[i
             ended -= 1
         counts.append(ended)
     return counts[::-1]
-
-
-def wire_bytes(timeline: Timeline, op: Op) -> int:
-    """Bytes that the busiest rank sends, or receives, in one collective: the same answer on every rank.
-
-    In a gather rank 0 sends most, which owns the most rows; in a reduce-scatter it receives most.
-    """
-    plan = timeline.plan
-    return sum(
-        (plan.world_size - 1) * plan.shard_bytes(param) if param.sharded else plan.reduce_bytes(param)
-        for param in timeline.params_of(op)
-    )

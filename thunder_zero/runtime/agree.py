@@ -67,8 +67,8 @@ def describe(module: nn.Module, plan: Plan, device: torch.device) -> list[Line]:
 
 
 @contextmanager
-def all_or_none(group: dist.ProcessGroup) -> Iterator[None]:
-    """What one rank refuses inside of the block, every rank refuses at its end.
+def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[None]:
+    """What one rank refuses inside of the block, every rank refuses at its end; ``what`` is for the sentence.
 
     Raises:
         Exception: what the block raised here.
@@ -86,7 +86,7 @@ def all_or_none(group: dist.ProcessGroup) -> Iterator[None]:
         raise failure
     for rank, sentence in enumerate(told):
         if sentence is not None:
-            raise RuntimeError(f"rank {rank} refused its module, so all ranks do: {sentence}")
+            raise RuntimeError(f"rank {rank} refused {what}, so all ranks do: {sentence}")
 
 
 def require_same_model(lines: Sequence[Line], group: dist.ProcessGroup) -> None:

@@ -48,7 +48,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class Waited:
     """A wait that ran.
 
     Attributes:
@@ -69,7 +69,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._waits: list[Wait] | None = None
+        self._waits: list[Waited] | None = None
 
     def now(self) -> Moment:
         """The point that the device's work has come to."""
@@ -80,7 +80,7 @@ class Clock:
         return Moment(time.perf_counter(), event)
 
     @contextmanager
-    def running(self) -> Iterator[list[Wait]]:
+    def running(self) -> Iterator[list[Waited]]:
         """Note the waits of what is launched inside of the block, in the list that it is given."""
         waits = self._waits = []
         try:
@@ -96,7 +96,7 @@ class Clock:
 class _Watched:
     """A handle whose wait is noted."""
 
-    def __init__(self, handle: Waitable, path: str, gather: bool, clock: Clock, waits: list[Wait]) -> None:
+    def __init__(self, handle: Waitable, path: str, gather: bool, clock: Clock, waits: list[Waited]) -> None:
         self._handle, self._path, self._gather = handle, path, gather
         self._clock, self._waits = clock, waits
 
@@ -104,14 +104,14 @@ class _Watched:
         """See :meth:`thunder_zero.runtime.handle.Handle.wait`."""
         called = self._clock.now()
         results = self._handle.wait()
-        self._waits.append(Wait(self._path, self._gather, called, self._clock.now()))
+        self._waits.append(Waited(self._path, self._gather, called, self._clock.now()))
         return results
 
 
 Seconds = dict[str, float]
 
 
-def computed(waits: Sequence[Wait], forward: Sequence[str], backward: Sequence[str]) -> tuple[Seconds, Seconds]:
+def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]) -> tuple[Seconds, Seconds]:
     """Seconds of compute from each gather's wait to the next one's, in forward and in backward of one step.
 
     The last gather of a half has none. Waits for reductions between do not count as compute. Where one path stands
@@ -119,24 +119,32 @@ def computed(waits: Sequence[Wait], forward: Sequence[str], backward: Sequence[s
 
     Args:
         waits: what ran.
-        forward, backward: the first path of each gather's bucket that forward, or backward, waits for, in order.
+        expected: the waits of one forward and backward, in order: the first path of the bucket, whether it ends a
+            gather, whether it is in backward.
 
     Raises:
         RuntimeError: something else ran.
     """
-    gathers = [at for at, wait in enumerate(waits) if wait.gather]
-    pairs = zip_longest((waits[at].path for at in gathers), (*forward, *backward))
-    for number, (found, expected) in enumerate(pairs):
-        if found != expected:
+    ran = [_name(wait.path, wait.gather) for wait in waits]
+    planned = [_name(path, gather) for path, gather, _ in expected]
+    for number, (found, wanted) in enumerate(zip_longest(ran, planned, fillvalue="nothing")):
+        if found != wanted:
             raise RuntimeError(
-                f"gather {number} of step() is of {found or 'nothing'}, where one forward and backward of the model "
-                f"has {expected or 'nothing'}; give a step that runs both once"
+                f"wait {number} of step() is for {found}, where one forward and backward of the model has {wanted}; "
+                f"give a step that runs both once"
             )
-    halves = gathers[: len(forward)], gathers[len(forward) :]
+    halves = [
+        [at for at, (_, gather, backward) in enumerate(expected) if gather and backward is half]
+        for half in (False, True)
+    ]
     return _between(waits, halves[0]), _between(waits, halves[1])
 
 
-def _between(waits: Sequence[Wait], gathers: Sequence[int]) -> Seconds:
+def _name(path: str, gather: bool) -> str:
+    return f"the {'gather' if gather else 'reduction'} of {path}"
+
+
+def _between(waits: Sequence[Waited], gathers: Sequence[int]) -> Seconds:
     seconds: Seconds = {}
     for at, following in pairwise(gathers):
         spans = [before.returned.until(after.called) for before, after in pairwise(waits[at : following + 1])]

@@ -41,7 +41,7 @@ from thunder_zero import layout
 from thunder_zero.plan import Param
 from thunder_zero.runtime.handle import Handle, Step, drain
 
-Wait = Callable[[], object]
+End = Callable[[], object]  # waits for the end of a message
 
 # Messages smaller than this (bytes to one peer) travel packed: below it a message costs more than
 # two copies of its bytes. Measured on loopback, docs/performance.md.
@@ -79,7 +79,7 @@ class Exchange:
     ) -> Handle:
         """Gather; see :meth:`thunder_zero.runtime.transport.Transport.all_gather`."""
         if into is None:
-            fulls = [_empty(shard, param.shape) for shard, param in zip(shards, params, strict=True)]
+            fulls = [shard.new_empty(param.shape) for shard, param in zip(shards, params, strict=True)]
         else:
             fulls = [full.detach()[: param.shape[0]] for full, param in zip(into, params, strict=True)]
         cuts = [self._cut_rows(full) for full in fulls]  # [member][rank] -> flat rows of that rank
@@ -104,7 +104,7 @@ class Exchange:
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """Average; see :meth:`thunder_zero.runtime.transport.Transport.reduce_scatter`."""
         shapes = [layout.shard_shape(param.shape, self._world_size) for param in params]
-        means = tuple(_empty(grad, shape) for grad, shape in zip(grads, shapes, strict=True))
+        means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         cuts = [self._cut_rows(grad.detach().contiguous()) for grad in grads]
         own = [mean.view(-1)[: cut[self._rank].numel()] for mean, cut in zip(means, cuts, strict=True)]
         steps, outgoing = [], []
@@ -124,7 +124,7 @@ class Exchange:
     @torch.no_grad()
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """Average; see :meth:`thunder_zero.runtime.transport.Transport.all_reduce`."""
-        means = tuple(_empty(grad, tuple(grad.shape)) for grad in grads)
+        means = tuple(grad.new_empty(grad.shape) for grad in grads)
         steps, outgoing = [], []
         for members in messages(means, self._world_size, sharded=False):
             flat = _pack([grads[at].detach().contiguous().view(-1) for at in members])
@@ -158,7 +158,7 @@ class Exchange:
         slots = self._cut_rows(mean)
         receives = self._receive_soon({rank: slots[rank] for rank in self._peers}, TAG_MEANS)
         reduce = self._reduce(parts, slots[self._rank])
-        sent: list[Wait] = []
+        sent: list[End] = []
 
         def average_then_send() -> None:
             reduce.finish()
@@ -174,7 +174,7 @@ class Exchange:
 
     def _send_soon(self, outgoing: Sequence[dict[int, Tensor]]) -> list[Step]:
         """Have a bucket's messages sent, each by rank, under TAG; the steps end the sending."""
-        sent: list[Wait] = []
+        sent: list[End] = []
 
         def post() -> None:
             for messages in outgoing:
@@ -183,28 +183,28 @@ class Exchange:
         posted = in_background(COURIER, post)
         return [Step((posted.result,)), Step(sent)]
 
-    def _send(self, messages: dict[int, Tensor], tag: int) -> list[Wait]:
+    def _send(self, messages: dict[int, Tensor], tag: int) -> list[End]:
         return [send(message, rank, self._group, tag) for rank, message in messages.items() if message.numel()]
 
-    def _receive_soon(self, slots: dict[int, Tensor], tag: int) -> Iterable[Wait]:
+    def _receive_soon(self, slots: dict[int, Tensor], tag: int) -> Iterable[End]:
         """Have messages received, by rank; the waits, in their order, end the receiving."""
         pairs = [(slot, rank) for rank, slot in slots.items() if slot.numel()]
-        received: list[Wait] = []
+        received: list[End] = []
         posted = in_background(
             COURIER, lambda: received.extend(receive(slot, rank, self._group, tag) for slot, rank in pairs)
         )
         return chain((posted.result,), received)
 
 
-def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
-    """Start sending to a rank of the group; the one place that sends. Returns the wait for its end."""
+def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> End:
+    """Start sending to a rank of the group; the one place that sends. Returns what waits for its end."""
     work = dist.isend(message, group=group, group_dst=rank, tag=tag)
     assert work is not None, "every rank of the group takes part"
     return work.wait
 
 
-def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
-    """Start receiving from a rank of the group into ``slot``. Returns the wait for its end."""
+def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> End:
+    """Start receiving from a rank of the group into ``slot``. Returns what waits for its end."""
     work = dist.irecv(slot, group=group, group_src=rank, tag=tag)
     assert work is not None, "every rank of the group takes part"
     return work.wait
@@ -262,7 +262,7 @@ def _tasks_of(thread: str) -> SimpleQueue[tuple[Callable[[], None], Future[None]
     """
     tasks: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
     threading.Thread(target=_serve, args=(tasks,), name=f"thunder_zero {thread}", daemon=True).start()
-    atexit.register(_settle, thread)
+    atexit.register(_let_end, thread)
     return tasks
 
 
@@ -282,7 +282,7 @@ def _serve(tasks: SimpleQueue[tuple[Callable[[], None], Future[None]]]) -> None:
         del future, failure
 
 
-def _settle(thread: str) -> None:
+def _let_end(thread: str) -> None:
     """At exit: give the thread time to see that its peers are gone; the interpreter cannot stop it cleanly later."""
     futures.wait([in_background(thread, lambda: None)], timeout=EXIT_SECONDS)
 
@@ -316,7 +316,7 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
 
 def _one_buffer(tensors: Sequence[Tensor]) -> Tensor:
     """A 1-D buffer for such a message: the tensor itself if there is only one, else new memory."""
-    return tensors[0] if len(tensors) == 1 else _empty(tensors[0], (sum(tensor.numel() for tensor in tensors),))
+    return tensors[0] if len(tensors) == 1 else tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
 
 
 def _unpacking(arrived: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> Callable[[], None]:
@@ -330,7 +330,3 @@ def _unpacking(arrived: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> Callable[[
                 tensor.copy_(piece)
 
     return unpack
-
-
-def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=like.dtype, device=like.device)

@@ -16,6 +16,7 @@ only places that turn a parameter into collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
 from typing import Any, Protocol
@@ -61,11 +62,27 @@ class Rehearsal:
         """There is no other rank."""
 
 
+@dataclass(frozen=True)
+class Program:
+    """What was found out while one kind of input was compiled.
+
+    Attributes:
+        plan: what each parameter is, with what the schedule keeps.
+        inputs: inputs of the trace that are parameters, with their paths.
+        trained: paths of the parameters to which autodiff gives a gradient.
+    """
+
+    plan: Plan
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    trained: frozenset[str] = frozenset()
+
+
 class ZeroExecutor(OperatorExecutor):
     """The symbols of one model.
 
     Attributes:
         plan: what each parameter is.
+        program: what is being compiled, or was compiled last.
         synchronize, all_gather, all_reduce, reduce_scatter, wait: one tensor each.
         check_finite: stands before backward's return.
     """
@@ -73,9 +90,7 @@ class ZeroExecutor(OperatorExecutor):
     def __init__(self, plan: Plan, runtime: Runtime) -> None:
         super().__init__("thunder_zero")
         self.plan = plan
-        self.scheduled = plan  # the plan with what the latest schedule keeps
-        self.inputs: Mapping[str, str] = {}  # inputs of the trace that are parameters, with their paths
-        self.trained: frozenset[str] = frozenset()  # paths of the parameters to which autodiff gives a gradient
+        self.program = Program(plan)
         self.all_gather = self._register("zero_all_gather", self._gather_meta, _one(runtime.all_gather))
         self.all_reduce = self._register("zero_all_reduce", self._reduce_meta, _one(runtime.reduce))
         self.reduce_scatter = self._register("zero_reduce_scatter", self._reduce_meta, _one(runtime.reduce))

@@ -49,7 +49,7 @@ class _Native:
         """See :meth:`thunder_zero.runtime.transport.Transport.all_gather`."""
         if into is None:
             own = [shard.detach() for shard in shards]
-            fulls = [_empty(shard, self._padded(param)) for shard, param in zip(shards, params, strict=True)]
+            fulls = [shard.new_empty(self._padded(param)) for shard, param in zip(shards, params, strict=True)]
         else:
             fulls = [full.detach() for full in into]
             own = [self._own_rows(full, param) for full, param in zip(fulls, params, strict=True)]
@@ -63,7 +63,7 @@ class _Native:
         """See :meth:`thunder_zero.runtime.transport.Transport.reduce_scatter`."""
         shares = [self._share(grad.detach(), self._padded(param)) for grad, param in zip(grads, params, strict=True)]
         shapes = [layout.shard_shape(param.shape, self._world_size) for param in params]
-        means = tuple(_empty(grad, shape) for grad, shape in zip(grads, shapes, strict=True))
+        means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         options = {"op": self._op}
         calls = [(mean, share, options) for mean, share in zip(means, shares, strict=True)]
         return Handle(self._launch(_reduce_scatter_single, calls), means, self._pending)
@@ -73,7 +73,7 @@ class _Native:
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """See :meth:`thunder_zero.runtime.transport.Transport.all_reduce`."""
         # A copy each: the collective works in place, and others may still read the gradient.
-        means = tuple(_empty(grad, tuple(grad.shape)) for grad in grads)
+        means = tuple(grad.new_empty(grad.shape) for grad in grads)
         for mean, grad in zip(means, grads, strict=True):
             self._write_share(mean, grad)
         steps = self._launch(dist.all_reduce, [(mean, {"op": self._op}) for mean in means])
@@ -89,7 +89,7 @@ class _Native:
 
     def _share(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
         """What this rank puts into the reduction, contiguous, with zero rows where ranks do not divide it."""
-        share = _empty(grad, padded_shape)
+        share = grad.new_empty(padded_shape)
         self._write_share(share[: grad.shape[0]], grad)
         share[grad.shape[0] :].zero_()
         return share
@@ -144,10 +144,6 @@ class Plain(_Native):
 
     def _own_rows(self, full: Tensor, param: Param) -> Tensor:
         return super()._own_rows(full, param).clone()  # MPI forbids an input that lies inside the output
-
-
-def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def _keep_alive(tensors: object) -> Callable[[], object]:

@@ -71,7 +71,7 @@ class Transport(Protocol):
 class Alone:
     """A world of one rank: nothing travels."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self) -> None:
         self._pending: set[Handle] = set()
 
     def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
@@ -120,5 +120,5 @@ def transport_for(group: ProcessGroup, device: torch.device) -> Transport:
             f"a device that it carries, or give a group with a backend for {device.type} (gloo for CPU)"
         )
     if dist.get_world_size(group) == 1:
-        return Alone(group)
+        return Alone()
     return BACKENDS.get((device.type, backend), Plain)(group)

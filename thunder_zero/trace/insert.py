@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from thunder_zero.plan import Param, Plan
-from thunder_zero.runtime.executor import ZeroExecutor
+from thunder_zero.runtime.executor import Program, ZeroExecutor
 from thunder_zero.trace.lift import proxies_in
 
 from thunder.core import prims
@@ -46,7 +46,7 @@ def insert_synchronize(computation: TraceCtx, inputs: dict[str, Param], executor
     proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in inputs}
     for name, proxy in proxies.items():
         proxy._shape = executor.plan.shard_shape(inputs[name])  # Thunder's transforms do the same; proxies are shared
-    executor.inputs = {name: param.path for name, param in inputs.items()}
+    executor.program = Program(executor.plan, {name: param.path for name, param in inputs.items()})
     new = from_trace(computation)
     full: dict[str, TensorProxy] = {}  # by path
     swap: dict[Any, Proxy] = {}  # by input

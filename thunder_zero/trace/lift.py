@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 
 from thunder_zero.cone import frees_of_gathered
-from thunder_zero.runtime.executor import ZeroExecutor, dtype_name
+from thunder_zero.runtime.executor import Program, ZeroExecutor, dtype_name
 from thunder_zero.timeline import Kind, Op, Timeline, Value
+from thunder_zero.verify import ScheduleError
 
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
 from thunder.core.pytree import tree_iter
-from thunder.core.symbol import BoundSymbol, gather_tags
+from thunder.core.symbol import BoundSymbol, Symbol, gather_tags
 from thunder.core.trace import TraceCtx
 from thunder.executors.pythonex import clear_mutable_collection
 
@@ -43,13 +44,20 @@ def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
     ops = [op for at, line in enumerate(lines) for op in _ops(line, at, not needed[at], executor)]
     ops.sort(key=lambda op: op.backward)
     result = lines[-1].bsym.args[0]
-    returned = _gradients(result["flat_args"], result["output"], executor) if _is_joint(result) else ()
-    inputs = _inputs(trace.args, executor)
+    program = executor.program
+    returned = _gradients(result["flat_args"], result["output"], program) if _is_joint(result) else ()
+    inputs = _inputs(trace.args, program)
     return Timeline(tuple(_with_params(ops)), _values(lines), executor.plan, inputs, returned)
 
 
-def lift_halves(forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor) -> Timeline:
-    """The timeline of the two traces that run; ``source`` counts within each half."""
+def lift_halves(
+    forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor, program: Program | None = None
+) -> Timeline:
+    """The timeline of the two traces that run; ``source`` counts within each half.
+
+    ``program`` is what was found out when they were compiled: if None, they are what the executor compiled last.
+    """
+    program = program or executor.program
     halves = [lines_of(forward), [] if backward is None else lines_of(backward)]
     ops = [
         op
@@ -58,13 +66,13 @@ def lift_halves(forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExec
         for op in _ops(line, position, bool(is_backward), executor)
     ]
     values = _values([*halves[0], *halves[1]])
-    inputs = _inputs(forward.args, executor)
+    inputs = _inputs(forward.args, program)
     returned: tuple[tuple[str, str], ...] = ()
     if backward is not None:
-        inputs |= _inputs(backward.args[1], executor)  # the gradients of outputs; forward has saved what is in args[0]
+        inputs |= _inputs(backward.args[1], program)  # the gradients of outputs; forward has saved what is in args[0]
         given = forward.bound_symbols[-1].args[0]["flat_args"]
-        returned = _gradients(given, backward.bound_symbols[-1].args[0], executor)
-    return frees_of_gathered(Timeline(tuple(_with_params(ops)), values, executor.scheduled, inputs, returned))
+        returned = _gradients(given, backward.bound_symbols[-1].args[0], program)
+    return frees_of_gathered(Timeline(tuple(_with_params(ops)), values, program.plan, inputs, returned))
 
 
 class Line(NamedTuple):
@@ -80,15 +88,15 @@ def lines_of(trace: TraceCtx) -> list[Line]:
     return [Line(bsym, proxies_in((bsym.args, bsym.kwargs)), proxies_in(bsym.output)) for bsym in trace.bound_symbols]
 
 
-def _inputs(given: Any, executor: ZeroExecutor) -> dict[str, str | None]:
-    return {proxy.name: executor.inputs.get(proxy.name) for proxy in proxies_in(given)}
+def _inputs(given: Any, program: Program) -> dict[str, str | None]:
+    return {proxy.name: program.inputs.get(proxy.name) for proxy in proxies_in(given)}
 
 
-def _gradients(given: Sequence[Any], returned: Sequence[Any], executor: ZeroExecutor) -> tuple[tuple[str, str], ...]:
+def _gradients(given: Sequence[Any], returned: Sequence[Any], program: Program) -> tuple[tuple[str, str], ...]:
     """Path and gradient of each argument that is a parameter and gets one: backward returns an entry an argument."""
     pairs = zip(given, returned, strict=True)
     named = ((arg.name, grad.name) for arg, grad in pairs if isinstance(arg, Proxy) and isinstance(grad, Proxy))
-    return tuple((executor.inputs[name], grad) for name, grad in named if name in executor.inputs)
+    return tuple((program.inputs[name], grad) for name, grad in named if name in program.inputs)
 
 
 def _ops(line: Line, position: int, backward: bool, executor: ZeroExecutor) -> Iterator[Op]:
@@ -103,11 +111,19 @@ def _ops(line: Line, position: int, backward: bool, executor: ZeroExecutor) -> I
     elif single := executor.launches.get(bsym.sym.name):
         kind = Kind.GATHER if single is executor.all_gather else Kind.REDUCE
         paths = (bsym.args[1],) if isinstance(bsym.args[1], str) else tuple(bsym.args[1])
+        _require_right_symbol(single, paths, executor)
     elif bsym.sym.name in executor.waits:
         kind = Kind.WAIT
     else:
         repeatable = _is_repeatable(bsym)
     yield Op(kind, reads, writes, paths, backward, repeatable, source=(position,))
+
+
+def _require_right_symbol(single: Symbol, paths: Sequence[str], executor: ZeroExecutor) -> None:
+    """A timeline says REDUCE, and the plan which kind; here is where another kind would be overlooked."""
+    for path in paths if single is not executor.all_gather else ():
+        if single is not (right := executor.reduction(executor.plan.by_name[path])):
+            raise ScheduleError(f"a line reduces {path} with {single.name}; by the plan it needs {right.name}")
 
 
 def read_by(line: Line) -> dict[str, Proxy]:

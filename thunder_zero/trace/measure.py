@@ -6,7 +6,6 @@ from collections.abc import Callable
 from math import inf
 from statistics import median
 
-from thunder_zero.passes.launch import wire_bytes
 from thunder_zero.runtime import agree
 from thunder_zero.runtime.clock import computed, mean_over_ranks
 from thunder_zero.runtime.state import State
@@ -38,22 +37,24 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
         RuntimeError: the model was not called yet, or ``step`` does not run forward and backward of it once.
     """
     state = transform_of(model).state
-    if not callable(step):
-        raise TypeError(f"step is {step!r}; give a function that runs one forward and backward of the model")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps is {steps!r}; give how many steps to measure, 1 or more")
-    if not compile_stats(model).calls:
-        raise RuntimeError("the model was not called yet, so nothing is compiled; run a step before measure_times")
+    with agree.all_or_none(state.group, "its arguments"):
+        if not callable(step):
+            raise TypeError(f"step is {step!r}; give a function that runs one forward and backward of the model")
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ValueError(f"steps is {steps!r}; give how many steps to measure, 1 or more")
+        if not compile_stats(model).calls:
+            raise RuntimeError("the model was not called yet, so nothing is compiled; run a step before measure_times")
     runs = []
     for _ in range(steps):
         with state.clock.running() as waits:
             step()
         runs.append(waits)
     timeline = traces_of(model).timeline
-    gathers = [op for op in timeline.ops if timeline.ends(op, Kind.GATHER)]
-    forward, backward = ([op.params[0] for op in gathers if op.backward is half] for half in (False, True))
-    with agree.all_or_none(state.group):
-        seconds = [computed(waits, forward, backward) for waits in runs]
+    expected = [
+        (op.params[0], timeline.ends(op, Kind.GATHER), op.backward) for op in timeline.ops if op.kind is Kind.WAIT
+    ]
+    with agree.all_or_none(state.group, "its step"):
+        seconds = [computed(waits, expected) for waits in runs]
     halves = [{path: median(run[half][path] for run in seconds) for path in seconds[0][half]} for half in (0, 1)]
     values = [*halves[0].values(), *halves[1].values(), _bytes_per_second(state, timeline, steps)]
     *means, speed = (float(f"{mean:.3g}") for mean in mean_over_ranks(values, state.group))
@@ -64,7 +65,7 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
 
 def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
     """What a rank sends and receives in a second while all buckets are gathered one by one; infinite if nothing is."""
-    buckets = {op.params: wire_bytes(timeline, op) for op in timeline.ops if op.kind is Kind.GATHER}
+    buckets = {op.params: timeline.wire_bytes(op) for op in timeline.ops if op.kind is Kind.GATHER}
     nbytes = sum(buckets.values())
     if not nbytes:
         return inf

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from thunder_zero.plan import make_plan
 from thunder_zero.policy import ZERO3, Policy
 from thunder_zero.runtime.executor import Rehearsal
-from thunder_zero.trace.transform import Traces, ZeroTransform, make_traces
+from thunder_zero.trace.transform import Traces, ZeroTransform
 
 import thunder
 from thunder import compile_data, compile_stats
@@ -62,9 +62,7 @@ def trace(
     jitted = thunder.jit(module, transforms=[transform])
     if any(parameter.is_meta for parameter in module.parameters()):
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-    entry = _compile(jitted, args, kwargs)
-    backward = entry.backward_traces[-1] if entry.backward_traces else None
-    return make_traces(entry.computation_traces[-1], backward, transform.executor)
+    return transform.traces(_compile(jitted, args, kwargs))
 
 
 def _compile(jitted: ThunderModule, args: Any, kwargs: Any) -> Any:

@@ -45,10 +45,9 @@ class Schedule(JointPass):
         if self.executor.plan.policy.check_gradients:
             trace = check_gradients(trace, self.executor)
         lifted = lift(trace, self.executor)
-        self.executor.trained = frozenset(path for path, _ in lifted.gradients)
         timeline = passes.run(lifted)
-        if any(op.backward for op in timeline.ops[:-1]):
-            self.executor.scheduled = timeline.plan  # what is kept was decided on the way
+        trained = frozenset(path for path, _ in lifted.gradients)
+        self.executor.program = replace(self.executor.program, plan=timeline.plan, trained=trained)
         return emit(trace, timeline, self.executor)
 
 
@@ -66,7 +65,7 @@ class Mend(JointPass):
         """The fused joint trace, in which backward reads nothing of forward's gathers that is not kept."""
         if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
             return trace
-        timeline = replace(lift(trace, self.executor), plan=self.executor.scheduled)
+        timeline = replace(lift(trace, self.executor), plan=self.executor.program.plan)
         mended = mend(timeline)
         return trace if mended is timeline else emit(trace, mended, self.executor)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -12,7 +13,7 @@ from thunder_zero import verify
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.runtime import agree, checkpoint
-from thunder_zero.runtime.executor import Runtime, ZeroExecutor
+from thunder_zero.runtime.executor import Program, Runtime, ZeroExecutor
 from thunder_zero.runtime.state import State, device_for, is_hollow, is_transformed, process_group
 from thunder_zero.timeline import Timeline
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
@@ -92,6 +93,7 @@ class ZeroTransform(Transform):
         self.device = _device_named(device)
         self._executor: ZeroExecutor | None = None
         self._forward: TraceCtx | None = None
+        self._programs: WeakKeyDictionary[TraceCtx, Program] = WeakKeyDictionary()  # by forward trace
 
     def __repr__(self) -> str:
         return f"ZeroTransform({self.policy})"
@@ -141,14 +143,15 @@ class ZeroTransform(Transform):
         is_backward = TraceTag.BACKWARD in trace.tags
         if not is_backward:
             self._forward = trace
-        timeline = lift_halves(self._forward, trace if is_backward else None, self.executor)
+            self._programs[trace] = self.executor.program
         alone = not is_backward and _saves_nothing(trace)  # else a backward comes, and both are checked together
-        half = [op for op in timeline.ops if op.backward is is_backward]
-        lines = [f"{op.kind} {', '.join(op.params)}" for op in half if op.params]
         refused: verify.ScheduleError | None = None
         try:
+            timeline = lift_halves(self._forward, trace if is_backward else None, self.executor)
+            half = [op for op in timeline.ops if op.backward is is_backward]
+            lines = [f"{op.kind} {', '.join(op.params)}" for op in half if op.params]
             if is_backward:
-                verify.check(timeline, trained=self.executor.trained)
+                verify.check(timeline, trained=self.executor.program.trained)
             elif alone:
                 verify.check(replace(timeline, plan=self.executor.plan))  # forward alone keeps nothing
         except verify.ScheduleError as error:  # the other ranks hear of it, instead of waiting for this one
@@ -170,6 +173,13 @@ class ZeroTransform(Transform):
     ) -> dict[str, Any]:
         """Full parameters of a sharded model's state dict; a collective."""
         return checkpoint.full(self.state, submodule_name, state_dict)
+
+    def traces(self, entry: Any) -> Traces:
+        """What an entry of Thunder's cache runs, with the timeline that is read off it."""
+        forward = entry.computation_traces[-1]
+        backward = entry.backward_traces[-1] if entry.backward_traces else None
+        program = next(self._programs[trace] for trace in entry.computation_traces if trace in self._programs)
+        return Traces(forward, backward, lift_halves(forward, backward, self.executor, program), program.plan)
 
     def install(self, model: ThunderModule, plan: Plan, runtime: Runtime) -> None:
         """Put our executors in front of the others: the symbols first, then the schedule, the mending last."""
@@ -309,14 +319,8 @@ def traces_of(model: ThunderModule) -> Traces:
     stats = compile_stats(model)
     for entry in reversed(stats.interpreter_cache):
         if entry.computation_traces is stats.last_traces:
-            backward = entry.backward_traces[-1] if entry.backward_traces else None
-            return make_traces(entry.computation_traces[-1], backward, transform.executor)
+            return transform.traces(entry)
     raise RuntimeError("the model was not called yet, so there is no trace; call it once, or use thunder_zero.trace")
-
-
-def make_traces(forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor) -> Traces:
-    """Both traces with the timeline that is read off them."""
-    return Traces(forward, backward, lift_halves(forward, backward, executor), executor.scheduled)
 
 
 def full_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
