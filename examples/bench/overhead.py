@@ -6,6 +6,10 @@
 
 ``run.py`` does the first by itself. Compilations take turns, the one that starts too, each from a collected heap; what
 is reported is all that a first step takes longer, the garbage collector and Thunder's own work on our lines included.
+
+Two accidents move a compilation by several percent each, with the transform or without: how deep in CPython's stack it
+starts (which calls cross from one chunk of the stack to the next, each an mmap and a page fault) and how large the heap
+is (whether one more full collection comes due). So each round has another depth and another heap, and means count.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +41,8 @@ from thunder_zero.trace.transform import ZeroTransform
 
 import thunder
 
-COMPILES = 6  # even, so that each variant starts a round as often
+COMPILES = 8  # even, so that each variant starts a round as often
+FRAMES = 15  # by which each round starts deeper than the one before
 HOST_STEPS = 100
 OURS: tuple[tuple[type, str], ...] = (  # everything of ours that Thunder calls while it compiles
     (ZeroTransform, "transform_module"),
@@ -83,14 +88,25 @@ def compile_times(size: Size, rounds: int = COMPILES) -> dict[str, Any]:
             module, transforms = make_model(size), VARIANTS[name]()
             spent: dict[str, float] = {}
             gc.collect()
+            ballast = [[] for _ in range(len(gc.get_objects()) * number // (4 * rounds))]  # type: ignore[var-annotated]
+            gc.collect()
             with clocked(spent):
                 start = time.perf_counter(), time.process_time()
-                take_step(thunder.jit(module, transforms=transforms), size)
+                deeper(FRAMES * number, lambda: take_step(thunder.jit(module, transforms=transforms), size))  # noqa: B023
+                del ballast
                 seconds[name].append(time.perf_counter() - start[0])
                 cpu[name].append(time.process_time() - start[1])
             if spent:
                 ours.append(spent)
     return {"seconds": seconds, "cpu": cpu, "ours": ours}
+
+
+def deeper(frames: int, call: Callable[[], None]) -> None:
+    """Run it so many frames further down the stack."""
+    if frames:
+        deeper(frames - 1, call)
+    else:
+        call()
 
 
 def take_step(model: nn.Module, size: Size) -> None:
@@ -116,23 +132,23 @@ def step_times(size: Size, count: int) -> dict[str, list[float]]:
     return seconds
 
 
-def median_ratio(seconds: dict[str, list[float]]) -> float:
+def added(seconds: dict[str, list[float]], average: Callable[[list[float]], float] = median) -> float:
     """How much longer it takes with the transform than without, as a fraction.
 
-    >>> median_ratio({"plain": [1.0, 2.0, 3.0], "zero3": [2.0, 2.2, 9.0]})
+    >>> added({"plain": [1.0, 2.0, 3.0], "zero3": [2.0, 2.2, 9.0]})
     0.1
     """
-    plain, zero = (median(seconds[name]) for name in VARIANTS)
+    plain, zero = (average(seconds[name]) for name in VARIANTS)
     return round(zero / plain - 1, 4)
 
 
 def compile_sentence(measured: dict[str, Any]) -> str:
     """One sentence with the numbers of ``compile_times``."""
-    ours = median(sum(spent.values()) for spent in measured["ours"])
-    plain, zero = (median(measured["seconds"][name]) for name in VARIANTS)
+    ours = fmean(sum(spent.values()) for spent in measured["ours"])
+    plain, zero = (fmean(measured["seconds"][name]) for name in VARIANTS)
     return (
         f"First step with compilation: {plain:.2f} s without the transform, {zero:.2f} s with ZeRO-3 "
-        f"({median_ratio(measured['seconds']):+.1%}; in CPU time {median_ratio(measured['cpu']):+.1%}); inside our "
+        f"({added(measured['seconds'], fmean):+.1%}; in CPU time {added(measured['cpu'], fmean):+.1%}); inside our "
         f"functions {ours:.2f} s ({ours / plain:.1%} of Thunder's)."
     )
 
@@ -144,7 +160,7 @@ def summary(overhead: dict[str, Any]) -> list[str]:
         plain, zero = median(steps["plain"]), median(steps["zero3"])
         sentences.append(
             f"A step at W = 1, {name} model: {plain * 1e3:.2f} ms without the transform, {zero * 1e3:.2f} ms "
-            f"with ZeRO-3 ({median_ratio(steps):+.1%})."
+            f"with ZeRO-3 ({added(steps):+.1%})."
         )
     return sentences
 

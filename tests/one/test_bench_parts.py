@@ -12,7 +12,7 @@ from examples.bench import run
 from examples.bench.contestants import contestants
 from examples.bench.memory import added_at_peak, alive, held_bytes, sums_of
 from examples.bench.model import Size, floor_bytes, make_batch, make_model, model_bytes, spared_bytes
-from examples.bench.overhead import median_ratio, summary
+from examples.bench.overhead import added, summary
 from examples.bench.plot import save_plot
 from examples.bench.report import (
     ALONE,
@@ -152,9 +152,9 @@ def test_added_at_peak_of_a_step() -> None:
     assert added_at_peak(step) == 6000
 
 
-def test_median_ratio_and_its_sentences() -> None:
+def test_added_and_its_sentences() -> None:
     seconds = {"plain": [10.0, 10.0, 50.0], "zero3": [10.4, 10.5, 10.6]}
-    assert median_ratio(seconds) == 0.05
+    assert added(seconds) == 0.05
     cpu = {"plain": [10.0], "zero3": [10.3]}
     compiled = {"seconds": seconds, "cpu": cpu, "ours": [{"a": 0.1, "b": 0.2}]}
     sentences = summary({"compile": compiled, "host": {"full": seconds}})

@@ -85,7 +85,8 @@ class State:
         Raises:
             RuntimeError: the ranks' modules differ.
         """
-        agree.require_same_model(agree.describe(module, plan, device), group)
+        if group.size() > 1:  # nobody differs from itself, and it takes long to read all weights
+            agree.require_same_model(agree.describe(module, plan, device), group)
         if plan.policy.broadcast_from is not None:
             agree.broadcast(module, plan.policy.broadcast_from, group, device)
         return cls(plan, group, {param.path: module.get_parameter(param.path) for param in plan.params}, device)

@@ -139,28 +139,36 @@ class ZeroTransform(Transform):
         return prologue, computation, epilogue
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        """Check what is about to run, half by half, and that all ranks are about to run the same."""
-        is_backward = TraceTag.BACKWARD in trace.tags
-        if not is_backward:
+        """Check what is about to run, and that all ranks are about to run the same."""
+        if TraceTag.BACKWARD in trace.tags:
+            self._prove(self._forward, trace)
+        else:
             self._forward = trace
             self._programs[trace] = self.executor.program
-        alone = not is_backward and _saves_nothing(trace)  # else a backward comes, and both are checked together
+            if _saves_nothing(trace):  # else a backward comes, and both are proved together
+                self._prove(trace, None)
+        return trace
+
+    def _prove(self, forward: TraceCtx, backward: TraceCtx | None) -> None:
+        halves = {"forward without backward": False} if backward is None else {"forward": False, "backward": True}
         refused: verify.ScheduleError | None = None
         try:
-            timeline = lift_halves(self._forward, trace if is_backward else None, self.executor)
-            half = [op for op in timeline.ops if op.backward is is_backward]
-            lines = [f"{op.kind} {', '.join(op.params)}" for op in half if op.params]
-            if is_backward:
-                verify.check(timeline, trained=self.executor.program.trained)
-            elif alone:
-                verify.check(replace(timeline, plan=self.executor.plan))  # forward alone keeps nothing
+            timeline = lift_halves(forward, backward, self.executor)
+            if backward is None:
+                timeline = replace(timeline, plan=self.executor.plan)  # forward alone keeps nothing
+            verify.check(timeline, trained=() if backward is None else self.executor.program.trained)
+            lines = {
+                program: [
+                    f"{op.kind} {', '.join(op.params)}" for op in timeline.ops if op.params and op.backward is half
+                ]
+                for program, half in halves.items()
+            }
         except verify.ScheduleError as error:  # the other ranks hear of it, instead of waiting for this one
-            refused, lines = error, [str(error)]
-        program = "backward" if is_backward else "forward without backward" if alone else "forward"
-        self._runtime.agree_on_schedule(program, lines)
+            refused, lines = error, {program: [str(error)] for program in halves}
+        for program in halves:
+            self._runtime.agree_on_schedule(program, lines[program])
         if refused is not None:
             raise refused
-        return trace
 
     def transform_state_dict_for_submodule(
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
