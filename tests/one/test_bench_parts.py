@@ -155,6 +155,8 @@ def test_added_at_peak_of_a_step() -> None:
 def test_added_and_its_sentences() -> None:
     seconds = {"plain": [10.0, 10.0, 50.0], "zero3": [10.4, 10.5, 10.6]}
     assert added(seconds) == 0.05
+    assert added(seconds, sum) == -0.55
+    seconds = {"plain": [9.0, 10.0, 11.0], "zero3": [10.4, 10.5, 10.6]}
     cpu = {"plain": [10.0], "zero3": [10.3]}
     compiled = {"seconds": seconds, "cpu": cpu, "ours": [{"a": 0.1, "b": 0.2}]}
     sentences = summary({"compile": compiled, "host": {"full": seconds}})

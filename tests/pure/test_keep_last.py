@@ -1,4 +1,4 @@
-"""What forward keeps at no cost in memory."""
+"""What forward keeps without more being gathered at once."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from thunder_zero.timeline import Timeline
 from thunder_zero.verify import check
 
 PASSES = (
-    keep_last,  # decide which units forward keeps at no cost in memory
+    keep_last,  # decide which units forward keeps without more being gathered at once
     keep,  # gather again what forward frees: for backward, and for each unit if asked to
     bucket,  # merge gathers, and reductions, of one unit and dtype
     launch,  # start gathers ahead of their use, within the bytes in flight

@@ -1,7 +1,7 @@
 """What forward keeps although the stage would free it.
 
 Backward begins with the units that forward ends with. While it has nothing else gathered, keeping
-them costs no memory that the peak does not take anyway, and saves a gather each::
+them takes no bytes that gathers do not take at their peak anyway, and saves a gather each::
 
     forward   a  b  c  d            peak: three units (one computes, two are under way)
     backward           d  c  b  a   c and d may stay gathered from forward

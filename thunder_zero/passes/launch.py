@@ -146,6 +146,8 @@ def _ended(timeline: Timeline, uses: Sequence[_Use]) -> list[int]:
     if policy.times is None:
         ahead = [number + 1 - policy.prefetch for number in range(len(uses))]
     else:
+        # What forward kept has no wait in backward that could be timed. Forward's time stands for it: backward computes
+        # longer, so that what follows starts rather too early than too late.
         halves = policy.times.forward, policy.times.backward
         computed = [halves[use.gather.backward].get(use.gather.params[0], 0.0) for use in uses]
         ahead = ended_in_time(computed, [use.nbytes / policy.times.bytes_per_second for use in uses])

@@ -150,6 +150,8 @@ class State:
         Asked after each backward, since then an optimizer may have stepped on some ranks and not on
         others (a scaler that found an Inf), and when something changed here by other means: loaded,
         initialised or updated in place. One small collective; none while nothing can have changed.
+        What is changed by other means has to be changed on all ranks, as with any replicated
+        parameter: a rank that did not would not know that it is asked.
         """
         changed = {path for path in self._resident if self.shards[path]._version != self._versions[path]}
         self._stale |= changed
