@@ -60,6 +60,9 @@ class Policy:
             once for each of them and freed between, instead of once for all (default False); once, if it is kept.
         keep_last: ZeRO-3 only: keep the last units of forward gathered for backward, which needs them first, as many
             as do not raise the peak of gathered bytes; ``Plan.kept`` lists them (default True; False keeps nothing).
+        hold_gathered: ZeRO-2 only: parameters that a forward under ``no_sync`` has gathered stay until the micro-batch
+            that reduces has read them, since they do not change in an accumulation (default False: each micro-batch
+            gathers). Needs the memory of the gathered model.
         broadcast_from: rank in the process group whose parameters and buffers all ranks take at
             the start; None (default) requires them to be equal already.
         check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
@@ -77,6 +80,7 @@ class Policy:
     times: Times | None = None
     regather: bool = False
     keep_last: bool = True
+    hold_gathered: bool = False
     broadcast_from: int | None = None
     check_gradients: bool = False
 
@@ -86,7 +90,7 @@ class Policy:
         for name, unit in (("bucket_bytes", "bytes"), ("in_flight_bytes", "bytes"), ("prefetch", "buckets")):
             if not _is_count(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give a number of {unit}, 0 or more")
-        for name in ("regather", "keep_last", "check_gradients"):
+        for name in ("regather", "keep_last", "hold_gathered", "check_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
         if self.times is not None and not isinstance(self.times, Times):

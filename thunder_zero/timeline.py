@@ -34,6 +34,7 @@ class Kind(StrEnum):
 
     GATHER = "gather"
     REDUCE = "reduce"
+    DEFER = "defer"
     WAIT = "wait"
     COMPUTE = "compute"
     FREE = "free"
@@ -49,10 +50,12 @@ class Op:
     Attributes:
         kind: what it does.
         reads: values that it needs. GATHER: shards; REDUCE: full gradients; WAIT: one handle;
-            FREE: what it frees.
-        writes: values that it makes. GATHER and REDUCE: one handle; WAIT: one value a parameter.
+            FREE: what it frees; DEFER: a full gradient, which a later backward reduces (``no_sync``).
+        writes: values that it makes. GATHER and REDUCE: one handle; WAIT: one value a parameter; DEFER: the gradient
+            that is returned in its place, which is none.
         params: paths of the parameters that travel (GATHER, REDUCE, WAIT), in the order of
-            ``reads`` of the launch and of ``writes`` of the wait; of FREE: whose memory it is.
+            ``reads`` of the launch and of ``writes`` of the wait; of FREE: whose memory it is; of DEFER:
+            whose gradient.
         backward: it runs in the backward half.
         repeatable: COMPUTE only: running it twice gives the same values and does no harm (not
             random, nothing in place), so that backward may compute it again.

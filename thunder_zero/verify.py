@@ -152,27 +152,36 @@ def _check_waits(timeline: Timeline) -> None:
 
 
 def _check_reductions(timeline: Timeline) -> None:
-    """Gradients of trainable parameters are reduced once, in backward."""
-    reduced: dict[str, int] = {}
+    """Gradients of trainable parameters are reduced once, in backward, or all of them are deferred to a later one."""
+    verbs = {Kind.REDUCE: ("reduces", "reduced"), Kind.DEFER: ("defers", "deferred")}
+    handled: dict[str, int] = {}
+    kinds: dict[Kind, int] = {}
     for at, op in enumerate(timeline.ops):
-        if op.kind is not Kind.REDUCE:
+        if op.kind not in verbs:
             continue
+        verb, participle = verbs[op.kind]
+        kinds.setdefault(op.kind, at)
+        if len(kinds) > 1:
+            raise _fail(timeline, at, f"{verb} a gradient, and op {min(kinds.values())} does otherwise")
         if not op.backward:
-            raise _fail(timeline, at, "reduces a gradient in forward")
+            raise _fail(timeline, at, f"{verb} a gradient in forward")
         for param in timeline.params_of(op):
             if not param.requires_grad:
-                raise _fail(timeline, at, f"reduces a gradient of {param.path}, which is frozen")
-            if param.path in reduced:
-                raise _fail(timeline, at, f"reduces {param.path}, which op {reduced[param.path]} has reduced already")
-            reduced[param.path] = at
+                raise _fail(timeline, at, f"{verb} a gradient of {param.path}, which is frozen")
+            if param.path in handled:
+                raise _fail(
+                    timeline, at, f"{verb} {param.path}, which op {handled[param.path]} has {participle} already"
+                )
+            handled[param.path] = at
 
 
 def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
-    """Backward returns, as the gradient of a parameter, the mean that its reduction gives, and every such mean."""
+    """Backward returns, as the gradient of a parameter, what its reduction gives (the mean) or what stands for the one
+    that is deferred, and all of those."""
     means = {
         (path, name): at
         for at, op in enumerate(timeline.ops)
-        if timeline.ends(op, Kind.REDUCE)
+        if timeline.ends(op, Kind.REDUCE) or op.kind is Kind.DEFER
         for path, name in zip(op.params, op.writes, strict=True)
     }
     read = set(timeline.ops[-1].reads)
@@ -187,7 +196,8 @@ def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
         returned.add(path)
     for (path, name), at in means.items():
         if path not in returned:
-            raise _fail(timeline, at, f"ends the reduction of {path}, and {name} is not returned as its gradient")
+            what = "ends the reduction of" if timeline.ops[at].kind is Kind.WAIT else "defers the gradient of"
+            raise _fail(timeline, at, f"{what} {path}, and {name} is not returned as its gradient")
     if lost := sorted(set(trained) - returned):
         raise ScheduleError(f"backward returns no gradient of {lost[0]}, which is trained")
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from thunder_zero import Kind, Op, Policy, Traces
+from thunder_zero.runtime.transport import Alone
 from thunder_zero.trace.transform import transform_of
 
 import thunder
@@ -245,6 +246,27 @@ def keep_last(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launches(textbook, Kind.GATHER, backward=True) == [(f"layers.{number}.weight",) for number in (0, 2, 1)]
 
 
+def hold_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the second micro-batch of an accumulation gathers; the bytes: tests/ranks/test_accumulation.py."""
+    gathers: list[int] = []
+    real = Alone.all_gather
+    monkeypatch.setattr(Alone, "all_gather", lambda self, *args: (gathers.append(0), real(self, *args))[1])
+    counts = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for hold in (False, True):
+            model: Any = thunder.jit(Net(), transforms=[tz.ZeroTransform(replace(tz.ZERO2, hold_gathered=hold))])
+            with model.no_sync():
+                model(X).sum().backward()
+                first = len(gathers)
+                model(X).sum().backward()
+            counts.append((len(gathers) - first) / first)
+            gathers.clear()
+    finally:
+        dist.destroy_process_group()
+    assert counts == [1, 0]
+
+
 def broadcast_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether weights and buffers travel; what arrives: tests/ranks/test_bad_input.py."""
     sent: list[int] = []
@@ -284,6 +306,7 @@ SEEN = {
         times,
         regather,
         keep_last,
+        hold_gathered,
         broadcast_from,
         check_gradients,
     )

@@ -558,6 +558,62 @@ def test_a_planted_fault_is_caught_in_the_lines_that_run(name: str) -> None:
         check(plant(good), trained=trained)
 
 
+def deferring(timeline: Timeline) -> Timeline:
+    """What is lifted under ``no_sync``: the reduction of each gradient is deferred."""
+    mean = {op.reads[0]: op.writes[0] for op in timeline.ops if timeline.ends(op, Kind.REDUCE)}
+    ops = (
+        replace(op, kind=Kind.DEFER, writes=(mean[op.writes[0]],)) if op.kind is Kind.REDUCE else op
+        for op in timeline.ops
+        if not timeline.ends(op, Kind.REDUCE)
+    )
+    return timeline.with_ops(ops)
+
+
+def deferred_twice(t: Timeline) -> Timeline:
+    at = find(t, Kind.DEFER, "b.w", backward=True)
+    return with_op(t, at + 1, replace(t.ops[at], writes=("other",)))
+
+
+def deferred_and_reduced(t: Timeline) -> Timeline:
+    at = find(t, Kind.DEFER, "b.w", backward=True)
+    op = t.ops[at]
+    reduce = replace(op, kind=Kind.REDUCE, writes=("handle",))
+    wait = replace(op, kind=Kind.WAIT, reads=("handle",))
+    return without(with_op(t, at + 1, reduce, wait), at)
+
+
+def deferred_gradient_lost(t: Timeline) -> Timeline:
+    return without(returning(t, w=None), find(t, Kind.DEFER, "b.w", backward=True))
+
+
+def deferred_gradient_not_returned(t: Timeline) -> Timeline:
+    return returning(t, w=None)
+
+
+def deferred_of_a_frozen_parameter(t: Timeline) -> Timeline:
+    return changed(t, find(t, Kind.DEFER, "b.w", backward=True), params=("c.frozen",))
+
+
+@pytest.mark.parametrize(
+    ("plant", "sentence"),
+    [
+        (deferred_twice, r"defers b.w, which op \d+ has deferred already"),
+        (deferred_and_reduced, r"reduces a gradient, and op \d+ does otherwise"),
+        (deferred_gradient_lost, "returns no gradient of b.w, which is trained"),
+        (deferred_gradient_not_returned, "defers the gradient of b.w, and mean_b.w is not returned as its gradient"),
+        (deferred_of_a_frozen_parameter, "defers a gradient of c.frozen, which is frozen"),
+    ],
+)
+def test_a_fault_under_no_sync_is_caught(plant: Fault, sentence: str) -> None:
+    lifted_ = deferring(ZERO3)
+    good = run(lifted_)
+    trained = {path for path, _ in lifted_.gradients}
+    check(good, reference=lifted_)
+    assert not any(op.kind is Kind.REDUCE for op in good.ops)
+    with pytest.raises(ScheduleError, match=sentence):
+        check(plant(good), trained=trained)
+
+
 def test_there_are_many_kinds_of_faults() -> None:
     assert len(FAULTS) >= 60
     assert len(FAULTS.keys() - BY_LIFTED) >= 55

@@ -25,7 +25,14 @@ from thunder_zero.timeline import Kind
 WIDTH = 100  # columns, where no terminal says
 NARROWEST, WIDEST = 80, 140
 KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
-STYLES = {Kind.GATHER: "cyan", Kind.WAIT: "blue", Kind.COMPUTE: "", Kind.FREE: "green", Kind.REDUCE: "magenta"}
+STYLES = {
+    Kind.GATHER: "cyan",
+    Kind.WAIT: "blue",
+    Kind.COMPUTE: "",
+    Kind.FREE: "green",
+    Kind.REDUCE: "magenta",
+    Kind.DEFER: "magenta",
+}
 QUIET = "dim"
 
 

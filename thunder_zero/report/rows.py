@@ -45,6 +45,7 @@ class Row:
         params: paths of the parameters whose collective, memory, use or gradient it is.
         gradients: it handles the parameters' gradients, not the parameters.
         sent: bytes that this rank sends; None if the line launches no collective.
+        deferred: bytes of a full gradient that stays until a later backward reduces it.
         alive: bytes of gathered parameters alive after the line.
     """
 
@@ -53,6 +54,7 @@ class Row:
     params: tuple[str, ...]
     gradients: bool
     sent: int | None
+    deferred: int
     alive: int
 
 
@@ -84,11 +86,11 @@ def rows(lines: Iterable[Line], timeline: Timeline, *, backward: bool) -> tuple[
         now = alive[ats[-1]] if ats else now
         read = _merged(op.params if op.kind is not Kind.COMPUTE else _of(op.reads, values) for op in ops)
         made = _merged(_of(op.writes, gradients) for op in ops if op.kind is Kind.COMPUTE)
-        reduces = any(op.kind is Kind.REDUCE or timeline.ends(op, Kind.REDUCE) for op in ops)
+        reduces = any(op.kind in (Kind.REDUCE, Kind.DEFER) or timeline.ends(op, Kind.REDUCE) for op in ops)
         sent = sum(map(timeline.bytes_sent, ops)) if any(op.kind in LAUNCHES for op in ops) else None
-        out.append(
-            Row(line, ops[0].kind if ops else None, read or made, reduces or (not read and bool(made)), sent, now)
-        )
+        deferred = sum(timeline.full_bytes(op) for op in ops if op.kind is Kind.DEFER)
+        of_gradients = reduces or (not read and bool(made))
+        out.append(Row(line, ops[0].kind if ops else None, read or made, of_gradients, sent, deferred, now))
     if places:
         raise ValueError(f"the timeline has operations at {sorted(places)}, where the trace has no line")
     return tuple(out)
@@ -121,9 +123,11 @@ def total(rows: Iterable[Row | Gap]) -> str:
     sent = sum(row.sent or 0 for row in shown)
     peak = max((row.alive for row in shown), default=0)
     count = gathers + reduces
+    deferred = sum(row.deferred for row in shown)
     return (
         f"{count} collective{'s' * (count != 1)} ({gathers} gather, {reduces} reduce), "
         f"{sent:,} B sent by this rank, {peak:,} B gathered at most"
+        + (f", {deferred:,} B of gradients deferred" if deferred else "")
     )
 
 
@@ -168,7 +172,7 @@ def _gradients(timeline: Timeline) -> dict[str, tuple[str, ...]]:
     """Whose full gradient a value is; of several parameters where one value is the gradient of all."""
     found: dict[str, tuple[str, ...]] = {}
     for op in timeline.ops:
-        if op.kind is Kind.REDUCE:
+        if op.kind in (Kind.REDUCE, Kind.DEFER):
             one_each = len(op.reads) == len(op.params)
             found.update((name, (op.params[at],) if one_each else op.params) for at, name in enumerate(op.reads))
     return found

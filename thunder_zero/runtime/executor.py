@@ -41,6 +41,19 @@ class Runtime(Protocol):
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
         """Start reducing; returns a handle with ``wait() -> tuple of reduced gradients``."""
 
+    @property
+    def synced(self) -> bool:
+        """Whether what is compiled now reduces gradients; otherwise it defers that (``no_sync``)."""
+
+    def check_synced(self, synced: bool) -> None:
+        """Raise if a program that was compiled with this ``synced`` does not fit now."""
+
+    def defer(self, grad: Tensor, path: str) -> None:
+        """Keep a full gradient; the next reduction of the parameter adds it."""
+
+    def reduce_deferred(self, paths: Sequence[str]) -> None:
+        """Reduce what was deferred of these parameters, which this backward does not reach, into ``.grad``."""
+
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise on every rank if any gradient on any rank is not finite."""
 
@@ -51,12 +64,15 @@ class Runtime(Protocol):
 class Rehearsal:
     """The runtime of a trace that is only looked at: no process group, nothing runs."""
 
+    def __init__(self, synced: bool) -> None:
+        self.synced = synced
+
     def _refuse(self, *args: Any) -> Any:
         raise RuntimeError(
             "this trace was made by thunder_zero.trace, without a process group; it can be read, not run"
         )
 
-    all_gather = reduce = check_finite = _refuse
+    all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = _refuse
 
     def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
         """There is no other rank."""
@@ -70,11 +86,13 @@ class Program:
         plan: what each parameter is, with what the schedule keeps.
         inputs: inputs of the trace that are parameters, with their paths.
         trained: paths of the parameters to which autodiff gives a gradient.
+        synced: gradients are reduced; otherwise that is deferred.
     """
 
     plan: Plan
     inputs: Mapping[str, str] = field(default_factory=dict)
     trained: frozenset[str] = frozenset()
+    synced: bool = True
 
 
 class ZeroExecutor(OperatorExecutor):
@@ -83,14 +101,16 @@ class ZeroExecutor(OperatorExecutor):
     Attributes:
         plan: what each parameter is.
         program: what is being compiled, or was compiled last.
-        synchronize, all_gather, all_reduce, reduce_scatter, wait: one tensor each.
-        check_finite: stands before backward's return.
+        synchronize, all_gather, all_reduce, reduce_scatter, wait, defer: one tensor each.
+        check_finite, reduce_deferred: stand before backward's return.
+        check_synced: stands in the prologue, where a program is chosen.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime) -> None:
         super().__init__("thunder_zero")
         self.plan = plan
         self.program = Program(plan)
+        self.runtime = runtime
         self.all_gather = self._register("zero_all_gather", self._gather_meta, _one(runtime.all_gather))
         self.all_reduce = self._register("zero_all_reduce", self._reduce_meta, _one(runtime.reduce))
         self.reduce_scatter = self._register("zero_reduce_scatter", self._reduce_meta, _one(runtime.reduce))
@@ -101,7 +121,10 @@ class ZeroExecutor(OperatorExecutor):
             self.reduce_scatter: self._register("zero_reduce_scatter_coalesced", _no_meta, _many(runtime.reduce)),
             self.wait: self._register("zero_wait_coalesced", _no_meta, lambda handle: handle.wait()),
         }
+        self.defer = self._register("zero_defer_reduction", self._defer_meta, runtime.defer)
         tags = (prims.OpTags.DONT_DCE,)
+        self.check_synced = self._register("zero_check_synced", _no_meta, runtime.check_synced, tags=tags)
+        self.reduce_deferred = self._register("zero_reduce_deferred", _no_meta, runtime.reduce_deferred, tags=tags)
         self.check_finite = self._register("zero_check_finite", _no_meta, runtime.check_finite, tags=tags)
         self.synchronize = self._register("zero_synchronize", self._synchronize_meta, None)
         self.register_implementation(
@@ -147,6 +170,10 @@ class ZeroExecutor(OperatorExecutor):
         shape = self.plan.shard_shape(self.plan.by_name[path])
         return FutureTensorProxy(shape=shape, device=grad.device, dtype=grad.dtype)
 
+    def _defer_meta(self, grad: TensorProxy, path: str) -> TensorProxy:
+        """The gradient that the shard will have; as long as it is deferred there is none, and None is returned."""
+        return TensorProxy(like=grad, shape=self.plan.shard_shape(self.plan.by_name[path]), requires_grad=False)
+
     def handle_of(self, single: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str]) -> FutureTensorProxy:
         """The handle of a launch; of several tensors it is flat, since their shapes differ."""
         if len(tensors) == 1:
@@ -166,7 +193,10 @@ class ZeroExecutor(OperatorExecutor):
     def _synchronize_grad(self, shard: TensorProxy, path: str) -> TensorProxy:
         full = self.lower_synchronize(shard, path)
         grad = prims.get_grad(full)
-        prims.put_grad(shard, self.wait(self.reduction(self.plan.by_name[path])(grad, path)))
+        if self.program.synced:
+            prims.put_grad(shard, self.wait(self.reduction(self.plan.by_name[path])(grad, path)))
+        else:
+            prims.put_grad(shard, self.defer(grad, path))
         return full
 
 

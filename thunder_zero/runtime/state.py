@@ -12,7 +12,8 @@ replaced (its step would be lost).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -46,6 +47,7 @@ class State:
         shards: what the optimizer sees, by path: this rank's rows, or the full parameter.
         placeholders: what stands in the plain module instead, by path: the full shape, no memory.
         clock: sees the waits, while somebody measures.
+        synced: whether the gradients of a forward that runs now are reduced; otherwise that is deferred (``no_sync``).
     """
 
     def __init__(
@@ -60,7 +62,10 @@ class State:
         self._stale: set[str] = set()  # resident parameters that changed here, or, once agreed, on any rank
         self._versions: dict[str, int] = {}  # of their shards when all rows were last in date
         self._reduced = False  # gradients were reduced since the ranks last agreed on what is stale
-        self._agreed: set[str] = set()  # programs that were compared: forward, backward, ...
+        self._agreed: set[tuple[str, bool]] = set()  # programs that were compared: forward, backward, ...; if synced
+        self.synced = True
+        self._deferred: dict[str, Tensor] = {}  # sums of full gradients that the next reduction adds, by path
+        self._held: dict[str, Tensor] = {}  # ZeRO-2: gathered parameters that an accumulation goes on with, by path
         rows = {param.path: self._own(param, originals[param.path].detach().to(device)) for param in plan.params}
         gathered = [param for param in plan.params if param.sharded and not param.resident]
         for together in self._transport.neighbours(gathered):
@@ -107,11 +112,14 @@ class State:
     # What the traces call.
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
-        """Start gathering. ZeRO-1 sends only what an optimizer has changed since the last time."""
+        """Start gathering. ZeRO-1 sends only what an optimizer has changed since the last time, ZeRO-2 under
+        ``policy.hold_gathered`` only what the accumulation has not gathered before."""
         return self.clock.watched(self._gather(shards, paths), paths[0], gather=True)
 
     def _gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         params = [self.plan.by_name[path] for path in paths]
+        if self.plan.policy.hold_gathered and params[0].kept and not params[0].resident:
+            return self._gather_missing(shards, params)
         if not params[0].resident:
             return self._transport.all_gather(shards, params)
         stale = [at for at, path in enumerate(paths) if path in self._stale]
@@ -125,14 +133,81 @@ class State:
         full = tuple(buffer[: param.shape[0]] for buffer, param in zip(buffers, params, strict=True))
         return Resident(full, refresh, lambda: self._note_versions(paths))
 
+    def _gather_missing(self, shards: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+        """Gather what no earlier micro-batch has left; the last one, which reduces, leaves nothing."""
+        found = {param.path: self._held.get(param.path) for param in params}
+        missing = [at for at, param in enumerate(params) if found[param.path] is None]
+        handle = None
+        if missing:
+            handle = self._transport.all_gather([shards[at] for at in missing], [params[at] for at in missing])
+        if self.synced:
+            for path in found:
+                self._held.pop(path, None)
+        return Held(found, handle, None if self.synced else self._held)
+
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
-        """Start reducing gradients to their mean over ranks."""
+        """Start reducing gradients, with what was deferred of them, to their mean over ranks."""
         self._reduced = True
         params = [self.plan.by_name[path] for path in paths]
-        # Thunder takes a 0-dim CPU tensor for a number, and leaves it to autograd to sum its gradient.
-        grads = [grad.sum_to_size(param.shape) for grad, param in zip(grads, params, strict=True)]
+        sums = [self._sum(grad, param) for grad, param in zip(grads, params, strict=True)]
+        return self.clock.watched(self._reduce(sums, params), paths[0], gather=False)
+
+    def _reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         start = self._transport.reduce_scatter if params[0].sharded else self._transport.all_reduce
-        return self.clock.watched(start(grads, params), paths[0], gather=False)
+        return start(grads, params)
+
+    def _sum(self, grad: Tensor, param: Param) -> Tensor:
+        """A full gradient and what was deferred of it, which is then no longer."""
+        # Thunder takes a 0-dim CPU tensor for a number, and leaves it to autograd to sum its gradient.
+        grad = grad.sum_to_size(param.shape)
+        deferred = self._deferred.pop(param.path, None)
+        return grad if deferred is None else deferred.add_(grad)
+
+    def defer(self, grad: Tensor, path: str) -> None:
+        """Keep a full gradient until the next reduction of its parameter, added to what is there already."""
+        is_first = path not in self._deferred
+        total = self._sum(grad, self.plan.by_name[path])
+        self._deferred[path] = total.clone() if is_first else total  # it may be a view, or somebody else's
+
+    def reduce_deferred(self, paths: Sequence[str]) -> None:
+        """Reduce what was deferred of parameters that this backward does not reach, and add it to their ``.grad``.
+
+        A collective where something was deferred, which ranks that run the same programs agree on.
+        """
+        self._reduced = True
+        left = [path for path in paths if path in self._deferred]
+        handles = [self._reduce([self._deferred.pop(path)], [self.plan.by_name[path]]) for path in left]
+        for path, handle in zip(left, handles, strict=True):
+            shard, (mean,) = self.shards[path], handle.wait()
+            shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+
+    def drop_deferred(self) -> None:
+        """Forget what an accumulation has deferred so far."""
+        self._deferred.clear()
+        self._held.clear()
+
+    @property
+    def deferred_bytes(self) -> int:
+        """Bytes of the full gradients that wait for a reduction."""
+        return sum(grad.nbytes for grad in self._deferred.values())
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Forwards inside of the block have the reduction of their gradients deferred."""
+        before, self.synced = self.synced, False
+        try:
+            yield
+        finally:
+            self.synced = before
+
+    def check_synced(self, synced: bool) -> None:
+        """Part of each prologue: Thunder takes another program, or compiles one, where this raises.
+
+        Raises:
+            RuntimeError: the program reduces gradients and this forward is under ``no_sync``, or the other way round.
+        """
+        if synced is not self.synced:
+            raise RuntimeError(f"compiled with synced={synced}, and {self.synced} is asked for")
 
     def check_model(self, model: Any) -> None:
         """Run before every forward: the model is as planned, and nothing of a failed step is under way.
@@ -191,16 +266,25 @@ class State:
         Raises:
             RuntimeError: naming the first line that differs, and the rank.
         """
-        silent = program != "backward" and not any(param.sharded for param in self.plan.params)
-        if program not in self._agreed and not silent:
-            self._agreed.add(program)
+        reduces = program == "backward" and self.synced
+        silent = not reduces and not any(param.sharded for param in self.plan.params)
+        if (program, self.synced) not in self._agreed and not silent:
+            self._agreed.add((program, self.synced))
             agree.require_same_schedule(program, lines, self.group)
 
     # What happens outside of the traces.
 
+    def open_accumulation(self, shards: Iterable[int]) -> str | None:
+        """The first parameter, among those whose shards have these ids, of which a gradient is deferred."""
+        among = set(shards)
+        return next((path for path in self._deferred if id(self.shards[path]) in among), None)
+
     def mark_stale(self, paths: Iterable[str]) -> None:
         """These parameters changed: the next forward refreshes the other ranks' rows, if they are resident."""
-        self._stale.update(self._resident.keys() & set(paths))
+        changed = set(paths)
+        self._stale.update(self._resident.keys() & changed)
+        for path in self._held.keys() & changed:
+            del self._held[path]
 
     def own_rows(self, param: Param, full: Tensor) -> Tensor:
         """This rank's rows of a full parameter, padded with zeros: what its shard should hold."""
@@ -241,6 +325,21 @@ class Resident:
             self._refresh.wait()
             self._refreshed()
         return self._full
+
+
+class Held:
+    """The handle of parameters of which some are held already: those that arrive are held, too, where ``hold`` is."""
+
+    def __init__(self, found: dict[str, Tensor | None], handle: Handle | None, hold: dict[str, Tensor] | None) -> None:
+        self._found, self._handle, self._hold = found, handle, hold
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The full, unpadded parameters."""
+        arrived = iter(() if self._handle is None else self._handle.wait())
+        full = {path: next(arrived) if found is None else found for path, found in self._found.items()}
+        if self._hold is not None:
+            self._hold.update(full)
+        return tuple(full.values())
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -351,6 +450,7 @@ def _watch(state: State) -> None:
     _states.add(state)
     if not _hooked:
         register_optimizer_step_pre_hook(_refuse_replaced)
+        register_optimizer_step_pre_hook(_refuse_open)
         register_optimizer_step_post_hook(_note_step)
         _hooked = True
 
@@ -367,6 +467,17 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 f"{type(optimizer).__name__} holds the plain module's parameter {path!r}, which is not trained since "
                 f"the transform, so its step would be lost; build the optimizer on model.parameters() of the model "
                 f"that thunder.jit or thunder_zero.zero returned"
+            )
+
+
+def _refuse_open(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    stepped = [id(param) for param in _parameters(optimizer)]
+    for state in _states:
+        if path := state.open_accumulation(stepped):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} is about to step while gradients of parameter {path!r} that no_sync "
+                f"deferred were not reduced yet; run the last micro-batch, forward and backward, outside of no_sync, "
+                f"or drop them with model.zero_grad()"
             )
 
 

@@ -36,7 +36,7 @@ def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCt
 
 
 def _line(op: Op, lines: Sequence[Line], proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
-    if op.kind is Kind.COMPUTE:
+    if op.kind in (Kind.COMPUTE, Kind.DEFER):
         bsym = _compute(op, lines[op.source[0]], proxies)
     elif op.kind is Kind.WAIT:
         bsym = _wait(op, proxies, executor)

@@ -46,7 +46,8 @@ def insert_synchronize(computation: TraceCtx, inputs: dict[str, Param], executor
     proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in inputs}
     for name, proxy in proxies.items():
         proxy._shape = executor.plan.shard_shape(inputs[name])  # Thunder's transforms do the same; proxies are shared
-    executor.program = Program(executor.plan, {name: param.path for name, param in inputs.items()})
+    paths = {name: param.path for name, param in inputs.items()}
+    executor.program = Program(executor.plan, paths, synced=executor.runtime.synced)
     new = from_trace(computation)
     full: dict[str, TensorProxy] = {}  # by path
     swap: dict[Any, Proxy] = {}  # by input
@@ -70,8 +71,10 @@ def insert_synchronize(computation: TraceCtx, inputs: dict[str, Param], executor
     return new
 
 
-def shard_checks(prologue: TraceCtx, plan: Plan) -> None:
-    """Give the prologue's checks the shapes of the shards (in place, as Thunder's own transforms do)."""
+def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
+    """Give the prologue's checks the shapes of the shards, and a check of its own whether gradients are reduced (in
+    place, as Thunder's own transforms do)."""
+    plan = executor.plan
     shapes: dict[str, tuple[int, ...]] = {}
     for bsym in prologue.bound_symbols:
         if bsym.sym is prims.unpack_parameter:
@@ -79,6 +82,9 @@ def shard_checks(prologue: TraceCtx, plan: Plan) -> None:
         elif bsym.sym is prims.check_tensor_shape_and_metadata and bsym.args[0].name in shapes:
             tensor, _, *rest = bsym.args
             bsym.args = (tensor, shapes[tensor.name], *rest)
+    with tracectx(prologue):
+        synced = executor.check_synced.bind(executor.program.synced, output=None)
+    prologue.bound_symbols.insert(-1, synced)
 
 
 def _refuse_parameters(bsym: BoundSymbol, inputs: dict[str, Param]) -> None:

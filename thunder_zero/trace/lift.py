@@ -114,6 +114,8 @@ def _ops(line: Line, position: int, backward: bool, executor: ZeroExecutor) -> I
         _require_right_symbol(single, paths, executor)
     elif bsym.sym.name in executor.waits:
         kind = Kind.WAIT
+    elif bsym.sym == executor.defer:
+        kind, paths = Kind.DEFER, (bsym.args[1],)
     else:
         repeatable = _is_repeatable(bsym)
     yield Op(kind, reads, writes, paths, backward, repeatable, source=(position,))

@@ -23,16 +23,23 @@ from thunder.extend import TemporaryExecutor
 class _Rehearsed(ZeroTransform):
     """Plans for a rank of a world that need not exist, and leaves the module as it is."""
 
-    def __init__(self, policy: Policy, world_size: int, rank: int) -> None:
+    def __init__(self, policy: Policy, world_size: int, rank: int, synced: bool) -> None:
         super().__init__(policy)
         self._world = world_size, rank
+        self._synced = synced
 
     def transform_module(self, model: ThunderModule) -> None:
-        self.install(model, make_plan(model._model, self.policy, *self._world), Rehearsal())
+        self.install(model, make_plan(model._model, self.policy, *self._world), Rehearsal(self._synced))
 
 
 def trace(
-    module: nn.Module, *args: Any, policy: Policy = ZERO3, world_size: int = 8, rank: int = 0, **kwargs: Any
+    module: nn.Module,
+    *args: Any,
+    policy: Policy = ZERO3,
+    world_size: int = 8,
+    rank: int = 0,
+    synced: bool = True,
+    **kwargs: Any,
 ) -> Traces:
     """What one rank of ``world_size`` would run for these arguments.
 
@@ -46,6 +53,7 @@ def trace(
         policy: how to shard.
         world_size: number of ranks.
         rank: which of them.
+        synced: what runs outside of ``no_sync``; False: inside, where gradients are kept.
 
     Returns:
         The forward and backward traces, their timeline and the plan.
@@ -58,7 +66,7 @@ def trace(
         raise TypeError(
             f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
         )
-    transform = _Rehearsed(policy, world_size, rank)
+    transform = _Rehearsed(policy, world_size, rank, synced)
     jitted = thunder.jit(module, transforms=[transform])
     if any(parameter.is_meta for parameter in module.parameters()):
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))

@@ -42,8 +42,7 @@ class Schedule(JointPass):
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         """The joint trace with its collectives in the order that the passes decide."""
         trace = drop_replicas(trace, self.executor)
-        if self.executor.plan.policy.check_gradients:
-            trace = check_gradients(trace, self.executor)
+        trace = close_backward(trace, self.executor)
         lifted = lift(trace, self.executor)
         timeline = passes.run(lifted)
         trained = frozenset(path for path, _ in lifted.gradients)
@@ -82,20 +81,36 @@ def drop_replicas(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     return new
 
 
-def check_gradients(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
-    """With a line before the return that looks at every reduced gradient, if there are any."""
-    reduced: dict[str, Proxy] = {}  # by path
+def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
+    """With the lines that stand before the return of a backward that reduces, where they are needed.
+
+    One looks at every reduced gradient (``policy.check_gradients``). One reduces what an accumulation deferred of the
+    parameters that this backward does not reach.
+    """
+    reduced = _reduced(trace, executor)
+    if not reduced:
+        return trace
+    others = tuple(param.path for param in executor.plan.params if param.requires_grad and param.path not in reduced)
+    new = from_trace(trace)
+    lines: list[BoundSymbol] = []
+    with tracectx(new):
+        if executor.plan.policy.check_gradients:
+            lines.append(executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None))
+        if others:
+            lines.append(executor.reduce_deferred.bind(others, output=None))
+    for line in lines:
+        line.tags.add(BoundSymbolTag.BACKWARD)
+    new.bound_symbols = [*trace.bound_symbols[:-1], *lines, trace.bound_symbols[-1]]
+    return new
+
+
+def _reduced(trace: TraceCtx, executor: ZeroExecutor) -> dict[str, Proxy]:
+    """The reduced gradients of a lowered trace, by path."""
+    reduced: dict[str, Proxy] = {}
     launched: dict[str, str] = {}
     for bsym in trace.bound_symbols:
         if executor.launches.get(bsym.sym.name) in (executor.all_reduce, executor.reduce_scatter):
             launched[bsym.output.name] = bsym.args[1]
         elif bsym.sym == executor.wait and bsym.args[0].name in launched:
             reduced[launched[bsym.args[0].name]] = bsym.output
-    if not reduced:
-        return trace
-    new = from_trace(trace)
-    with tracectx(new):
-        check = executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None)
-    check.tags.add(BoundSymbolTag.BACKWARD)
-    new.bound_symbols = [*trace.bound_symbols[:-1], check, trace.bound_symbols[-1]]
-    return new
+    return reduced

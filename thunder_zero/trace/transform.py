@@ -18,6 +18,7 @@ from thunder_zero.runtime.state import State, device_for, is_hollow, is_transfor
 from thunder_zero.timeline import Timeline
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
+from thunder_zero.trace.module import adopt
 from thunder_zero.trace.schedule import Mend, Schedule
 
 from thunder import compile_data, compile_stats
@@ -125,6 +126,7 @@ class ZeroTransform(Transform):
         self.state = State.take(model._model, plan, group, device)
         place(model, self.state, self.device)
         self.state.pin(model)
+        adopt(model, self.state)
         model.register_forward_pre_hook(_before_forward)
         self.install(model, plan, self.state)
 
@@ -135,7 +137,7 @@ class ZeroTransform(Transform):
         executor = self.executor
         inputs = parameter_inputs(prologue, computation, executor.plan)
         computation = insert_synchronize(computation, inputs, executor)
-        shard_checks(prologue, executor.plan)
+        shard_checks(prologue, executor)
         return prologue, computation, epilogue
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:

@@ -1,0 +1,193 @@
+"""Gradient accumulation both ways: reduced in each backward, and kept under ``no_sync`` until the last one."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from tests.harness.ranks import RanksPool
+from tests.ranks.models import count_sends, error, fresh, sharded
+
+STAGES = (0, 1, 2, 3)
+MICRO, ROWS, STEPS = 3, 6, 4  # micro-batches of a step, rows of one over all ranks, steps
+WAYS = ("reduced", "kept", "mixed")
+POLICIES = {f"stage {stage}": tz.Policy(stage=stage, keep_last=False) for stage in STAGES}
+POLICIES["stage 2 held"] = replace(tz.ZERO2, hold_gathered=True)
+
+
+class Paths(nn.Module):
+    """Five rows and a scalar in all micro-batches; one layer in the first alone, one in the last alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 5)
+        self.first = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, path: str) -> Tensor:
+        x = torch.tanh(self.shared(x)) * self.scale
+        if path == "first":
+            x = self.first(x)
+        if path == "last":
+            x = self.last(x)
+        return x
+
+
+PATHS = ("first", "neither", "last")
+
+
+def inputs(step: int, micro: int, rank: int, world_size: int) -> Tensor:
+    """This rank's rows of one micro-batch."""
+    generator = torch.Generator().manual_seed(step * MICRO + micro)
+    return torch.randn(ROWS, 4, generator=generator).tensor_split(world_size)[rank]
+
+
+def is_kept(way: str, micro: int) -> bool:
+    """Whether a micro-batch runs under ``no_sync``: all but the last, or ("mixed") the second alone."""
+    return micro < MICRO - 1 and (way == "kept" or (way == "mixed" and micro == 1))
+
+
+def train(model: Any, way: str, rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Some steps; what each micro-batch sent, what was kept after it, and the gradient of its input."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    seen = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro, path in enumerate(PATHS):
+            x = inputs(step, micro, rank, world_size).requires_grad_()
+            with model.no_sync() if is_kept(way, micro) else nullcontext(), count_sends() as sent:
+                (model(x, path).square().mean() / MICRO).backward()
+            kept = model._zero_state.deferred_bytes if isinstance(model, tz.ZeroModule) else 0
+            seen.append({"step": step, "micro": micro, "sent": sum(sent), "kept": kept, "grad": x.grad})
+        optimizer.step()
+    return seen
+
+
+def run(rank: int, world_size: int) -> dict[tuple[str, str], Any]:
+    results = {}
+    for name, policy in POLICIES.items():
+        plain = fresh(Paths)
+        model = sharded(plain, policy)
+        for way in WAYS:
+            model.load_original_state_dict(fresh(Paths).state_dict())
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", message=".*no_sync.*|.*No op.*")
+                seen = train(model, way, rank, world_size)
+            results[name, way] = seen, tz.full_state_dict(model), tz.traces_of(model).plan
+    return results
+
+
+def run_eager(rank: int, world_size: int) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    model = fresh(Paths)
+    return train(model, "reduced", 0, 1), model.state_dict()
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def ranks(request: pytest.FixtureRequest, ranks_pool: RanksPool) -> list[dict[tuple[str, str], Any]]:
+    return ranks_pool.run(request.param, run, timeout=110)
+
+
+@pytest.fixture(scope="module")
+def eager(ranks_pool: RanksPool) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    (result,) = ranks_pool.run(1, run_eager)
+    return result
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_both_ways_train_as_one_process(ranks: Any, eager: Any, name: str, way: str) -> None:
+    """Parameters that only the first micro-batch, or only the last one, reaches, and the gradients of inputs too."""
+    seen, weights = eager
+    for results in ranks:
+        assert results[name, way][1].keys() == weights.keys()
+        for path, weight in weights.items():
+            assert error(results[name, way][1][path], weight) < 1e-5, path
+    for number, right in enumerate(seen):
+        found = torch.cat([results[name, way][0][number]["grad"] for results in ranks]) / len(ranks)
+        assert error(found, right["grad"]) < 1e-5, number
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_is_kept_is_sent_once(ranks: Any, name: str) -> None:
+    """Under no_sync a micro-batch gathers and does not reduce; the last one reduces all that any has reached."""
+    plan = ranks[0][name, "kept"][2]
+    reached = [
+        sum(param.full_bytes for param in plan.params if not param.path.startswith(others))
+        for others in (("last",), ("last",), ("first", "last"))
+    ]
+    common, first = reached[2], reached[0] - reached[2]
+    each = 1 if ranks[0][name, "kept"][2].policy.stage else 2  # times W - 1: what all ranks send to reduce a byte
+    scalar = 4 * (2 - each)  # is all-reduced in all stages
+    for step in range(1, STEPS):
+        kept, reduced = (
+            [total(ranks, name, way, step * MICRO + micro, "sent") for micro in range(MICRO)]
+            for way in ("kept", "reduced")
+        )
+        spared = [held - plain for plain, held in zip(reduced, kept, strict=True)]
+        gathers = gathered(plan, len(ranks)) if "held" in name else 0
+        per_byte = each * (len(ranks) - 1)
+        assert spared[0] == -(per_byte * (common + first) + scalar * (len(ranks) - 1))
+        assert spared[1] == -(per_byte * common + scalar * (len(ranks) - 1)) - gathers
+        assert spared[2] == per_byte * first - gathers, "the last one reduces what only the first has reached"
+        for result in ranks:
+            seen = result[name, "kept"][0][step * MICRO : (step + 1) * MICRO]
+            assert [micro["kept"] for micro in seen] == [reached[0], reached[1], 0]
+            assert not any(micro["kept"] for micro in result[name, "reduced"][0])
+
+
+def total(ranks: Any, name: str, way: str, number: int, what: str) -> int:
+    return sum(result[name, way][0][number][what] for result in ranks)
+
+
+def gathered(plan: Any, world_size: int) -> int:
+    """What all ranks send to gather the layer that all micro-batches read."""
+    return (world_size - 1) * sum(param.full_bytes for param in plan.params if param.path.startswith("shared"))
+
+
+# What must not happen
+
+
+def misuse(rank: int, world_size: int) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for policy in POLICIES.values():
+        model = sharded(fresh(Paths), policy)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        with model.no_sync():
+            model(torch.ones(2, 4), "first").sum().backward()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            told["open"] = str(error)
+        told["unchanged"] = all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+        told["no gradient"] = all(param.grad is None for param in model.parameters())
+        model.zero_grad()
+        told["dropped"] = model._zero_state.deferred_bytes
+        model(torch.ones(2, 4), "neither").sum().backward()
+        told["first"] = model.get_parameter("first.weight").grad
+        optimizer.step()
+        try:
+            with model.no_sync():
+                raise KeyError("a failure")
+        except KeyError:
+            told["synced again"] = model._zero_state.synced
+    return told
+
+
+def test_an_accumulation_that_is_left_open_is_refused_and_can_be_dropped(ranks_pool: RanksPool) -> None:
+    for told in ranks_pool.run(2, misuse):
+        for words in ("AdamW is about to step", "'first.bias'", "outside of no_sync", "model.zero_grad()"):
+            assert words in told["open"]
+        assert told["unchanged"]
+        assert told["no gradient"]
+        assert told["dropped"] == 0
+        assert told["first"] is None
+        assert told["synced again"]

@@ -1,0 +1,136 @@
+"""The global norm of gradients, and clipping by it, equal torch's on the unsharded model."""
+
+from __future__ import annotations
+
+from math import inf, nan
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import thunder_zero as tz
+from tests.harness.ranks import RanksPool
+from tests.ranks.models import LENGTH, VOCABULARY, Gpt, Mlp, error, fresh, sharded
+
+STAGES, NORMS, LIMITS = (0, 1, 2, 3), (1.0, 2.0, 3.0, inf), (1e-3, 1e3)
+ROWS = 12
+
+
+class Parts(nn.Module):
+    """A tied embedding, one row, a scalar, and a parameter that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = Gpt()
+        self.row = nn.Parameter(torch.randn(1, VOCABULARY))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gpt(tokens) * self.row * self.scale
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def norms(rank: int, world_size: int) -> dict[tuple[int, float, float], tuple[Tensor, int, dict[str, Tensor | None]]]:
+    """By stage, norm and limit: the norm, how many collectives it took, and the clipped gradients of this rank."""
+    found = {}
+    for stage in STAGES:
+        model = sharded(fresh(Parts), stage)
+        for norm_type in NORMS:
+            for limit in LIMITS:
+                model.zero_grad()
+                model(tokens().tensor_split(world_size)[rank]).square().mean().backward()
+                with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as calls:
+                    norm = tz.clip_grad_norm_(model, limit, norm_type)
+                grads = {name: param.grad for name, param in model.named_parameters()}
+                found[stage, norm_type, limit] = norm, calls.call_count, grads
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_norm_is_torchs_of_one_process(ranks_pool: RanksPool, world_size: int) -> None:
+    ranks = ranks_pool.run(world_size, norms, timeout=110)
+    model = fresh(Parts)
+    for norm_type in NORMS:
+        for limit in LIMITS:
+            model.zero_grad()
+            model(tokens()).square().mean().backward()
+            norm = clip_grad_norm_(model.parameters(), limit, norm_type)
+            for stage in STAGES:
+                found = [results[stage, norm_type, limit] for results in ranks]
+                assert {calls for _, calls, _ in found} == {1}
+                assert all(torch.equal(one, found[0][0]) for one, _, _ in found), "the same bits on all ranks"
+                assert error(found[0][0], norm) < 1e-5
+                largest = max(param.grad.abs().max() for param in model.parameters() if param.grad is not None)
+                for name, param in model.named_parameters():
+                    assert_clipped([grads[name] for _, _, grads in found], param, largest)
+
+
+def assert_clipped(parts: list[Tensor | None], right: nn.Parameter, largest: Tensor) -> None:
+    """The ranks' gradients are a parameter's, in rows or each in full."""
+    if right.grad is None:
+        assert parts == [None] * len(parts)
+        return
+    assert all(part is not None for part in parts)
+    full = parts[0]
+    if full is not None and full.shape != right.shape:
+        full = torch.cat([part for part in parts if part is not None])[: right.shape[0]]
+    assert full is not None
+    scale = max(right.grad.abs().max(), largest / 100)  # a key's bias has none, in exact arithmetic
+    assert (full - right.grad).abs().max() <= 1e-5 * scale
+
+
+def told(call: Any) -> str:
+    try:
+        call()
+    except (RuntimeError, TypeError, ValueError) as failure:
+        return f"{type(failure).__name__}: {failure}"
+    return "nothing"
+
+
+def misuse(rank: int, world_size: int) -> dict[str, Any]:
+    model = sharded(fresh(Mlp), 2)
+    x = torch.ones(3, 7)
+    found: dict[str, Any] = {
+        "no model": told(lambda: tz.clip_grad_norm_(Mlp(), 1.0)),  # type: ignore[arg-type]
+        "no gradient": told(lambda: tz.clip_grad_norm_(model, 1.0)),
+    }
+    with model.no_sync():
+        model(x).sum().backward()
+    found["open"] = told(lambda: tz.clip_grad_norm_(model, 1.0))
+    model(x).sum().backward()
+    found["negative"] = told(lambda: tz.clip_grad_norm_(model, -1.0))
+    found["nan"] = told(lambda: tz.clip_grad_norm_(model, nan))
+    found["norm 0"] = told(lambda: tz.clip_grad_norm_(model, 1.0, 0))
+    if rank == 1:
+        model.get_parameter("layers.1.weight").grad[0, 0] = inf
+    before = {name: param.grad.clone() for name, param in model.named_parameters()}
+    found["inf"] = told(lambda: tz.clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
+    found["unchanged"] = all(torch.equal(param.grad, before[name]) for name, param in model.named_parameters())
+    found["went on"] = tz.clip_grad_norm_(model, 1.0).item()
+    return found
+
+
+def test_what_cannot_be_clipped_is_said_on_all_ranks(ranks_pool: RanksPool) -> None:
+    first, second = ranks_pool.run(2, misuse)
+    assert first == second
+    words = {
+        "no model": ["TypeError", "got Mlp", "torch.nn.utils.clip_grad_norm_"],
+        "no gradient": ["RuntimeError", "nothing to clip", "after backward"],
+        "open": ["RuntimeError", "'layers.2.bias'", "no_sync", "last micro-batch"],
+        "negative": ["ValueError", "max_norm is -1.0"],
+        "nan": ["ValueError", "max_norm is nan"],
+        "norm 0": ["ValueError", "norm_type is 0"],
+        "inf": ["RuntimeError", "is inf", "error_if_nonfinite=False"],
+    }
+    for case, expected in words.items():
+        assert [word for word in expected if word not in first[case]] == [], first[case]
+    assert first["unchanged"]
+    assert first["went on"] == inf

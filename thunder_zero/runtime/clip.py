@@ -1,0 +1,57 @@
+"""The norm of all gradients of a sharded model, and clipping by it."""
+
+from __future__ import annotations
+
+from math import inf
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from thunder_zero.runtime.state import State
+
+
+def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """Scale all gradients in place so that their global norm is at most ``max_norm``; returns the norm before that.
+
+    Raises:
+        RuntimeError: there is no gradient yet; gradients wait for a reduction; the norm is NaN or Inf, and that is not
+            wanted. On every rank.
+    """
+    if path := state.open_accumulation(map(id, state.shards.values())):
+        raise RuntimeError(
+            f"gradients of parameter {path!r} that no_sync deferred were not reduced yet, so there is no norm to clip; "
+            f"run forward and backward of the last micro-batch outside of no_sync first"
+        )
+    shards = [shard for shard in state.shards.values() if shard.grad is not None]
+    if not shards:
+        raise RuntimeError("no parameter has a gradient, so there is nothing to clip; call it after backward")
+    norm = total_norm(state, norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of the gradients is {norm.item()}; lower the learning rate, scale the loss, or pass "
+            f"error_if_nonfinite=False to go on"
+        )
+    clip_grads_with_norm_(shards, max_norm, norm)
+    return norm
+
+
+def total_norm(state: State, norm_type: float) -> Tensor:
+    """The norm of all gradients as of one vector, the same bits on every rank; one small collective.
+
+    Rows of sharded parameters count where they are, replicated parameters once. Padding is zero and adds nothing.
+    """
+    grads: dict[bool, list[Tensor]] = {True: [], False: []}  # sharded, replicated
+    for param in state.plan.params:
+        grad = state.shards[param.path].grad
+        if grad is not None:
+            grads[param.sharded].append(grad)
+    mine, everywhere = (get_total_norm(grads[sharded], norm_type).to(state.device) for sharded in (True, False))
+    parts = [torch.empty_like(mine) for _ in range(state.plan.world_size)]
+    dist.all_gather(parts, mine, group=state.group)
+    return _of_norms(torch.stack([*parts, everywhere.to(mine.dtype)]), norm_type)
+
+
+def _of_norms(norms: Tensor, norm_type: float) -> Tensor:
+    return norms.max() if norm_type == inf else torch.linalg.vector_norm(norms, norm_type)
