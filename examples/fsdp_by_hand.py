@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from thunder_zero import layout, passes
 from thunder_zero.report.text import format_timeline
-from thunder_zero.runtime.executor import ZeroExecutor
+from thunder_zero.runtime.executor import Rehearsal, ZeroExecutor
 from thunder_zero.timeline import gathered_bytes
 from thunder_zero.trace.emit import emit
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs
@@ -196,8 +196,9 @@ class Done:
         return self.results
 
 
-class BothRanks:
+class BothRanks(Rehearsal):
     def __init__(self, plan: tz.Plan, others: Mapping[str, Tensor]) -> None:
+        super().__init__(synced=True)
         self.plan, self.others = plan, others
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Done:
@@ -209,12 +210,6 @@ class BothRanks:
         means = [(grad + grad) / 2 for grad in grads]
         chunks = [layout.chunk_rows(mean.shape[0], self.plan.world_size) for mean in means]
         return Done(tuple(mean[:chunk] for mean, chunk in zip(means, chunks, strict=True)))
-
-    def check_model(self, model: object) -> None:
-        """The transform's prologue asks whether the model is as planned; there is no prologue here."""
-
-    def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
-        """Only called where the policy asks for it."""
 
 
 def run(

@@ -6,7 +6,7 @@ from thunder_zero.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.timeline import Kind, Op, Timeline
 from thunder_zero.times import Times
 from thunder_zero.trace.measure import measure_times
-from thunder_zero.trace.module import ZeroModule, clip_grad_norm_
+from thunder_zero.trace.module import ZeroModule, clip_grad_norm_, global_mean
 from thunder_zero.trace.plugin import Recipe, Zero, zero
 from thunder_zero.trace.rehearse import trace
 from thunder_zero.trace.show import print_trace
@@ -34,6 +34,7 @@ __all__ = [
     "check",
     "clip_grad_norm_",
     "full_state_dict",
+    "global_mean",
     "make_plan",
     "measure_times",
     "print_trace",

@@ -144,11 +144,11 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int) -> Plan:
-    """Plan every parameter of ``module`` for one rank.
+    """Plan every parameter of ``module`` for one rank; those that the policy ignores are not in the plan.
 
     Raises:
         ValueError: ``world_size`` or ``rank`` out of range, a module without parameters, a unit
-            path that is not a submodule.
+            path that is not a submodule, an ignored path that is nothing in the module.
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; give the number of ranks, at least 1")
@@ -157,10 +157,15 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int) -> 
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
-    if not names:
-        raise ValueError(f"{type(module).__name__} has no parameters; there is nothing to shard or to reduce")
-    units = (policy.unit_of or repeated_blocks)(module)
     modules = {path for path, _ in module.named_modules()}
+    _require_there(policy.ignored, {*modules, *(name for of_one in names.values() for name in of_one)}, module)
+    names = {param: paths for param, paths in names.items() if not any(_is_ignored(path, policy) for path in paths)}
+    if not names:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters{' that are not ignored' * bool(policy.ignored)}; there is "
+            f"nothing to shard or to reduce"
+        )
+    units = (policy.unit_of or repeated_blocks)(module)
     for unit in units:
         if unit not in modules:
             raise ValueError(f"unit_of names {unit!r}, which is not a submodule of {type(module).__name__}")
@@ -172,9 +177,23 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int) -> 
     )
 
 
+def _require_there(ignored: tuple[str, ...], there: set[str], module: nn.Module) -> None:
+    for path in ignored:
+        if path not in there or path == ROOT:
+            raise ValueError(
+                f"ignored names {path!r}, which is no parameter and no submodule of {type(module).__name__}; "
+                f"give paths as its named_parameters() and named_modules() have them"
+            )
+
+
+def _is_ignored(path: str, policy: Policy) -> bool:
+    return any(path == ignored or path.startswith(f"{ignored}.") for ignored in policy.ignored)
+
+
 def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, unit: str) -> Param:
     stage = STAGES[policy.stage]
-    sharded = stage.sharded and layout.is_sharded(tuple(param.shape))
+    is_small = param.nbytes < policy.keep_full_below_bytes
+    sharded = stage.sharded and layout.is_sharded(tuple(param.shape)) and not is_small
     return Param(
         path=names[0],
         aliases=names[1:],

@@ -36,6 +36,14 @@ STAGES: tuple[Stage, ...] = (
 )
 
 
+COUNTS = {  # fields that count something, with their units
+    "keep_full_below_bytes": "bytes",
+    "bucket_bytes": "bytes",
+    "in_flight_bytes": "bytes",
+    "prefetch": "buckets",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
     """How a module is sharded, and how its collectives are scheduled.
@@ -45,6 +53,10 @@ class Policy:
         unit_of: maps the plain module to the paths of the submodules that are units (parameters
             that travel together); parameters outside of them form the root unit. Default: the
             repeated blocks (:func:`thunder_zero.plan.repeated_blocks`).
+        ignored: paths of parameters, or of submodules with all of theirs, that are neither sharded, gathered nor
+            reduced; each rank trains its own (default none).
+        keep_full_below_bytes: parameters smaller than this stay full on every rank, and their gradients are all-reduced
+            (bytes of the full parameter, default 0: all are sharded).
         bucket_bytes: collectives of a unit that are launched together, cut at this many bytes of
             full parameters (bytes, default 16 MiB; 0 sends each parameter by itself).
         prefetch: buckets of gathers that are under way while an earlier bucket computes (default 2; 0 starts
@@ -74,6 +86,8 @@ class Policy:
 
     stage: int = 3
     unit_of: Callable[[nn.Module], tuple[str, ...]] | None = None
+    ignored: tuple[str, ...] = ()
+    keep_full_below_bytes: int = 0
     bucket_bytes: int = 16 * MiB
     prefetch: int = 2
     in_flight_bytes: int = 32 * MiB
@@ -87,12 +101,14 @@ class Policy:
     def __post_init__(self) -> None:
         if not _is_count(self.stage) or self.stage >= len(STAGES):
             raise ValueError(f"stage is {self.stage!r}; choose 0 (DDP), 1, 2 or 3 (ZeRO-1, ZeRO-2, ZeRO-3)")
-        for name, unit in (("bucket_bytes", "bytes"), ("in_flight_bytes", "bytes"), ("prefetch", "buckets")):
+        for name, unit in COUNTS.items():
             if not _is_count(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give a number of {unit}, 0 or more")
         for name in ("regather", "keep_last", "hold_gathered", "check_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
+        if not isinstance(self.ignored, tuple) or not all(isinstance(path, str) for path in self.ignored):
+            raise ValueError(f"ignored is {self.ignored!r}; give a tuple of paths of parameters or submodules")
         if self.times is not None and not isinstance(self.times, Times):
             raise ValueError(f"times is {self.times!r}; give thunder_zero.Times, as measure_times makes them, or None")
         if self.broadcast_from is not None and not _is_count(self.broadcast_from):

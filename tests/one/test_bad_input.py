@@ -26,6 +26,7 @@ from thunder_zero.runtime.transport import transport_for
 import thunder
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
+from thunder.dynamo import thunderfx
 
 X = torch.ones(3, 4)
 
@@ -102,9 +103,17 @@ def trains(model: Any) -> bool:
         ({"policy": 2.0}, TypeError, ["policy is 2.0", "thunder_zero.Policy"]),
         ({"policy": tz.Policy}, TypeError, ["policy is <class", "thunder_zero.ZERO3"]),
         ({"policy": tz.ZERO2, "stage": 1}, ValueError, ["stage is 1", "policy's stage is 2"]),
-        ({"foo": 1}, TypeError, ["foo=1", "Policy", "stage, unit_of, bucket_bytes, prefetch", "check_gradients"]),
+        (
+            {"foo": 1},
+            TypeError,
+            ["foo=1", "Policy", "stage, unit_of, ignored, keep_full_below_bytes", "check_gradients"],
+        ),
         ({"policy": tz.ZERO1, "Stage": 1}, TypeError, ["Stage=1", "stage, unit_of"]),
         ({"bucket_bytes": -1}, ValueError, ["bucket_bytes is -1", "0 or more"]),
+        ({"keep_full_below_bytes": -1}, ValueError, ["keep_full_below_bytes is -1", "bytes, 0 or more"]),
+        ({"ignored": "router"}, ValueError, ["ignored is 'router'", "a tuple of paths"]),
+        ({"ignored": (1,)}, ValueError, ["ignored is (1,)", "a tuple of paths"]),
+        ({"hold_gathered": 1}, ValueError, ["hold_gathered is 1", "True or False"]),
         ({"in_flight_bytes": -2}, ValueError, ["in_flight_bytes is -2", "0 or more"]),
         ({"prefetch": -3}, ValueError, ["prefetch is -3", "0 or more"]),
         ({"broadcast_from": -1}, ValueError, ["broadcast_from is -1", "rank of the process group"]),
@@ -194,6 +203,21 @@ def test_cpu_tensors_and_a_real_group_for_cuda() -> None:
 
 
 # The module.
+
+
+@pytest.mark.usefixtures("group")
+def test_what_is_ignored_has_to_be_there() -> None:
+    with refused(ValueError, "ignored names 'lin', which is no parameter and no submodule of Sequential"):
+        shard(nn.Sequential(nn.Linear(2, 2)), ignored=("lin",))
+    with refused(ValueError, "Sequential has no parameters that are not ignored"):
+        shard(nn.Sequential(nn.Linear(2, 2)), ignored=("0",))
+
+
+@pytest.mark.usefixtures("group")
+def test_thunderfx_is_told_what_to_use() -> None:
+    compiled = thunderfx(nn.Linear(X.shape[-1], 7), transforms=[tz.ZeroTransform()])
+    with pytest.raises(Exception, match=r"ThunderFX \(thunder\.dynamo\).*thunder\.jit\(module, transforms"):
+        compiled(X)
 
 
 @pytest.mark.usefixtures("group")

@@ -196,6 +196,22 @@ def unit_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(launches(one, Kind.REDUCE, backward=True)) == 1
 
 
+def ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in the plan, and travels; what it trains to: tests/ranks/test_apart.py."""
+    result = traced(replace(tz.ZERO2, ignored=("layers.1", "layers.2.bias")))
+    planned = {param.path for param in result.plan.params}
+    assert planned == {"layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.3.bias"}
+    for kind, backward in ((Kind.GATHER, False), (Kind.REDUCE, True)):
+        assert {path for paths in launches(result, kind, backward=backward) for path in paths} == planned
+
+
+def keep_full_below_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sharded: here weights only, and from one byte more not even those."""
+    for limit, is_sharded in ((7 * ROW_BYTES, {"weight"}), (7 * ROW_BYTES + 1, set())):
+        params = traced(replace(tz.ZERO2, keep_full_below_bytes=limit)).plan.params
+        assert {param.path.rpartition(".")[2] for param in params if param.sharded} == is_sharded
+
+
 def bucket_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much of a unit is launched at once; 0 is each parameter by itself."""
     together = launches(traced(tz.ZERO2), Kind.GATHER)
@@ -300,6 +316,8 @@ SEEN = {
     for case in (
         stage,
         unit_of,
+        ignored,
+        keep_full_below_bytes,
         bucket_bytes,
         prefetch,
         in_flight_bytes,

@@ -1,18 +1,30 @@
-"""docs/reference.md names every public name, and what it shows runs."""
+"""docs/reference.md names every public name; what it and docs/features.md show runs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import thunder_zero as tz
 
-REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", REFERENCE.read_text(), flags=re.DOTALL)
+import thunder
+
+DOCS = Path(__file__).parents[2] / "docs"
+REFERENCE, FEATURES = DOCS / "reference.md", DOCS / "features.md"
+
+
+def blocks(document: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
+
+
+BLOCKS = blocks(REFERENCE)
 
 
 @pytest.fixture
@@ -32,3 +44,14 @@ def test_the_examples_run(alone: None, capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     assert "zero_all_gather" in printed
     assert "is never waited for" in printed or "under way" in printed
+
+
+def test_the_features_run(alone: None) -> None:
+    """One after the other, with a model, an input and a loss of the reader's."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model: Any = thunder.jit(module, transforms=[tz.ZeroTransform(stage=2)])
+    names = {"tz": tz, "model": model, "x": torch.ones(3, 4), "loss": lambda y: y.square().mean()}
+    for block in blocks(FEATURES):
+        exec(compile(block, str(FEATURES), "exec"), names)
+    assert all(param.grad is not None for param in model.parameters())
+    assert (names["apart"].ignored, names["small"].keep_full_below_bytes) == (("router",), 4096)

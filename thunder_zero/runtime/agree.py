@@ -155,12 +155,13 @@ def _first_difference(
 
 
 @torch.no_grad()
-def broadcast(module: nn.Module, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give every rank the parameters and buffers of group rank ``source``, in place.
+def broadcast(module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give every rank the planned parameters and the buffers of the plan's ``broadcast_from``, in place.
 
     They travel as bytes on ``device``, since no backend carries every dtype.
     """
-    for tensor in [*module.parameters(), *module.buffers()]:
+    source = plan.policy.broadcast_from
+    for tensor in [*(module.get_parameter(param.path) for param in plan.params), *module.buffers()]:
         staged = tensor.detach().to(device).contiguous()
         if staged.numel():
             dist.broadcast(_flat_bytes(staged), group=group, group_src=source)

@@ -60,12 +60,15 @@ def full_state_dict(state: State, names: Mapping[str, Any], model: Any) -> dict[
     """
     gathered: dict[str, Tensor] = {}  # by path: a tied parameter is gathered once
     result: dict[str, Any] = {}
+    others = dict(model.named_parameters(remove_duplicate=False))  # those that the policy ignores, beside the shards
     for name, plain in names.items():
         param = state.plan.by_name.get(name)
         if param is not None:
             if param.path not in gathered:
                 gathered[param.path] = state.gather_now(param)
             result[name] = gathered[param.path]
+        elif name in others:
+            result[name] = others[name].detach().clone()
         elif isinstance(plain, Tensor):
             result[name] = model.get_buffer(name).detach().clone()
         else:

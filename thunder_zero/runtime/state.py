@@ -93,7 +93,7 @@ class State:
         if group.size() > 1:  # nobody differs from itself, and it takes long to read all weights
             agree.require_same_model(agree.describe(module, plan, device), group)
         if plan.policy.broadcast_from is not None:
-            agree.broadcast(module, plan.policy.broadcast_from, group, device)
+            agree.broadcast(module, plan, group, device)
         return cls(plan, group, {param.path: module.get_parameter(param.path) for param in plan.params}, device)
 
     def pin(self, model: Any) -> None:
@@ -301,6 +301,12 @@ class State:
         if not param.sharded:
             return shard.clone()
         return self._transport.all_gather([shard], [param]).wait()[0].clone()
+
+    def add_over_ranks(self, number: int) -> int:
+        """The sum of all ranks' numbers; a small collective."""
+        total = torch.tensor(number, dtype=torch.int64, device=self.device)
+        dist.all_reduce(total, group=self.group)
+        return int(total)
 
     def seconds_alone(self, paths: Sequence[str]) -> float:
         """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""

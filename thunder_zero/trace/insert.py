@@ -26,10 +26,11 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 
 def parameter_inputs(prologue: TraceCtx, computation: TraceCtx, plan: Plan) -> dict[str, Param]:
-    """The parameters among the inputs of the computation, by the name of their proxies."""
+    """The planned parameters among the inputs of the computation, by the name of their proxies."""
     paths = {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_parameter}
     pairs = zip(prologue.output[0], computation.args, strict=True)
-    return {comp.name: plan.by_name[paths[pro.name]] for pro, comp in pairs if pro.name in paths}
+    named = {comp.name: paths[pro.name] for pro, comp in pairs if pro.name in paths}
+    return {name: plan.by_name[path] for name, path in named.items() if path in plan.by_name}
 
 
 def insert_synchronize(computation: TraceCtx, inputs: dict[str, Param], executor: ZeroExecutor) -> TraceCtx:
@@ -77,7 +78,7 @@ def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
     plan = executor.plan
     shapes: dict[str, tuple[int, ...]] = {}
     for bsym in prologue.bound_symbols:
-        if bsym.sym is prims.unpack_parameter:
+        if bsym.sym is prims.unpack_parameter and bsym.args[1] in plan.by_name:
             bsym.output._shape = shapes[bsym.output.name] = plan.shard_shape(plan.by_name[bsym.args[1]])
         elif bsym.sym is prims.check_tensor_shape_and_metadata and bsym.args[0].name in shapes:
             tensor, _, *rest = bsym.args

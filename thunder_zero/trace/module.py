@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from thunder_zero.runtime.clip import clip
+from thunder_zero.runtime.state import State
 
 from thunder.core.module import ThunderModule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from thunder_zero.runtime.state import State
+
+REFUSED = -(1 << 60)  # a count that makes the sum negative, so that all ranks hear of it
 
 
 class ZeroModule(ThunderModule):
@@ -72,13 +74,52 @@ def clip_grad_norm_(
         ValueError: ``max_norm`` or ``norm_type`` is out of its range.
         RuntimeError: there is no gradient yet; an accumulation is open; the norm is NaN or Inf, if asked for.
     """
-    if not isinstance(model, ZeroModule):
-        raise TypeError(
-            f"expected a model with ZeroTransform, got {type(model).__name__}; for others there is "
-            f"torch.nn.utils.clip_grad_norm_"
-        )
+    state = state_of(model)
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm!r}; give a number, 0 or more")
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type!r}; give a number above 0, or math.inf")
-    return clip(model._zero_state, float(max_norm), float(norm_type), error_if_nonfinite)
+    return clip(state, float(max_norm), float(norm_type), error_if_nonfinite)
+
+
+def global_mean(model: ThunderModule, total: Tensor, count: int) -> Tensor:
+    """A loss that trains on the mean over all ranks' items, where ranks have different numbers of them.
+
+    Gradients are averaged over ranks, so a rank's own mean would give each of its tokens (or rows) more weight the
+    fewer it has. This is ``total * W / (count of all ranks)``: its mean over ranks is the mean over all items. A
+    collective: all ranks must call it; one small message a rank.
+
+    >>> losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    >>> tz.global_mean(model, losses, int((targets != -100).sum())).backward()
+
+    Args:
+        model: a model with ZeroTransform.
+        total: 0-dim; the sum of the losses of this rank's items.
+        count: how many items this rank has in the step: in all its micro-batches, if it accumulates. May be 0.
+
+    Returns:
+        The loss to call ``backward`` on.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        ValueError: ``count`` is negative, or no rank has an item.
+    """
+    state = state_of(model)
+    everywhere = state.add_over_ranks(count if count >= 0 else REFUSED)
+    if everywhere < 0:
+        raise ValueError(f"a rank's count is negative (here it is {count}); give how many items it has, 0 or more")
+    if everywhere == 0:
+        raise ValueError("no rank has an item, so there is no mean; skip this step on all ranks")
+    return total * (state.plan.world_size / everywhere)
+
+
+def state_of(model: ThunderModule) -> State:
+    """Raises:
+    TypeError: not a model with ZeroTransform.
+    """
+    if not isinstance(model, ZeroModule):
+        raise TypeError(
+            f"expected a module jitted with ZeroTransform, got {type(model).__name__}; make one with "
+            f"thunder.jit(module, transforms=[thunder_zero.ZeroTransform(...)])"
+        )
+    return model._zero_state

@@ -205,13 +205,17 @@ def _saves_nothing(forward: TraceCtx) -> bool:
 
 
 def place(model: ThunderModule, state: State, device: torch.device | None) -> None:
-    """Shards into the jitted module, placeholders into the plain one, buffers to the device if one was asked for."""
+    """Shards into the jitted module, placeholders into the plain one; buffers and ignored parameters to the device if
+    one was asked for."""
     for param in state.plan.params:
         for name in param.names:
             model._overrides_parameters[name] = state.shards[param.path]
             parent, _, attribute = name.rpartition(".")
             setattr(model._model.get_submodule(parent), attribute, state.placeholders[param.path])
     if device is not None:
+        for name, param in model._model.named_parameters(remove_duplicate=False):
+            if name not in state.plan.by_name:
+                param.data = param.data.to(device)
         for name, buffer in list(model._model.named_buffers()):
             parent, _, attribute = name.rpartition(".")
             setattr(model._model.get_submodule(parent), attribute, buffer.to(device))
@@ -285,6 +289,11 @@ def refuse_transformed(model: ThunderModule, transform: ZeroTransform) -> None:
     if vars(module).get("use_ddp") or vars(module).get("use_fsdp"):
         raise RuntimeError(
             f"{name} is transformed already, by thunder.distributed; build a new module for thunder_zero"
+        )
+    if isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None:
+        raise RuntimeError(
+            "ZeroTransform was given a graph without parameters, as ThunderFX (thunder.dynamo) makes them, so there is "
+            "nothing to shard; compile the module with thunder.jit(module, transforms=[...]) or thunder.compile"
         )
     if isinstance(module, DistributedDataParallel):
         raise RuntimeError(

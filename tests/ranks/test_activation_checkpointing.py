@@ -1,0 +1,107 @@
+"""Activation checkpointing: the recomputed forward gathers nothing more than backward does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import thunder_zero as tz
+from tests.harness.ranks import RanksPool
+from tests.ranks.models import (
+    LENGTH,
+    WIDTH,
+    Block,
+    count_sends,
+    error,
+    fresh,
+    from_parameters_alone,
+    parameter_inputs,
+    saved,
+    sharded,
+)
+from thunder_zero.timeline import Kind, gathered_bytes
+
+STAGES, BLOCKS, STEPS = (0, 1, 2, 3), 3, 3
+
+
+class Net(nn.Module):
+    """Three transformer blocks, each of them checkpointed."""
+
+    def __init__(self, is_checked: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
+        self.is_checked = is_checked
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checked else block(x)
+        return x
+
+
+def policies() -> dict[str, tz.Policy]:
+    found = {f"stage {stage}": tz.Policy(stage=stage) for stage in STAGES}
+    found["stage 3, nothing kept"] = replace(tz.ZERO3, keep_last=False)
+    return found
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def collectives(traces: tz.Traces) -> Counter[tuple[str, bool]]:
+    return Counter((op.kind, op.backward) for op in traces.timeline.ops if op.kind in (Kind.GATHER, Kind.REDUCE))
+
+
+@pytest.mark.parametrize("name", policies())
+def test_collectives_are_those_without_checkpointing(name: str) -> None:
+    policy = policies()[name]
+    x = torch.zeros(2, LENGTH, WIDTH)
+    plain, checked = (tz.trace(fresh(Net, is_checked), x, policy=policy, world_size=2) for is_checked in (False, True))
+    assert collectives(checked) == collectives(plain)
+    assert len(saved(checked.forward)) <= len(saved(plain.forward)) / 2, "activations are computed again"
+    assert max(gathered_bytes(checked.timeline)) <= max(gathered_bytes(plain.timeline))
+    assert gathered_bytes(checked.timeline)[-1] == 0
+    if name == "stage 3, nothing kept":
+        parameters = parameter_inputs(checked)
+        assert saved(checked.forward) & from_parameters_alone(checked.forward, parameters) == set()
+        assert gathered_bytes(checked.forward_timeline)[-1] == 0
+
+
+def train(model: Any, xs: list[Tensor]) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for x in xs:
+            (model(x).square().mean() / len(xs)).backward()
+        optimizer.step()
+
+
+def run(rank: int, world_size: int) -> list[tuple[str, int, int, dict[str, Tensor]]]:
+    results = []
+    for name, policy in policies().items():
+        model = sharded(fresh(Net, True), policy)
+        train(model, [batch(rank)])
+        weights = tz.full_state_dict(model)
+        model(batch(rank)).sum().backward()  # refreshes ZeRO-1's rows
+        with count_sends() as sent:
+            model(batch(rank)).square().mean().backward()
+        ops = tz.traces_of(model).timeline.ops
+        counted = [op for op in ops if policy.stage != 1 or op.backward]
+        results.append((name, sum(sent), sum(map(tz.traces_of(model).timeline.bytes_sent, counted)), weights))
+    return results
+
+
+def test_training_equals_one_process(ranks_pool: RanksPool) -> None:
+    right = fresh(Net, False)
+    train(right, [batch(0), batch(1)])
+    for results in ranks_pool.run(2, run):
+        for name, sent, foreseen, weights in results:
+            assert sent == foreseen, name
+            for path, weight in right.state_dict().items():
+                assert error(weights[path], weight) < 1e-5, (name, path)
