@@ -90,7 +90,7 @@ def run_eager(rank: int, world_size: int) -> tuple[list[dict[str, Any]], dict[st
     return train(model, "reduced", 0, 1), model.state_dict()
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, 3])
 def ranks(request: pytest.FixtureRequest, ranks_pool: RanksPool) -> list[dict[tuple[str, str], Any]]:
     return ranks_pool.run(request.param, run, timeout=110)
 
@@ -150,6 +150,95 @@ def total(ranks: Any, name: str, way: str, number: int, what: str) -> int:
 def gathered(plan: Any, world_size: int) -> int:
     """What all ranks send to gather the layer that all micro-batches read."""
     return (world_size - 1) * sum(param.full_bytes for param in plan.params if param.path.startswith("shared"))
+
+
+def changed_between(rank: int, world_size: int) -> list[Tensor]:
+    """Between two micro-batches all weights are doubled in place, which no optimizer tells of."""
+    outputs = []
+    for policy in (tz.ZERO2, POLICIES["stage 2 held"]):
+        model = sharded(fresh(Paths), policy)
+        x = inputs(0, 0, rank, world_size)
+        with model.no_sync():
+            model(x, "first").sum().backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(2)
+            outputs.append(model(x, "first").detach())
+    return outputs
+
+
+def test_what_is_held_is_gathered_again_when_it_has_changed(ranks_pool: RanksPool) -> None:
+    for plain, holding in ranks_pool.run(2, changed_between):
+        assert torch.equal(plain, holding)
+
+
+# Ranks that differ
+
+
+def reaches(rank: int, world_size: int) -> dict[str, Tensor | None]:
+    """Under no_sync rank 0 reaches one layer and rank 1 another; the last micro-batch reaches neither."""
+    model = sharded(fresh(Paths), tz.DDP)
+    x = torch.ones(2, 4)
+    with model.no_sync():
+        model(x, PATHS[2 * rank]).sum().backward()
+    model(x, "neither").sum().backward()
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def test_what_one_rank_alone_has_deferred_is_reduced_by_all(ranks_pool: RanksPool) -> None:
+    """DDP has no collective under no_sync, so that ranks may differ there."""
+    ranks = ranks_pool.run(2, reaches)
+    right = fresh(Paths)
+    for path in PATHS[::2]:
+        right(torch.ones(2, 4), path).sum().backward()
+        right(torch.ones(2, 4), "neither").sum().backward()
+    for name, param in right.named_parameters():
+        for grads in ranks:
+            found = grads[name]
+            assert found is not None
+            assert param.grad is not None
+            assert error(found, param.grad / 2) < 1e-5, name
+
+
+def differ(rank: int, world_size: int) -> str:
+    """Rank 0 only looks, rank 1 trains: in ZeRO-3 both forwards have the same lines."""
+    model = sharded(fresh(Paths), tz.Policy(stage=3, keep_last=False))
+    try:
+        with torch.no_grad() if rank == 0 else nullcontext():
+            model(torch.ones(2, 4), "first").sum()
+    except RuntimeError as failure:
+        return str(failure)
+    return "nothing"
+
+
+def test_ranks_that_run_different_programs_hear_of_it(ranks_pool: RanksPool) -> None:
+    for told in ranks_pool.run(2, differ):
+        assert "rank 0 runs forward without backward, rank 1 runs forward" in told
+
+
+def not_a_number(rank: int, world_size: int) -> dict[str, Any]:
+    """A layer that only the first micro-batch reaches gets NaN on rank 1; then a clean accumulation."""
+    model = sharded(fresh(Paths), tz.Policy(stage=2, check_gradients=True))
+    told: dict[str, Any] = {}
+    for bad in (True, False):
+        x = torch.full((2, 4), float("nan")) if bad and rank == 1 else torch.ones(2, 4)
+        try:
+            with model.no_sync():
+                model(x, "first").sum().backward()
+            model(torch.ones(2, 4), "neither").sum().backward()
+        except RuntimeError as failure:
+            told["refused"] = str(failure)
+        told[f"deferred {bad}"] = model._zero_state.deferred_bytes
+    told["finite"] = all(param.grad.isfinite().all() for param in model.parameters() if param.grad is not None)
+    return told
+
+
+def test_a_deferred_nan_is_found_and_not_added_later(ranks_pool: RanksPool) -> None:
+    for told in ranks_pool.run(2, not_a_number):
+        assert "NaN or Inf" in told["refused"]
+        assert "what no_sync deferred is dropped" in told["refused"]
+        assert told["deferred True"] == told["deferred False"] == 0
+        assert told["finite"]
 
 
 # What must not happen

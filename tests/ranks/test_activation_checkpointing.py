@@ -27,11 +27,11 @@ from tests.ranks.models import (
 )
 from thunder_zero.timeline import Kind, gathered_bytes
 
-STAGES, BLOCKS, STEPS = (0, 1, 2, 3), 3, 3
+STAGES, BLOCKS, STEPS = (0, 1, 2, 3), 2, 3
 
 
 class Net(nn.Module):
-    """Three transformer blocks, each of them checkpointed."""
+    """Two transformer blocks, each of them checkpointed."""
 
     def __init__(self, is_checked: bool) -> None:
         super().__init__()

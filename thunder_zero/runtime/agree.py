@@ -114,19 +114,24 @@ def require_same_schedule(program: str, lines: Sequence[str], group: dist.Proces
     """Raise on every rank if any rank's collectives differ from rank 0's.
 
     Args:
-        program: "forward", "backward" or "forward without backward", for the sentence.
+        program: what runs, such as "backward"; it has to agree, too.
         lines: what this rank starts, ends and frees, in order.
         group: the ranks that take part.
 
     Raises:
-        RuntimeError: naming the first line that differs and both ranks.
+        RuntimeError: naming the program or the first line that differs, and both ranks.
     """
-    difference = _first_difference(lines, group)
+    difference = _first_difference([program, *lines], group)
     if difference is not None:
         rank, number, *texts = difference
         expected, found = (text or "nothing" for text in texts)
+        if number == 0:
+            raise RuntimeError(
+                f"the ranks would run different programs: rank 0 runs {expected}, rank {rank} runs {found}; call the "
+                f"model on every rank alike, with gradients or without, inside of no_sync or outside"
+            )
         raise RuntimeError(
-            f"the ranks would run different collectives: line {number} of {program} is {expected!r} on rank 0 and "
+            f"the ranks would run different collectives: line {number - 1} of {program} is {expected!r} on rank 0 and "
             f"{found!r} on rank {rank}; give every rank inputs that take the same path through the module"
         )
 

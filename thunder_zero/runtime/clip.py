@@ -16,8 +16,8 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
     """Scale all gradients in place so that their global norm is at most ``max_norm``; returns the norm before that.
 
     Raises:
-        RuntimeError: there is no gradient yet; gradients wait for a reduction; the norm is NaN or Inf, and that is not
-            wanted. On every rank.
+        RuntimeError: there is no gradient here yet; gradients wait for a reduction; the norm is NaN or Inf, and that is
+            not wanted (on every rank).
     """
     if path := state.open_accumulation(map(id, state.shards.values())):
         raise RuntimeError(
@@ -47,10 +47,14 @@ def total_norm(state: State, norm_type: float) -> Tensor:
         grad = state.shards[param.path].grad
         if grad is not None:
             grads[param.sharded].append(grad)
-    mine, everywhere = (get_total_norm(grads[sharded], norm_type).to(state.device) for sharded in (True, False))
+    norms = [get_total_norm(grads[sharded], norm_type) for sharded in (True, False)]
+    dtype = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
+    mine, everywhere = (
+        norm.to(state.device, max(dtype, torch.float32, key=lambda dtype: dtype.itemsize)) for norm in norms
+    )
     parts = [torch.empty_like(mine) for _ in range(state.plan.world_size)]
     dist.all_gather(parts, mine, group=state.group)
-    return _of_norms(torch.stack([*parts, everywhere.to(mine.dtype)]), norm_type)
+    return _of_norms(torch.stack([*parts, everywhere]), norm_type)
 
 
 def _of_norms(norms: Tensor, norm_type: float) -> Tensor:

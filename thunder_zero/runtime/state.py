@@ -1,7 +1,8 @@
 """Who owns which buffer: the one room with state.
 
 One :class:`State` a model, made when the module is transformed. It holds the shards that the
-optimizer sees, ZeRO-1's full buffers and which of their rows are out of date, and the transport.
+optimizer sees, ZeRO-1's full buffers and which of their rows are out of date, what a gradient
+accumulation has deferred and holds, and the transport.
 
 Two hooks that torch offers for every optimizer tell it what no trace can see: that an optimizer
 has stepped (other ranks' rows of a ZeRO-1 buffer are stale from then on; fused optimizers do not
@@ -12,7 +13,7 @@ replaced (its step would be lost).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -60,11 +61,12 @@ class State:
         self._transport: Transport = transport_for(group, device)
         self._resident: dict[str, Tensor] = {}  # ZeRO-1: padded full parameters, whose own rows are the shards
         self._stale: set[str] = set()  # resident parameters that changed here, or, once agreed, on any rank
-        self._versions: dict[str, int] = {}  # of their shards when all rows were last in date
+        self._versions: dict[str, int] = {}  # of the shards of what is resident or held, when it was last in date
         self._reduced = False  # gradients were reduced since the ranks last agreed on what is stale
         self._agreed: set[tuple[str, bool]] = set()  # programs that were compared: forward, backward, ...; if synced
         self.synced = True
         self._deferred: dict[str, Tensor] = {}  # sums of full gradients that the next reduction adds, by path
+        self._has_deferred = False  # there was a backward under no_sync since they were last looked for
         self._held: dict[str, Tensor] = {}  # ZeRO-2: gathered parameters that an accumulation goes on with, by path
         rows = {param.path: self._own(param, originals[param.path].detach().to(device)) for param in plan.params}
         gathered = [param for param in plan.params if param.sharded and not param.resident]
@@ -135,6 +137,8 @@ class State:
 
     def _gather_missing(self, shards: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Gather what no earlier micro-batch has left; the last one, which reduces, leaves nothing."""
+        for path in list(filter(self._changed, self._held)):
+            del self._held[path]
         found = {param.path: self._held.get(param.path) for param in params}
         missing = [at for at, param in enumerate(params) if found[param.path] is None]
         handle = None
@@ -143,11 +147,14 @@ class State:
         if self.synced:
             for path in found:
                 self._held.pop(path, None)
-        return Held(found, handle, None if self.synced else self._held)
+            return Held(found, handle, None)
+        self._note_versions(found)
+        return Held(found, handle, self._held)
 
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start reducing gradients, with what was deferred of them, to their mean over ranks."""
         self._reduced = True
+        self._held.clear()  # what this micro-batch has not reached, neither will backward
         params = [self.plan.by_name[path] for path in paths]
         sums = [self._sum(grad, param) for grad, param in zip(grads, params, strict=True)]
         return self.clock.watched(self._reduce(sums, params), paths[0], gather=False)
@@ -165,6 +172,7 @@ class State:
 
     def defer(self, grad: Tensor, path: str) -> None:
         """Keep a full gradient until the next reduction of its parameter, added to what is there already."""
+        self._has_deferred = True
         is_first = path not in self._deferred
         total = self._sum(grad, self.plan.by_name[path])
         self._deferred[path] = total.clone() if is_first else total  # it may be a view, or somebody else's
@@ -172,19 +180,38 @@ class State:
     def reduce_deferred(self, paths: Sequence[str]) -> None:
         """Reduce what was deferred of parameters that this backward does not reach, and add it to their ``.grad``.
 
-        A collective where something was deferred, which ranks that run the same programs agree on.
+        Nothing travels unless there was a backward under ``no_sync``. Then ranks agree, by one small collective, on
+        what any of them has deferred; who has not, has zeros. One parameter travels at a time.
+
+        Raises:
+            RuntimeError: policy ``check_gradients`` finds NaN or Inf.
         """
-        self._reduced = True
-        left = [path for path in paths if path in self._deferred]
-        handles = [self._reduce([self._deferred.pop(path)], [self.plan.by_name[path]]) for path in left]
-        for path, handle in zip(left, handles, strict=True):
-            shard, (mean,) = self.shards[path], handle.wait()
+        if not self._has_deferred:
+            return
+        self._has_deferred, self._reduced = False, True
+        means = {}
+        for path in self._on_any_rank(paths, self._deferred):
+            param = self.plan.by_name[path]
+            total = self._deferred.pop(path, None)
+            full = self.shards[path].new_zeros(param.shape) if total is None else total
+            (means[path],) = self._reduce([full], [param]).wait()
+        if means and self.plan.policy.check_gradients:
+            self.check_finite(list(means.values()), list(means))
+        for path, mean in means.items():
+            shard = self.shards[path]
             shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+
+    def _on_any_rank(self, paths: Sequence[str], here: Container[str]) -> list[str]:
+        """Those of ``paths`` that are in ``here`` on any rank; one small collective."""
+        flags = torch.tensor([path in here for path in paths], dtype=torch.int32, device=self.device)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
 
     def drop_deferred(self) -> None:
         """Forget what an accumulation has deferred so far."""
         self._deferred.clear()
         self._held.clear()
+        self._has_deferred = False
 
     @property
     def deferred_bytes(self) -> int:
@@ -228,15 +255,16 @@ class State:
         What is changed by other means has to be changed on all ranks, as with any replicated
         parameter: a rank that did not would not know that it is asked.
         """
-        changed = {path for path in self._resident if self.shards[path]._version != self._versions[path]}
+        changed = set(filter(self._changed, self._resident))
         self._stale |= changed
         if self.plan.world_size == 1 or not self._resident or not (self._reduced or self._stale):
             return
-        paths = list(self._resident)
-        flags = torch.tensor([path in self._stale for path in paths], dtype=torch.int32, device=self.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
-        self._stale = {path for path, flag in zip(paths, flags.tolist(), strict=True) if flag}
+        self._stale = set(self._on_any_rank(list(self._resident), self._stale))
         self._reduced = False
+
+    def _changed(self, path: str) -> bool:
+        """Whether something has written to this shard since its version was noted."""
+        return self.shards[path]._version != self._versions[path]
 
     def _note_versions(self, paths: Iterable[str]) -> None:
         self._versions.update((path, self.shards[path]._version) for path in paths)
@@ -251,9 +279,11 @@ class State:
         dist.all_reduce(bad, dist.ReduceOp.MAX, group=self.group)
         if bad.any():
             path = paths[int(bad.argmax())]
+            self.drop_deferred()
             raise RuntimeError(
                 f"the gradient of parameter {path!r} is NaN or Inf; lower the learning rate, scale the loss or look at "
-                f"this batch (policy check_gradients asked to stop here; no .grad was changed)"
+                f"this batch (policy check_gradients asked to stop here; no .grad was changed, what no_sync deferred "
+                f"is dropped)"
             )
 
     def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
@@ -270,7 +300,7 @@ class State:
         silent = not reduces and not any(param.sharded for param in self.plan.params)
         if (program, self.synced) not in self._agreed and not silent:
             self._agreed.add((program, self.synced))
-            agree.require_same_schedule(program, lines, self.group)
+            agree.require_same_schedule(program + " under no_sync" * (not self.synced), lines, self.group)
 
     # What happens outside of the traces.
 
@@ -302,11 +332,11 @@ class State:
             return shard.clone()
         return self._transport.all_gather([shard], [param]).wait()[0].clone()
 
-    def add_over_ranks(self, number: int) -> int:
-        """The sum of all ranks' numbers; a small collective."""
-        total = torch.tensor(number, dtype=torch.int64, device=self.device)
-        dist.all_reduce(total, group=self.group)
-        return int(total)
+    def add_over_ranks(self, *numbers: int) -> list[int]:
+        """The sum of all ranks' numbers, one by one; a small collective."""
+        totals = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        dist.all_reduce(totals, group=self.group)
+        return [int(total) for total in totals]
 
     def seconds_alone(self, paths: Sequence[str]) -> float:
         """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""

@@ -45,7 +45,7 @@ def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
     ops.sort(key=lambda op: op.backward)
     result = lines[-1].bsym.args[0]
     program = executor.program
-    returned = _gradients(result["flat_args"], result["output"], program) if _is_joint(result) else ()
+    returned = _gradients(result["flat_args"], result["output"], program) if is_joint(result) else ()
     inputs = _inputs(trace.args, program)
     return Timeline(tuple(_with_params(ops)), _values(lines), executor.plan, inputs, returned)
 
@@ -192,7 +192,7 @@ def dtype_bytes(proxy: TensorProxy | FutureTensorProxy) -> int:
 def _forward_lines(lines: Sequence[Line]) -> list[bool]:
     """Which lines forward's outputs need: Thunder's rule for the split, on positions."""
     result = lines[-1].bsym.args[0]
-    if not _is_joint(result):
+    if not is_joint(result):
         return [True] * len(lines)
     needed = {proxy.name for proxy in proxies_in((result["fw_flat_out"], result["flat_args"]))}
     forward = [False] * len(lines)
@@ -207,7 +207,7 @@ def _forward_lines(lines: Sequence[Line]) -> list[bool]:
     return forward
 
 
-def _is_joint(result: Any) -> bool:
+def is_joint(result: Any) -> bool:
     """Whether a trace that returns this holds a backward half too."""
     return isinstance(result, dict) and "fw_flat_out" in result
 

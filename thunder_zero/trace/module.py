@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-REFUSED = -(1 << 60)  # a count that makes the sum negative, so that all ranks hear of it
-
-
 class ZeroModule(ThunderModule):
     """A jitted module whose parameters are sharded; ``ZeroTransform`` turns a ThunderModule into one."""
 
@@ -29,6 +26,9 @@ class ZeroModule(ThunderModule):
 
         As in PyTorch the forward counts: a backward defers or reduces as its forward stood inside or outside. Thunder's
         own ``no_sync`` reduces once more at its end; this one does not.
+
+        What is deferred is not in ``.grad``, so ``optimizer.zero_grad()`` does not drop it; ``zero_grad`` of the model
+        does. Drop what the end of an epoch leaves, or it is added to the next gradients.
 
         >>> with model.no_sync():
         ...     for x in micro_batches[:-1]:
@@ -102,12 +102,13 @@ def global_mean(model: ThunderModule, total: Tensor, count: int) -> Tensor:
 
     Raises:
         TypeError: not a model with ZeroTransform.
-        ValueError: ``count`` is negative, or no rank has an item.
+        ValueError: a rank's ``count`` is no int or negative, or no rank has an item; on every rank.
     """
     state = state_of(model)
-    everywhere = state.add_over_ranks(count if count >= 0 else REFUSED)
-    if everywhere < 0:
-        raise ValueError(f"a rank's count is negative (here it is {count}); give how many items it has, 0 or more")
+    is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 0
+    everywhere, refused = state.add_over_ranks(count if is_count else 0, not is_count)
+    if refused:
+        raise ValueError(f"a rank's count is no number of items (here it is {count!r}); give an int, 0 or more")
     if everywhere == 0:
         raise ValueError("no rank has an item, so there is no mean; skip this step on all ranks")
     return total * (state.plan.world_size / everywhere)

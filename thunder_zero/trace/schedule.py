@@ -13,7 +13,7 @@ from thunder_zero import passes
 from thunder_zero.passes.mend import mend
 from thunder_zero.runtime.executor import ZeroExecutor
 from thunder_zero.trace.emit import emit
-from thunder_zero.trace.lift import lift
+from thunder_zero.trace.lift import is_joint, lift
 
 from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
@@ -87,14 +87,14 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     One looks at every reduced gradient (``policy.check_gradients``). One reduces what an accumulation deferred of the
     parameters that this backward does not reach.
     """
-    reduced = _reduced(trace, executor)
-    if not reduced:
+    if not executor.program.synced or not is_joint(trace.bound_symbols[-1].args[0]):
         return trace
+    reduced = _reduced(trace, executor)
     others = tuple(param.path for param in executor.plan.params if param.requires_grad and param.path not in reduced)
     new = from_trace(trace)
     lines: list[BoundSymbol] = []
     with tracectx(new):
-        if executor.plan.policy.check_gradients:
+        if reduced and executor.plan.policy.check_gradients:
             lines.append(executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None))
         if others:
             lines.append(executor.reduce_deferred.bind(others, output=None))
