@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from thunder_zero import Kind, Op, Policy, Traces
 from thunder_zero.runtime.transport import Alone
-from thunder_zero.trace.transform import transform_of
+from thunder_zero.trace.module import transform_of
 
 import thunder
 

@@ -11,7 +11,8 @@ from thunder_zero.runtime.clock import computed, mean_over_ranks
 from thunder_zero.runtime.state import State
 from thunder_zero.timeline import Kind, Timeline
 from thunder_zero.times import Times
-from thunder_zero.trace.transform import traces_of, transform_of
+from thunder_zero.trace.module import transform_of
+from thunder_zero.trace.transform import traces_of
 
 from thunder import compile_stats
 from thunder.core.module import ThunderModule

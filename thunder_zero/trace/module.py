@@ -7,18 +7,19 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from thunder_zero.runtime.clip import clip
-from thunder_zero.runtime.state import State
 
 from thunder.core.module import ThunderModule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from thunder_zero.trace.transform import ZeroTransform
+
 
 class ZeroModule(ThunderModule):
     """A jitted module whose parameters are sharded; ``ZeroTransform`` turns a ThunderModule into one."""
 
-    _zero_state: State
+    _zero_transform: ZeroTransform
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -35,19 +36,33 @@ class ZeroModule(ThunderModule):
         ...         loss(model(x)).backward()
         >>> loss(model(micro_batches[-1])).backward()
         """
-        with self._zero_state.unsynced():
+        with self._zero_transform.state.unsynced():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``, and forget the gradients that ``no_sync`` has deferred."""
         super().zero_grad(set_to_none)
-        self._zero_state.drop_deferred()
+        self._zero_transform.state.drop_deferred()
 
 
-def adopt(model: ThunderModule, state: State) -> None:
+def adopt(model: ThunderModule, transform: ZeroTransform) -> None:
     """Make a jitted module a ZeroModule, in place, as torch's ``fully_shard`` does with a module's class."""
     model.__class__ = ZeroModule
-    model._zero_state = state
+    model._zero_transform = transform
+
+
+def transform_of(model: object) -> ZeroTransform:
+    """The ZeroTransform of a jitted model.
+
+    Raises:
+        TypeError: not a jitted module, or one without our transform.
+    """
+    if isinstance(model, ZeroModule):
+        return model._zero_transform
+    raise TypeError(
+        f"expected a module jitted with ZeroTransform, got {type(model).__name__}; make one with "
+        f"thunder.jit(module, transforms=[thunder_zero.ZeroTransform(...)])"
+    )
 
 
 def clip_grad_norm_(
@@ -74,7 +89,7 @@ def clip_grad_norm_(
         ValueError: ``max_norm`` or ``norm_type`` is out of its range.
         RuntimeError: there is no gradient yet; an accumulation is open; the norm is NaN or Inf, if asked for.
     """
-    state = state_of(model)
+    state = transform_of(model).state
     if not max_norm >= 0:
         raise ValueError(f"max_norm is {max_norm!r}; give a number, 0 or more")
     if not norm_type > 0:
@@ -104,7 +119,7 @@ def global_mean(model: ThunderModule, total: Tensor, count: int) -> Tensor:
         TypeError: not a model with ZeroTransform.
         ValueError: a rank's ``count`` is no int or negative, or no rank has an item; on every rank.
     """
-    state = state_of(model)
+    state = transform_of(model).state
     is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 0
     everywhere, refused = state.add_over_ranks(count if is_count else 0, not is_count)
     if refused:
@@ -112,15 +127,3 @@ def global_mean(model: ThunderModule, total: Tensor, count: int) -> Tensor:
     if everywhere == 0:
         raise ValueError("no rank has an item, so there is no mean; skip this step on all ranks")
     return total * (state.plan.world_size / everywhere)
-
-
-def state_of(model: ThunderModule) -> State:
-    """Raises:
-    TypeError: not a model with ZeroTransform.
-    """
-    if not isinstance(model, ZeroModule):
-        raise TypeError(
-            f"expected a module jitted with ZeroTransform, got {type(model).__name__}; make one with "
-            f"thunder.jit(module, transforms=[thunder_zero.ZeroTransform(...)])"
-        )
-    return model._zero_state

@@ -18,7 +18,7 @@ from thunder_zero.runtime.state import State, device_for, is_hollow, is_transfor
 from thunder_zero.timeline import Timeline
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
-from thunder_zero.trace.module import adopt
+from thunder_zero.trace.module import adopt, transform_of
 from thunder_zero.trace.schedule import Mend, Schedule
 
 from thunder import compile_data, compile_stats
@@ -126,7 +126,7 @@ class ZeroTransform(Transform):
         self.state = State.take(model._model, plan, group, device)
         place(model, self.state, self.device)
         self.state.pin(model)
-        adopt(model, self.state)
+        adopt(model, self)
         model.register_forward_pre_hook(_before_forward)
         self.install(model, plan, self.state)
 
@@ -310,22 +310,6 @@ def refuse_transformed(model: ThunderModule, transform: ZeroTransform) -> None:
                 f"parameter {path!r} is NaN all over: {name} is a copy of a module that was sharded, whose values went "
                 f"to the shards; build a new module and load thunder_zero.full_state_dict(model) into it"
             )
-
-
-def transform_of(model: Any) -> ZeroTransform:
-    """The ZeroTransform of a jitted model.
-
-    Raises:
-        TypeError: not a jitted module, or one without our transform.
-    """
-    data = compile_data(model) if isinstance(model, ThunderModule) else None
-    for transform in data.transforms if data is not None else ():
-        if isinstance(transform, ZeroTransform):
-            return transform
-    raise TypeError(
-        f"expected a module jitted with ZeroTransform, got {type(model).__name__}; make one with "
-        f"thunder.jit(module, transforms=[thunder_zero.ZeroTransform(...)])"
-    )
 
 
 def traces_of(model: ThunderModule) -> Traces:
