@@ -82,31 +82,35 @@ def compile_times(size: Size, rounds: int = COMPILES) -> dict[str, Any]:
     ours: list[dict[str, float]] = []
     tiny = replace(size, blocks=1, width=size.heads)
     for transforms in VARIANTS.values():
-        take_step(thunder.jit(make_model(tiny), transforms=transforms()), tiny)  # what only a first time pays
+        compile_and_step(make_model(tiny), transforms(), tiny)  # what only a first time pays
     for number in range(rounds):
         for name in sorted(VARIANTS, reverse=number % 2 == 1):
             module, transforms = make_model(size), VARIANTS[name]()
             spent: dict[str, float] = {}
             gc.collect()
-            ballast = [[] for _ in range(len(gc.get_objects()) * number // (4 * rounds))]  # type: ignore[var-annotated]
+            ballast: list[list[None]] = [[] for _ in range(len(gc.get_objects()) * number // (4 * rounds))]
             gc.collect()
             with clocked(spent):
                 start = time.perf_counter(), time.process_time()
-                deeper(FRAMES * number, lambda: take_step(thunder.jit(module, transforms=transforms), size))  # noqa: B023
-                del ballast
+                deeper(FRAMES * number, compile_and_step, module, transforms, size)
                 seconds[name].append(time.perf_counter() - start[0])
                 cpu[name].append(time.process_time() - start[1])
+            del ballast
             if spent:
                 ours.append(spent)
     return {"seconds": seconds, "cpu": cpu, "ours": ours}
 
 
-def deeper(frames: int, call: Callable[[], None]) -> None:
+def deeper(frames: int, call: Callable[..., None], *args: Any) -> None:
     """Run it so many frames further down the stack."""
     if frames:
-        deeper(frames - 1, call)
+        deeper(frames - 1, call, *args)
     else:
-        call()
+        call(*args)
+
+
+def compile_and_step(module: nn.Module, transforms: list[Any], size: Size) -> None:
+    take_step(thunder.jit(module, transforms=transforms), size)
 
 
 def take_step(model: nn.Module, size: Size) -> None:

@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import thunder_zero as tz
 from tests.harness.ranks import RanksPool
-from tests.ranks.models import LENGTH, VOCABULARY, Gpt, Mlp, error, fresh, sharded
+from tests.ranks.models import LENGTH, VOCABULARY, Gpt, Mlp, error, fresh, raised, sharded, whole
 
 STAGES, NORMS, LIMITS = (0, 1, 2, 3), (1.0, 2.0, 3.0, inf), (1e-3, 1e3)
 ROWS = 12
@@ -69,50 +69,42 @@ def test_the_norm_is_torchs_of_one_process(ranks_pool: RanksPool, world_size: in
                 assert all(torch.equal(one, found[0][0]) for one, _, _ in found), "the same bits on all ranks"
                 assert error(found[0][0], norm) < 1e-5
                 largest = max(param.grad.abs().max() for param in model.parameters() if param.grad is not None)
+                plan = tz.make_plan(model, tz.Policy(stage=stage), world_size, 0)
                 for name, param in model.named_parameters():
-                    assert_clipped([grads[name] for _, _, grads in found], param, largest)
+                    parts = [grads[name] for _, _, grads in found]
+                    assert_clipped(parts, param, largest, sharded=plan.by_name[name].sharded)
 
 
-def assert_clipped(parts: list[Tensor | None], right: nn.Parameter, largest: Tensor) -> None:
+def assert_clipped(parts: list[Tensor | None], right: nn.Parameter, largest: Tensor, *, sharded: bool) -> None:
     """The ranks' gradients are a parameter's, in rows or each in full."""
     if right.grad is None:
         assert parts == [None] * len(parts)
         return
-    assert all(part is not None for part in parts)
-    full = parts[0]
-    if full is not None and full.shape != right.shape:
-        full = torch.cat([part for part in parts if part is not None])[: right.shape[0]]
-    assert full is not None
+    there = [part for part in parts if part is not None]
+    assert len(there) == len(parts)
+    full = whole(there, right.shape, sharded=sharded)
     scale = max(right.grad.abs().max(), largest / 100)  # a key's bias has none, in exact arithmetic
     assert (full - right.grad).abs().max() <= 1e-5 * scale
-
-
-def told(call: Any) -> str:
-    try:
-        call()
-    except (RuntimeError, TypeError, ValueError) as failure:
-        return f"{type(failure).__name__}: {failure}"
-    return "nothing"
 
 
 def misuse(rank: int, world_size: int) -> dict[str, Any]:
     model = sharded(fresh(Mlp), 2)
     x = torch.ones(3, 7)
     found: dict[str, Any] = {
-        "no model": told(lambda: tz.clip_grad_norm_(Mlp(), 1.0)),  # type: ignore[arg-type]
-        "no gradient": told(lambda: tz.clip_grad_norm_(model, 1.0)),
+        "no model": raised(lambda: tz.clip_grad_norm_(Mlp(), 1.0)),  # type: ignore[arg-type]
+        "no gradient": raised(lambda: tz.clip_grad_norm_(model, 1.0)),
     }
     with model.no_sync():
         model(x).sum().backward()
-    found["open"] = told(lambda: tz.clip_grad_norm_(model, 1.0))
+    found["open"] = raised(lambda: tz.clip_grad_norm_(model, 1.0))
     model(x).sum().backward()
-    found["negative"] = told(lambda: tz.clip_grad_norm_(model, -1.0))
-    found["nan"] = told(lambda: tz.clip_grad_norm_(model, nan))
-    found["norm 0"] = told(lambda: tz.clip_grad_norm_(model, 1.0, 0))
+    found["negative"] = raised(lambda: tz.clip_grad_norm_(model, -1.0))
+    found["nan"] = raised(lambda: tz.clip_grad_norm_(model, nan))
+    found["norm 0"] = raised(lambda: tz.clip_grad_norm_(model, 1.0, 0))
     if rank == 1:
         model.get_parameter("layers.1.weight").grad[0, 0] = inf
     before = {name: param.grad.clone() for name, param in model.named_parameters()}
-    found["inf"] = told(lambda: tz.clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
+    found["inf"] = raised(lambda: tz.clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
     found["unchanged"] = all(torch.equal(param.grad, before[name]) for name, param in model.named_parameters())
     found["went on"] = tz.clip_grad_norm_(model, 1.0).item()
     return found

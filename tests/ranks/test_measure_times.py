@@ -14,7 +14,7 @@ from torch import Tensor
 
 import thunder_zero as tz
 from tests.harness.ranks import RanksPool
-from tests.ranks.models import Mlp, fresh, sharded
+from tests.ranks.models import Mlp, fresh, raised, sharded
 from thunder_zero.runtime.clock import Clock, Moment, Waited, computed
 from thunder_zero.timeline import Kind
 
@@ -100,21 +100,13 @@ def test_a_model_trains_with_times_as_without(ranks_pool: RanksPool) -> None:
             assert all(torch.equal(other_weights[name], weight) for name, weight in weights.items())
 
 
-def refused(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (RuntimeError, TypeError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def bad_calls(rank: int, world_size: int) -> dict[str, str]:
     """What each misuse raises; after all of them, the model trains and can be measured."""
     model: Any = sharded(fresh(Mlp), POLICY)
     step = trainer(model, rank)
     kept: Any = sharded(fresh(Mlp), tz.ZERO2)  # backward gathers nothing
     trainer(kept, rank)()
-    told = {"not called": refused(lambda: tz.measure_times(model, step))}
+    told = {"not called": raised(lambda: tz.measure_times(model, step))}
     step()
 
     def twice() -> None:
@@ -125,17 +117,17 @@ def bad_calls(rank: int, world_size: int) -> dict[str, str]:
         model(torch.ones(3, 7))
 
     told |= {
-        "no model": refused(lambda: tz.measure_times(Mlp(), step)),  # type: ignore[arg-type]
-        "no function": refused(lambda: tz.measure_times(model, None)),  # type: ignore[arg-type]
-        "no steps": refused(lambda: tz.measure_times(model, step, steps=0)),
-        "part of a step": refused(lambda: tz.measure_times(model, step, steps=1.5)),  # type: ignore[arg-type]
-        "twice": refused(lambda: tz.measure_times(model, twice)),
-        "forward only": refused(lambda: tz.measure_times(model, forward_only)),
-        "nothing": refused(lambda: tz.measure_times(model, lambda: None)),
-        "all kept": refused(lambda: tz.measure_times(kept, lambda: kept(torch.ones(3, 7)))),
-        "failed": refused(lambda: tz.measure_times(model, lambda: int("x"))),
+        "no model": raised(lambda: tz.measure_times(Mlp(), step)),  # type: ignore[arg-type]
+        "no function": raised(lambda: tz.measure_times(model, None)),  # type: ignore[arg-type]
+        "no steps": raised(lambda: tz.measure_times(model, step, steps=0)),
+        "part of a step": raised(lambda: tz.measure_times(model, step, steps=1.5)),  # type: ignore[arg-type]
+        "twice": raised(lambda: tz.measure_times(model, twice)),
+        "forward only": raised(lambda: tz.measure_times(model, forward_only)),
+        "nothing": raised(lambda: tz.measure_times(model, lambda: None)),
+        "all kept": raised(lambda: tz.measure_times(kept, lambda: kept(torch.ones(3, 7)))),
+        "failed": raised(lambda: tz.measure_times(model, lambda: int("x"))),
     }
-    told["after all"] = refused(lambda: tz.measure_times(model, step))
+    told["after all"] = raised(lambda: tz.measure_times(model, step))
     return told
 
 
@@ -168,8 +160,8 @@ def differing(rank: int, world_size: int) -> list[str]:
     trainer(model, rank)()
     model(x)
     return [
-        refused(lambda: tz.measure_times(model, (lambda: None) if rank else (lambda: model(x)))),
-        refused(lambda: tz.measure_times(model, lambda: model(x), steps=0 if rank else 1)),
+        raised(lambda: tz.measure_times(model, (lambda: None) if rank else (lambda: model(x)))),
+        raised(lambda: tz.measure_times(model, lambda: model(x), steps=0 if rank else 1)),
     ]
 
 

@@ -33,9 +33,10 @@ def keep_last(timeline: Timeline) -> Timeline:
     def plan(number: int) -> Plan:
         return _keeping(timeline.plan, runs[:number])
 
-    return replace(
-        timeline, plan=plan(largest(lambda number: _peak(replace(short, plan=plan(number))) <= bound, len(runs)))
-    )
+    def fits(number: int) -> bool:
+        return _peak(replace(short, plan=plan(number))) <= bound
+
+    return replace(timeline, plan=plan(largest(fits, len(runs))))
 
 
 def _keeping(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +17,7 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
         RuntimeError: there is no gradient here yet; gradients wait for a reduction; the norm is NaN or Inf, and that is
             not wanted (on every rank).
     """
-    if path := state.open_accumulation(map(id, state.shards.values())):
+    if path := state.open_accumulation(state.shards.values()):
         raise RuntimeError(
             f"gradients of parameter {path!r} that no_sync deferred were not reduced yet, so there is no norm to clip; "
             f"run forward and backward of the last micro-batch outside of no_sync first"
@@ -48,14 +46,9 @@ def total_norm(state: State, norm_type: float) -> Tensor:
         if grad is not None:
             grads[param.sharded].append(grad)
     norms = [get_total_norm(grads[sharded], norm_type) for sharded in (True, False)]
-    dtype = max((norm.dtype for norm in norms), key=lambda dtype: dtype.itemsize)
-    mine, everywhere = (
-        norm.to(state.device, max(dtype, torch.float32, key=lambda dtype: dtype.itemsize)) for norm in norms
-    )
+    dtype = torch.promote_types(torch.float32, torch.promote_types(*(norm.dtype for norm in norms)))
+    mine, everywhere = (norm.to(state.device, dtype) for norm in norms)
     parts = [torch.empty_like(mine) for _ in range(state.plan.world_size)]
     dist.all_gather(parts, mine, group=state.group)
-    return _of_norms(torch.stack([*parts, everywhere]), norm_type)
-
-
-def _of_norms(norms: Tensor, norm_type: float) -> Tensor:
-    return norms.max() if norm_type == inf else torch.linalg.vector_norm(norms, norm_type)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([*parts, everywhere]), norm_type)
+    return norm

@@ -236,7 +236,7 @@ class State:
         if synced is not self.synced:
             raise RuntimeError(f"compiled with synced={synced}, and {self.synced} is asked for")
 
-    def check_model(self, model: Any) -> None:
+    def check_model(self) -> None:
         """Run before every forward: the model is as planned, and nothing of a failed step is under way.
 
         Raises:
@@ -255,8 +255,7 @@ class State:
         What is changed by other means has to be changed on all ranks, as with any replicated
         parameter: a rank that did not would not know that it is asked.
         """
-        changed = set(filter(self._changed, self._resident))
-        self._stale |= changed
+        self._stale.update(filter(self._changed, self._resident))
         if self.plan.world_size == 1 or not self._resident or not (self._reduced or self._stale):
             return
         self._stale = set(self._on_any_rank(list(self._resident), self._stale))
@@ -304,9 +303,11 @@ class State:
 
     # What happens outside of the traces.
 
-    def open_accumulation(self, shards: Iterable[int]) -> str | None:
-        """The first parameter, among those whose shards have these ids, of which a gradient is deferred."""
-        among = set(shards)
+    def open_accumulation(self, shards: Iterable[Tensor]) -> str | None:
+        """The first parameter of which a gradient is deferred, among those that have these shards."""
+        if not self._deferred:
+            return None
+        among = set(map(id, shards))
         return next((path for path in self._deferred if id(self.shards[path]) in among), None)
 
     def mark_stale(self, paths: Iterable[str]) -> None:
@@ -507,9 +508,8 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_open(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = [id(param) for param in _parameters(optimizer)]
     for state in _states:
-        if path := state.open_accumulation(stepped):
+        if path := state.open_accumulation(_parameters(optimizer)):
             raise RuntimeError(
                 f"{type(optimizer).__name__} is about to step while gradients of parameter {path!r} that no_sync "
                 f"deferred were not reduced yet; run the last micro-batch, forward and backward, outside of no_sync, "

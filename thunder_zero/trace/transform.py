@@ -229,7 +229,7 @@ def _before_forward(model: ThunderModule, args: Any) -> None:
             f"thunder.jit was given a function that calls {type(model._model).__name__}, which ZeroTransform sharded; "
             f"call the jitted module from a function that is not jitted"
         )
-    transform_of(model).state.check_model(model)
+    transform_of(model).state.check_model()
 
 
 def policy_of(policy: Policy | int | None, stage: int, changes: dict[str, Any]) -> Policy:
