@@ -36,7 +36,7 @@ from thunder_zero.plan import Param
 from thunder_zero.runtime import exchange
 from thunder_zero.runtime.exchange import Exchange
 from thunder_zero.runtime.native import Plain
-from thunder_zero.runtime.state import side_by_side
+from thunder_zero.runtime.shards import side_by_side
 
 KiB, MiB = 1 << 10, 1 << 20
 SECONDS = 600  # for one world on one link

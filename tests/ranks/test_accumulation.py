@@ -66,7 +66,7 @@ def train(model: Any, way: str, rank: int, world_size: int) -> list[dict[str, An
             x = inputs(step, micro, rank, world_size).requires_grad_()
             with model.no_sync() if is_kept(way, micro) else nullcontext(), count_sends() as sent:
                 (model(x, path).square().mean() / MICRO).backward()
-            kept = transform_of(model).state.deferred_bytes if isinstance(model, tz.ZeroModule) else 0
+            kept = transform_of(model).state.accumulation.nbytes if isinstance(model, tz.ZeroModule) else 0
             seen.append({"step": step, "micro": micro, "sent": sum(sent), "kept": kept, "grad": x.grad})
         optimizer.step()
     return seen
@@ -229,7 +229,7 @@ def not_a_number(rank: int, world_size: int) -> dict[str, Any]:
             model(torch.ones(2, 4), "neither").sum().backward()
         except RuntimeError as failure:
             told["refused"] = str(failure)
-        told[f"deferred {bad}"] = transform_of(model).state.deferred_bytes
+        told[f"deferred {bad}"] = transform_of(model).state.accumulation.nbytes
     told["finite"] = all(param.grad.isfinite().all() for param in model.parameters() if param.grad is not None)
     return told
 
@@ -260,7 +260,7 @@ def misuse(rank: int, world_size: int) -> dict[str, Any]:
         told["unchanged"] = all(torch.equal(param, before[name]) for name, param in model.named_parameters())
         told["no gradient"] = all(param.grad is None for param in model.parameters())
         model.zero_grad()
-        told["dropped"] = transform_of(model).state.deferred_bytes
+        told["dropped"] = transform_of(model).state.accumulation.nbytes
         model(torch.ones(2, 4), "neither").sum().backward()
         told["first"] = model.get_parameter("first.weight").grad
         optimizer.step()

@@ -19,7 +19,7 @@ from tests.ranks.models import fresh, sharded, whole
 from thunder_zero.plan import Param, make_plan
 from thunder_zero.runtime import exchange
 from thunder_zero.runtime.exchange import PACK_BELOW_BYTES, Exchange, adjoining
-from thunder_zero.runtime.state import side_by_side
+from thunder_zero.runtime.shards import side_by_side
 
 WIDTH = 12  # divides by 2 and by 3, so that no shard has padding
 LARGE = 6144  # rows of a weight that travels by itself: more than PACK_BELOW_BYTES to a peer, of 3 ranks too

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_zero.runtime.shards import own_rows
 from thunder_zero.runtime.state import State
 
 
@@ -33,7 +34,7 @@ def shard(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any
             raise ValueError(
                 f"parameter {path!r} has shape {tuple(value.shape)} in the state dict; it is {param.shape}"
             )
-        rows[name] = state.own_rows(param, value)
+        rows[name] = own_rows(value, param, state.plan)
         state.mark_stale([param.path])
     return rows
 

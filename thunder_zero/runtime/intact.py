@@ -6,7 +6,7 @@ change would otherwise be ignored without a word, or would train something else 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class Intact:
         plan: Plan,
         shards: Mapping[str, nn.Parameter],
         placeholders: Mapping[str, nn.Parameter],
-        resident: Mapping[str, Tensor],
+        resident: Collection[str],
     ) -> None:
         self._links = tuple(_links(model, plan, shards, placeholders))
         self._made = tuple(

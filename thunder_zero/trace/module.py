@@ -36,7 +36,7 @@ class ZeroModule(ThunderModule):
         ...         loss(model(x)).backward()
         >>> loss(model(micro_batches[-1])).backward()
         """
-        with self._zero_transform.state.unsynced():
+        with self._zero_transform.state.accumulation.unsynced():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:

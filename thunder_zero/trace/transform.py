@@ -14,7 +14,10 @@ from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.runtime import agree, checkpoint
 from thunder_zero.runtime.executor import Program, Runtime, ZeroExecutor
-from thunder_zero.runtime.state import State, device_for, is_hollow, is_transformed, process_group
+from thunder_zero.runtime.group import device_for, process_group
+from thunder_zero.runtime.optimizers import is_transformed
+from thunder_zero.runtime.shards import is_hollow
+from thunder_zero.runtime.state import State
 from thunder_zero.timeline import Timeline
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves

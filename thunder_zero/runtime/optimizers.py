@@ -1,0 +1,77 @@
+"""What optimizers have to tell, and must not do: two hooks that torch offers for all of them.
+
+They say what no trace can see: that an optimizer has stepped (other ranks' rows of a ZeRO-1 buffer are stale from then
+on; fused optimizers do not raise a tensor's version), and that one is about to step parameters that a transform
+replaced, or shards whose gradients are not reduced yet (its step would be lost, or wrong).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+if TYPE_CHECKING:
+    from thunder_zero.runtime.state import State
+
+_states: weakref.WeakSet[State] = weakref.WeakSet()
+_replaced = WeakTensorKeyDictionary()  # parameter of before a transform, or placeholder -> (its path, its state)
+_placeholders = WeakTensorKeyDictionary()  # all that stand in plain modules -> their paths
+_hooked = False
+
+
+def watch(state: State) -> None:
+    """Have the hooks look after a model's shards from now on."""
+    global _hooked
+    _states.add(state)
+    if not _hooked:
+        register_optimizer_step_pre_hook(_refuse_replaced)
+        register_optimizer_step_pre_hook(_refuse_open)
+        register_optimizer_step_post_hook(_note_step)
+        _hooked = True
+
+
+def replace(original: nn.Parameter, placeholder: nn.Parameter, path: str, state: State) -> None:
+    """From now on the placeholder stands in the plain module, and neither of both is to be trained."""
+    _replaced[original] = _replaced[placeholder] = (path, weakref.ref(state))
+    _placeholders[placeholder] = path
+
+
+def is_transformed(param: nn.Parameter) -> bool:
+    """Whether the parameter is a placeholder, in a module that was transformed before."""
+    return param in _placeholders
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for param in _parameters(optimizer):
+        path, state = _replaced.get(param, (None, None))
+        if state is not None and state() is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} holds the plain module's parameter {path!r}, which is not trained since "
+                f"the transform, so its step would be lost; build the optimizer on model.parameters() of the model "
+                f"that thunder.jit or thunder_zero.zero returned"
+            )
+
+
+def _refuse_open(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for state in _states:
+        if path := state.open_accumulation(_parameters(optimizer)):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} is about to step while gradients of parameter {path!r} that no_sync "
+                f"deferred were not reduced yet; run the last micro-batch, forward and backward, outside of no_sync, "
+                f"or drop them with model.zero_grad()"
+            )
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    stepped = {id(param) for param in _parameters(optimizer)}
+    for state in _states:
+        state.mark_stale(path for path, shard in state.shards.items() if id(shard) in stepped)
