@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import cos, pi
+from math import cos, pi, prod
 from pathlib import Path
 from statistics import median
 
@@ -103,7 +103,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--keep-last", action=argparse.BooleanOptionalAction, default=True, help=keep)
     parser.add_argument("--size", choices=SIZES, default="small", help="of the model (small)")
     parser.add_argument("--tied", action="store_true", help="the output head uses the embedding's weight")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients (float32)")
+    dtype = "in which it computes, gathers and reduces; parameters and optimizer state stay float32 (float32)"
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help=dtype)
     parser.add_argument("--steps", type=int, default=500, help="training steps (500)")
     parser.add_argument("--batch", type=int, default=16, help="sequences in a step, all ranks together (16)")
     parser.add_argument("--context", type=int, default=128, help="bytes in a sequence (128)")
@@ -170,8 +171,9 @@ class Trainer:
         size = SIZES[options.size]
         torch.manual_seed(options.seed)  # the same weights on every rank
         config = GPTConfig(size.blocks, size.width, size.heads, options.context, options.tied)
-        module = GPT(config).to(ranks.device, DTYPES[options.dtype])
-        policy = tz.Policy(options.stage, keep_last=options.keep_last)
+        module = GPT(config).to(ranks.device)
+        precision = tz.MixedPrecision(DTYPES[options.dtype])
+        policy = tz.Policy(options.stage, keep_last=options.keep_last, mixed_precision=precision)
         self.model = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=options.lr or size.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
@@ -285,7 +287,7 @@ def kept_for_backward(plan: tz.Plan) -> str:
 
 def report_of(trainer: Trainer, run: Run, traces: tz.Traces) -> Report:
     options, ranks = trainer.options, trainer.ranks
-    parameters = sum(param.full_bytes // param.itemsize for param in traces.plan.params)
+    parameters = sum(prod(param.shape) for param in traces.plan.params)
     stage = "DDP" if options.stage == 0 else f"ZeRO-{options.stage}"
     at_border = gathered_bytes(traces.forward_timeline)[-1]
     where = f"{ranks.world_size} {'rank' if ranks.world_size == 1 else 'ranks'}"

@@ -3,6 +3,7 @@
 from thunder_zero import _compat  # noqa: F401  # lets Thunder import
 from thunder_zero.plan import Param, Plan, make_plan
 from thunder_zero.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
+from thunder_zero.precision import MixedPrecision
 from thunder_zero.timeline import Kind, Op, Timeline
 from thunder_zero.times import Times
 from thunder_zero.trace.measure import measure_times
@@ -19,6 +20,7 @@ __all__ = [
     "ZERO2",
     "ZERO3",
     "Kind",
+    "MixedPrecision",
     "Op",
     "Param",
     "Plan",

@@ -8,6 +8,7 @@
     compute c   <-            a constant: it may be read inside the cone, but is not part of it
     compute wc  <- wt, c      in the cone
     compute y   <- x, wc      not in the cone: it depends on data too
+    compute c   <- t_v        in the cone, if it casts a replicated parameter
 
 Saving a value of the cone from forward to backward saves the parameter itself, and a value of the cone may be a
 view of the gathered buffer. So whoever frees a parameter asks here.
@@ -30,7 +31,7 @@ def cone(timeline: Timeline) -> dict[str, int]:
         if op.kind is Kind.COMPUTE:
             if not op.repeatable or not without_data.issuperset(op.reads):
                 continue
-            is_inside = not inside.keys().isdisjoint(op.reads)
+            is_inside = not inside.keys().isdisjoint(op.reads) or not timeline.cast.isdisjoint(op.reads)
         elif timeline.ends(op, Kind.GATHER):
             is_inside = True
         else:
@@ -42,8 +43,8 @@ def cone(timeline: Timeline) -> dict[str, int]:
 
 
 def not_kept(timeline: Timeline, inside: Mapping[str, int]) -> dict[str, int]:
-    """The values of the cone ``inside`` that depend on a parameter that is not kept, and the handles
-    of its gathers, each with the position of the operation that writes it."""
+    """The values of the cone ``inside`` that depend on a parameter that is not kept, or on a cast copy, and the
+    handles of its gathers, each with the position of the operation that writes it."""
     found: dict[str, int] = {}
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.GATHER:
@@ -52,7 +53,7 @@ def not_kept(timeline: Timeline, inside: Mapping[str, int]) -> dict[str, int]:
             params = timeline.params_of(op)
             writes = tuple(name for name, param in zip(op.writes, params, strict=True) if not param.kept)
         else:
-            writes = () if found.keys().isdisjoint(op.reads) else op.writes
+            writes = () if found.keys().isdisjoint(op.reads) and timeline.cast.isdisjoint(op.reads) else op.writes
         found.update((name, at) for name in writes if name in inside or op.kind is Kind.GATHER)
     return found
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
 from thunder_zero import layout
 from thunder_zero.policy import STAGES, Policy
+from thunder_zero.precision import MixedPrecision
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 ROOT = ""  # path of the root unit
@@ -29,8 +32,9 @@ class Param:
         path: its first name in ``module.named_parameters()``.
         aliases: its other names, if it is tied.
         shape: full, unpadded shape.
-        dtype: name of its dtype, ``"float32"``.
-        itemsize: bytes of one element.
+        dtype: of what is at rest: the shard, its ``.grad`` and the optimizer's state.
+        compute_dtype: in which it is gathered, and read by compute.
+        reduce_dtype: in which its gradient is reduced.
         requires_grad: whether it is trained.
         unit: path of its unit, ``""`` for the root unit.
         sharded: each rank owns rows; otherwise it is replicated.
@@ -43,8 +47,9 @@ class Param:
     path: str
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
-    dtype: str
-    itemsize: int
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
     requires_grad: bool
     unit: str
     sharded: bool
@@ -59,8 +64,18 @@ class Param:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the full, unpadded parameter."""
-        return prod(self.shape) * self.itemsize
+        """Bytes of the full, unpadded parameter as it is gathered."""
+        return prod(self.shape) * self.compute_dtype.itemsize
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of the full, unpadded gradient as it is reduced."""
+        return prod(self.shape) * self.reduce_dtype.itemsize
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether compute reads it in another dtype than it has at rest."""
+        return self.compute_dtype is not self.dtype
 
 
 @dataclass(frozen=True)
@@ -97,17 +112,18 @@ class Plan:
 
     def shard_bytes(self, param: Param) -> int:
         """Bytes at rest of what the optimizer sees, padding included."""
-        return prod(self.shard_shape(param)) * param.itemsize
+        return prod(self.shard_shape(param)) * param.dtype.itemsize
 
     def gather_bytes(self, param: Param) -> int:
         """Bytes that this rank sends to gather the parameter once."""
-        return layout.gather_sends(param.shape, self.world_size, self.rank) * param.itemsize if param.sharded else 0
+        sends = layout.gather_sends(param.shape, self.world_size, self.rank) if param.sharded else 0
+        return sends * param.compute_dtype.itemsize
 
     def reduce_bytes(self, param: Param) -> int:
         """Bytes that this rank sends to reduce the parameter's gradient once."""
         if param.sharded:
-            return layout.scatter_sends(param.shape, self.world_size, self.rank) * param.itemsize
-        return layout.all_reduce_sends(param.shape, self.world_size) * param.itemsize
+            return layout.scatter_sends(param.shape, self.world_size, self.rank) * param.reduce_dtype.itemsize
+        return layout.all_reduce_sends(param.shape, self.world_size) * param.reduce_dtype.itemsize
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
@@ -158,7 +174,9 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int) -> 
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     modules = {path for path, _ in module.named_modules()}
-    _require_there(policy.ignored, {*modules, *(name for of_one in names.values() for name in of_one)}, module)
+    paths = {*modules, *(name for of_one in names.values() for name in of_one)}
+    _require_there(policy.ignored, paths, module)
+    _require_fitting(policy.mixed_precision, {*paths, *(name for name, _ in module.named_buffers())}, module)
     names = {param: paths for param, paths in names.items() if not any(_is_ignored(path, policy) for path in paths)}
     if not names:
         raise ValueError(
@@ -186,6 +204,15 @@ def _require_there(ignored: tuple[str, ...], there: set[str], module: nn.Module)
             )
 
 
+def _require_fitting(precision: MixedPrecision, there: set[str], module: nn.Module) -> None:
+    for pattern in precision.overrides:
+        if not any(fnmatchcase(path, pattern) for path in there - {ROOT}):
+            raise ValueError(
+                f"mixed_precision overrides {pattern!r}, which fits no parameter and no submodule of "
+                f"{type(module).__name__}; give a path or a pattern of paths, such as 'blocks.*.norm'"
+            )
+
+
 def _is_ignored(path: str, policy: Policy) -> bool:
     return any(path == ignored or path.startswith(f"{ignored}.") for ignored in policy.ignored)
 
@@ -194,12 +221,15 @@ def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, uni
     stage = STAGES[policy.stage]
     is_small = param.nbytes < policy.keep_full_below_bytes
     sharded = stage.sharded and layout.is_sharded(tuple(param.shape)) and not is_small
+    precision = policy.mixed_precision.of(names[0]) if param.is_floating_point() else MixedPrecision()
+    compute_dtype = precision.param_dtype or param.dtype
     return Param(
         path=names[0],
         aliases=names[1:],
         shape=tuple(param.shape),
-        dtype=str(param.dtype).removeprefix("torch."),
-        itemsize=param.element_size(),
+        dtype=param.dtype,
+        compute_dtype=compute_dtype,
+        reduce_dtype=precision.reduce_dtype or compute_dtype,
         requires_grad=param.requires_grad,
         unit=unit,
         sharded=sharded,

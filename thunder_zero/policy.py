@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from thunder_zero.precision import MixedPrecision
 from thunder_zero.times import Times
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class Policy:
             reduced; each rank trains its own (default none).
         keep_full_below_bytes: parameters smaller than this stay full on every rank, and their gradients are all-reduced
             (bytes of the full parameter, default 0: all are sharded).
+        mixed_precision: in which dtypes the module computes and its gradients travel (default: in those that its
+            parameters have).
         bucket_bytes: collectives of a unit that are launched together, cut at this many bytes of
             full parameters (bytes, default 16 MiB; 0 sends each parameter by itself).
         prefetch: buckets of gathers that are under way while an earlier bucket computes (default 2; 0 starts
@@ -88,6 +91,7 @@ class Policy:
     unit_of: Callable[[nn.Module], tuple[str, ...]] | None = None
     ignored: tuple[str, ...] = ()
     keep_full_below_bytes: int = 0
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     bucket_bytes: int = 16 * MiB
     prefetch: int = 2
     in_flight_bytes: int = 32 * MiB
@@ -109,6 +113,8 @@ class Policy:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
         if not isinstance(self.ignored, tuple) or not all(isinstance(path, str) for path in self.ignored):
             raise ValueError(f"ignored is {self.ignored!r}; give a tuple of paths of parameters or submodules")
+        if not isinstance(self.mixed_precision, MixedPrecision):
+            raise ValueError(f"mixed_precision is {self.mixed_precision!r}; give a thunder_zero.MixedPrecision")
         if self.times is not None and not isinstance(self.times, Times):
             raise ValueError(f"times is {self.times!r}; give thunder_zero.Times, as measure_times makes them, or None")
         if self.broadcast_from is not None and not _is_count(self.broadcast_from):

@@ -25,8 +25,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
 
 from thunder_zero.plan import Param, Plan
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Kind(StrEnum):
@@ -113,6 +118,11 @@ class Timeline:
         return frozenset(name for name, path in self.inputs.items() if path is not None and not by_name[path].sharded)
 
     @cached_property
+    def cast(self) -> frozenset[str]:
+        """The replicated inputs that compute reads through a cast copy, which each half makes for itself."""
+        return frozenset(name for name in self.replicated if self.plan.by_name[self.inputs[name] or ""].is_cast)
+
+    @cached_property
     def launches(self) -> dict[str, Op]:
         """The GATHER or REDUCE that writes each handle."""
         return {op.writes[0]: op for op in self.ops if op.kind in LAUNCHES}
@@ -144,13 +154,20 @@ class Timeline:
         """
         plan = self.plan
         return sum(
-            (plan.world_size - 1) * plan.shard_bytes(param) if param.sharded else plan.reduce_bytes(param)
+            (plan.world_size - 1) * prod(plan.shard_shape(param)) * self.travels_in(op, param).itemsize
+            if param.sharded
+            else plan.reduce_bytes(param)
             for param in self.params_of(op)
         )
 
+    def travels_in(self, op: Op, param: Param) -> torch.dtype:
+        """The dtype in which a launch sends one of its parameters, or its gradient."""
+        return param.compute_dtype if op.kind is Kind.GATHER else param.reduce_dtype
+
     def full_bytes(self, op: Op) -> int:
         """Bytes of the full parameters, or of the full gradients, that an operation handles."""
-        return sum(param.full_bytes for param in self.params_of(op))
+        of_gradients = op.kind in (Kind.REDUCE, Kind.DEFER) or self.ends(op, Kind.REDUCE)
+        return sum(param.grad_bytes if of_gradients else param.full_bytes for param in self.params_of(op))
 
 
 def gathered_bytes(timeline: Timeline) -> tuple[int, ...]:

@@ -112,7 +112,8 @@ def _check_launches(timeline: Timeline) -> None:
         params = timeline.params_of(op)
         if not all(name in timeline.values for name in (*op.reads, *op.writes)):
             raise _fail(timeline, at, "reads or writes a value whose bytes and dtype are not known")
-        if len({timeline.values[name].dtype for name in op.reads}) > 1:
+        read = [timeline.values[name].dtype for name in op.reads]
+        if len({*zip(read, (timeline.travels_in(op, param) for param in params), strict=True)}) > 1:
             raise _fail(timeline, at, "mixes dtypes in one bucket")
         if len({(param.sharded, param.resident) for param in params}) > 1:
             raise _fail(timeline, at, "mixes sharded, resident and replicated parameters in one bucket")

@@ -212,6 +212,25 @@ def keep_full_below_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {param.path.rpartition(".")[2] for param in params if param.sharded} == is_sharded
 
 
+def mixed_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which dtypes parameters and gradients travel; what it trains to: tests/ranks/test_mixed_precision.py."""
+    kept = {"layers.1": tz.MixedPrecision(torch.bfloat16, torch.float64)}
+    result = traced(replace(tz.ZERO2, mixed_precision=tz.MixedPrecision(torch.bfloat16, overrides=kept)))
+    dtypes = {param.path: (param.dtype, param.compute_dtype, param.reduce_dtype) for param in result.plan.params}
+    assert dtypes["layers.0.weight"] == (torch.float32, torch.bfloat16, torch.bfloat16)
+    assert dtypes["layers.1.weight"] == (torch.float32, torch.bfloat16, torch.float64)
+    gathers, reductions = (
+        {op.params[0]: result.timeline.bytes_sent(op) for op in result.timeline.ops if op.kind is kind}
+        for kind in (Kind.GATHER, Kind.REDUCE)
+    )
+    own, others = 2 * (7 + 1), 5 * (7 + 1)  # elements of rank 0's two of seven rows, weight and bias, and of the rest
+    assert (gathers["layers.2.weight"], gathers["layers.1.weight"]) == (3 * own * 2, 3 * own * 2)
+    assert {path: sent for path, sent in reductions.items() if path.startswith(("layers.2", "layers.1"))} == {
+        "layers.2.bias": others * 2,
+        "layers.1.bias": others * 8,
+    }
+
+
 def bucket_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much of a unit is launched at once; 0 is each parameter by itself."""
     together = launches(traced(tz.ZERO2), Kind.GATHER)
@@ -318,6 +337,7 @@ SEEN = {
         unit_of,
         ignored,
         keep_full_below_bytes,
+        mixed_precision,
         bucket_bytes,
         prefetch,
         in_flight_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ def test_the_examples_run(alone: None, capsys: pytest.CaptureFixture[str]) -> No
 def test_the_features_run(alone: None) -> None:
     """One after the other, with a model, an input and a loss of the reader's."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    model: Any = thunder.jit(module, transforms=[tz.ZeroTransform(stage=2)])
-    names = {"tz": tz, "model": model, "x": torch.ones(3, 4), "loss": lambda y: y.square().mean()}
+    model: Any = thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(stage=2)])
+    names = {"tz": tz, "model": model, "module": module, "x": torch.ones(3, 4), "torch": torch}
+    names |= {"thunder": thunder, "loss": lambda y: y.square().mean()}
     for block in blocks(FEATURES):
         exec(compile(block, str(FEATURES), "exec"), names)
     assert all(param.grad is not None for param in model.parameters())

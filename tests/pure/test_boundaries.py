@@ -26,7 +26,7 @@ class May(IntEnum):
 
 NOT, TYPES, IMPORT = May
 
-DATA = frozenset({"layout", "times", "policy", "plan", "timeline", "cone"})
+DATA = frozenset({"layout", "times", "precision", "policy", "plan", "timeline", "cone"})
 PURE = DATA | {"verify", "passes"}
 NOTHING: frozenset[str] = frozenset()
 ALL = frozenset({"every room"})
@@ -46,9 +46,10 @@ ROOMS = (
     # file or folder            torch    torch.d. thunder  reads
     Room("layout.py",           NOT,     NOT,     NOT,     NOTHING),
     Room("times.py",            NOT,     NOT,     NOT,     NOTHING),
-    Room("policy.py",           TYPES,   NOT,     NOT,     frozenset({"times"})),
-    Room("plan.py",             TYPES,   NOT,     NOT,     frozenset({"layout", "policy"})),
-    Room("timeline.py",         NOT,     NOT,     NOT,     frozenset({"layout", "policy", "plan"})),
+    Room("precision.py",        IMPORT,  NOT,     NOT,     NOTHING),
+    Room("policy.py",           TYPES,   NOT,     NOT,     frozenset({"times", "precision"})),
+    Room("plan.py",             TYPES,   NOT,     NOT,     frozenset({"layout", "precision", "policy"})),
+    Room("timeline.py",         TYPES,   NOT,     NOT,     frozenset({"layout", "policy", "plan"})),
     Room("cone.py",             NOT,     NOT,     NOT,     DATA),
     Room("verify.py",           NOT,     NOT,     NOT,     DATA),
     Room("passes/",             NOT,     NOT,     NOT,     PURE),

@@ -176,13 +176,20 @@ def test_the_busiest_rank_of_all_decides(world_size: int) -> None:
 
 @st.composite
 def timed(draw: st.DrawFn) -> Timeline:
-    """A lifted timeline whose policy has times, of most buckets; small integers, so that sums are exact."""
+    """A lifted timeline whose policy has times, of most buckets; small integers, so that sums are exact.
+
+    What may travel with what is kept has no time in forward: that would stand for what backward computes with what is
+    kept, and here that is nothing.
+    """
     timeline = draw(timelines())
     seconds = st.dictionaries(
         st.sampled_from([param.path for param in timeline.plan.params]), st.integers(0, 60).map(float)
     )
     speed = draw(st.sampled_from((0.5, 1.0, 4.0, 16.0, math.inf)))
-    policy = replace(timeline.plan.policy, times=Times(draw(seconds), draw(seconds), speed))
+    forward, backward = draw(seconds), draw(seconds)
+    keeping = {param.unit for param in timeline.plan.params if param.kept}
+    forward = {path: time for path, time in forward.items() if timeline.plan.by_name[path].unit not in keeping}
+    policy = replace(timeline.plan.policy, times=Times(forward, backward, speed))
     return replace(timeline, plan=replace(timeline.plan, policy=policy))
 
 

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -206,7 +207,7 @@ def test_bucket_cuts_by_bytes(bucket_bytes: int, buckets: list[str]) -> None:
 
 
 def test_bucket_parts_dtypes() -> None:
-    half: dict[str, object] = {"dtype": "bfloat16"}
+    half: dict[str, object] = {"dtype": torch.bfloat16}
     timeline = model(replace(ALONE, bucket_bytes=MiB), "a.p", "a.q", "a.r", training=False, a_q=half)
     assert lines(bucket(timeline), Kind.GATHER) == ["gather a.p a.r", "gather a.q"]
 

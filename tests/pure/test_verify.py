@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def plain(stage: int, **fields: int) -> Timeline:
     """What is lifted from three units a, b and c; each parameter has 4 bytes, ``a.half`` 2."""
     policy = Policy(stage=stage, **{"bucket_bytes": 8, "in_flight_bytes": 12, "keep_last": False, **fields})  # type: ignore[arg-type]
     special: dict[str, dict[str, object]] = {
-        "a.half": {"dtype": "bfloat16"},
+        "a.half": {"dtype": torch.bfloat16},
         "a.scalar": {"shape": ()},
         "c.frozen": {"requires_grad": False},
     }

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from hypothesis import strategies as st
 
 from thunder_zero.layout import is_sharded
@@ -13,18 +14,18 @@ from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import STAGES, MiB, Policy
 from thunder_zero.timeline import LAUNCHES, Kind, Op, Timeline, Value
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
-
 
 def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **fields: object) -> Param:
     """A parameter as ``make_plan`` plans it; ``fields`` replace what it says."""
     stage = STAGES[policy.stage]
     sharded = stage.sharded and is_sharded(shape)
     kept = not sharded or stage.kept
-    dtype = str(fields.get("dtype", "float32"))
+    dtype = fields.get("dtype", torch.float32)
+    compute = fields.get("compute_dtype", dtype)
+    reduce = fields.get("reduce_dtype", compute)
     regather = sharded and not kept and policy.regather
     resident = sharded and stage.resident
-    param = Param(path, (), shape, dtype, ITEMSIZE[dtype], True, unit, sharded, resident, kept, regather)
+    param = Param(path, (), shape, dtype, compute, reduce, True, unit, sharded, resident, kept, regather)  # type: ignore[arg-type]
     return replace(param, **fields)  # type: ignore[arg-type]
 
 
@@ -83,16 +84,20 @@ class Builder:
         self.ops.append(Op(kind, tuple(reads), writes, params, self.backward, repeatable, source=(len(self.ops),)))
 
     def weigh(self, param: Param, *names: str) -> None:
-        self.values.update(dict.fromkeys(names, Value(param.full_bytes, param.dtype)))
+        self.values.update(dict.fromkeys(names, Value(param.full_bytes, str(param.compute_dtype))))
 
     def use(self, path: str) -> str:
         """The full parameter, gathered if this is its first use."""
         param = self.plan.by_name[path]
         if path not in self.full and not param.sharded:
             self.full[path] = f"t_{path}"
+            if param.is_cast:
+                self.weigh(param, path)
+                self.add(Kind.COMPUTE, (f"t_{path}",), path, repeatable=True)
+                self.full[path] = path
         if path not in self.full:
             self.weigh(param, f"fut_{path}", path)
-            self.values[f"t_{path}"] = Value(self.plan.shard_bytes(param), param.dtype)
+            self.values[f"t_{path}"] = Value(self.plan.shard_bytes(param), str(param.dtype))
             self.add(Kind.GATHER, (f"t_{path}",), f"fut_{path}", params=(path,))
             self.add(Kind.WAIT, (f"fut_{path}",), path, params=(path,))
             self.full[path] = path
@@ -208,7 +213,10 @@ def timelines(draw: st.DrawFn) -> Timeline:
     for unit in range(draw(st.integers(1, 4))):
         for number in range(draw(st.integers(1, 4))):
             shape = draw(st.lists(st.integers(0, 5), max_size=2).map(tuple))
-            fields: dict[str, object] = {"dtype": draw(st.sampled_from(("float32", "bfloat16")))}
+            fields: dict[str, object] = {
+                name: draw(st.sampled_from((torch.float32, torch.bfloat16)))
+                for name in ("dtype", "compute_dtype", "reduce_dtype")
+            }
             fields["requires_grad"] = draw(st.integers(0, 3)) > 0
             if policy.stage == 3 and draw(st.integers(0, 4)) == 0:
                 fields |= {"kept": True}

@@ -118,7 +118,9 @@ def test_training_is_right_and_small_shards_travel_from_where_they_lie(
     right = train_alone(world_size, width)
     for param in make_plan(fresh(Blocks, width), tz.Policy(stage=stage), world_size, 0).params:
         found = whole([one["shards"][param.path] for one in ranks], param.shape, sharded=param.sharded)
-        torch.testing.assert_close(found, right[param.path], rtol=2e-2 if param.itemsize == 2 else 1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            found, right[param.path], rtol=2e-2 if param.dtype.itemsize == 2 else 1e-4, atol=1e-4
+        )
     for rank, one in enumerate(ranks):
         saved, apart = one["saved"]
         assert saved <= apart, "a state dict must hold the shared memory once"
@@ -134,8 +136,7 @@ def test_training_is_right_and_small_shards_travel_from_where_they_lie(
 
 def orders(rank: int, world_size: int) -> list[list[str]]:
     def param(path: str, rows: int, dtype: torch.dtype = torch.float32, unit: str = "") -> Param:
-        name = str(dtype).removeprefix("torch.")
-        return Param(path, (), (rows,), name, dtype.itemsize, True, unit, sharded=True, resident=False, kept=False)
+        return Param(path, (), (rows,), dtype, dtype, dtype, True, unit, sharded=True, resident=False, kept=False)
 
     limit = world_size * PACK_BELOW_BYTES // 4  # rows whose shards are just too large to be packed
     params = [

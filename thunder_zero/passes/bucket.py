@@ -65,7 +65,7 @@ def _gather_buckets(timeline: Timeline) -> list[list[int]]:
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.GATHER:
             (param,) = timeline.params_of(op)
-            kind = (_dtype(timeline, op), op.again, param.resident)
+            kind = (_dtypes(timeline, op), op.again, param.resident)
             there = all(written.get(read, -1) < buckets.first(kind) for read in op.reads)
             buckets.add(at, param.full_bytes, (param.unit, op.backward), kind, may_join=there)
         written.update(dict.fromkeys(op.writes, at))
@@ -78,7 +78,7 @@ def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.REDUCE:
             (param,) = timeline.params_of(op)
-            buckets.add(at, param.full_bytes, param.unit, (_dtype(timeline, op), param.sharded))
+            buckets.add(at, param.grad_bytes, param.unit, (_dtypes(timeline, op), param.sharded))
             reduced[op.writes[0]] = at
         elif timeline.ends(op, Kind.REDUCE):
             reduced[op.writes[0]] = reduced[op.reads[0]]
@@ -118,5 +118,6 @@ def _concatenated(members: Sequence[Op]) -> Op:
     )
 
 
-def _dtype(timeline: Timeline, op: Op) -> str:
-    return timeline.values[op.reads[0]].dtype
+def _dtypes(timeline: Timeline, op: Op) -> Hashable:
+    """In which dtype a launch reads, and in which it travels."""
+    return timeline.values[op.reads[0]].dtype, timeline.travels_in(op, timeline.params_of(op)[0])

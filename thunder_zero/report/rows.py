@@ -159,7 +159,7 @@ def _of_unit(rows: Sequence[Row], plan: Plan, unit: str) -> list[int]:
 def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
     """Which parameters a value holds: gathered ones, and what is computed from parameters alone."""
     inside = cone(timeline)
-    held: dict[str, tuple[str, ...]] = {}
+    held: dict[str, tuple[str, ...]] = {name: (timeline.inputs[name] or "",) for name in timeline.cast}
     for op in timeline.ops:
         if timeline.ends(op, Kind.GATHER):
             held.update((name, (path,)) for name, path in zip(op.writes, op.params, strict=True))

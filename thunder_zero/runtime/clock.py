@@ -12,18 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
-class Waitable(Protocol):
-    """What is under way."""
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """End it; one tensor a parameter."""
+from thunder_zero.runtime.handle import Waitable
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,9 +66,9 @@ class Exchange:
 
     def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
         """The small ones of a unit and dtype; see :meth:`thunder_zero.runtime.transport.Transport.neighbours`."""
-        packed: dict[tuple[str, str], list[Param]] = {}
+        packed: dict[tuple[str, torch.dtype], list[Param]] = {}
         for param in sorted(params, key=packing_order):
-            if prod(layout.shard_shape(param.shape, self._world_size)) * param.itemsize < PACK_BELOW_BYTES:
+            if prod(layout.shard_shape(param.shape, self._world_size)) * param.dtype.itemsize < PACK_BELOW_BYTES:
                 packed.setdefault((param.unit, param.dtype), []).append(param)
         return [together for together in packed.values() if len(together) > 1]
 

@@ -57,6 +57,9 @@ class Runtime(Protocol):
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise on every rank if any gradient on any rank is not finite."""
 
+    def share_overflow(self, grads: Sequence[Tensor], others: Sequence[str]) -> None:
+        """Put Inf into a gradient of every rank if any of these, or a ``.grad`` of the others, is not finite."""
+
     def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
         """Raise on every rank if another rank is about to run other collectives."""
 
@@ -72,7 +75,7 @@ class Rehearsal:
             "this trace was made by thunder_zero.trace, without a process group; it can be read, not run"
         )
 
-    all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = _refuse
+    all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = share_overflow = _refuse
 
     def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
         """There is no other rank."""
@@ -101,8 +104,8 @@ class ZeroExecutor(OperatorExecutor):
     Attributes:
         plan: what each parameter is.
         program: what is being compiled, or was compiled last.
-        synchronize, all_gather, all_reduce, reduce_scatter, wait, defer: one tensor each.
-        check_finite, reduce_deferred: stand before backward's return.
+        synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: one tensor each.
+        check_finite, reduce_deferred, share_overflow: stand before backward's return.
         check_synced: stands in the prologue, where a program is chosen.
     """
 
@@ -126,6 +129,8 @@ class ZeroExecutor(OperatorExecutor):
         self.check_synced = self._register("zero_check_synced", _no_meta, runtime.check_synced, tags=tags)
         self.reduce_deferred = self._register("zero_reduce_deferred", _no_meta, runtime.reduce_deferred, tags=tags)
         self.check_finite = self._register("zero_check_finite", _no_meta, runtime.check_finite, tags=tags)
+        self.share_overflow = self._register("zero_share_overflow", _no_meta, runtime.share_overflow, tags=tags)
+        self.cast = self._register("zero_cast", self._synchronize_meta, self._cast)
         self.synchronize = self._register("zero_synchronize", self._synchronize_meta, None)
         self.register_implementation(
             self.synchronize,
@@ -161,34 +166,44 @@ class ZeroExecutor(OperatorExecutor):
     # What tracing needs to know: shapes, dtypes, devices.
 
     def _synchronize_meta(self, shard: TensorProxy, path: str) -> TensorProxy:
-        return TensorProxy(like=shard, shape=self.plan.by_name[path].shape)
+        param = self.plan.by_name[path]
+        return TensorProxy(like=shard, shape=param.shape, dtype=dtypes.to_dtype(param.compute_dtype))
 
     def _gather_meta(self, shard: TensorProxy, path: str) -> FutureTensorProxy:
-        return FutureTensorProxy(shape=self.plan.by_name[path].shape, device=shard.device, dtype=shard.dtype)
+        param = self.plan.by_name[path]
+        return FutureTensorProxy(shape=param.shape, device=shard.device, dtype=dtypes.to_dtype(param.compute_dtype))
 
     def _reduce_meta(self, grad: TensorProxy, path: str) -> FutureTensorProxy:
-        shape = self.plan.shard_shape(self.plan.by_name[path])
-        return FutureTensorProxy(shape=shape, device=grad.device, dtype=grad.dtype)
+        param = self.plan.by_name[path]
+        dtype = dtypes.to_dtype(param.dtype)
+        return FutureTensorProxy(shape=self.plan.shard_shape(param), device=grad.device, dtype=dtype)
 
     def _defer_meta(self, grad: TensorProxy, path: str) -> TensorProxy:
         """The gradient that the shard will have; as long as it is deferred there is none, and None is returned."""
-        return TensorProxy(like=grad, shape=self.plan.shard_shape(self.plan.by_name[path]), requires_grad=False)
+        param = self.plan.by_name[path]
+        shape, dtype = self.plan.shard_shape(param), dtypes.to_dtype(param.dtype)
+        return TensorProxy(like=grad, shape=shape, dtype=dtype, requires_grad=False)
 
     def handle_of(self, single: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str]) -> FutureTensorProxy:
         """The handle of a launch; of several tensors it is flat, since their shapes differ."""
         if len(tensors) == 1:
             return single.meta(tensors[0], paths[0])
-        parameters = [self.plan.by_name[path] for path in paths]
-        shapes = [param.shape if single is self.all_gather else self.plan.shard_shape(param) for param in parameters]
-        return FutureTensorProxy(shape=(sum(map(prod, shapes)),), device=tensors[0].device, dtype=tensors[0].dtype)
+        handles = [single.meta(tensor, path) for tensor, path in zip(tensors, paths, strict=True)]
+        numel = sum(prod(handle.shape) for handle in handles)
+        return FutureTensorProxy(shape=(numel,), device=handles[0].device, dtype=handles[0].dtype)
 
     # What a synchronise becomes.
 
+    def _cast(self, full: Tensor, path: str) -> Tensor:
+        return full.to(self.plan.by_name[path].compute_dtype)
+
     def lower_synchronize(self, shard: TensorProxy, path: str) -> TensorProxy:
-        """Gather and wait; a replicated parameter's synchronise stays, and is dropped by the schedule."""
-        if not self.plan.by_name[path].sharded:
-            return self.synchronize(shard, path)
-        return self.wait(self.all_gather(shard, path))
+        """Gather and wait. A replicated parameter is cast; where that is nothing to do, its synchronise stays, and is
+        dropped by the schedule."""
+        param = self.plan.by_name[path]
+        if param.sharded:
+            return self.wait(self.all_gather(shard, path))
+        return self.cast(shard, path) if param.is_cast else self.synchronize(shard, path)
 
     def _synchronize_grad(self, shard: TensorProxy, path: str) -> TensorProxy:
         full = self.lower_synchronize(shard, path)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from thunder_zero.plan import Plan
-from thunder_zero.runtime.transport import transport_for
+from thunder_zero.runtime.transport import adds_up, transport_for
 
 
 def process_group(group: object) -> dist.ProcessGroup:
@@ -45,8 +45,8 @@ def device_for(module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: 
     """Where the shards will live: ``device``, or where the first parameter is.
 
     Raises:
-        ValueError: parameters that cannot be sharded, a device that is not there or that the group has no backend
-            for, ``broadcast_from`` that is not a rank of the group.
+        ValueError: parameters that cannot be sharded or whose gradients cannot be reduced, a device that is not there
+            or that the group has no backend for, ``broadcast_from`` that is not a rank of the group.
     """
     for param in plan.params:
         original = module.get_parameter(param.path)
@@ -64,7 +64,13 @@ def device_for(module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: 
     if source is not None and source >= group.size():
         raise ValueError(f"broadcast_from is {source}; the process group has ranks 0 to {group.size() - 1}")
     device = device or module.get_parameter(plan.params[0].path).device
-    transport_for(group, device)
+    reduced = adds_up(transport_for(group, device))
+    for param in plan.params:
+        if param.requires_grad and param.reduce_dtype not in reduced:
+            raise ValueError(
+                f"the gradient of parameter {param.path!r} would be reduced in {param.reduce_dtype}, which the backend "
+                f"cannot add up; give mixed_precision with reduce_dtype=torch.float32, or freeze the parameter"
+            )
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
+
+
+class Waitable(Protocol):
+    """What is under way."""
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """End it; one tensor a parameter."""
 
 
 @dataclass(frozen=True, slots=True)

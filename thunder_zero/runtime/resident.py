@@ -8,7 +8,7 @@ from torch import Tensor
 
 from thunder_zero import layout
 from thunder_zero.plan import Param, Plan
-from thunder_zero.runtime.clock import Waitable
+from thunder_zero.runtime.handle import Waitable
 
 Gather = Callable[..., Waitable]  # of shards, their parameters and, as ``into``, buffers of padded shape
 
@@ -50,6 +50,11 @@ class Buffers:
     def paths(self) -> tuple[str, ...]:
         """All of them."""
         return tuple(self._buffers)
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Those whose own rows are the shards themselves."""
+        return tuple(path for path in self._buffers if not self._plan.by_name[path].is_cast)
 
     def note_changed(self) -> None:
         """Find out which shards something other than an optimizer has written to."""

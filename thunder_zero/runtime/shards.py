@@ -43,15 +43,21 @@ def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def placeholder(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+def placeholder(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A parameter of the same shape that holds one element: NaN, where the dtype has it.
 
-    Thunder traces shapes and dtypes from the plain module; the values are in the shards. Whoever
+    Thunder traces shapes and dtypes (those of compute) from the plain module; the values are in the shards. Whoever
     reads a placeholder by mistake gets NaN, not stale weights.
     """
     value = float("nan") if param.is_floating_point() or param.is_complex() else 0
-    one = torch.full((), value, dtype=param.dtype, device=device)
+    one = torch.full((), value, dtype=dtype, device=device)
     return nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
+
+
+def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Put a parameter in its place in the module tree."""
+    parent, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(parent), attribute, param)
 
 
 def is_hollow(param: nn.Parameter) -> bool:

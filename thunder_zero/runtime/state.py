@@ -9,6 +9,7 @@ transport. What the traces call is here.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime import agree, optimizers
 from thunder_zero.runtime.accumulation import Accumulation
-from thunder_zero.runtime.clock import Clock, Waitable
+from thunder_zero.runtime.casting import Casting, casts
+from thunder_zero.runtime.clock import Clock
+from thunder_zero.runtime.handle import Waitable
 from thunder_zero.runtime.intact import Intact
 from thunder_zero.runtime.resident import Buffers, Held, Versions, own_rows_of, padded
-from thunder_zero.runtime.shards import kept_of, placeholder, side_by_side
+from thunder_zero.runtime.shards import kept_of, own_rows, placeholder, side_by_side
 from thunder_zero.runtime.transport import Transport, transport_for
 
 
@@ -51,11 +54,17 @@ class State:
         self.accumulation = Accumulation()
         self.clock = Clock(device)
         self._transport: Transport = transport_for(group, device)
+        if casts(plan):
+            self._transport = Casting(self._transport, plan)
         self._reduced = False  # gradients were reduced since the ranks last agreed on what is stale
         self._agreed: set[tuple[str, bool]] = set()  # programs that were compared: forward, backward, ...; if synced
         rows = dict(at_rest)
-        buffers = {param.path: padded(at_rest[param.path], param, plan) for param in plan.params if param.resident}
-        rows.update((path, own_rows_of(buffer, plan)) for path, buffer in buffers.items())
+        buffers: dict[str, Tensor] = {}
+        for param in plan.params:
+            if param.resident:
+                full = at_rest[param.path]
+                buffers[param.path] = buffer = padded(full.to(param.compute_dtype), param, plan)
+                rows[param.path] = own_rows(full, param, plan) if param.is_cast else own_rows_of(buffer, plan)
         gathered = [param for param in plan.params if param.sharded and not param.resident]
         for together in self._transport.neighbours(gathered):
             paths = [param.path for param in together]
@@ -63,7 +72,9 @@ class State:
         self.shards = {
             param.path: nn.Parameter(rows[param.path], requires_grad=param.requires_grad) for param in plan.params
         }
-        self.placeholders = {param.path: placeholder(originals[param.path], device) for param in plan.params}
+        self.placeholders = {
+            param.path: placeholder(originals[param.path], param.compute_dtype, device) for param in plan.params
+        }
         versions = Versions(self.shards)
         self._resident = Buffers(plan, buffers, versions)
         self._held = Held(versions)
@@ -90,7 +101,7 @@ class State:
 
     def pin(self, model: Any) -> None:
         """Remember the jitted model, with shards and placeholders in their places, as it has to stay."""
-        self._intact = Intact(model, self.plan, self.shards, self.placeholders, self._resident.paths)
+        self._intact = Intact(model, self.plan, self.shards, self.placeholders, self._resident.shared)
 
     # What the traces call.
 
@@ -135,12 +146,12 @@ class State:
 
     def _with_deferred(self, grad: Tensor, param: Param) -> Tensor:
         deferred = self.accumulation.take(param.path)
-        grad = summed_as(grad, param)
+        grad = as_of(param, grad)
         return grad if deferred is None else deferred.add_(grad)
 
     def defer(self, grad: Tensor, path: str) -> None:
         """Keep a full gradient until the next reduction of its parameter."""
-        self.accumulation.defer(summed_as(grad, self.plan.by_name[path]), path)
+        self.accumulation.defer(as_of(self.plan.by_name[path], grad), path)
 
     def reduce_deferred(self, paths: Sequence[str]) -> None:
         """Reduce what was deferred of parameters that this backward does not reach, and add it to their ``.grad``.
@@ -158,7 +169,7 @@ class State:
         for path in self._on_any_rank(paths, self.accumulation.paths):
             param = self.plan.by_name[path]
             total = self.accumulation.take(path)
-            full = self.shards[path].new_zeros(param.shape) if total is None else total
+            full = self.shards[path].new_zeros(param.shape, dtype=param.reduce_dtype) if total is None else total
             (means[path],) = self._reduce([full], [param]).wait()
         if means and self.plan.policy.check_gradients:
             self.check_finite(list(means.values()), list(means))
@@ -182,6 +193,22 @@ class State:
                 f"this batch (policy check_gradients asked to stop here; no .grad was changed, what no_sync deferred "
                 f"is dropped)"
             )
+
+    @torch.no_grad()
+    def share_overflow(self, grads: Sequence[Tensor], others: Sequence[str]) -> None:
+        """Put Inf into a gradient of every rank where any rank's has NaN or Inf, for the gradient scaler to find.
+
+        Args:
+            grads: what backward returns, own rows of it. One of them is written to.
+            others: parameters that this backward does not reach, whose ``.grad`` may have been added to.
+        """
+        if self.plan.world_size == 1:
+            return
+        also = [grad for path in others if (grad := self.shards[path].grad) is not None]
+        overflows = torch.stack([~grad.isfinite().all() for grad in (*grads, *also)]).any().to(torch.int32)
+        dist.all_reduce(overflows, dist.ReduceOp.MAX, group=self.group)
+        if overflows:
+            next(grad for grad in grads if grad.numel()).view(-1)[:1].fill_(torch.inf)
 
     def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
         """Before the first step: do all ranks start and end the same collectives in the same order?
@@ -256,7 +283,8 @@ class State:
         shard = self.shards[param.path].detach()
         if not param.sharded:
             return shard.clone()
-        return self._transport.all_gather([shard], [param]).wait()[0].clone()
+        exact = replace(param, compute_dtype=param.dtype)
+        return self._transport.all_gather([shard], [exact]).wait()[0].clone()
 
     def add_over_ranks(self, *numbers: int) -> list[int]:
         """The sum of all ranks' numbers, one by one; a small collective."""
@@ -273,7 +301,7 @@ class State:
         return start.until(self.clock.now())
 
 
-def summed_as(grad: Tensor, param: Param) -> Tensor:
-    """A full gradient of the parameter's shape: Thunder takes a 0-dim CPU tensor for a number, and leaves it to
-    autograd to sum its gradient."""
-    return grad.sum_to_size(param.shape)
+def as_of(param: Param, grad: Tensor) -> Tensor:
+    """A full gradient in the dtype in which it is reduced, and of the parameter's shape: Thunder takes a 0-dim CPU
+    tensor for a number, and leaves it to autograd to sum its gradient."""
+    return grad.sum_to_size(param.shape).to(param.reduce_dtype)

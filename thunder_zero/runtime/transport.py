@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 
 from thunder_zero.plan import Param
 from thunder_zero.runtime.exchange import Exchange
-from thunder_zero.runtime.handle import Handle
+from thunder_zero.runtime.handle import Handle, Waitable
 from thunder_zero.runtime.native import Grouped, Plain
 
-__all__ = ["BACKENDS", "Alone", "Handle", "Transport", "transport_for"]
+__all__ = ["BACKENDS", "Alone", "Handle", "Transport", "Waitable", "transport_for"]
 
 
 class Transport(Protocol):
@@ -33,7 +33,7 @@ class Transport(Protocol):
 
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
-    ) -> Handle:
+    ) -> Waitable:
         """Gather sharded parameters.
 
         Args:
@@ -46,7 +46,7 @@ class Transport(Protocol):
             A handle of the full, unpadded, contiguous parameters (views of ``into``, if given).
         """
 
-    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average gradients of sharded parameters over ranks.
 
         Args:
@@ -57,7 +57,7 @@ class Transport(Protocol):
             A handle of this rank's rows of the means, ``layout.shard_shape(param.shape, W)``, padding zero.
         """
 
-    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average gradients of replicated parameters over ranks.
 
         Returns:
@@ -104,6 +104,15 @@ BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup], Transport]] = {
     ("cuda", "fake"): Grouped,  # stands in for NCCL: the same kernels and memory, no peers
 }
 # all others (fake on a CPU, mpi, gloo on a GPU, ...): Plain, one collective a tensor
+
+
+FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+COMPLEX = frozenset((torch.complex64, torch.complex128))
+
+
+def adds_up(transport: Transport) -> frozenset[torch.dtype]:
+    """The dtypes of gradients that a transport can average: what torch adds up, or what backends do."""
+    return FLOATS if isinstance(transport, Grouped | Plain) else FLOATS | COMPLEX
 
 
 def transport_for(group: ProcessGroup, device: torch.device) -> Transport:

@@ -20,6 +20,7 @@ from thunder_zero.runtime.executor import Program, ZeroExecutor
 from thunder_zero.trace.lift import proxies_in
 
 from thunder.core import prims
+from thunder.core.dtypes import to_dtype, to_weak_dtype
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
@@ -46,7 +47,7 @@ def insert_synchronize(computation: TraceCtx, inputs: dict[str, Param], executor
     """
     proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in inputs}
     for name, proxy in proxies.items():
-        proxy._shape = executor.plan.shard_shape(inputs[name])  # Thunder's transforms do the same; proxies are shared
+        _put_at_rest(proxy, inputs[name], executor.plan)
     paths = {name: param.path for name, param in inputs.items()}
     executor.program = Program(executor.plan, paths, synced=executor.runtime.synced)
     new = from_trace(computation)
@@ -73,19 +74,28 @@ def insert_synchronize(computation: TraceCtx, inputs: dict[str, Param], executor
 
 
 def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
-    """Give the prologue's checks the shapes of the shards, and a check of its own whether gradients are reduced (in
-    place, as Thunder's own transforms do)."""
+    """Give the prologue's checks the shapes and dtypes of what is at rest, and a check of its own whether gradients
+    are reduced (in place, as Thunder's own transforms do)."""
     plan = executor.plan
-    shapes: dict[str, tuple[int, ...]] = {}
+    unpacked: dict[str, Param] = {}
     for bsym in prologue.bound_symbols:
         if bsym.sym is prims.unpack_parameter and bsym.args[1] in plan.by_name:
-            bsym.output._shape = shapes[bsym.output.name] = plan.shard_shape(plan.by_name[bsym.args[1]])
-        elif bsym.sym is prims.check_tensor_shape_and_metadata and bsym.args[0].name in shapes:
-            tensor, _, *rest = bsym.args
-            bsym.args = (tensor, shapes[tensor.name], *rest)
+            unpacked[bsym.output.name] = param = plan.by_name[bsym.args[1]]
+            _put_at_rest(bsym.output, param, plan)
+        elif bsym.sym is prims.check_tensor_shape_and_metadata and bsym.args[0].name in unpacked:
+            tensor, _, device, _, *rest = bsym.args
+            param = unpacked[tensor.name]
+            bsym.args = (tensor, plan.shard_shape(param), device, param.dtype, *rest)
     with tracectx(prologue):
         synced = executor.check_synced.bind(executor.program.synced, output=None)
     prologue.bound_symbols.insert(-1, synced)
+
+
+def _put_at_rest(proxy: TensorProxy, param: Param, plan: Plan) -> None:
+    """Give an input the shape and dtype of what is at rest; in place, since its trace shares it."""
+    dtype = to_dtype(param.dtype)
+    proxy._shape, proxy._dtype = plan.shard_shape(param), dtype
+    proxy._true_dtype = dtype if param.shape else to_weak_dtype(dtype)  # Thunder takes a 0-dim tensor for a number
 
 
 def _refuse_parameters(bsym: BoundSymbol, inputs: dict[str, Param]) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from thunder_zero.plan import make_plan
+from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import ZERO3, Policy
 from thunder_zero.runtime.executor import Rehearsal
+from thunder_zero.runtime.shards import placeholder, set_parameter
+from thunder_zero.trace.casts import casting_borders
 from thunder_zero.trace.transform import Traces, ZeroTransform
 
 import thunder
@@ -29,7 +33,8 @@ class _Rehearsed(ZeroTransform):
         self._synced = synced
 
     def transform_module(self, model: ThunderModule) -> None:
-        self.install(model, make_plan(model._model, self.policy, *self._world), Rehearsal(self._synced))
+        self.plan = make_plan(model._model, self.policy, *self._world)
+        self.install(model, self.plan, Rehearsal(self._synced))
 
 
 def trace(
@@ -70,7 +75,22 @@ def trace(
     jitted = thunder.jit(module, transforms=[transform])
     if any(parameter.is_meta for parameter in module.parameters()):
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-    return transform.traces(_compile(jitted, args, kwargs))
+    with _as_computed(module, transform.plan):
+        return transform.traces(_compile(jitted, args, kwargs))
+
+
+@contextmanager
+def _as_computed(module: nn.Module, plan: Plan) -> Iterator[None]:
+    """The module with parameters in the dtypes of compute, casting at its borders, inside of the block."""
+    swapped = [(name, module.get_parameter(name), param) for name, param in plan.by_name.items() if param.is_cast]
+    with casting_borders(module, plan.policy.mixed_precision):
+        for name, original, param in swapped:
+            set_parameter(module, name, placeholder(original, param.compute_dtype, original.device))
+        try:
+            yield
+        finally:
+            for name, original, _ in swapped:
+                set_parameter(module, name, original)
 
 
 def _compile(jitted: ThunderModule, args: Any, kwargs: Any) -> Any:

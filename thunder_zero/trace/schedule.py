@@ -13,9 +13,10 @@ from thunder_zero import passes
 from thunder_zero.passes.mend import mend
 from thunder_zero.runtime.executor import ZeroExecutor
 from thunder_zero.trace.emit import emit
-from thunder_zero.trace.lift import is_joint, lift
+from thunder_zero.trace.lift import is_joint, lift, proxies_in
 
-from thunder.core.proxies import Proxy, variableify
+from thunder.core.dtypes import float16
+from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.extend import FusionExecutor
@@ -85,7 +86,8 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     """With the lines that stand before the return of a backward that reduces, where they are needed.
 
     One looks at every reduced gradient (``policy.check_gradients``). One reduces what an accumulation deferred of the
-    parameters that this backward does not reach.
+    parameters that this backward does not reach. Where float16 is computed with, one has all ranks see an overflow on
+    any, which only the rank that owns the rows would see: ``torch.amp.GradScaler`` then skips the step on all.
     """
     if not executor.program.synced or not is_joint(trace.bound_symbols[-1].args[0]):
         return trace
@@ -98,10 +100,17 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
             lines.append(executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None))
         if others:
             lines.append(executor.reduce_deferred.bind(others, output=None))
+        if reduced and not executor.plan.policy.check_gradients and _computes_in_float16(trace):
+            lines.append(executor.share_overflow.bind(tuple(reduced.values()), others, output=None))
     for line in lines:
         line.tags.add(BoundSymbolTag.BACKWARD)
     new.bound_symbols = [*trace.bound_symbols[:-1], *lines, trace.bound_symbols[-1]]
     return new
+
+
+def _computes_in_float16(trace: TraceCtx) -> bool:
+    made = (proxy for bsym in trace.bound_symbols for proxy in proxies_in(bsym.output))
+    return any(isinstance(proxy, TensorProxy) and proxy.dtype is float16 for proxy in made)
 
 
 def _reduced(trace: TraceCtx, executor: ZeroExecutor) -> dict[str, Proxy]:

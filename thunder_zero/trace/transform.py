@@ -16,9 +16,10 @@ from thunder_zero.runtime import agree, checkpoint
 from thunder_zero.runtime.executor import Program, Runtime, ZeroExecutor
 from thunder_zero.runtime.group import device_for, process_group
 from thunder_zero.runtime.optimizers import is_transformed
-from thunder_zero.runtime.shards import is_hollow
+from thunder_zero.runtime.shards import is_hollow, set_parameter
 from thunder_zero.runtime.state import State
 from thunder_zero.timeline import Timeline
+from thunder_zero.trace.casts import cast_borders
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
 from thunder_zero.trace.module import adopt, transform_of
@@ -129,6 +130,7 @@ class ZeroTransform(Transform):
         self.state = State.take(model._model, plan, group, device)
         place(model, self.state, self.device)
         self.state.pin(model)
+        cast_borders(model._model, self.policy.mixed_precision)
         adopt(model, self)
         model.register_forward_pre_hook(_before_forward)
         self.install(model, plan, self.state)
@@ -208,20 +210,23 @@ def _saves_nothing(forward: TraceCtx) -> bool:
 
 
 def place(model: ThunderModule, state: State, device: torch.device | None) -> None:
-    """Shards into the jitted module, placeholders into the plain one; buffers and ignored parameters to the device if
-    one was asked for."""
+    """Shards into the jitted module, placeholders into the plain one; buffers in the dtype, and with ignored parameters
+    on the device, that were asked for."""
     for param in state.plan.params:
         for name in param.names:
             model._overrides_parameters[name] = state.shards[param.path]
-            parent, _, attribute = name.rpartition(".")
-            setattr(model._model.get_submodule(parent), attribute, state.placeholders[param.path])
+            set_parameter(model._model, name, state.placeholders[param.path])
     if device is not None:
         for name, param in model._model.named_parameters(remove_duplicate=False):
             if name not in state.plan.by_name:
                 param.data = param.data.to(device)
-        for name, buffer in list(model._model.named_buffers()):
+    precision = state.plan.policy.mixed_precision
+    for name, buffer in list(model._model.named_buffers()):
+        dtype = precision.of(name).buffer_dtype if buffer.is_floating_point() else None
+        placed = buffer.to(device=device, dtype=dtype)
+        if placed is not buffer:
             parent, _, attribute = name.rpartition(".")
-            setattr(model._model.get_submodule(parent), attribute, buffer.to(device))
+            setattr(model._model.get_submodule(parent), attribute, placed)
             model.set_buffer(name, model._model.get_buffer(name))
 
 

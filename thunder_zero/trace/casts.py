@@ -1,0 +1,63 @@
+"""Inputs and outputs of a module in the dtypes that mixed precision asks for, as lines of the trace.
+
+A submodule gets a subclass of its class whose forward casts, as torch's ``fully_shard`` gives one to what it shards:
+hooks would do, but Thunder 0.2.6 cannot trace them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from thunder_zero.precision import MixedPrecision
+
+
+def cast_borders(module: nn.Module, precision: MixedPrecision) -> None:
+    """Have the module, and the submodules that an override names, cast what they are given and what they return."""
+    for submodule, kind in _casting(module, precision).items():
+        submodule.__class__ = kind
+
+
+@contextmanager
+def casting_borders(module: nn.Module, precision: MixedPrecision) -> Iterator[None]:
+    """As :func:`cast_borders`, inside of the block."""
+    before = {submodule: type(submodule) for submodule in _casting(module, precision)}
+    cast_borders(module, precision)
+    try:
+        yield
+    finally:
+        for submodule, kind in before.items():
+            submodule.__class__ = kind
+
+
+def _casting(module: nn.Module, precision: MixedPrecision) -> dict[nn.Module, type[nn.Module]]:
+    found: dict[nn.Module, type[nn.Module]] = {}
+    for path, submodule in module.named_modules():
+        named = precision.named(path)
+        if named is not None and (named.input_dtype or named.output_dtype):
+            found[submodule] = _subclass(type(submodule), named.input_dtype, named.output_dtype)
+    return found
+
+
+def _subclass(kind: type[nn.Module], input_dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> Any:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _cast(kind.forward(self, *_cast(args, input_dtype), **_cast(kwargs, input_dtype)), output_dtype)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """The floating-point tensors in tuples, lists and dicts in another dtype; Thunder traces this."""
+    if dtype is None:
+        return tree
+    if isinstance(tree, torch.Tensor):
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    if isinstance(tree, tuple | list):
+        return type(tree)([_cast(item, dtype) for item in tree])
+    if isinstance(tree, dict):
+        return {key: _cast(item, dtype) for key, item in tree.items()}
+    return tree
