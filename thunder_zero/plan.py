@@ -80,12 +80,26 @@ class Param:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all parameters of one module are, seen from one rank of ``world_size``."""
+    """What all parameters of one module are, seen from one rank.
+
+    Attributes:
+        policy: what was asked for.
+        world_size: ranks among which one copy of the model is sharded.
+        rank: which of them.
+        params: the parameters, in the order of ``module.named_parameters()``.
+        replicas: copies of the sharded model (hybrid sharding).
+    """
 
     policy: Policy
     world_size: int
     rank: int
     params: tuple[Param, ...]
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks train the model."""
+        return self.world_size * self.replicas
 
     @cached_property
     def by_name(self) -> dict[str, Param]:
@@ -121,9 +135,11 @@ class Plan:
 
     def reduce_bytes(self, param: Param) -> int:
         """Bytes that this rank sends to reduce the parameter's gradient once."""
-        if param.sharded:
-            return layout.scatter_sends(param.shape, self.world_size, self.rank) * param.reduce_dtype.itemsize
-        return layout.all_reduce_sends(param.shape, self.world_size) * param.reduce_dtype.itemsize
+        if not param.sharded:
+            return layout.all_reduce_sends(param.shape, self.ranks) * param.reduce_dtype.itemsize
+        inside = layout.scatter_sends(param.shape, self.world_size, self.rank)
+        rows = (layout.owned_numel(param.shape, self.world_size, self.rank),)
+        return (inside + layout.all_reduce_sends(rows, self.replicas)) * param.reduce_dtype.itemsize
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
@@ -159,17 +175,26 @@ def _is_container(module: nn.Module) -> bool:
     return lists or type(module).__name__ == "Sequential"
 
 
-def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int) -> Plan:
+def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, replicas: int = 1) -> Plan:
     """Plan every parameter of ``module`` for one rank; those that the policy ignores are not in the plan.
 
+    Args:
+        module: what is sharded.
+        policy: how.
+        world_size: ranks among which one copy of the model is sharded.
+        rank: which of them.
+        replicas: copies of the sharded model.
+
     Raises:
-        ValueError: ``world_size`` or ``rank`` out of range, a module without parameters, a unit
+        ValueError: ``world_size``, ``rank`` or ``replicas`` out of range, a module without parameters, a unit
             path that is not a submodule, an ignored path that is nothing in the module.
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; give the number of ranks, at least 1")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank is {rank}; with world_size={world_size} it must be 0 to {world_size - 1}")
+    if replicas < 1:
+        raise ValueError(f"replicas is {replicas}; give the number of copies of the sharded model, at least 1")
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -192,6 +217,7 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int) -> 
         world_size,
         rank,
         tuple(_plan_param(param, tuple(paths), policy, _unit_of(paths[0], units)) for param, paths in names.items()),
+        replicas,
     )
 
 

@@ -28,6 +28,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
+from thunder_zero import layout
 from thunder_zero.plan import Param, Plan
 
 if TYPE_CHECKING:
@@ -150,15 +151,18 @@ class Timeline:
     def wire_bytes(self, op: Op) -> int:
         """Bytes that the busiest rank sends, or receives, in one collective: the same answer on every rank.
 
-        In a gather rank 0 sends most, which owns the most rows; in a reduce-scatter it receives most.
+        In a gather rank 0 sends most, which owns the most rows; in a reduce-scatter it receives most, and of the copies
+        of a sharded model its rows are the most that are averaged.
         """
-        plan = self.plan
-        return sum(
-            (plan.world_size - 1) * prod(plan.shard_shape(param)) * self.travels_in(op, param).itemsize
-            if param.sharded
-            else plan.reduce_bytes(param)
-            for param in self.params_of(op)
-        )
+        return sum(self._busiest(op, param, self.plan) for param in self.params_of(op))
+
+    def _busiest(self, op: Op, param: Param, plan: Plan) -> int:
+        if not param.sharded:
+            return plan.reduce_bytes(param)
+        inside = (plan.world_size - 1) * prod(plan.shard_shape(param))
+        rows = layout.owned_numel(param.shape, plan.world_size, 0)
+        across = layout.all_reduce_sends((rows,), plan.replicas) if op.kind is Kind.REDUCE else 0
+        return (inside + across) * self.travels_in(op, param).itemsize
 
     def travels_in(self, op: Op, param: Param) -> torch.dtype:
         """The dtype in which a launch sends one of its parameters, or its gradient."""

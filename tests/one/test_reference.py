@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_zero as tz
 
@@ -52,6 +53,7 @@ def test_the_features_run(alone: None) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model: Any = thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(stage=2)])
     names = {"tz": tz, "model": model, "module": module, "x": torch.ones(3, 4), "torch": torch}
+    names |= {"build": lambda: deepcopy(module), "init_device_mesh": init_device_mesh}
     names |= {"thunder": thunder, "loss": lambda y: y.square().mean()}
     for block in blocks(FEATURES):
         exec(compile(block, str(FEATURES), "exec"), names)

@@ -187,7 +187,7 @@ def timed(draw: st.DrawFn) -> Timeline:
     )
     speed = draw(st.sampled_from((0.5, 1.0, 4.0, 16.0, math.inf)))
     forward, backward = draw(seconds), draw(seconds)
-    keeping = {param.unit for param in timeline.plan.params if param.kept}
+    keeping = {param.unit for param in timeline.plan.params if param.kept and param.sharded}
     forward = {path: time for path, time in forward.items() if timeline.plan.by_name[path].unit not in keeping}
     policy = replace(timeline.plan.policy, times=Times(forward, backward, speed))
     return replace(timeline, plan=replace(timeline.plan, policy=policy))

@@ -144,7 +144,7 @@ DIFFER = [
     (add, "the module differs between ranks", "rank 0 has buffer 'scale'", "has parameter 'c.weight'", BUILD),
     (tie, "the module differs between ranks", "'a.weight' where", "'a.weight' = 'b.weight'", BUILD),
     (wider, "parameter 'b.weight' differs", "rank 0 has shape (5, 4)", "has shape (5, 6)", BUILD),
-    (cast, "parameter 'b.weight' differs", "float32", "has shape (5, 4), bfloat16", BUILD),
+    (cast, "parameter 'b.weight' differs", "float32", "has shape (5, 4), torch.bfloat16", BUILD),
     (freeze, "parameter 'b.weight' differs", "requires_grad=True", "requires_grad=False", BUILD),
     (nudge, "initial value of parameter 'b.weight' differs", "SHA-256", "seed every rank", "broadcast_from=0"),
     (longer_buffer, "buffer 'scale' differs", "rank 0 has shape (3, 1)", "has shape (4, 1)", BUILD),

@@ -49,7 +49,8 @@ def print_rows(rows: Sequence[Row | Gap], plan: Plan, half: str, console: Consol
     code_width = width - KIND - PARAMETERS - 2 * BYTES - 4  # a space before each of the four
     syntax = Syntax("", "python", theme="ansi_dark", background_color="default")
     stage = STAGES[plan.policy.stage].name
-    title = Text(f"# {half}, {stage}, rank {plan.rank} of {plan.world_size}")
+    copies = f", one of {plan.replicas} copies" if plan.replicas > 1 else ""
+    title = Text(f"# {half}, {stage}, rank {plan.rank} of {plan.world_size}{copies}")
     title.pad_right(code_width - len(title))
     title.append(f" {'does':{KIND}} {'parameters':{PARAMETERS}} {'sent':>{BYTES}} {'gathered':>{BYTES}}")
     title.stylize("bold")

@@ -61,8 +61,7 @@ def describe(module: nn.Module, plan: Plan, device: torch.device) -> list[Line]:
             remedy = "seed every rank alike before it builds the module, or pass broadcast_from=0"
             lines.append(Line(f"the initial value of parameter {param.path!r}", weights, remedy))
     for name, buffer in module.named_buffers():
-        dtype = str(buffer.dtype).removeprefix("torch.")
-        lines.append(Line(f"buffer {name!r}", f"shape {tuple(buffer.shape)}, {dtype}"))
+        lines.append(Line(f"buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
     return lines
 
 

@@ -49,6 +49,6 @@ def total_norm(state: State, norm_type: float) -> Tensor:
     dtype = torch.promote_types(torch.float32, torch.promote_types(*(norm.dtype for norm in norms)))
     mine, everywhere = (norm.to(state.device, dtype) for norm in norms)
     parts = [torch.empty_like(mine) for _ in range(state.plan.world_size)]
-    dist.all_gather(parts, mine, group=state.group)
+    dist.all_gather(parts, mine, group=state.ranks.inside)
     norm: Tensor = torch.linalg.vector_norm(torch.stack([*parts, everywhere]), norm_type)
     return norm

@@ -16,7 +16,8 @@ Two background threads, which mostly sleep: COURIER tells gloo what to receive a
 gloo copies as much as the socket takes before a send returns (milliseconds, for large ones), and
 who announces a receive must wait for that. The announcement is a message too, so receives come
 before the sends of their bucket, or it would leave behind their bytes. AVERAGER starts the second
-half of an all-reduce when the first has ended, so that it does not wait for somebody to wait. Each
+half of an all-reduce when the first has ended, and in hybrid sharding the averaging over copies when
+that inside of one has, so that neither waits for somebody to wait. Each
 sends under a tag of its own: among messages of one tag and pair, the n-th sent is the n-th received.
 """
 
@@ -31,6 +32,7 @@ from functools import cache
 from itertools import chain
 from math import prod
 from queue import SimpleQueue
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,7 @@ from thunder_zero.plan import Param
 from thunder_zero.runtime.handle import Handle, Step, drain
 
 End = Callable[[], object]  # waits for the end of a message
+Result = TypeVar("Result")
 
 # Messages smaller than this (bytes to one peer) travel packed: below it a message costs more than
 # two copies of its bytes. Measured on loopback, docs/performance.md.
@@ -244,6 +247,19 @@ def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
         for piece in pieces[1:]:
             total.add_(piece)
         block.copy_(total.div_(len(parts)))
+
+
+def in_averager(task: Callable[[], Result]) -> Callable[[], Result]:
+    """Run a task soon, in the thread that starts what has to wait for something else; returns what waits for its
+    result."""
+    results: list[Result] = []
+    done = in_background(AVERAGER, lambda: results.append(task()))
+
+    def result() -> Result:
+        done.result()
+        return results[0]
+
+    return result
 
 
 def in_background(thread: str, task: Callable[[], None]) -> Future[None]:

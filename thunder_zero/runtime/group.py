@@ -2,13 +2,77 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from thunder_zero.plan import Plan
 from thunder_zero.runtime.transport import adds_up, transport_for
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who trains a model together.
+
+    Attributes:
+        everyone: all ranks that do.
+        inside: those among which one copy of the model is sharded, this rank's.
+        across: those that hold the same rows as this rank, of other copies; None if there is one copy.
+    """
+
+    everyone: dist.ProcessGroup
+    inside: dist.ProcessGroup
+    across: dist.ProcessGroup | None
+
+    @property
+    def replicas(self) -> int:
+        """How many copies of the model there are."""
+        return 1 if self.across is None else self.across.size()
+
+
+def ranks_of(group: object, mesh: object) -> Ranks:
+    """Who trains together, by the process group or the mesh that was given, or the default group.
+
+    A mesh of one dimension shards over it, one of two (replicate, shard) over the second. A collective, where a mesh
+    of two dimensions is not all ranks.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: this rank is not in the group or in the mesh; both are given; a mesh of more dimensions.
+        TypeError: not a process group; not a mesh.
+    """
+    if mesh is None:
+        alone = process_group(group)
+        return Ranks(alone, alone, None)
+    if group is not None:
+        raise ValueError("process_group and mesh are both given; give one of them, a mesh has its process groups")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is {mesh!r}, a {type(mesh).__name__}; give a torch.distributed.device_mesh.DeviceMesh")
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.mesh.shape)}; give one (shard) or two "
+            f"(replicate, shard) of them, such as mesh['replicate', 'shard']"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}; transform the module "
+            f"only on the ranks of the mesh"
+        )
+    inside = mesh.get_group(mesh.ndim - 1)
+    if mesh.ndim == 1 or mesh.size(0) == 1:
+        return Ranks(inside, inside, None)
+    return Ranks(_all_of(mesh), inside, mesh.get_group(0))
+
+
+def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks == list(range(dist.get_world_size())):
+        return process_group(None)
+    return process_group(dist.new_group(ranks, use_local_synchronization=True))
 
 
 def process_group(group: object) -> dist.ProcessGroup:
@@ -41,7 +105,7 @@ def process_group(group: object) -> dist.ProcessGroup:
     return default
 
 
-def device_for(module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: torch.device | None) -> torch.device:
+def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device | None) -> torch.device:
     """Where the shards will live: ``device``, or where the first parameter is.
 
     Raises:
@@ -61,10 +125,10 @@ def device_for(module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: 
                 f"give a module of plain tensors"
             )
     source = plan.policy.broadcast_from
-    if source is not None and source >= group.size():
-        raise ValueError(f"broadcast_from is {source}; the process group has ranks 0 to {group.size() - 1}")
+    if source is not None and source >= plan.ranks:
+        raise ValueError(f"broadcast_from is {source}; the process group has ranks 0 to {plan.ranks - 1}")
     device = device or module.get_parameter(plan.params[0].path).device
-    reduced = adds_up(transport_for(group, device))
+    reduced = adds_up(transport_for(ranks.everyone, device))
     for param in plan.params:
         if param.requires_grad and param.reduce_dtype not in reduced:
             raise ValueError(

@@ -21,7 +21,9 @@ from thunder_zero.runtime import agree, optimizers
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.casting import Casting, casts
 from thunder_zero.runtime.clock import Clock
+from thunder_zero.runtime.group import Ranks
 from thunder_zero.runtime.handle import Waitable
+from thunder_zero.runtime.hybrid import Hybrid
 from thunder_zero.runtime.intact import Intact
 from thunder_zero.runtime.resident import Buffers, Held, Versions, own_rows_of, padded
 from thunder_zero.runtime.shards import kept_of, own_rows, placeholder, side_by_side
@@ -33,7 +35,8 @@ class State:
 
     Attributes:
         plan: what each parameter is.
-        group: the process group.
+        ranks: who trains the model, and among whom it is sharded.
+        group: all of these ranks.
         shards: what the optimizer sees, by path: this rank's rows, or the full parameter.
         placeholders: what stands in the plain module instead, by path: the full shape, no memory.
         accumulation: gradients whose reduction is deferred.
@@ -43,19 +46,18 @@ class State:
     def __init__(
         self,
         plan: Plan,
-        group: dist.ProcessGroup,
+        ranks: Ranks,
         originals: Mapping[str, nn.Parameter],
         at_rest: Mapping[str, Tensor],
         device: torch.device,
     ) -> None:
         self.plan = plan
-        self.group = group
+        self.ranks = ranks
+        self.group = ranks.everyone
         self.device = device
         self.accumulation = Accumulation()
         self.clock = Clock(device)
-        self._transport: Transport = transport_for(group, device)
-        if casts(plan):
-            self._transport = Casting(self._transport, plan)
+        self._transport = _transport(plan, ranks, device)
         self._reduced = False  # gradients were reduced since the ranks last agreed on what is stale
         self._agreed: set[tuple[str, bool]] = set()  # programs that were compared: forward, backward, ...; if synced
         rows = dict(at_rest)
@@ -83,7 +85,7 @@ class State:
         optimizers.watch(self)
 
     @classmethod
-    def take(cls, module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> State:
+    def take(cls, module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device) -> State:
         """Take over the parameters of a plain module, once all ranks agree that it is the same one.
 
         The module itself is left as it is; whoever calls puts ``placeholders`` into it.
@@ -91,13 +93,14 @@ class State:
         Raises:
             RuntimeError: the ranks' modules differ.
         """
+        group = ranks.everyone
         if group.size() > 1:  # nobody differs from itself, and it takes long to read all weights
             agree.require_same_model(agree.describe(module, plan, device), group)
         if plan.policy.broadcast_from is not None:
             agree.broadcast(module, plan, group, device)
         originals = {param.path: module.get_parameter(param.path) for param in plan.params}
         at_rest = {param.path: kept_of(originals[param.path].detach().to(device), param, plan) for param in plan.params}
-        return cls(plan, group, originals, at_rest, device)
+        return cls(plan, ranks, originals, at_rest, device)
 
     def pin(self, model: Any) -> None:
         """Remember the jitted model, with shards and placeholders in their places, as it has to stay."""
@@ -299,6 +302,15 @@ class State:
         start = self.clock.now()
         self._transport.all_gather(shards, params).wait()
         return start.until(self.clock.now())
+
+
+def _transport(plan: Plan, ranks: Ranks, device: torch.device) -> Transport:
+    """What carries the model's collectives: over one group or several, with casts in front where there are any."""
+    transport = transport_for(ranks.inside, device)
+    if ranks.across is not None:
+        across, everyone = transport_for(ranks.across, device), transport_for(ranks.everyone, device)
+        transport = Hybrid(transport, across, everyone, plan)
+    return Casting(transport, plan) if casts(plan) else transport
 
 
 def as_of(param: Param, grad: Tensor) -> Tensor:

@@ -126,4 +126,4 @@ def global_mean(model: ThunderModule, total: Tensor, count: int) -> Tensor:
         raise ValueError(f"a rank's count is no number of items (here it is {count!r}); give an int, 0 or more")
     if everywhere == 0:
         raise ValueError("no rank has an item, so there is no mean; skip this step on all ranks")
-    return total * (state.plan.world_size / everywhere)
+    return total * (state.plan.ranks / everywhere)

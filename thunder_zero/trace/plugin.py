@@ -18,6 +18,7 @@ from thunder.plugins import register_plugin
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def zero(
@@ -26,6 +27,7 @@ def zero(
     *,
     stage: int = DEFAULT_STAGE,
     process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
     **changes: Any,
 ) -> ThunderModule:
@@ -41,7 +43,7 @@ def zero(
     """
     if not isinstance(model, ThunderModule):
         raise TypeError(f"zero takes a jitted module, got {type(model).__name__}; call it on thunder.jit(module)")
-    transform = ZeroTransform(policy, stage=stage, process_group=process_group, device=device, **changes)
+    transform = ZeroTransform(policy, stage=stage, process_group=process_group, mesh=mesh, device=device, **changes)
     refuse_transformed(model, transform)
     if compile_stats(model).calls:
         raise RuntimeError(
@@ -65,15 +67,16 @@ class Zero(Plugin):
         *,
         stage: int = DEFAULT_STAGE,
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         **changes: Any,
     ) -> None:
         self._policy = policy_of(policy, stage, changes)
-        self._process_group, self._device = process_group, device
+        self._where: dict[str, Any] = {"process_group": process_group, "mesh": mesh, "device": device}
 
     def setup_transforms(self) -> list[ZeroTransform]:
         """A transform of its own for every module that is compiled."""
-        return [ZeroTransform(self._policy, process_group=self._process_group, device=self._device)]
+        return [ZeroTransform(self._policy, **self._where)]
 
 
 class Recipe(ThunderRecipe):

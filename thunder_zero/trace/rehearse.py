@@ -27,9 +27,9 @@ from thunder.extend import TemporaryExecutor
 class _Rehearsed(ZeroTransform):
     """Plans for a rank of a world that need not exist, and leaves the module as it is."""
 
-    def __init__(self, policy: Policy, world_size: int, rank: int, synced: bool) -> None:
+    def __init__(self, policy: Policy, synced: bool, *world: int) -> None:
         super().__init__(policy)
-        self._world = world_size, rank
+        self._world = world
         self._synced = synced
 
     def transform_module(self, model: ThunderModule) -> None:
@@ -43,6 +43,7 @@ def trace(
     policy: Policy = ZERO3,
     world_size: int = 8,
     rank: int = 0,
+    replicas: int = 1,
     synced: bool = True,
     **kwargs: Any,
 ) -> Traces:
@@ -56,8 +57,9 @@ def trace(
             as their shapes and dtypes).
         args, kwargs: of its forward.
         policy: how to shard.
-        world_size: number of ranks.
+        world_size: number of ranks, among which one copy of the model is sharded.
         rank: which of them.
+        replicas: copies of the sharded model, each with as many ranks (hybrid sharding).
         synced: what runs outside of ``no_sync``; False: inside, where gradients are kept.
 
     Returns:
@@ -65,13 +67,13 @@ def trace(
 
     Raises:
         TypeError: not a plain module.
-        ValueError: ``world_size`` or ``rank`` out of range, a module without parameters.
+        ValueError: ``world_size``, ``rank`` or ``replicas`` out of range, a module without parameters.
     """
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(
             f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
         )
-    transform = _Rehearsed(policy, world_size, rank, synced)
+    transform = _Rehearsed(policy, synced, world_size, rank, replicas)
     jitted = thunder.jit(module, transforms=[transform])
     if any(parameter.is_meta for parameter in module.parameters()):
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))

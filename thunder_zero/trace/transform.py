@@ -14,7 +14,7 @@ from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.runtime import agree, checkpoint
 from thunder_zero.runtime.executor import Program, Runtime, ZeroExecutor
-from thunder_zero.runtime.group import device_for, process_group
+from thunder_zero.runtime.group import device_for, ranks_of
 from thunder_zero.runtime.optimizers import is_transformed
 from thunder_zero.runtime.shards import is_hollow, set_parameter
 from thunder_zero.runtime.state import State
@@ -34,6 +34,7 @@ from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_STAGE = Policy().stage
 
@@ -74,12 +75,14 @@ class ZeroTransform(Transform):
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
         stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (default).
         process_group: ranks that share the model; the default group if None.
+        mesh: instead of a group, a mesh of one dimension (shard) or two (replicate, shard): with two, the model is
+            sharded over the second, and there are as many copies of it as the first is long (hybrid sharding).
         device: where the shards live; where the module's parameters are if None.
         changes: fields of the policy that differ from it, such as ``broadcast_from=0``.
 
     Raises:
         ValueError: a stage or a field out of range, a module without parameters, a rank that the
-            group does not have, a device that is not there.
+            group does not have, a device that is not there, a mesh whose dimensions do not fit.
         RuntimeError: no process group; a module that is transformed already; ranks that differ.
         TypeError: a function where a module is needed; not a policy; a field that policies do not have.
     """
@@ -90,11 +93,13 @@ class ZeroTransform(Transform):
         *,
         stage: int = DEFAULT_STAGE,
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         **changes: Any,
     ) -> None:
         self.policy = policy_of(policy, stage, changes)
         self.process_group = process_group
+        self.mesh = mesh
         self.device = _device_named(device)
         self._executor: ZeroExecutor | None = None
         self._forward: TraceCtx | None = None
@@ -122,12 +127,13 @@ class ZeroTransform(Transform):
 
     def transform_module(self, model: ThunderModule) -> None:
         """Shard the module, and put our executors in front of the others."""
-        group = process_group(self.process_group)
-        with agree.all_or_none(group):
+        ranks = ranks_of(self.process_group, self.mesh)
+        with agree.all_or_none(ranks.everyone):
             refuse_transformed(model, self)
-            plan = make_plan(model._model, self.policy, group.size(), group.rank())
-            device = device_for(model._model, plan, group, self.device)
-        self.state = State.take(model._model, plan, group, device)
+            inside = ranks.inside
+            plan = make_plan(model._model, self.policy, inside.size(), inside.rank(), ranks.replicas)
+            device = device_for(model._model, plan, ranks, self.device)
+        self.state = State.take(model._model, plan, ranks, device)
         place(model, self.state, self.device)
         self.state.pin(model)
         cast_borders(model._model, self.policy.mixed_precision)
