@@ -1,7 +1,7 @@
 """ZeroStrategy under Lightning Fabric itself: training, clipping, accumulation, checkpoints, and wrong uses.
 
-Fabric finds itself under torchrun, on the ranks and in the process group of the harness; its own launcher is seen in
-``test_fabric_litgpt.py``. Lightning is imported on the ranks only.
+Fabric finds itself under torchrun, on the ranks and in the process group of the harness; its own launcher and LitGPT
+are in ``test_fabric_litgpt.py``. Lightning is imported on the ranks only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -30,7 +29,6 @@ from thunder_zero.runtime.state import State
 import thunder
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs Lightning")
-needs_litgpt = pytest.mark.skipif(importlib.util.find_spec("litgpt") is None, reason="needs LitGPT")
 
 STAGES = (1, 2, 3)
 MICRO, ROWS, STEPS = 2, 4, 4  # micro-batches of a step, rows of one over all ranks, steps
@@ -204,59 +202,6 @@ def test_trains_saves_and_goes_on_as_one_process(ranks_pool: RanksPool, tmp_path
     optimizer = adam(model)
     optimizer.load_state_dict(saved["optimizer"])
     assert train_plain(model, optimizer, range(SAVED_AFTER, STEPS))[0] == pytest.approx(losses[SAVED_AFTER:], rel=1e-5)
-
-
-def litgpt_model() -> nn.Module:
-    from litgpt.config import Config
-    from litgpt.model import GPT
-
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "padded_vocab_size": 29, "block_size": 8, "intermediate_size": 24}
-    return GPT(Config(**sizes, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", bias=False))
-
-
-def tokens(step: int) -> Tensor:
-    return torch.randint(0, 29, (ROWS, 9), generator=torch.Generator().manual_seed(step))
-
-
-def litgpt_loss(model: Any, windows: Tensor) -> Tensor:
-    return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-
-
-def litgpt(rank: int, world_size: int) -> dict[str, Any]:
-    """LitGPT's GPT with plain torch, and under Fabric: losses, weights, units."""
-    torch.manual_seed(0)
-    plain = litgpt_model()
-    optimizer = torch.optim.SGD(plain.parameters(), 0.5, momentum=0.9)
-    right = []
-    with fabric_on(rank, world_size, stage=3) as fabric:
-        model = fabric.setup_module(fresh(litgpt_model))
-        ours = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.5, momentum=0.9))
-        found = []
-        for step in range(STEPS):
-            windows = tokens(step)
-            optimizer.zero_grad()
-            loss = litgpt_loss(plain, windows)
-            loss.backward()
-            optimizer.step()
-            right.append(loss.item())
-
-            ours.zero_grad()
-            loss = litgpt_loss(model, windows.tensor_split(world_size)[rank])
-            fabric.backward(loss)
-            ours.step()
-            found.append(fabric.all_reduce(loss.detach()).item())
-        weights = {name: param.detach() for name, param in plain.named_parameters()}
-        full = {name: value for name, value in full_weights(model).items() if name in weights}
-        return {"losses": (found, right), "differences": differences(full, weights)}
-
-
-@needs_litgpt
-def test_litgpt_trains_as_with_plain_torch(ranks_pool: RanksPool) -> None:
-    for results in ranks_pool.run(2, litgpt, timeout=110):
-        found, right = results["losses"]
-        assert found == pytest.approx(right, rel=1e-5)
-        assert right[-1] != right[0]
-        assert results["differences"] == {}
 
 
 def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
