@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from copy import copy
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -93,7 +92,7 @@ class ZeroStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        if policy is None:
+        if not isinstance(policy, Policy):
             changes.setdefault("broadcast_from", 0)
         self.policy = policy_of(policy, stage, changes)
         self.jit_options = dict(jit_options or {})
@@ -193,9 +192,14 @@ class ZeroStrategy(DDPStrategy):
                 f"the state dict lacks {missing or 'nothing'} and has {sorted(unknown) or 'nothing'} that the module "
                 f"does not know; load with strict=False to take what fits"
             )
-        # Cast here: Thunder would put a parameter of another dtype in the place of the shard.
-        fits = {name: value.to(mine[name].dtype) for name, value in state_dict.items() if name in mine}
-        module.model.load_original_state_dict(fits)
+        tensors = {}
+        for name in filter(state_dict.__contains__, mine):
+            if isinstance(mine[name], Tensor):
+                # Cast here: Thunder would put a parameter of another dtype in the place of the shard.
+                tensors[name] = state_dict[name].to(mine[name].dtype)
+            else:
+                module.model._model.get_submodule(name.rpartition(".")[0]).set_extra_state(state_dict[name])
+        module.model.load_original_state_dict(tensors)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's full state dict on rank 0, on the CPU, and an empty one on others; a collective."""
@@ -228,6 +232,7 @@ class Forward(nn.Module):
         self._forward_of = partial(vars(given).get, "forward")  # and not the module itself, which would be listed
         self._forward_then = self._forward_of()
 
+    @torch.compiler.disable  # Fabric puts torch.compile around this, if it was around the module
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the sharded model.
 
@@ -258,15 +263,14 @@ class Forward(nn.Module):
 
 
 def view(module: nn.Module, path: str, model: ZeroModule) -> nn.Module:
-    """A shallow copy of a plain module's submodule, with the sharded model's own parameters and buffers."""
+    """A plain module's submodule with the sharded model's parameters and buffers: of its class, for ``isinstance``."""
 
     def own(names: Mapping[str, Tensor | None], get: Any) -> dict[str, Any]:
         return {name: None if old is None else get(f"{path}.{name}" if path else name) for name, old in names.items()}
 
-    seen = copy(module)
-    vars(seen).update(
-        _parameters=own(module._parameters, model.get_parameter), _buffers=own(module._buffers, model.get_buffer)
-    )
+    parameters, buffers = own(module._parameters, model.get_parameter), own(module._buffers, model.get_buffer)
+    seen: nn.Module = object.__new__(type(module))
+    vars(seen).update({**vars(module), "_parameters": parameters, "_buffers": buffers})
     return seen
 
 
@@ -278,13 +282,13 @@ def zero_module(model: nn.Module) -> ZeroModule:
     Raises:
         TypeError: there is none.
     """
-    found = [module.model for module in model.modules() if isinstance(module, Forward)]
-    if len(found) != 1:
+    found = next((module.model for module in model.modules() if isinstance(module, Forward)), None)
+    if found is None:
         raise TypeError(
             f"{type(model).__name__} is no model that Fabric has set up with ZeroStrategy; give the one that "
             f"fabric.setup or fabric.setup_module returned"
         )
-    return found[0]
+    return found
 
 
 def require_supported(precision: Precision) -> None:

@@ -220,7 +220,9 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
             pass
 
     found["scaler"] = raised(scaled)
-    with fabric_on(rank, world_size, jit_options={"cache": "constant values"}) as fabric:
+    with fabric_on(rank, world_size, jit_options={"cache": "same input"}) as fabric:
+        model = fabric.setup(Net())
+        found["option"] = thunder.compile_data(zero_module(model)).cache_option.name
         found["jitted"] = raised(lambda: fabric.setup(thunder.jit(Net())))
     with fabric_on(rank, world_size) as fabric:
         jitted = thunder.jit(fresh(Net))
@@ -252,6 +254,8 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         params = list(Net().parameters())  # of a module that is not sharded
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(params))
         found["left alone"] = str(all(map(operator.is_, optimizer.param_groups[0]["params"], params)))
+        compiled = fabric.setup(torch.compile(fresh(Net)))
+        found["compiled"] = str(torch.allclose(compiled(x), fresh(Net)(x)))
         for case, module in {"method": Net(), "method of a jitted module": thunder.jit(Net())}.items():
             model = fabric.setup(module)
             model.mark_forward_method("twice")
@@ -267,6 +271,7 @@ def test_what_is_not_supported_is_said_on_all_ranks(ranks_pool: RanksPool, tmp_p
         "stage": ["ValueError", "stage is 4"],
         "plain": ["TypeError", "Net", "fabric.setup"],
         "scaler": ["TypeError", "'16-mixed' (MixedPrecision)", "'bf16-mixed'"],
+        "option": ["SAME_INPUT"],
         "jitted": ["TypeError", "jit_options (cache)", "give it the plain module"],
         "full weights stay": ["False"],
         "again": ["RuntimeError", "Net is sharded already", "plain module"],
@@ -279,6 +284,7 @@ def test_what_is_not_supported_is_said_on_all_ranks(ranks_pool: RanksPool, tmp_p
         "shape": ["ValueError", "parameter 'first.weight' has shape (2, 4)"],
         "part": ["3.0"],
         "left alone": ["True"],
+        "compiled": ["True"],
         "method": ["RuntimeError", "a method of Net", "let forward do"],
         "method of a jitted module": ["RuntimeError", "a method of Net"],
     }
