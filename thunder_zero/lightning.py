@@ -18,8 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from thunder_zero.policy import Policy
@@ -30,6 +28,14 @@ from thunder_zero.trace.transform import DEFAULT_STAGE, ZeroTransform, policy_of
 
 import thunder
 from thunder.core.module import ThunderModule
+
+try:
+    from lightning.fabric.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+    from lightning.fabric.strategies import DDPStrategy
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"thunder_zero.lightning needs Lightning ({error}); install it with pip install 'thunder-zero[lightning]'"
+    ) from error
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators import Accelerator

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,3 +77,11 @@ def test_the_fabric_examples_run(alone: None, block: str) -> None:
     exec(compile(block, "the Fabric example", "exec"), names)
     names["model"](names["x"]).sum().backward()
     assert all(param.grad is not None for param in names["optimizer"].param_groups[0]["params"])
+
+
+def test_without_lightning_its_room_says_what_to_install() -> None:
+    missing = {"lightning": None, "lightning.fabric": None, "lightning.fabric.plugins": None}
+    with mock.patch.dict(sys.modules, missing):
+        sys.modules.pop("thunder_zero.lightning", None)
+        with pytest.raises(ModuleNotFoundError, match=r"needs Lightning .* pip install 'thunder-zero\[lightning\]'"):
+            importlib.import_module("thunder_zero.lightning")

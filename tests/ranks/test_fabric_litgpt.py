@@ -51,9 +51,11 @@ def run_example(*options: str) -> str:
     )
     try:
         printed, _ = run.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
+    except BaseException as failure:
         os.killpg(run.pid, signal.SIGKILL)
         printed, _ = run.communicate()
+        if not isinstance(failure, subprocess.TimeoutExpired):
+            raise
     assert run.returncode == 0, printed
     return printed
 
