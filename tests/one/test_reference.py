@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import os
 import re
+import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +31,8 @@ def blocks(document: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
 
 
-BLOCKS = blocks(REFERENCE)
+BLOCKS = [block for block in blocks(REFERENCE) if "lightning" not in block]
+FABRIC = [block for document in (REFERENCE, FEATURES) for block in blocks(document) if "lightning" in block]
 
 
 @pytest.fixture
@@ -56,6 +62,30 @@ def test_the_features_run(alone: None) -> None:
     names |= {"build": lambda: deepcopy(module), "init_device_mesh": init_device_mesh}
     names |= {"thunder": thunder, "loss": lambda y: y.square().mean()}
     for block in blocks(FEATURES):
+        if block in FABRIC:
+            continue
         exec(compile(block, str(FEATURES), "exec"), names)
     assert all(param.grad is not None for param in model.parameters())
     assert (names["apart"].ignored, names["small"].keep_full_below_bytes) == (("router",), 4096)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs Lightning")
+@pytest.mark.parametrize("block", FABRIC, ids=["reference", "features"])
+@mock.patch.dict(os.environ)  # Fabric's launcher writes to it
+def test_the_fabric_examples_run(alone: None, block: str) -> None:
+    """Each by itself, after the reference's imports, with a module and an optimizer of the reader's."""
+    names: dict[str, Any] = {"W": 1}
+    exec(compile(BLOCKS[0], str(REFERENCE), "exec"), names)
+    names["module"] = names["build"]()
+    names["optimizer"] = torch.optim.SGD(names["module"].parameters(), lr=0.1)
+    exec(compile(block, "the Fabric example", "exec"), names)
+    names["model"](names["x"]).sum().backward()
+    assert all(param.grad is not None for param in names["optimizer"].param_groups[0]["params"])
+
+
+def test_without_lightning_its_room_says_what_to_install() -> None:
+    missing = {"lightning": None, "lightning.fabric": None, "lightning.fabric.plugins": None}
+    with mock.patch.dict(sys.modules, missing):
+        sys.modules.pop("thunder_zero.lightning", None)
+        with pytest.raises(ModuleNotFoundError, match=r"needs Lightning .* pip install 'thunder-zero\[lightning\]'"):
+            importlib.import_module("thunder_zero.lightning")

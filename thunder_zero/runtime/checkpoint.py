@@ -1,4 +1,4 @@
-"""Full parameters out of shards, and shards out of full parameters."""
+"""Full parameters and optimizer states out of shards, and shards out of full ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from thunder_zero.plan import Param
+from thunder_zero.runtime.optimizers import owners_of, parameters_of, shard_instead_of
 from thunder_zero.runtime.shards import own_rows
 from thunder_zero.runtime.state import State
 
@@ -51,14 +54,21 @@ def full(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 @torch.no_grad()
-def full_state_dict(state: State, names: Mapping[str, Any], model: Any) -> dict[str, Tensor]:
+def full_state_dict(state: State, names: Mapping[str, Any], model: Any, cpu_offload: bool = False) -> dict[str, Tensor]:
     """Every parameter and buffer in full; a collective that all ranks must call.
 
     Args:
         state: the model's state.
         names: the plain module's state dict; only its names and its extra state are read.
         model: the jitted module, which holds the buffers.
+        cpu_offload: only rank 0 keeps them, on the CPU, each before the next is gathered; the others return nothing.
     """
+
+    def kept(full: Tensor) -> Tensor:
+        if not cpu_offload:
+            return full
+        return full.cpu() if state.plan.rank == 0 else full.new_empty(0)
+
     gathered: dict[str, Tensor] = {}  # by path: a tied parameter is gathered once
     result: dict[str, Any] = {}
     others = dict(model.named_parameters(remove_duplicate=False))  # those that the policy ignores, beside the shards
@@ -66,12 +76,92 @@ def full_state_dict(state: State, names: Mapping[str, Any], model: Any) -> dict[
         param = state.plan.by_name.get(name)
         if param is not None:
             if param.path not in gathered:
-                gathered[param.path] = state.gather_now(param)
+                gathered[param.path] = kept(state.gather_now(param))
             result[name] = gathered[param.path]
         elif name in others:
-            result[name] = others[name].detach().clone()
+            result[name] = kept(others[name].detach().clone())
         elif isinstance(plain, Tensor):
-            result[name] = model.get_buffer(name).detach().clone()
+            result[name] = kept(model.get_buffer(name).detach().clone())
         else:
             result[name] = plain
-    return result
+    return {} if cpu_offload and state.plan.rank != 0 else result
+
+
+@torch.no_grad()
+def full_optimizer_state_dict(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    """An optimizer's state dict with full tensors, as the plain module's optimizer has it; a collective.
+
+    Args:
+        optimizer: steps shards, and other parameters, whose state stays as it is.
+        keep: whether this rank keeps the result, on the CPU; otherwise it only takes part, and returns nothing.
+
+    Raises:
+        ValueError: a state that belongs to no single row, so that there is no full one.
+    """
+    packed = optimizer.state_dict()
+    states = dict(packed["state"])
+    params = parameters_of(optimizer)
+    for index, owner in enumerate(owners_of(params)):  # by index: all ranks gather in the same order
+        values = states.get(index)
+        if owner is not None and values is not None:
+            states[index] = {name: _full_value(*owner, name, value, keep) for name, value in values.items()}
+    return {**packed, "state": states} if keep else {}
+
+
+def _full_value(state: State, param: Param, name: str, value: Any, keep: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if param.sharded and tuple(value.shape) == state.plan.shard_shape(param):
+        value = state.gather_now(param, value)
+    elif param.sharded and value.numel() != 1:
+        raise ValueError(
+            f"the optimizer's {name!r} of parameter {param.path!r} has shape {tuple(value.shape)}, which is neither "
+            f"one number nor the shard's {state.plan.shard_shape(param)}, so it cannot be gathered; save it on each "
+            f"rank by itself, with the optimizer's own state_dict"
+        )
+    return value.cpu() if keep else None
+
+
+@torch.no_grad()
+def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The other way: a plain module's optimizer state dict with this rank's rows; what is cut already stays so.
+
+    A hook of ``Optimizer.register_load_state_dict_pre_hook``.
+
+    Raises:
+        ValueError: a state of another shape than its parameter.
+    """
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    states = dict(state_dict["state"])
+    # Another number of parameters is refused by torch right after this.
+    for index, owner in zip(indices, owners_of(parameters_of(optimizer)), strict=False):
+        if owner is not None and index in states:
+            states[index] = {name: _own_value(*owner, name, value) for name, value in states[index].items()}
+    return {**state_dict, "state": states}
+
+
+def _own_value(state: State, param: Param, name: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if tuple(value.shape) == param.shape:  # asked first: the shard of a single row has that shape, too
+        return own_rows(value, param, state.plan).to(state.device)
+    if tuple(value.shape) != state.plan.shard_shape(param) and value.numel() != 1:
+        raise ValueError(
+            f"the optimizer's {name!r} of parameter {param.path!r} has shape {tuple(value.shape)} in the state dict; "
+            f"the parameter is {param.shape}"
+        )
+    return value
+
+
+@torch.no_grad()
+def step_shards(optimizer: Optimizer) -> None:
+    """Give an optimizer that was built on the plain module, or on placeholders, the shards instead, with their rows of
+    the state that it has."""
+    for group in optimizer.param_groups:
+        old = group["params"]
+        new = [shard_instead_of(param) for param in old]
+        group["params"] = [param if shard is None else shard for param, shard in zip(old, new, strict=True)]
+        for before, owner, shard in zip(old, owners_of(group["params"]), new, strict=True):
+            if owner is not None and shard is not None and before in optimizer.state:
+                values = optimizer.state.pop(before)
+                optimizer.state[shard] = {name: _own_value(*owner, name, value) for name, value in values.items()}

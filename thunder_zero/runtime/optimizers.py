@@ -8,6 +8,7 @@ replaced, or shards whose gradients are not reduced yet (its step would be lost,
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
+    from thunder_zero.plan import Param
     from thunder_zero.runtime.state import State
 
 _states: weakref.WeakSet[State] = weakref.WeakSet()
@@ -46,12 +48,27 @@ def is_transformed(param: nn.Parameter) -> bool:
     return param in _placeholders
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
+def shard_instead_of(param: Tensor) -> nn.Parameter | None:
+    """The shard that took the place of a plain module's parameter, or that a placeholder stands for."""
+    path, state = _replaced.get(param, (None, None))
+    owner = None if state is None else state()
+    return None if owner is None else owner.shards[path]
+
+
+def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
+    """Which model each of these is a shard of, and of which of its parameters; None for any other tensor."""
+    owned = {id(shard): (state, path) for state in _states for path, shard in state.shards.items()}
+    found = [owned.get(id(param)) for param in params]
+    return [None if owner is None else (owner[0], owner[0].plan.by_name[owner[1]]) for owner in found]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """What the optimizer steps, in its order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for param in _parameters(optimizer):
+    for param in parameters_of(optimizer):
         path, state = _replaced.get(param, (None, None))
         if state is not None and state() is not None:
             raise RuntimeError(
@@ -63,7 +80,7 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _refuse_open(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for state in _states:
-        if path := state.open_accumulation(_parameters(optimizer)):
+        if path := state.open_accumulation(parameters_of(optimizer)):
             raise RuntimeError(
                 f"{type(optimizer).__name__} is about to step while gradients of parameter {path!r} that no_sync "
                 f"deferred were not reduced yet; run the last micro-batch, forward and backward, outside of no_sync, "
@@ -72,6 +89,6 @@ def _refuse_open(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = {id(param) for param in _parameters(optimizer)}
+    stepped = {id(param) for param in parameters_of(optimizer)}
     for state in _states:
         state.mark_stale(path for path, shard in state.shards.items() if id(shard) in stepped)

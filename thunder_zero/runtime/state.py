@@ -281,9 +281,10 @@ class State:
         self._resident.mark_stale(changed)
         self._held.drop(changed)
 
-    def gather_now(self, param: Param) -> Tensor:
-        """The full, unpadded parameter from the shards as they are now; a collective."""
-        shard = self.shards[param.path].detach()
+    def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
+        """The full, unpadded parameter from the shards as they are now, or what ``shard``, of the same shape and any
+        dtype, is this rank's rows of; a collective."""
+        shard = self.shards[param.path].detach() if shard is None else shard.contiguous()
         if not param.sharded:
             return shard.clone()
         exact = replace(param, compute_dtype=param.dtype)

@@ -1,0 +1,295 @@
+"""ZeroStrategy under Lightning Fabric itself: training, clipping, accumulation, checkpoints, and wrong uses.
+
+Fabric finds itself under torchrun, on the ranks and in the process group of the harness; its own launcher and LitGPT
+are in ``test_fabric_litgpt.py``. Lightning is imported on the ranks only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import operator
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import thunder_zero as tz
+from tests.harness.ranks import RanksPool
+from tests.ranks.models import error, fresh, raised
+from thunder_zero.layout import row_range
+from thunder_zero.runtime.state import State
+
+import thunder
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs Lightning")
+
+STAGES = (1, 2, 3)
+MICRO, ROWS, STEPS = 2, 4, 4  # micro-batches of a step, rows of one over all ranks, steps
+SAVED_AFTER = 2  # steps
+LIMIT = 0.05  # less than the norms that are met
+
+
+class Net(nn.Module):
+    """Rows that two ranks do not divide, one row, a tie, a scalar, a frozen parameter, one not reached, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 7), nn.Linear(7, 7)
+        self.tied = self.second.weight
+        self.dropout = nn.Dropout()  # not used
+        self.row = nn.Parameter(torch.randn(1, 7))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.register_buffer("offset", torch.randn(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x)) * self.scale + self.frozen * self.row
+        return torch.tanh(self.second(x)) @ self.tied + self.offset
+
+    def twice(self, x: Tensor) -> Tensor:
+        return 2 * self(x)
+
+
+def inputs(step: int, micro: int, rank: int, world_size: int) -> Tensor:
+    """This rank's rows of one micro-batch."""
+    generator = torch.Generator().manual_seed(step * MICRO + micro)
+    return torch.randn(ROWS, 4, generator=generator).tensor_split(world_size)[rank]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((param for param in model.parameters() if param.requires_grad), 0.05)
+
+
+def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> tuple[list[float], list[float]]:
+    """What one process does with plain torch, in one batch a step: the losses, and the norms before clipping."""
+    losses, norms = [], []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(torch.cat([inputs(step, micro, 0, 1) for micro in range(MICRO)])).square().mean()
+        loss.backward()
+        norms.append(clip_grad_norm_(model.parameters(), LIMIT).item())
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def train(
+    fabric: Any, model: Any, optimizer: Any, steps: range, micro_batches: int
+) -> tuple[list[float], list[float], list[int]]:
+    """The same as a Fabric script, in micro-batches; and how many reductions each micro-batch starts."""
+    losses, norms, reductions = [], [], []
+    for step in steps:
+        model.zero_grad()
+        total = torch.tensor(0.0)
+        mine = torch.cat([inputs(step, micro, fabric.global_rank, fabric.world_size) for micro in range(MICRO)])
+        for number, x in enumerate(mine.chunk(micro_batches), 1):
+            with (
+                fabric.no_backward_sync(model, enabled=number < micro_batches),
+                mock.patch.object(State, "_reduce", autospec=True, side_effect=State._reduce) as reduce,
+            ):
+                loss = model(x).square().mean() / micro_batches
+                fabric.backward(loss)
+            reductions.append(reduce.call_count)
+            total += loss.detach()
+        norms.append(fabric.clip_gradients(model, optimizer, max_norm=LIMIT).item())
+        optimizer.step()
+        losses.append(fabric.all_reduce(total).item())
+    return losses, norms, reductions
+
+
+@contextmanager
+def fabric_on(rank: int, world_size: int, **options: Any) -> Iterator[Any]:
+    """Fabric on a rank of the harness, with ZeroStrategy."""
+    from lightning.fabric import Fabric
+
+    from thunder_zero.lightning import ZeroStrategy
+
+    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "TORCHELASTIC_RUN_ID": "harness"}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in found.items()}):
+        plugins = options.pop("plugins", None)
+        strategy = ZeroStrategy(**options)
+        fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
+        fabric.launch()
+        yield fabric
+
+
+def full_weights(model: Any) -> dict[str, Tensor]:
+    from thunder_zero.lightning import zero_module
+
+    return tz.full_state_dict(zero_module(model))
+
+
+def differences(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
+    assert list(found) == list(right)
+    return {name: error(found[name], right[name]) for name in right if error(found[name], right[name]) > 1e-5}
+
+
+def stages(rank: int, world_size: int, folder: Path) -> dict[int, Any]:
+    """Each stage trains, saves after two steps, and goes on."""
+    results = {}
+    for stage in STAGES:
+        with fabric_on(rank, world_size, stage=stage) as fabric:
+            torch.manual_seed(rank and 99)  # rank 0 has the weights, as with DDP
+            module = Net()
+            if stage % 2:  # both orders of a Fabric script
+                model, optimizer = fabric.setup(module, adam(module))
+            else:
+                model = fabric.setup_module(module)
+                optimizer = fabric.setup_optimizers(adam(model))
+            before = train(fabric, model, optimizer, range(SAVED_AFTER), MICRO)
+            fabric.save(folder / f"{stage}.pt", {"model": model, "optimizer": optimizer, "step": SAVED_AFTER})
+            after = train(fabric, model, optimizer, range(SAVED_AFTER, STEPS), MICRO)
+            losses, norms, reductions = (one + two for one, two in zip(before, after, strict=True))
+            shapes = [tuple(param.shape) for param in model.parameters()]
+            results[stage] = losses, norms, reductions, full_weights(model), shapes, list(map(type, model.modules()))
+    return results
+
+
+def go_on(rank: int, world_size: int, file: Path, stage: int) -> Any:
+    """The rest of the training that a file was saved in, the weights after it, and names of shards with padding that
+    is not zero."""
+    with fabric_on(rank, world_size, stage=stage) as fabric:
+        torch.manual_seed(99)  # other weights
+        module = Net()
+        model, optimizer = fabric.setup(module, adam(module))
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        rest = fabric.load(file, state)
+        losses, _, _ = train(fabric, model, optimizer, range(state["step"], STEPS), 1)
+        shards = dict(zip((name for name, _ in Net().named_parameters()), model.parameters(), strict=True))
+        plan = tz.make_plan(Net(), tz.Policy(stage=stage), world_size, rank)
+        own = {param.path: row_range(param.shape[0], world_size, rank) for param in plan.params if param.sharded}
+        padded = [path for path, (start, stop) in own.items() if shards[path][stop - start :].any()]
+        return rest, losses, full_weights(model), padded
+
+
+def test_trains_saves_and_goes_on_as_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks = ranks_pool.run(2, stages, tmp_path, timeout=110)
+    plain = fresh(Net)
+    losses, norms = train_plain(plain, adam(plain), range(STEPS))
+    weights = {name: value.detach() for name, value in plain.state_dict().items()}
+    for results in ranks:
+        for stage, found in results.items():
+            assert found[0] == pytest.approx(losses, rel=1e-5)
+            assert found[1] == pytest.approx(norms, rel=1e-5)
+            assert min(norms) > LIMIT
+            assert found[2][::2] == [0] * STEPS, "under no_backward_sync nothing is reduced"
+            assert min(found[2][1::2]) > 0
+            assert differences(found[3], weights) == {}
+            cut = tz.make_plan(plain, tz.Policy(stage=stage), 2, 0)
+            assert found[4] == [
+                cut.shard_shape(cut.by_name[name]) if cut.by_name[name].sharded else tuple(param.shape)
+                for name, param in plain.named_parameters()
+            ], "the parameters of Fabric's wrapper are the shards"
+            assert nn.Dropout in found[5], "its modules are the module's"
+
+    for saved_by, world_size, stage in ((3, 1, 3), (1, 2, 2)):
+        for rest, found_losses, found_weights, padded in ranks_pool.run(
+            world_size, go_on, tmp_path / f"{saved_by}.pt", stage, timeout=110
+        ):
+            assert (rest, padded) == ({}, [])
+            assert found_losses == pytest.approx(losses[SAVED_AFTER:], rel=1e-5)
+            assert differences(found_weights, weights) == {}
+
+    saved = torch.load(tmp_path / "2.pt")  # and plain torch
+    model = Net()
+    model.load_state_dict(saved["model"])
+    optimizer = adam(model)
+    optimizer.load_state_dict(saved["optimizer"])
+    assert train_plain(model, optimizer, range(SAVED_AFTER, STEPS))[0] == pytest.approx(losses[SAVED_AFTER:], rel=1e-5)
+
+
+def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    from lightning.fabric.plugins import MixedPrecision
+
+    from thunder_zero.lightning import ZeroStrategy, zero_module
+
+    found = {
+        "unknown": raised(lambda: ZeroStrategy(stages=3)),
+        "stage": raised(lambda: ZeroStrategy(stage=4)),
+        "plain": raised(lambda: zero_module(Net())),
+    }
+
+    def scaled() -> None:
+        with fabric_on(rank, world_size, plugins=MixedPrecision("16-mixed", "cpu")):
+            pass
+
+    found["scaler"] = raised(scaled)
+    with fabric_on(rank, world_size, jit_options={"cache": "same input"}) as fabric:
+        model = fabric.setup(Net())
+        found["option"] = thunder.compile_data(zero_module(model)).cache_option.name
+        found["jitted"] = raised(lambda: fabric.setup(thunder.jit(Net())))
+    with fabric_on(rank, world_size) as fabric:
+        jitted = thunder.jit(fresh(Net))
+        model = fabric.setup(jitted)
+        found["full weights stay"] = str(any(not param.isnan().all() for param in jitted.parameters()))
+        found["again"] = raised(lambda: fabric.setup(zero_module(model)))
+        found["empty"] = raised(lambda: fabric.init_module(empty_init=True))
+        with fabric.init_module():
+            found["init"] = str(Net().scale.device)
+        found["no model"] = raised(lambda: fabric.clip_gradients(Net(), adam(Net()), max_norm=1.0))
+        x = inputs(0, 0, rank, world_size)
+
+        optimizer = fabric.setup_optimizers(torch.optim.Adafactor(model.parameters(), lr=0.1))
+        model(x).sum().backward()
+        fabric.clip_gradients(model, optimizer, clip_val=1e-3)
+        found["clipped"] = str(max(param.grad.abs().max() for param in model.parameters() if param.grad is not None))
+        optimizer.step()
+        found["rows"] = raised(lambda: fabric.save(folder / "no.pt", {"optimizer": optimizer}))
+        full = Net().state_dict()
+        for case, state in {
+            "missing": {"scale": full["scale"]},
+            "shape": full | {"first.weight": torch.ones(2, 4)},
+        }.items():
+            torch.save(state, folder / f"{case}{rank}.pt")
+            found[case] = raised(lambda case=case: fabric.load_raw(folder / f"{case}{rank}.pt", model))
+        torch.save({"scale": torch.tensor(3.0, dtype=torch.float64)}, folder / f"part{rank}.pt")
+        fabric.load_raw(folder / f"part{rank}.pt", model, strict=False)
+        found["part"] = str(full_weights(model)["scale"].item())
+        params = list(Net().parameters())  # of a module that is not sharded
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(params))
+        found["left alone"] = str(all(map(operator.is_, optimizer.param_groups[0]["params"], params)))
+        compiled = fabric.setup(torch.compile(fresh(Net)))
+        found["compiled"] = str(torch.allclose(compiled(x), fresh(Net)(x)))
+        for case, module in {"method": Net(), "method of a jitted module": thunder.jit(Net())}.items():
+            model = fabric.setup(module)
+            model.mark_forward_method("twice")
+            found[case] = raised(lambda model=model: model.twice(x))
+    return found
+
+
+def test_what_is_not_supported_is_said_on_all_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    first, second = ranks_pool.run(2, misuse, tmp_path)
+    assert first == second
+    words = {
+        "unknown": ["TypeError", "stages=3 is not a field"],
+        "stage": ["ValueError", "stage is 4"],
+        "plain": ["TypeError", "Net", "fabric.setup"],
+        "scaler": ["TypeError", "'16-mixed' (MixedPrecision)", "'bf16-mixed'"],
+        "option": ["SAME_INPUT"],
+        "jitted": ["TypeError", "jit_options (cache)", "give it the plain module"],
+        "full weights stay": ["False"],
+        "again": ["RuntimeError", "Net is sharded already", "plain module"],
+        "empty": ["ValueError", "empty_init=False"],
+        "init": ["cpu"],
+        "no model": ["TypeError", "Net", "fabric.setup"],
+        "clipped": ["tensor(0.0010)"],
+        "rows": ["ValueError", "parameter 'tied'", "save it on each rank by itself"],
+        "missing": ["RuntimeError", "'first.weight'", "strict=False"],
+        "shape": ["ValueError", "parameter 'first.weight' has shape (2, 4)"],
+        "part": ["3.0"],
+        "left alone": ["True"],
+        "compiled": ["True"],
+        "method": ["RuntimeError", "a method of Net", "let forward do"],
+        "method of a jitted module": ["RuntimeError", "a method of Net"],
+    }
+    assert first.keys() == words.keys()
+    for case, expected in words.items():
+        assert [word for word in expected if word not in first[case]] == [], (case, first[case])
