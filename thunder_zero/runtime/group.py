@@ -42,20 +42,16 @@ def process_group(group: object) -> dist.ProcessGroup:
 
 
 def device_for(module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: torch.device | None) -> torch.device:
-    """Where the shards will live: ``device``, or where the first parameter is.
+    """Where the shards will live: ``device``, or where the first parameter is that is not on the meta device.
+
+    Where all are: on the CPU, as what is built without a device, or on the current device that the group carries.
 
     Raises:
         ValueError: parameters that cannot be sharded, a device that is not there or that the group has no backend
             for, ``broadcast_from`` that is not a rank of the group.
     """
     for param in plan.params:
-        original = module.get_parameter(param.path)
-        if original.is_meta:
-            raise ValueError(
-                f"parameter {param.path!r} is on the meta device and has no values to shard; materialise the module "
-                f"first (thunder_zero.trace reads it as it is)"
-            )
-        if isinstance(original, DTensor):
+        if isinstance(module.get_parameter(param.path), DTensor):
             raise ValueError(
                 f"parameter {param.path!r} is a DTensor, so torch shards it already (fully_shard, tensor parallelism); "
                 f"give a module of plain tensors"
@@ -63,7 +59,8 @@ def device_for(module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: 
     source = plan.policy.broadcast_from
     if source is not None and source >= group.size():
         raise ValueError(f"broadcast_from is {source}; the process group has ranks 0 to {group.size() - 1}")
-    device = device or module.get_parameter(plan.params[0].path).device
+    originals = (module.get_parameter(param.path) for param in plan.params)
+    device = device or next((original.device for original in originals if not original.is_meta), _home(group))
     transport_for(group, device)
     try:
         return torch.empty(0, device=device).device
@@ -72,3 +69,9 @@ def device_for(module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: 
         raise ValueError(
             f"device is '{device}', which cannot be used here ({reason}); give one that is there"
         ) from None
+
+
+def _home(group: dist.ProcessGroup) -> torch.device:
+    """The CPU, unless the group carries none of its tensors."""
+    carried = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in carried else carried[0])

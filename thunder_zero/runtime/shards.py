@@ -54,7 +54,7 @@ def placeholder(param: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
 
 
-def is_hollow(param: nn.Parameter) -> bool:
+def is_hollow(param: Tensor) -> bool:
     """Whether a parameter is NaN all over, as a copy of a placeholder is."""
     if not param.is_floating_point() or param.is_meta or param.numel() == 0:
         return False

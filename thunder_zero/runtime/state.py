@@ -21,7 +21,7 @@ from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.clock import Clock, Waitable
 from thunder_zero.runtime.intact import Intact
 from thunder_zero.runtime.resident import Buffers, Held, Versions, own_rows_of, padded
-from thunder_zero.runtime.shards import kept_of, placeholder, side_by_side
+from thunder_zero.runtime.shards import placeholder, side_by_side
 from thunder_zero.runtime.transport import Transport, transport_for
 
 
@@ -42,7 +42,7 @@ class State:
         plan: Plan,
         group: dist.ProcessGroup,
         originals: Mapping[str, nn.Parameter],
-        at_rest: Mapping[str, Tensor],
+        at_rest: dict[str, Tensor],
         device: torch.device,
     ) -> None:
         self.plan = plan
@@ -53,8 +53,8 @@ class State:
         self._transport: Transport = transport_for(group, device)
         self._reduced = False  # gradients were reduced since the ranks last agreed on what is stale
         self._agreed: set[tuple[str, bool]] = set()  # programs that were compared: forward, backward, ...; if synced
-        rows = dict(at_rest)
-        buffers = {param.path: padded(at_rest[param.path], param, plan) for param in plan.params if param.resident}
+        rows = at_rest  # and not a copy: what was there before it is padded or packed must not live on in another dict
+        buffers = {param.path: padded(rows.pop(param.path), param, plan) for param in plan.params if param.resident}
         rows.update((path, own_rows_of(buffer, plan)) for path, buffer in buffers.items())
         gathered = [param for param in plan.params if param.sharded and not param.resident]
         for together in self._transport.neighbours(gathered):
@@ -72,20 +72,19 @@ class State:
         optimizers.watch(self)
 
     @classmethod
-    def take(cls, module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> State:
-        """Take over the parameters of a plain module, once all ranks agree that it is the same one.
+    def take(
+        cls,
+        module: nn.Module,
+        plan: Plan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        at_rest: dict[str, Tensor],
+    ) -> State:
+        """Take over the parameters of a plain module, whose values are ``at_rest``, which becomes the state's own.
 
         The module itself is left as it is; whoever calls puts ``placeholders`` into it.
-
-        Raises:
-            RuntimeError: the ranks' modules differ.
         """
-        if group.size() > 1:  # nobody differs from itself, and it takes long to read all weights
-            agree.require_same_model(agree.describe(module, plan, device), group)
-        if plan.policy.broadcast_from is not None:
-            agree.broadcast(module, plan, group, device)
         originals = {param.path: module.get_parameter(param.path) for param in plan.params}
-        at_rest = {param.path: kept_of(originals[param.path].detach().to(device), param, plan) for param in plan.params}
         return cls(plan, group, originals, at_rest, device)
 
     def pin(self, model: Any) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from thunder_zero.policy import Policy
-from thunder_zero.trace.transform import DEFAULT_STAGE, ZeroTransform, policy_of, refuse_transformed
+from thunder_zero.trace.transform import DEFAULT_STAGE, ZeroTransform, policy_of, refuse_transformed, sources_of
 
 import thunder
 from thunder import Plugin, compile_stats
@@ -27,6 +28,8 @@ def zero(
     stage: int = DEFAULT_STAGE,
     process_group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
+    init: Callable[[torch.nn.Module], object] | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
     **changes: Any,
 ) -> ThunderModule:
     """Shard a jitted module, where ``thunder.distributed.fsdp`` or ``ddp`` stood.
@@ -41,7 +44,9 @@ def zero(
     """
     if not isinstance(model, ThunderModule):
         raise TypeError(f"zero takes a jitted module, got {type(model).__name__}; call it on thunder.jit(module)")
-    transform = ZeroTransform(policy, stage=stage, process_group=process_group, device=device, **changes)
+    transform = ZeroTransform(
+        policy, stage=stage, process_group=process_group, device=device, init=init, weights=weights, **changes
+    )
     refuse_transformed(model, transform)
     if compile_stats(model).calls:
         raise RuntimeError(
@@ -66,14 +71,18 @@ class Zero(Plugin):
         stage: int = DEFAULT_STAGE,
         process_group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
+        init: Callable[[torch.nn.Module], object] | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
         **changes: Any,
     ) -> None:
         self._policy = policy_of(policy, stage, changes)
-        self._process_group, self._device = process_group, device
+        self._arguments: dict[str, Any] = {"process_group": process_group, "device": device}
+        self._arguments |= {"init": init, "weights": weights}
+        sources_of(init, weights)
 
     def setup_transforms(self) -> list[ZeroTransform]:
         """A transform of its own for every module that is compiled."""
-        return [ZeroTransform(self._policy, process_group=self._process_group, device=self._device)]
+        return [ZeroTransform(self._policy, **self._arguments)]
 
 
 class Recipe(ThunderRecipe):
