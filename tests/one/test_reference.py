@@ -46,12 +46,19 @@ def test_the_examples_run(alone: None, capsys: pytest.CaptureFixture[str]) -> No
     assert "is never waited for" in printed or "under way" in printed
 
 
-def test_the_features_run(alone: None) -> None:
+def test_the_features_run(alone: None, tmp_path: Path) -> None:
     """One after the other, with a model, an input and a loss of the reader's."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model: Any = thunder.jit(module, transforms=[tz.ZeroTransform(stage=2)])
-    names = {"tz": tz, "model": model, "x": torch.ones(3, 4), "loss": lambda y: y.square().mean()}
+    torch.save(module.state_dict(), tmp_path / "model.pt")
+    names = {"tz": tz, "torch": torch, "nn": nn, "thunder": thunder, "path": tmp_path / "model.pt"}
+    names |= {"model": model, "x": torch.ones(3, 4), "loss": lambda y: y.square().mean()}
     for block in blocks(FEATURES):
         exec(compile(block, str(FEATURES), "exec"), names)
     assert all(param.grad is not None for param in model.parameters())
+    assert not any(tensor.is_meta for tensor in names["large"].parameters())
+    for source in ("drawn", "read", "sent"):
+        with torch.device("meta"):
+            meta = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        thunder.jit(meta, transforms=[names[source]])(torch.ones(3, 4))
     assert (names["apart"].ignored, names["small"].keep_full_below_bytes) == (("router",), 4096)

@@ -188,10 +188,10 @@ class _Maker:
         return any(tensor in self.mine for tensor in own) if self.weights is not None else bool(self.mine and own)
 
     def _let_write(self, owner: nn.Module, call: Callable[[nn.Module], object], who: str, *, again: bool) -> None:
-        """Call with the owner's meta tensors in full, and keep what is at rest of them.
+        """Call with the owner's own tensors in full, and keep what is at rest of those that are mine.
 
         The first of several owners of a tied parameter writes it; what the others draw is thrown away, so that the
-        random generator moves as in construction. ``again``: all write, to the values that are there.
+        random generator moves as in construction. ``again``: each writes, to the values that are there.
         """
         places = list(_own(owner))
         made = {tensor: self._full(tensor) if again or not tensor.is_meta else None for _, _, tensor in places}

@@ -78,7 +78,7 @@ class Zero(Plugin):
         self._policy = policy_of(policy, stage, changes)
         self._arguments: dict[str, Any] = {"process_group": process_group, "device": device}
         self._arguments |= {"init": init, "weights": weights}
-        sources_of(init, weights)
+        sources_of(init, weights)  # refused here, and not where a module is compiled one day
 
     def setup_transforms(self) -> list[ZeroTransform]:
         """A transform of its own for every module that is compiled."""
