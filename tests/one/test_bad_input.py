@@ -236,10 +236,87 @@ def test_a_module_without_parameters(make: Callable[[nn.Module], Any]) -> None:
         make(nn.ReLU())
 
 
+def meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+class Scaled(nn.Module):
+    """A layer, and a parameter and a buffer that only the constructor gives values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.full((4,), 2.0))
+        self.register_buffer("shift", torch.arange(4.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) * self.scale + self.shift
+
+
+def of_scaled(module: nn.Module) -> None:
+    if isinstance(module, Scaled):
+        nn.init.constant_(module.scale, 2.0)
+        module.shift.data.copy_(torch.arange(4.0))
+
+
+def of_others(module: nn.Module) -> None:
+    of_scaled(module)
+    if isinstance(module, Scaled):
+        module.a.weight.data.zero_()
+
+
+def reshape(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        module.bias = nn.Parameter(torch.zeros(5))
+
+
+SCALED = {name: value.clone() for name, value in Scaled().state_dict().items()}
+LACKING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({}, ("parameter 'scale' is on the meta device", "reset_parameters of Scaled", "give init", "weights")),
+    ({"weights": SCALED}, ("buffer 'shift' is on the meta device", "give init", "a real device")),
+    ({"init": nn.Identity.extra_repr}, ("parameter 'scale' is on the meta device",)),
+    ({"init": of_others}, ("init wrote 'a.weight'", "its turn was Scaled", "does not own it", "in its owner's turn")),
+    ({"init": reshape}, ("init of Linear left 'a.bias' with shape (5,)", "it is (4,)", "; build")),
+    ({"weights": {**SCALED, "b": X}, "init": of_scaled}, ("weights has 'b', and Scaled has not", "leave it out")),
+    ({"weights": {"scale": X}, "init": of_scaled}, ("weights has no 'a.weight'", "the state dict of a Scaled")),
+    ({"weights": {**SCALED, "scale": X}, "init": of_scaled}, ("weights has 'scale' with shape (3, 4)", "it is (4,)")),
+    ({"weights": {**SCALED, "scale": 2.0}, "init": of_scaled}, ("weights has 'scale' as float", "a tensor of (4,)")),
+]
+
+
 @pytest.mark.usefixtures("group")
-def test_a_module_on_the_meta_device() -> None:
-    with refused(ValueError, "'weight'", "meta device", "materialise", "thunder_zero.trace"):
-        shard(nn.Linear(4, 4, device="meta"))
+@pytest.mark.parametrize(("arguments", "words"), LACKING, ids=range(len(LACKING)))
+def test_a_module_on_the_meta_device_without_values(arguments: dict[str, Any], words: tuple[str, ...]) -> None:
+    """Refused as a whole; with what it lacks the same module is sharded."""
+    module = meta(Scaled)
+    with refused(ValueError, *words):
+        shard(module, **arguments)
+    assert all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())), "the module is as it was"
+    model = shard(module, weights=SCALED, init=of_scaled)
+    assert torch.equal(model(X), X @ SCALED["a.weight"].t() * 2 + SCALED["a.bias"] * 2 + torch.arange(4.0))
+
+
+@pytest.mark.parametrize("make", [tz.ZeroTransform, tz.Zero, lambda **k: tz.zero(thunder.jit(Net()), **k)])
+def test_sources_that_are_none(make: Callable[..., Any]) -> None:
+    with refused(TypeError, "init is 3", "a function of a module"):
+        make(init=3)
+    with refused(TypeError, "init is Linear", "a function of a module"):
+        make(init=nn.Linear(2, 2))
+    with refused(TypeError, "weights is a list", "a mapping of names to tensors", "mmap=True"):
+        make(weights=[X])
+
+
+def test_meta_parameters_where_no_cpu_tensors_travel() -> None:
+    """They go to the device that the group carries, and say so if it is not there."""
+    if torch.cuda.is_available():
+        pytest.skip("cuda is there")
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with refused(ValueError, "device is 'cuda', which cannot be used here"):
+            shard(meta(Net))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group")

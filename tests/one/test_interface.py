@@ -87,6 +87,33 @@ def test_the_ways_in_are_the_same(stage: int) -> None:
         assert tz.full_state_dict(model).keys() == module.state_dict().keys(), way
 
 
+def fill(module: nn.Module) -> None:
+    """What reset_parameters does not write: the buffer."""
+    if isinstance(module, Net):
+        module.scale.fill_(2.0)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_all_ways_in_take_a_module_on_the_meta_device(with_weights: bool) -> None:
+    torch.manual_seed(0)
+    module = Net()
+    fill(module)
+    arguments: dict[str, Any] = {"weights": module.state_dict()} if with_weights else {"init": fill}
+    for make in (
+        lambda meta: thunder.jit(meta, transforms=[tz.ZeroTransform(**arguments)]),
+        lambda meta: tz.zero(thunder.jit(meta), **arguments),
+        lambda meta: compiled(meta, [tz.Zero(**arguments)]),
+    ):
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            meta = Net()
+        model = make(meta)
+        assert torch.equal(model(X), module(X))
+        values = tz.full_state_dict(model)
+        assert [name for name, value in module.state_dict().items() if not torch.equal(value, values[name])] == []
+
+
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     "make",

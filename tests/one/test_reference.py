@@ -54,18 +54,24 @@ def test_the_examples_run(alone: None, capsys: pytest.CaptureFixture[str]) -> No
     assert "is never waited for" in printed or "under way" in printed
 
 
-def test_the_features_run(alone: None) -> None:
+def test_the_features_run(alone: None, tmp_path: Path) -> None:
     """One after the other, with a model, an input and a loss of the reader's."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model: Any = thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(stage=2)])
-    names = {"tz": tz, "model": model, "module": module, "x": torch.ones(3, 4), "torch": torch}
+    torch.save(module.state_dict(), tmp_path / "model.pt")
+    names = {"tz": tz, "torch": torch, "nn": nn, "thunder": thunder, "path": tmp_path / "model.pt"}
     names |= {"build": lambda: deepcopy(module), "init_device_mesh": init_device_mesh}
-    names |= {"thunder": thunder, "loss": lambda y: y.square().mean()}
+    names |= {"model": model, "x": torch.ones(3, 4), "loss": lambda y: y.square().mean()}
     for block in blocks(FEATURES):
         if block in FABRIC:
             continue
         exec(compile(block, str(FEATURES), "exec"), names)
     assert all(param.grad is not None for param in model.parameters())
+    assert not any(tensor.is_meta for tensor in names["large"].parameters())
+    for source in ("drawn", "read", "sent"):
+        with torch.device("meta"):
+            meta = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        thunder.jit(meta, transforms=[names[source]])(torch.ones(3, 4))
     assert (names["apart"].ignored, names["small"].keep_full_below_bytes) == (("router",), 4096)
 
 

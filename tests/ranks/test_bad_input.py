@@ -145,6 +145,7 @@ DIFFER = [
     (tie, "the module differs between ranks", "'a.weight' where", "'a.weight' = 'b.weight'", BUILD),
     (wider, "parameter 'b.weight' differs", "rank 0 has shape (5, 4)", "has shape (5, 6)", BUILD),
     (cast, "parameter 'b.weight' differs", "float32", "has shape (5, 4), torch.bfloat16", BUILD),
+    (to_meta, "parameter 'a.weight' differs", "unit ''", ", on the meta device", BUILD),
     (freeze, "parameter 'b.weight' differs", "requires_grad=True", "requires_grad=False", BUILD),
     (nudge, "initial value of parameter 'b.weight' differs", "SHA-256", "seed every rank", "broadcast_from=0"),
     (longer_buffer, "buffer 'scale' differs", "rank 0 has shape (3, 1)", "has shape (4, 1)", BUILD),
@@ -196,7 +197,6 @@ def first_layer(module: nn.Module) -> tuple[str, ...]:
     ("change", "theirs", "words"),
     [
         (empty, {}, ["Net has no parameters", "nothing to shard"]),
-        (to_meta, {}, ["parameter 'a.weight' is on the meta device", "materialise"]),
         (transform, {}, ["Net is transformed already, by ZeroTransform"]),
         (nothing, {"broadcast_from": 2}, ["broadcast_from is 2", "ranks 0 to 1"]),
         (nothing, {"device": "meta"}, ["no meta tensors"]),

@@ -43,9 +43,9 @@ def digest(tensor: Tensor) -> str:
 
 
 def describe(module: nn.Module, plan: Plan, device: torch.device) -> list[Line]:
-    """What has to agree: the policy, the units, each parameter and buffer in order, and the weights.
+    """What has to agree beside the values: the policy, the units, each parameter and buffer in order.
 
-    The weights count only where no rank's are broadcast.
+    Where values are comes in where no rank's are broadcast, since ranks make those of the meta device together.
     """
     lines = [
         Line(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
@@ -55,11 +55,9 @@ def describe(module: nn.Module, plan: Plan, device: torch.device) -> list[Line]:
     lines.append(Line("the device", device.type, "put the module on the same kind of device on every rank"))
     for param in plan.params:
         what = f"shape {param.shape}, {param.dtype}, requires_grad={param.requires_grad}, unit {param.unit!r}"
+        if plan.policy.broadcast_from is None and module.get_parameter(param.path).is_meta:
+            what += ", on the meta device"
         lines.append(Line(f"parameter {' = '.join(map(repr, param.names))}", what))
-        if plan.policy.broadcast_from is None:
-            weights = f"weights with SHA-256 {digest(module.get_parameter(param.path))}"
-            remedy = "seed every rank alike before it builds the module, or pass broadcast_from=0"
-            lines.append(Line(f"the initial value of parameter {param.path!r}", weights, remedy))
     for name, buffer in module.named_buffers():
         lines.append(Line(f"buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
     return lines
@@ -159,17 +157,15 @@ def _first_difference(
 
 
 @torch.no_grad()
-def broadcast(module: nn.Module, plan: Plan, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give every rank the planned parameters and the buffers of the plan's ``broadcast_from``, in place.
+def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Give every rank the values that rank ``source`` of the group has, in place.
 
     They travel as bytes on ``device``, since no backend carries every dtype.
     """
-    source = plan.policy.broadcast_from
-    for tensor in [*(module.get_parameter(param.path) for param in plan.params), *module.buffers()]:
-        staged = tensor.detach().to(device).contiguous()
-        if staged.numel():
-            dist.broadcast(_flat_bytes(staged), group=group, group_src=source)
-            tensor.copy_(staged)
+    staged = tensor.detach().to(device).contiguous()
+    if staged.numel():
+        dist.broadcast(_flat_bytes(staged), group=group, group_src=source)
+        tensor.copy_(staged)
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

@@ -106,20 +106,16 @@ def process_group(group: object) -> dist.ProcessGroup:
 
 
 def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device | None) -> torch.device:
-    """Where the shards will live: ``device``, or where the first parameter is.
+    """Where the shards will live: ``device``, or where the first parameter is that is not on the meta device.
+
+    Where all are: on the CPU, as what is built without a device, or on the current device that the group carries.
 
     Raises:
         ValueError: parameters that cannot be sharded or whose gradients cannot be reduced, a device that is not there
             or that the group has no backend for, ``broadcast_from`` that is not a rank of the group.
     """
     for param in plan.params:
-        original = module.get_parameter(param.path)
-        if original.is_meta:
-            raise ValueError(
-                f"parameter {param.path!r} is on the meta device and has no values to shard; materialise the module "
-                f"first (thunder_zero.trace reads it as it is)"
-            )
-        if isinstance(original, DTensor):
+        if isinstance(module.get_parameter(param.path), DTensor):
             raise ValueError(
                 f"parameter {param.path!r} is a DTensor, so torch shards it already (fully_shard, tensor parallelism); "
                 f"give a module of plain tensors"
@@ -127,7 +123,9 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
     source = plan.policy.broadcast_from
     if source is not None and source >= plan.ranks:
         raise ValueError(f"broadcast_from is {source}; the process group has ranks 0 to {plan.ranks - 1}")
-    device = device or module.get_parameter(plan.params[0].path).device
+    originals = (module.get_parameter(param.path) for param in plan.params)
+    real = (original.device for original in originals if not original.is_meta)
+    device = device or next(real, _home(ranks.everyone))
     reduced = adds_up(transport_for(ranks.everyone, device))
     for param in plan.params:
         if param.requires_grad and param.reduce_dtype not in reduced:
@@ -142,3 +140,9 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
         raise ValueError(
             f"device is '{device}', which cannot be used here ({reason}); give one that is there"
         ) from None
+
+
+def _home(group: dist.ProcessGroup) -> torch.device:
+    """The CPU, unless the group carries none of its tensors."""
+    carried = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in carried else carried[0])

@@ -60,7 +60,7 @@ def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
     setattr(module.get_submodule(parent), attribute, param)
 
 
-def is_hollow(param: nn.Parameter) -> bool:
+def is_hollow(param: Tensor) -> bool:
     """Whether a parameter is NaN all over, as a copy of a placeholder is."""
     if not param.is_floating_point() or param.is_meta or param.numel() == 0:
         return False

@@ -8,7 +8,7 @@ transport. What the traces call is here.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from thunder_zero.runtime.handle import Waitable
 from thunder_zero.runtime.hybrid import Hybrid
 from thunder_zero.runtime.intact import Intact
 from thunder_zero.runtime.resident import Buffers, Held, Versions, own_rows_of, padded
-from thunder_zero.runtime.shards import kept_of, own_rows, placeholder, side_by_side
+from thunder_zero.runtime.shards import own_rows, placeholder, side_by_side
 from thunder_zero.runtime.transport import Transport, transport_for
 
 
@@ -44,13 +44,12 @@ class State:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        ranks: Ranks,
-        originals: Mapping[str, nn.Parameter],
-        at_rest: Mapping[str, Tensor],
-        device: torch.device,
+        self, module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, at_rest: dict[str, Tensor]
     ) -> None:
+        """Take over a plain module's parameters, whose values are ``at_rest``, which becomes the state's own.
+
+        The module itself is left as it is; whoever calls puts ``placeholders`` into it.
+        """
         self.plan = plan
         self.ranks = ranks
         self.group = ranks.everyone
@@ -60,13 +59,14 @@ class State:
         self._transport = _transport(plan, ranks, device)
         self._reduced = False  # gradients were reduced since the ranks last agreed on what is stale
         self._agreed: set[tuple[str, bool]] = set()  # programs that were compared: forward, backward, ...; if synced
-        rows = dict(at_rest)
+        rows = at_rest  # and not a copy: what was there before it is padded or packed must not live on in another dict
         buffers: dict[str, Tensor] = {}
         for param in plan.params:
             if param.resident:
-                full = at_rest[param.path]
+                full = rows.pop(param.path)
                 buffers[param.path] = buffer = padded(full.to(param.compute_dtype), param, plan)
                 rows[param.path] = own_rows(full, param, plan) if param.is_cast else own_rows_of(buffer, plan)
+                del full
         gathered = [param for param in plan.params if param.sharded and not param.resident]
         for together in self._transport.neighbours(gathered):
             paths = [param.path for param in together]
@@ -74,6 +74,7 @@ class State:
         self.shards = {
             param.path: nn.Parameter(rows[param.path], requires_grad=param.requires_grad) for param in plan.params
         }
+        originals = {param.path: module.get_parameter(param.path) for param in plan.params}
         self.placeholders = {
             param.path: placeholder(originals[param.path], param.compute_dtype, device) for param in plan.params
         }
@@ -83,24 +84,6 @@ class State:
         for path, original in originals.items():
             optimizers.replace(original, self.placeholders[path], path, self)
         optimizers.watch(self)
-
-    @classmethod
-    def take(cls, module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device) -> State:
-        """Take over the parameters of a plain module, once all ranks agree that it is the same one.
-
-        The module itself is left as it is; whoever calls puts ``placeholders`` into it.
-
-        Raises:
-            RuntimeError: the ranks' modules differ.
-        """
-        group = ranks.everyone
-        if group.size() > 1:  # nobody differs from itself, and it takes long to read all weights
-            agree.require_same_model(agree.describe(module, plan, device), group)
-        if plan.policy.broadcast_from is not None:
-            agree.broadcast(module, plan, group, device)
-        originals = {param.path: module.get_parameter(param.path) for param in plan.params}
-        at_rest = {param.path: kept_of(originals[param.path].detach().to(device), param, plan) for param in plan.params}
-        return cls(plan, ranks, originals, at_rest, device)
 
     def pin(self, model: Any) -> None:
         """Remember the jitted model, with shards and placeholders in their places, as it has to stay."""
@@ -287,7 +270,7 @@ class State:
         shard = self.shards[param.path].detach() if shard is None else shard.contiguous()
         if not param.sharded:
             return shard.clone()
-        exact = replace(param, compute_dtype=param.dtype)
+        exact = replace(param, compute_dtype=shard.dtype)
         return self._transport.all_gather([shard], [exact]).wait()[0].clone()
 
     def add_over_ranks(self, *numbers: int) -> list[int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from thunder_zero.policy import Policy
-from thunder_zero.trace.transform import DEFAULT_STAGE, ZeroTransform, policy_of, refuse_transformed
+from thunder_zero.trace.transform import DEFAULT_STAGE, ZeroTransform, policy_of, refuse_transformed, sources_of
 
 import thunder
 from thunder import Plugin, compile_stats
@@ -29,6 +30,8 @@ def zero(
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     device: torch.device | str | None = None,
+    init: Callable[[torch.nn.Module], object] | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
     **changes: Any,
 ) -> ThunderModule:
     """Shard a jitted module, where ``thunder.distributed.fsdp`` or ``ddp`` stood.
@@ -43,7 +46,8 @@ def zero(
     """
     if not isinstance(model, ThunderModule):
         raise TypeError(f"zero takes a jitted module, got {type(model).__name__}; call it on thunder.jit(module)")
-    transform = ZeroTransform(policy, stage=stage, process_group=process_group, mesh=mesh, device=device, **changes)
+    where: dict[str, Any] = {"process_group": process_group, "mesh": mesh, "device": device}
+    transform = ZeroTransform(policy, stage=stage, init=init, weights=weights, **where, **changes)
     refuse_transformed(model, transform)
     if compile_stats(model).calls:
         raise RuntimeError(
@@ -69,14 +73,18 @@ class Zero(Plugin):
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
+        init: Callable[[torch.nn.Module], object] | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
         **changes: Any,
     ) -> None:
         self._policy = policy_of(policy, stage, changes)
-        self._where: dict[str, Any] = {"process_group": process_group, "mesh": mesh, "device": device}
+        self._arguments: dict[str, Any] = {"process_group": process_group, "mesh": mesh, "device": device}
+        self._arguments |= {"init": init, "weights": weights}
+        sources_of(init, weights)  # refused here, and not where a module is compiled one day
 
     def setup_transforms(self) -> list[ZeroTransform]:
         """A transform of its own for every module that is compiled."""
-        return [ZeroTransform(self._policy, **self._where)]
+        return [ZeroTransform(self._policy, **self._arguments)]
 
 
 class Recipe(ThunderRecipe):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -15,6 +16,7 @@ from thunder_zero.policy import Policy
 from thunder_zero.runtime import agree, checkpoint
 from thunder_zero.runtime.executor import Program, Runtime, ZeroExecutor
 from thunder_zero.runtime.group import device_for, ranks_of
+from thunder_zero.runtime.materialize import Other, Sources, initial_values
 from thunder_zero.runtime.optimizers import is_transformed
 from thunder_zero.runtime.shards import is_hollow, set_parameter
 from thunder_zero.runtime.state import State
@@ -77,14 +79,21 @@ class ZeroTransform(Transform):
         process_group: ranks that share the model; the default group if None.
         mesh: instead of a group, a mesh of one dimension (shard) or two (replicate, shard): with two, the model is
             sharded over the second, and there are as many copies of it as the first is long (hybrid sharding).
-        device: where the shards live; where the module's parameters are if None.
+        device: where the shards live; where the module's parameters are if None, and the CPU if they are on the meta
+            device (the current device, if the group carries no CPU tensors).
+        init: gives parameters and buffers on the meta device their values, after ``reset_parameters`` of each module
+            that owns some: it is called as ``module.apply(init)`` calls it, with the module's own parameters in full.
+        weights: full tensors by their names in the module's state dict (``torch.load(..., mmap=True)``); they become
+            the values of the module's parameters and buffers, read one at a time.
         changes: fields of the policy that differ from it, such as ``broadcast_from=0``.
 
     Raises:
         ValueError: a stage or a field out of range, a module without parameters, a rank that the
-            group does not have, a device that is not there, a mesh whose dimensions do not fit.
+            group does not have, a device that is not there, a mesh whose dimensions do not fit; a parameter or buffer
+            on the meta device that nothing gives a value; weights of other names or shapes.
         RuntimeError: no process group; a module that is transformed already; ranks that differ.
-        TypeError: a function where a module is needed; not a policy; a field that policies do not have.
+        TypeError: a function where a module is needed; not a policy; a field that policies do not have; init that is
+            no function, weights that are no mapping.
     """
 
     def __init__(
@@ -95,12 +104,15 @@ class ZeroTransform(Transform):
         process_group: dist.ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         device: torch.device | str | None = None,
+        init: Callable[[torch.nn.Module], object] | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
         **changes: Any,
     ) -> None:
         self.policy = policy_of(policy, stage, changes)
         self.process_group = process_group
         self.mesh = mesh
         self.device = _device_named(device)
+        self._sources = sources_of(init, weights)
         self._executor: ZeroExecutor | None = None
         self._forward: TraceCtx | None = None
         self._programs: WeakKeyDictionary[TraceCtx, Program] = WeakKeyDictionary()  # by forward trace
@@ -133,8 +145,10 @@ class ZeroTransform(Transform):
             inside = ranks.inside
             plan = make_plan(model._model, self.policy, inside.size(), inside.rank(), ranks.replicas)
             device = device_for(model._model, plan, ranks, self.device)
-        self.state = State.take(model._model, plan, ranks, device)
-        place(model, self.state, self.device)
+        values = initial_values(model._model, plan, ranks, device, self._sources)
+        self._sources = Sources()  # a state dict is large, and the transform lives as long as the model
+        self.state = State(model._model, plan, ranks, device, values.at_rest)
+        place(model, self.state, values.others, self.device)
         self.state.pin(model)
         cast_borders(model._model, self.policy.mixed_precision)
         adopt(model, self)
@@ -215,9 +229,11 @@ def _saves_nothing(forward: TraceCtx) -> bool:
     return TraceTag.AUGMENTED_FORWARD not in forward.tags or not any(forward.bound_symbols[-1].args[1])
 
 
-def place(model: ThunderModule, state: State, device: torch.device | None) -> None:
+def place(model: ThunderModule, state: State, others: Iterable[Other], device: torch.device | None) -> None:
     """Shards into the jitted module, placeholders into the plain one; buffers in the dtype, and with ignored parameters
-    on the device, that were asked for."""
+    on the device, that were asked for, with the values that were made or read for them."""
+    for other in others:
+        put(model, other)
     for param in state.plan.params:
         for name in param.names:
             model._overrides_parameters[name] = state.shards[param.path]
@@ -234,6 +250,20 @@ def place(model: ThunderModule, state: State, device: torch.device | None) -> No
             parent, _, attribute = name.rpartition(".")
             setattr(model._model.get_submodule(parent), attribute, placed)
             model.set_buffer(name, model._model.get_buffer(name))
+
+
+def put(model: ThunderModule, other: Other) -> None:
+    """A value into the tensor of a module, or a tensor that has it in place of one on the meta device."""
+    if not other.tensor.is_meta:
+        with torch.no_grad():
+            other.tensor.copy_(other.value)
+        return
+    is_parameter = isinstance(other.tensor, torch.nn.Parameter)
+    value = torch.nn.Parameter(other.value, other.tensor.requires_grad) if is_parameter else other.value
+    for name in other.names:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model._model.get_submodule(parent), attribute, value)
+        (model._overrides_parameters if is_parameter else model._overrides_buffers)[name] = value
 
 
 def _before_forward(model: ThunderModule, args: Any) -> None:
@@ -269,6 +299,22 @@ def policy_of(policy: Policy | int | None, stage: int, changes: dict[str, Any]) 
     if stage not in (DEFAULT_STAGE, chosen.stage):
         raise ValueError(f"stage is {stage!r} and the policy's stage is {chosen.stage}; give one of the two")
     return replace(chosen, **changes)
+
+
+def sources_of(init: object, weights: object) -> Sources:
+    """What ``init`` and ``weights`` of ZeroTransform, ``zero`` and Zero mean.
+
+    Raises:
+        TypeError: not a function; not a mapping.
+    """
+    if init is not None and (not callable(init) or isinstance(init, torch.nn.Module)):
+        raise TypeError(f"init is {init!r}; give a function of a module that writes its parameters, or None")
+    if weights is not None and not isinstance(weights, Mapping):
+        raise TypeError(
+            f"weights is a {type(weights).__name__}; give a mapping of names to tensors, such as a state dict from "
+            f"torch.load(path, mmap=True), or None"
+        )
+    return Sources(init, weights)
 
 
 def _device_named(device: torch.device | str | None) -> torch.device | None:
