@@ -198,11 +198,12 @@ class ZeroStrategy(DDPStrategy):
                 f"the state dict lacks {missing or 'nothing'} and has {sorted(unknown) or 'nothing'} that the module "
                 f"does not know; load with strict=False to take what fits"
             )
-        tensors = {}
+        tensors, model = {}, module.model
+        at_rest = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         for name in filter(state_dict.__contains__, mine):
             if isinstance(mine[name], Tensor):
                 # Cast here: Thunder would put a parameter of another dtype in the place of the shard.
-                tensors[name] = state_dict[name].to(mine[name].dtype)
+                tensors[name] = state_dict[name].to(at_rest[name].dtype)
             else:
                 module.model._model.get_submodule(name.rpartition(".")[0]).set_extra_state(state_dict[name])
         module.model.load_original_state_dict(tensors)
@@ -298,14 +299,13 @@ def zero_module(model: nn.Module) -> ZeroModule:
 
 
 def require_supported(precision: Precision) -> None:
-    """Raise where gradients would be wrong, or where a plugin wraps what Thunder compiles.
+    """Raise where a plugin wraps what Thunder compiles.
 
     Raises:
-        TypeError: the plugin is none of torch's own dtypes, or scales gradients by what each rank sees.
+        TypeError: the plugin is none of torch's own dtypes.
     """
-    scales = isinstance(precision, MixedPrecision) and precision.scaler is not None
-    if type(precision) not in (Precision, HalfPrecision, DoublePrecision, MixedPrecision) or scales:
+    if type(precision) not in (Precision, HalfPrecision, DoublePrecision, MixedPrecision):
         raise TypeError(
             f"ZeroStrategy does not support precision={precision.precision!r} ({type(precision).__name__}); choose "
-            f"'32-true', '64-true', 'bf16-true', '16-true' or 'bf16-mixed'"
+            f"'32-true', '64-true', 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed'"
         )

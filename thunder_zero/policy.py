@@ -78,6 +78,9 @@ class Policy:
         hold_gathered: ZeRO-2 only: parameters that a forward under ``no_sync`` has gathered stay until the micro-batch
             that reduces has read them, since they do not change in an accumulation (default False: each micro-batch
             gathers). Needs the memory of the gathered model.
+        cpu_offload: sharded parameters' shards, and with them gradients and optimizer state, rest in host memory; each
+            shard is copied to the device before its gather, its gradient back after the reduction (default False; on
+            the CPU it changes nothing, and warns so).
         broadcast_from: rank in the process group whose parameters and buffers all ranks take at
             the start; None (default) requires them to be equal already.
         check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
@@ -99,6 +102,7 @@ class Policy:
     regather: bool = False
     keep_last: bool = True
     hold_gathered: bool = False
+    cpu_offload: bool = False
     broadcast_from: int | None = None
     check_gradients: bool = False
 
@@ -108,7 +112,7 @@ class Policy:
         for name, unit in COUNTS.items():
             if not _is_count(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give a number of {unit}, 0 or more")
-        for name in ("regather", "keep_last", "hold_gathered", "check_gradients"):
+        for name in ("regather", "keep_last", "hold_gathered", "cpu_offload", "check_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
         if not isinstance(self.ignored, tuple) or not all(isinstance(path, str) for path in self.ignored):

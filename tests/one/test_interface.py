@@ -329,6 +329,20 @@ def hold_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts == [1, 0]
 
 
+def cpu_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited for at backward's end; on a CPU it says that it changes nothing. On a GPU: tests/gpu."""
+    lines = [str(traced(replace(tz.ZERO3, cpu_offload=offload)).backward) for offload in (False, True)]
+    assert ["zero_land" in text for text in lines] == [False, True]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.warns(UserWarning, match="cpu_offload changes nothing: the model is on the CPU"):
+            model: Any = thunder.jit(Net(), transforms=[tz.ZeroTransform(cpu_offload=True)])
+        model(X).sum().backward()
+        assert all(param.grad.device.type == "cpu" for param in model.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
 def broadcast_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether weights and buffers travel; what arrives: tests/ranks/test_bad_input.py."""
     sent: list[int] = []
@@ -372,6 +386,7 @@ SEEN = {
         regather,
         keep_last,
         hold_gathered,
+        cpu_offload,
         broadcast_from,
         check_gradients,
     )

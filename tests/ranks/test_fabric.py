@@ -206,10 +206,48 @@ def test_trains_saves_and_goes_on_as_one_process(ranks_pool: RanksPool, tmp_path
     assert train_plain(model, optimizer, range(SAVED_AFTER, STEPS))[0] == pytest.approx(losses[SAVED_AFTER:], rel=1e-5)
 
 
-def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+def precise(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    """Fabric's scaler when the last rank overflows in the second step; and a file loaded where compute is bfloat16."""
     from lightning.fabric.plugins import MixedPrecision
 
+    found: dict[str, Any] = {"weights": []}
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    with fabric_on(rank, world_size, plugins=MixedPrecision("16-mixed", "cpu", scaler)) as fabric:
+        model = fabric.setup(fresh(Net))
+        optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), 0.1))
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(inputs(step, 0, rank, world_size)).float().square().mean()
+            fabric.backward(loss * (1e6 if step == 1 and rank == world_size - 1 else 1.0))
+            optimizer.step()
+            found["weights"].append(full_weights(model)["second.weight"])
+        found["scale"] = scaler.get_scale()
+    half = tz.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
+    with fabric_on(rank, world_size, mixed_precision=half) as fabric:
+        model = fabric.setup(fresh(Net))
+        fine = {name: value * 1.001 for name, value in fresh(Net).state_dict().items()}
+        torch.save(fine, folder / f"fine{rank}.pt")
+        fabric.load_raw(folder / f"fine{rank}.pt", model)
+        found["exact"] = all(torch.equal(full_weights(model)[name], value) for name, value in fine.items())
+    return found
+
+
+def test_scalers_skip_on_all_ranks_and_files_are_read_in_full_precision(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    for found in ranks_pool.run(2, precise, tmp_path):
+        first, second, third = found["weights"]
+        assert torch.equal(first, second)
+        assert not torch.equal(second, third)
+        assert found["scale"] == 8.0
+        assert found["exact"]
+
+
+def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    from lightning.fabric.plugins import Precision
+
     from thunder_zero.lightning import ZeroStrategy, zero_module
+
+    class Other(Precision):
+        """A plugin of somebody's."""
 
     found = {
         "unknown": raised(lambda: ZeroStrategy(stages=3)),
@@ -217,11 +255,11 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "plain": raised(lambda: zero_module(Net())),
     }
 
-    def scaled() -> None:
-        with fabric_on(rank, world_size, plugins=MixedPrecision("16-mixed", "cpu")):
+    def foreign() -> None:
+        with fabric_on(rank, world_size, plugins=Other()):
             pass
 
-    found["scaler"] = raised(scaled)
+    found["plugin"] = raised(foreign)
     with fabric_on(rank, world_size, jit_options={"cache": "same input"}) as fabric:
         model = fabric.setup(Net())
         found["option"] = thunder.compile_data(zero_module(model)).cache_option.name
@@ -272,7 +310,7 @@ def test_what_is_not_supported_is_said_on_all_ranks(ranks_pool: RanksPool, tmp_p
         "unknown": ["TypeError", "stages=3 is not a field"],
         "stage": ["ValueError", "stage is 4"],
         "plain": ["TypeError", "Net", "fabric.setup"],
-        "scaler": ["TypeError", "'16-mixed' (MixedPrecision)", "'bf16-mixed'"],
+        "plugin": ["TypeError", "'32-true' (Other)", "'bf16-mixed' or '16-mixed'"],
         "option": ["SAME_INPUT"],
         "jitted": ["TypeError", "jit_options (cache)", "give it the plain module"],
         "full weights stay": ["False"],

@@ -21,12 +21,15 @@ from functools import cache, cached_property
 from math import prod
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from thunder_zero.plan import Param, Plan
+from thunder_zero.runtime import staging
 
 import thunder.core.dtypes as dtypes
 from thunder.core import prims
+from thunder.core.devices import Device, to_device
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import OperatorExecutor
@@ -40,6 +43,10 @@ class Runtime(Protocol):
 
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
         """Start reducing; returns a handle with ``wait() -> tuple of reduced gradients``."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where compute is; None: where the parameters are."""
 
     @property
     def synced(self) -> bool:
@@ -57,6 +64,9 @@ class Runtime(Protocol):
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise on every rank if any gradient on any rank is not finite."""
 
+    def land(self, grads: Sequence[Tensor]) -> None:
+        """Wait until gradients have arrived in host memory."""
+
     def share_overflow(self, grads: Sequence[Tensor], others: Sequence[str]) -> None:
         """Put Inf into a gradient of every rank if any of these, or a ``.grad`` of the others, is not finite."""
 
@@ -67,6 +77,8 @@ class Runtime(Protocol):
 class Rehearsal:
     """The runtime of a trace that is only looked at: no process group, nothing runs."""
 
+    device = None
+
     def __init__(self, synced: bool) -> None:
         self.synced = synced
 
@@ -75,7 +87,7 @@ class Rehearsal:
             "this trace was made by thunder_zero.trace, without a process group; it can be read, not run"
         )
 
-    all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = share_overflow = _refuse
+    all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = land = share_overflow = _refuse
 
     def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
         """There is no other rank."""
@@ -105,7 +117,7 @@ class ZeroExecutor(OperatorExecutor):
         plan: what each parameter is.
         program: what is being compiled, or was compiled last.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: one tensor each.
-        check_finite, reduce_deferred, share_overflow: stand before backward's return.
+        check_finite, reduce_deferred, land, share_overflow: stand before backward's return.
         check_synced: stands in the prologue, where a program is chosen.
     """
 
@@ -129,6 +141,7 @@ class ZeroExecutor(OperatorExecutor):
         self.check_synced = self._register("zero_check_synced", _no_meta, runtime.check_synced, tags=tags)
         self.reduce_deferred = self._register("zero_reduce_deferred", _no_meta, runtime.reduce_deferred, tags=tags)
         self.check_finite = self._register("zero_check_finite", _no_meta, runtime.check_finite, tags=tags)
+        self.land = self._register("zero_land", _no_meta, runtime.land, tags=tags)
         self.share_overflow = self._register("zero_share_overflow", _no_meta, runtime.share_overflow, tags=tags)
         self.cast = self._register("zero_cast", self._synchronize_meta, self._cast)
         self.synchronize = self._register("zero_synchronize", self._synchronize_meta, None)
@@ -167,22 +180,33 @@ class ZeroExecutor(OperatorExecutor):
 
     def _synchronize_meta(self, shard: TensorProxy, path: str) -> TensorProxy:
         param = self.plan.by_name[path]
-        return TensorProxy(like=shard, shape=param.shape, dtype=dtypes.to_dtype(param.compute_dtype))
+        dtype = dtypes.to_dtype(param.compute_dtype)
+        return TensorProxy(like=shard, shape=param.shape, dtype=dtype, device=self._device_of(shard))
 
     def _gather_meta(self, shard: TensorProxy, path: str) -> FutureTensorProxy:
         param = self.plan.by_name[path]
-        return FutureTensorProxy(shape=param.shape, device=shard.device, dtype=dtypes.to_dtype(param.compute_dtype))
+        dtype = dtypes.to_dtype(param.compute_dtype)
+        return FutureTensorProxy(shape=param.shape, device=self._device_of(shard), dtype=dtype)
 
     def _reduce_meta(self, grad: TensorProxy, path: str) -> FutureTensorProxy:
         param = self.plan.by_name[path]
-        dtype = dtypes.to_dtype(param.dtype)
-        return FutureTensorProxy(shape=self.plan.shard_shape(param), device=grad.device, dtype=dtype)
+        shape, dtype = self.plan.shard_shape(param), dtypes.to_dtype(param.dtype)
+        return FutureTensorProxy(shape=shape, device=self.rest_device(param) or grad.device, dtype=dtype)
+
+    def rest_device(self, param: Param) -> Device | None:
+        """Where its shard is; None: where it is computed with."""
+        device = self.runtime.device
+        return None if device is None else to_device(staging.rest_device(param, self.plan, device))
+
+    def _device_of(self, shard: TensorProxy) -> Device:
+        return shard.device if self.runtime.device is None else to_device(self.runtime.device)
 
     def _defer_meta(self, grad: TensorProxy, path: str) -> TensorProxy:
         """The gradient that the shard will have; as long as it is deferred there is none, and None is returned."""
         param = self.plan.by_name[path]
         shape, dtype = self.plan.shard_shape(param), dtypes.to_dtype(param.dtype)
-        return TensorProxy(like=grad, shape=shape, dtype=dtype, requires_grad=False)
+        device = self.rest_device(param) or grad.device
+        return TensorProxy(like=grad, shape=shape, dtype=dtype, device=device, requires_grad=False)
 
     def handle_of(self, single: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str]) -> FutureTensorProxy:
         """The handle of a launch; of several tensors it is flat, since their shapes differ."""

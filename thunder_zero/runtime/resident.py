@@ -33,15 +33,16 @@ class Versions:
 
 
 class Buffers:
-    """ZeRO-1's full parameters, padded; their own rows are the shards, or copies of them in another dtype.
+    """ZeRO-1's full parameters, padded; their own rows are the shards, or copies of them, cast or offloaded.
 
     Attributes:
+        shared: paths of those whose own rows are the shards themselves, and not copies.
         stale: paths of those whose rows changed here or, once ranks agreed, on any rank.
     """
 
-    def __init__(self, plan: Plan, buffers: Mapping[str, Tensor], versions: Versions) -> None:
-        self._plan = plan
+    def __init__(self, buffers: Mapping[str, Tensor], shared: tuple[str, ...], versions: Versions) -> None:
         self._buffers = buffers
+        self.shared = shared
         self._versions = versions
         self.stale: set[str] = set()
         versions.note(buffers)
@@ -50,11 +51,6 @@ class Buffers:
     def paths(self) -> tuple[str, ...]:
         """All of them."""
         return tuple(self._buffers)
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """Those whose own rows are the shards themselves."""
-        return tuple(path for path in self._buffers if not self._plan.by_name[path].is_cast)
 
     def note_changed(self) -> None:
         """Find out which shards something other than an optimizer has written to."""

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime import agree, optimizers
 from thunder_zero.runtime.accumulation import Accumulation
-from thunder_zero.runtime.casting import Casting, casts
 from thunder_zero.runtime.clock import Clock
 from thunder_zero.runtime.group import Ranks
 from thunder_zero.runtime.handle import Waitable
@@ -27,6 +26,7 @@ from thunder_zero.runtime.hybrid import Hybrid
 from thunder_zero.runtime.intact import Intact
 from thunder_zero.runtime.resident import Buffers, Held, Versions, own_rows_of, padded
 from thunder_zero.runtime.shards import own_rows, placeholder, side_by_side
+from thunder_zero.runtime.staging import Staging, is_staged, needs_staging, rest_device
 from thunder_zero.runtime.transport import Transport, transport_for
 
 
@@ -38,6 +38,7 @@ class State:
         ranks: who trains the model, and among whom it is sharded.
         group: all of these ranks.
         shards: what the optimizer sees, by path: this rank's rows, or the full parameter.
+        device: where compute is.
         placeholders: what stands in the plain module instead, by path: the full shape, no memory.
         accumulation: gradients whose reduction is deferred.
         clock: sees the waits, while somebody measures.
@@ -65,8 +66,10 @@ class State:
             if param.resident:
                 full = rows.pop(param.path)
                 buffers[param.path] = buffer = padded(full.to(param.compute_dtype), param, plan)
-                rows[param.path] = own_rows(full, param, plan) if param.is_cast else own_rows_of(buffer, plan)
+                apart = is_staged(param, plan, device)
+                rows[param.path] = own_rows(full, param, plan) if apart else own_rows_of(buffer, plan)
                 del full
+            rows[param.path] = _at(rest_device(param, plan, device), rows[param.path])
         gathered = [param for param in plan.params if param.sharded and not param.resident]
         for together in self._transport.neighbours(gathered):
             paths = [param.path for param in together]
@@ -79,7 +82,8 @@ class State:
             param.path: placeholder(originals[param.path], param.compute_dtype, device) for param in plan.params
         }
         versions = Versions(self.shards)
-        self._resident = Buffers(plan, buffers, versions)
+        shared = tuple(path for path in buffers if not is_staged(plan.by_name[path], plan, device))
+        self._resident = Buffers(buffers, shared, versions)
         self._held = Held(versions)
         for path, original in originals.items():
             optimizers.replace(original, self.placeholders[path], path, self)
@@ -155,8 +159,10 @@ class State:
         for path in self._on_any_rank(paths, self.accumulation.paths):
             param = self.plan.by_name[path]
             total = self.accumulation.take(path)
-            full = self.shards[path].new_zeros(param.shape, dtype=param.reduce_dtype) if total is None else total
+            nothing = torch.zeros((), dtype=param.reduce_dtype, device=self.device).expand(param.shape)
+            full = nothing if total is None else total
             (means[path],) = self._reduce([full], [param]).wait()
+        self.land(list(means.values()))
         if means and self.plan.policy.check_gradients:
             self.check_finite(list(means.values()), list(means))
         for path, mean in means.items():
@@ -169,7 +175,7 @@ class State:
         Raises:
             RuntimeError: naming the first such parameter, on every rank.
         """
-        bad = torch.stack([~grad.isfinite().all() for grad in grads]).to(torch.int32)
+        bad = torch.stack([(~grad.isfinite().all()).to(self.device) for grad in grads]).to(torch.int32)
         dist.all_reduce(bad, dist.ReduceOp.MAX, group=self.group)
         if bad.any():
             path = paths[int(bad.argmax())]
@@ -179,6 +185,11 @@ class State:
                 f"this batch (policy check_gradients asked to stop here; no .grad was changed, what no_sync deferred "
                 f"is dropped)"
             )
+
+    def land(self, grads: Sequence[Tensor]) -> None:
+        """Policy ``cpu_offload``: the copies of these reduced gradients to host memory have ended."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     @torch.no_grad()
     def share_overflow(self, grads: Sequence[Tensor], others: Sequence[str]) -> None:
@@ -191,7 +202,8 @@ class State:
         if self.plan.world_size == 1:
             return
         also = [grad for path in others if (grad := self.shards[path].grad) is not None]
-        overflows = torch.stack([~grad.isfinite().all() for grad in (*grads, *also)]).any().to(torch.int32)
+        overflows = torch.stack([(~grad.isfinite().all()).to(self.device) for grad in (*grads, *also)])
+        overflows = overflows.any().to(torch.int32)
         dist.all_reduce(overflows, dist.ReduceOp.MAX, group=self.group)
         if overflows:
             next(grad for grad in grads if grad.numel()).view(-1)[:1].fill_(torch.inf)
@@ -294,7 +306,12 @@ def _transport(plan: Plan, ranks: Ranks, device: torch.device) -> Transport:
     if ranks.across is not None:
         across, everyone = transport_for(ranks.across, device), transport_for(ranks.everyone, device)
         transport = Hybrid(transport, across, everyone, plan)
-    return Casting(transport, plan) if casts(plan) else transport
+    return Staging(transport, plan, device) if needs_staging(plan, device) else transport
+
+
+def _at(device: torch.device, rows: Tensor) -> Tensor:
+    """The rows on this device; what leaves a GPU for host memory is pinned."""
+    return rows.to(device).pin_memory() if rows.is_cuda and device.type == "cpu" else rows.to(device)
 
 
 def as_of(param: Param, grad: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def insert_synchronize(computation: TraceCtx, inputs: dict[str, Param], executor
     """
     proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in inputs}
     for name, proxy in proxies.items():
-        _put_at_rest(proxy, inputs[name], executor.plan)
+        _put_at_rest(proxy, inputs[name], executor)
     paths = {name: param.path for name, param in inputs.items()}
     executor.program = Program(executor.plan, paths, synced=executor.runtime.synced)
     new = from_trace(computation)
@@ -81,20 +81,21 @@ def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
     for bsym in prologue.bound_symbols:
         if bsym.sym is prims.unpack_parameter and bsym.args[1] in plan.by_name:
             unpacked[bsym.output.name] = param = plan.by_name[bsym.args[1]]
-            _put_at_rest(bsym.output, param, plan)
+            _put_at_rest(bsym.output, param, executor)
         elif bsym.sym is prims.check_tensor_shape_and_metadata and bsym.args[0].name in unpacked:
-            tensor, _, device, _, *rest = bsym.args
+            tensor, _, _, _, *rest = bsym.args
             param = unpacked[tensor.name]
-            bsym.args = (tensor, plan.shard_shape(param), device, param.dtype, *rest)
+            bsym.args = (tensor, plan.shard_shape(param), tensor.device.device_str(), param.dtype, *rest)
     with tracectx(prologue):
         synced = executor.check_synced.bind(executor.program.synced, output=None)
     prologue.bound_symbols.insert(-1, synced)
 
 
-def _put_at_rest(proxy: TensorProxy, param: Param, plan: Plan) -> None:
-    """Give an input the shape and dtype of what is at rest; in place, since its trace shares it."""
+def _put_at_rest(proxy: TensorProxy, param: Param, executor: ZeroExecutor) -> None:
+    """Give an input the shape, dtype and device of what is at rest; in place, since its trace shares it."""
     dtype = to_dtype(param.dtype)
-    proxy._shape, proxy._dtype = plan.shard_shape(param), dtype
+    proxy._shape, proxy._dtype = executor.plan.shard_shape(param), dtype
+    proxy._device = executor.rest_device(param) or proxy.device
     proxy._true_dtype = dtype if param.shape else to_weak_dtype(dtype)  # Thunder takes a 0-dim tensor for a number
 
 

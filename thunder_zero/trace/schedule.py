@@ -85,9 +85,11 @@ def drop_replicas(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
 def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     """With the lines that stand before the return of a backward that reduces, where they are needed.
 
-    One looks at every reduced gradient (``policy.check_gradients``). One reduces what an accumulation deferred of the
-    parameters that this backward does not reach. Where float16 is computed with, one has all ranks see an overflow on
-    any, which only the rank that owns the rows would see: ``torch.amp.GradScaler`` then skips the step on all.
+    One waits until gradients have arrived in host memory (``policy.cpu_offload``); it reads all of them, so that it
+    stands behind their waits. One looks at every reduced gradient (``policy.check_gradients``). One reduces what an
+    accumulation deferred of the parameters that this backward does not reach. Where float16 is computed with, one has
+    all ranks see an overflow on any, which only the rank that owns the rows would see: ``torch.amp.GradScaler`` then
+    skips the step on all.
     """
     if not executor.program.synced or not is_joint(trace.bound_symbols[-1].args[0]):
         return trace
@@ -96,6 +98,8 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     new = from_trace(trace)
     lines: list[BoundSymbol] = []
     with tracectx(new):
+        if reduced and executor.plan.policy.cpu_offload:
+            lines.append(executor.land.bind(tuple(reduced.values()), output=None))
         if reduced and executor.plan.policy.check_gradients:
             lines.append(executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None))
         if others:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,12 @@ class ZeroTransform(Transform):
             inside = ranks.inside
             plan = make_plan(model._model, self.policy, inside.size(), inside.rank(), ranks.replicas)
             device = device_for(model._model, plan, ranks, self.device)
+        if self.policy.cpu_offload and device.type == "cpu":
+            warnings.warn(
+                "cpu_offload changes nothing: the model is on the CPU, so that shards and optimizer state are in host "
+                "memory already",
+                stacklevel=2,
+            )
         values = initial_values(model._model, plan, ranks, device, self._sources)
         self._sources = Sources()  # a state dict is large, and the transform lives as long as the model
         self.state = State(model._model, plan, ranks, device, values.at_rest)
