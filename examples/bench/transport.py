@@ -159,7 +159,8 @@ class Rank:
 
 
 def _param(shape: Shape, sharded: bool) -> Param:
-    return Param("w", (), shape, "float32", 4, True, "", sharded, resident=False, kept=False)
+    dtype = torch.float32
+    return Param("w", (), shape, dtype, dtype, dtype, True, "", sharded, resident=False, kept=False)
 
 
 def _collective(transport: Any, collective: str, tensors: Sequence[Tensor], params: Sequence[Param]) -> Run:

@@ -244,6 +244,7 @@ def _warm_up() -> None:
 
     torch.set_num_threads(1)
     importlib.import_module("thunder_zero")
+    gc.set_threshold(100_000, 20, 100)  # compiling makes much and frees little
     gc.freeze()  # so that the collection after each call is short
 
 

@@ -137,6 +137,27 @@ class Mlp(nn.Module):
         return x
 
 
+class Small(nn.Module):
+    """Quick to compile: a tied embedding, rows that few worlds divide, a scalar, one row, one frozen, one unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 5)
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
+        self.head = nn.Linear(5, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.row = nn.Parameter(torch.randn(1, 5))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) * self.frozen + self.row
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x * self.scale)
+
+
 def fresh(factory: Any, *args: Any) -> Any:
     """The same module on every rank and in every call."""
     torch.manual_seed(0)

@@ -27,6 +27,8 @@ from tests.ranks.models import (
 )
 from thunder_zero.timeline import Kind, gathered_bytes
 
+import thunder.torch as ltorch
+
 STAGES, BLOCKS, STEPS = (0, 1, 2, 3), 2, 3
 
 
@@ -77,6 +79,38 @@ def test_collectives_are_those_without_checkpointing(name: str) -> None:
         parameters = parameter_inputs(checked)
         assert saved(checked.forward) & from_parameters_alone(checked.forward, parameters) == set()
         assert gathered_bytes(checked.forward_timeline)[-1] == 0
+
+
+def two_layers(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    for _ in range(2):
+        x = ltorch.tanh(ltorch.linear(x, weight, bias))
+    return x
+
+
+class Own(nn.Module):
+    """Thunder's own checkpoint, of functions of tensors."""
+
+    def __init__(self, is_checked: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.is_checked = is_checked
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            args = (x, layer.weight, layer.bias)
+            x = ltorch.checkpoint(two_layers, *args) if self.is_checked else two_layers(*args)
+        return x
+
+
+@pytest.mark.parametrize("name", policies())
+def test_thunders_own_does_the_same(name: str) -> None:
+    x = torch.zeros(2, WIDTH)
+    plain, checked = (
+        tz.trace(fresh(Own, is_checked), x, policy=policies()[name], world_size=2) for is_checked in (False, True)
+    )
+    assert collectives(checked) == collectives(plain)
+    assert len(activations(checked)) < len(activations(plain))
+    assert max(gathered_bytes(checked.timeline)) <= max(gathered_bytes(plain.timeline))
 
 
 def train(model: Any, xs: list[Tensor]) -> None:
