@@ -16,7 +16,6 @@ from tests.ranks.models import LENGTH, VOCABULARY, Gpt, error, fresh
 
 import thunder
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 STAGES, STEPS = (0, 1, 2, 3), 3
 TOKENS = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
 

@@ -183,13 +183,16 @@ def misuse(rank: int, world_size: int) -> list[str]:
     for mesh, options in ((three, {}), (two, {"process_group": dist.group.WORLD}), ((2, 2), {})):
         transform = tz.ZeroTransform(mesh=mesh, **options)
         found.append(raised(lambda transform=transform: thunder.jit(Mlp(), transforms=[transform])))  # type: ignore[misc]
+    mesh = None if rank == 1 else two
+    found.append(raised(lambda: thunder.jit(fresh(Mlp), transforms=[tz.ZeroTransform(mesh=mesh)])))
     return found
 
 
 def test_a_mesh_that_does_not_fit_gets_one_sentence(ranks_pool: RanksPool) -> None:
-    for dimensions, both, no_mesh in ranks_pool.run(4, misuse):
+    for dimensions, both, no_mesh, different in ranks_pool.run(4, misuse):
         assert "mesh has 3 dimensions ('a', 'b', 'c'); give one (shard) or two (replicate, shard)" in dimensions
         assert "process_group and mesh are both given; give one of them" in both
+        assert "the mesh (copies x ranks) differs between ranks: rank 0 has 2 x 2, rank 1 has 1 x 4" in different
         assert "mesh is (2, 2), a tuple; give a torch.distributed.device_mesh.DeviceMesh" in no_mesh
 
 

@@ -53,6 +53,8 @@ def describe(module: nn.Module, plan: Plan, device: torch.device) -> list[Line]:
         if field.name != "unit_of"  # a function; what it answers is compared
     ]
     lines.append(Line("the device", device.type, "put the module on the same kind of device on every rank"))
+    mesh = f"{plan.replicas} x {plan.world_size}"
+    lines.append(Line("the mesh (copies x ranks)", mesh, "give every rank the same mesh, or the same process_group"))
     for param in plan.params:
         what = f"shape {param.shape}, {param.dtype}, requires_grad={param.requires_grad}, unit {param.unit!r}"
         if plan.policy.broadcast_from is None and module.get_parameter(param.path).is_meta:

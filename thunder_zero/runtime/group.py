@@ -37,8 +37,8 @@ class Ranks:
 def ranks_of(group: object, mesh: object) -> Ranks:
     """Who trains together, by the process group or the mesh that was given, or the default group.
 
-    A mesh of one dimension shards over it, one of two (replicate, shard) over the second. A collective, where a mesh
-    of two dimensions is not all ranks.
+    A mesh of one dimension shards over it, one of two (replicate, shard) over the second. A collective of its ranks,
+    where a mesh is not all ranks.
 
     Raises:
         RuntimeError: there is no process group.
@@ -62,13 +62,12 @@ def ranks_of(group: object, mesh: object) -> Ranks:
             f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}; transform the module "
             f"only on the ranks of the mesh"
         )
-    inside = mesh.get_group(mesh.ndim - 1)
-    if mesh.ndim == 1 or mesh.size(0) == 1:
-        return Ranks(inside, inside, None)
-    return Ranks(_all_of(mesh), inside, mesh.get_group(0))
+    several = mesh.ndim == 2 and mesh.size(0) > 1
+    return Ranks(_all_of(mesh), mesh.get_group(mesh.ndim - 1), mesh.get_group(0) if several else None)
 
 
 def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The default group where the mesh is all ranks, so that one that was given another mesh is heard."""
     ranks = mesh.mesh.flatten().tolist()
     if ranks == list(range(dist.get_world_size())):
         return process_group(None)
