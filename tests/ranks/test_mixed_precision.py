@@ -293,6 +293,23 @@ def test_the_loss_curve_in_bfloat16_follows_float32(ranks_pool: RanksPool) -> No
     assert max(abs(ours - right) for ours, right in zip(found, eager, strict=True)) < 0.05
 
 
+def eighths(rank: int, world_size: int) -> list[str]:
+    """A trained parameter whose dtype nobody adds up; one that is frozen is only gathered."""
+    found = []
+    for trained in (True, False):
+        module = Gate()
+        module.extra = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=trained)
+        found.append(raised(lambda module=module: sharded(module, 3)))  # type: ignore[misc]
+    return found
+
+
+def test_a_dtype_that_cannot_be_reduced_is_refused_on_all_ranks(ranks_pool: RanksPool) -> None:
+    for trained, frozen in ranks_pool.run(2, eighths):
+        assert "the gradient of parameter 'extra' would be reduced in torch.float8_e4m3fn, which the backend" in trained
+        assert "mixed_precision with reduce_dtype=torch.float32" in trained
+        assert frozen == "nothing"
+
+
 def test_what_is_refused() -> None:
     assert "param_dtype is torch.int32; give one of torch.float16" in raised(lambda: tz.MixedPrecision(torch.int32))
     assert "the override of 'a' is torch.float32; give a thunder_zero.MixedPrecision" in raised(
