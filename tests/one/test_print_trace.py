@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,38 @@ def test_the_last_line_is_the_timeline_s(stage: int) -> None:
     assert numbers(printed(traces(stage))[-1]) == [sum(counts), *counts, sent, peak]
     assert counts[1] > 0
     assert (counts[0] > 0, peak > 0) == (stage > 0, stage > 1)
+
+
+@STAGES
+def test_both_programs_of_an_accumulation_are_shown_with_bytes_and_memory(stage: int) -> None:
+    """One model, called both ways; W = 1 here, so the bytes that are sent are those of a trace for four ranks."""
+    tokens, policy = torch.zeros(2, 4, dtype=torch.int64), tz.Policy(stage=stage, keep_last=False)
+    inside = tz.trace(GPT(), tokens, policy=policy, world_size=4, synced=False)
+    counts = [sum(op.kind is kind for op in inside.timeline.ops) for kind in (tz.Kind.GATHER, tz.Kind.REDUCE)]
+    sent, peak = sum(map(inside.timeline.bytes_sent, inside.timeline.ops)), max(gathered_bytes(inside.timeline))
+    full = sum(param.full_bytes for param in inside.plan.params)
+    *_, summed, kept = printed(inside)
+    assert numbers(summed) == [sum(counts), *counts, sent, peak]
+    assert counts[1] == 0
+    assert kept == f"{full:,} B of full gradients are kept for a later backward"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model: Any = thunder.jit(GPT(), transforms=[tz.ZeroTransform(policy)])
+        with pytest.raises(RuntimeError, match="the model was not called yet"):
+            tz.traces_of(model, synced=False)
+        model(tokens).sum().backward()
+        with pytest.raises(RuntimeError, match="not called inside of no_sync yet"):
+            tz.traces_of(model, synced=False)
+        with model.no_sync():
+            model(tokens).sum().backward()
+        shown = {synced: printed(tz.traces_of(model, synced=synced)) for synced in (True, False)}
+        assert shown[False] == printed(model)
+    finally:
+        dist.destroy_process_group()
+    for synced, lines in shown.items():
+        titles = [line for line in lines if line.startswith(("# forward", "# backward"))]
+        assert ["under no_sync" in title for title in titles] == [not synced] * 2
+        assert ("kept for a later backward" in lines[-1]) is not synced
 
 
 @STAGES

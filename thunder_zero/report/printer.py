@@ -42,7 +42,7 @@ def print_rows(rows: Sequence[Row | Gap], plan: Plan, half: str, console: Consol
     Args:
         rows: of one half.
         plan: what each parameter is.
-        half: "forward" or "backward", for the title.
+        half: "forward" or "backward", and what else the title says of it.
         console: where to; it decides about colours, and on a terminal about the width.
     """
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH

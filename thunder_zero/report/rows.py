@@ -117,7 +117,8 @@ def select(rows: Sequence[Row], plan: Plan, unit: str | None, *, only_parameters
 
 
 def total(rows: Iterable[Row | Gap]) -> str:
-    """One sentence that sums up: collectives, bytes that this rank sends, the peak of gathered bytes."""
+    """What sums up: collectives, bytes that this rank sends, the peak of gathered bytes; in a line of its own what is
+    deferred."""
     shown = [row for row in rows if isinstance(row, Row)]
     gathers, reduces = (sum(row.kind is kind for row in shown) for kind in LAUNCHES)
     sent = sum(row.sent or 0 for row in shown)
@@ -127,7 +128,7 @@ def total(rows: Iterable[Row | Gap]) -> str:
     return (
         f"{count} collective{'s' * (count != 1)} ({gathers} gather, {reduces} reduce), "
         f"{sent:,} B sent by this rank, {peak:,} B gathered at most"
-        + (f", {deferred:,} B of gradients deferred" if deferred else "")
+        + (f"\n{deferred:,} B of full gradients are kept for a later backward" if deferred else "")
     )
 
 

@@ -37,6 +37,7 @@ def print_trace(
     Highlighted on a terminal; plain text of 100 columns elsewhere.
 
     >>> tz.print_trace(model, "forward", unit="blocks.0")
+    >>> tz.print_trace(tz.traces_of(model, synced=False))  # what runs under no_sync, with the bytes that it keeps
 
     Args:
         model_or_traces: a model with ZeroTransform that was called, or what :func:`thunder_zero.trace` returns.
@@ -62,7 +63,7 @@ def print_trace(
             continue
         whole = rows(_lines(trace, half), traces.timeline, backward=half == "backward")
         shown = select(whole, traces.plan, unit, only_parameters=fold)
-        print_rows(shown, traces.plan, half, console)
+        print_rows(shown, traces.plan, half if traces.synced else f"{half} under no_sync", console)
         printed += shown
     print_total(printed, console)
 

@@ -51,12 +51,14 @@ class Traces:
         backward: the backward trace, or None where nothing needs a gradient.
         timeline: both halves, forward first; ``Op.source`` counts the lines of its half's trace.
         plan: what each parameter is.
+        synced: gradients are reduced; otherwise that is deferred (``no_sync``).
     """
 
     forward: TraceCtx
     backward: TraceCtx | None
     timeline: Timeline
     plan: Plan
+    synced: bool = True
 
     @property
     def forward_timeline(self) -> Timeline:
@@ -220,8 +222,13 @@ class ZeroTransform(Transform):
         """What an entry of Thunder's cache runs, with the timeline that is read off it."""
         forward = entry.computation_traces[-1]
         backward = entry.backward_traces[-1] if entry.backward_traces else None
-        program = next(self._programs[trace] for trace in entry.computation_traces if trace in self._programs)
-        return Traces(forward, backward, lift_halves(forward, backward, self.executor, program), program.plan)
+        program = self.program_of(entry)
+        timeline = lift_halves(forward, backward, self.executor, program)
+        return Traces(forward, backward, timeline, program.plan, program.synced)
+
+    def program_of(self, entry: Any) -> Program:
+        """What was found out when an entry of Thunder's cache was compiled."""
+        return next(self._programs[trace] for trace in entry.computation_traces if trace in self._programs)
 
     def install(self, model: ThunderModule, plan: Plan, runtime: Runtime) -> None:
         """Put our executors in front of the others: the symbols first, then the schedule, the mending last."""
@@ -379,17 +386,26 @@ def refuse_transformed(model: ThunderModule, transform: ZeroTransform) -> None:
             )
 
 
-def traces_of(model: ThunderModule) -> Traces:
+def traces_of(model: ThunderModule, synced: bool | None = None) -> Traces:
     """The traces that ran last.
 
+    Args:
+        model: a model with ZeroTransform that was called.
+        synced: of the kind that reduces gradients, or (False) of the one that runs under ``no_sync``: if another kind
+            ran last, what was compiled last of it.
+
     Raises:
-        RuntimeError: the model was not called yet.
+        RuntimeError: the model was not called yet, or not so.
     """
     transform = transform_of(model)
     stats = compile_stats(model)
-    for entry in reversed(stats.interpreter_cache):
-        if entry.computation_traces is stats.last_traces:
+    entries = list(reversed(stats.interpreter_cache))
+    entries.sort(key=lambda entry: entry.computation_traces is not stats.last_traces)
+    for entry in entries:
+        if synced in (None, transform.program_of(entry).synced):
             return transform.traces(entry)
+    if entries:
+        raise RuntimeError(f"the model was not called {'outside' if synced else 'inside'} of no_sync yet; call it so")
     raise RuntimeError("the model was not called yet, so there is no trace; call it once, or use thunder_zero.trace")
 
 
