@@ -28,9 +28,11 @@ class MixedPrecision:
             runs in it (default None: as they are).
         reduce_dtype: gradients are cast to it before they are reduced, and their means to the shard's dtype
             (default None: the dtype that the gradient has).
-        output_dtype: floating-point tensors that forward returns are cast to it (default None: as they are).
+        output_dtype: floating-point tensors that forward returns, also in tuples, lists and dicts, are cast to it
+            (default None: as they are).
         buffer_dtype: floating-point buffers are cast to it once, when the module is transformed (default None).
-        cast_forward_inputs: floating-point tensors given to forward are cast to ``param_dtype`` (default True).
+        cast_forward_inputs: floating-point tensors given to forward, found in the same way, are cast to
+            ``param_dtype`` (default True).
         overrides: by pattern of a parameter's or a submodule's path (``"blocks.*.norm"``, as ``fnmatch`` has it),
             what holds for it instead; the last pattern that fits decides. A submodule that a pattern names has its
             own inputs and outputs cast, too, by the fields of its entry.

@@ -51,13 +51,13 @@ def _subclass(kind: type[nn.Module], input_dtype: torch.dtype | None, output_dty
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """The floating-point tensors in tuples, lists and dicts in another dtype; Thunder traces this."""
+    """The floating-point tensors in tuples, lists and dicts in another dtype; other types stay. Thunder traces this."""
     if dtype is None:
         return tree
     if isinstance(tree, torch.Tensor):
         return tree.to(dtype) if tree.is_floating_point() else tree
-    if isinstance(tree, tuple | list):
+    if type(tree) in (tuple, list):
         return type(tree)([_cast(item, dtype) for item in tree])
-    if isinstance(tree, dict):
+    if type(tree) is dict:
         return {key: _cast(item, dtype) for key, item in tree.items()}
     return tree
