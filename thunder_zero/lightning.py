@@ -11,7 +11,7 @@ strategies only; ``lightning`` is the one that LitGPT uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from thunder_zero.policy import Policy
 from thunder_zero.runtime import checkpoint
+from thunder_zero.runtime.group import hybrid_mesh
 from thunder_zero.trace.module import ZeroModule, clip_grad_norm_, transform_of
 from thunder_zero.trace.plugin import zero
 from thunder_zero.trace.transform import DEFAULT_STAGE, ZeroTransform, policy_of
@@ -61,6 +62,8 @@ class ZeroStrategy(DDPStrategy):
     Args:
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
         stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (default).
+        mesh_shape: copies of the model, and ranks that share one (hybrid sharding); all ranks share one if None.
+        init, weights: where a module on the meta device gets its values from, as ZeroTransform takes them.
         jit_options: what ``thunder.jit`` takes beside the module, such as ``{"executors": [...]}``.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, timeout,
             start_method: as DDPStrategy takes them; Fabric sets the first five from its own arguments.
@@ -77,6 +80,9 @@ class ZeroStrategy(DDPStrategy):
         policy: Policy | int | None = None,
         *,
         stage: int = DEFAULT_STAGE,
+        mesh_shape: tuple[int, int] | None = None,
+        init: Callable[[nn.Module], object] | None = None,
+        weights: Mapping[str, Tensor] | None = None,
         jit_options: Mapping[str, Any] | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -101,6 +107,8 @@ class ZeroStrategy(DDPStrategy):
         if not isinstance(policy, Policy):
             changes.setdefault("broadcast_from", 0)
         self.policy = policy_of(policy, stage, changes)
+        self.mesh_shape = mesh_shape
+        self._sources = {"init": init, "weights": weights}
         self.jit_options = dict(jit_options or {})
         # Private to Fabric: Fabric.no_backward_sync calls this object's one method.
         self._backward_sync_control = NoBackwardSync()
@@ -146,16 +154,23 @@ class ZeroStrategy(DDPStrategy):
             )
         if not isinstance(module, ThunderModule):
             options = dict(self.jit_options)
-            ours = ZeroTransform(self.policy, device=self.root_device)
+            ours = ZeroTransform(self.policy, **self._where())
             return Forward(thunder.jit(module, transforms=[*options.pop("transforms", ()), ours], **options), module)
         if self.jit_options:
             raise TypeError(
                 f"ZeroStrategy has jit_options ({', '.join(self.jit_options)}) and was given a module that is jitted "
                 f"already; give it the plain module, or no jit_options"
             )
-        model = zero(module, self.policy, device=self.root_device)
+        model = zero(module, self.policy, **self._where())
         module._overrides_parameters.clear()  # Fabric's wrapper keeps it, and with these the full weights
         return Forward(model, module)
+
+    def _where(self) -> dict[str, Any]:
+        """What ZeroTransform takes beside the policy; a collective, where there is a mesh."""
+        mesh = None
+        if self.mesh_shape is not None:
+            mesh = hybrid_mesh(self.mesh_shape, self.root_device)
+        return {"device": self.root_device, "mesh": mesh, **self._sources}
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let the optimizer step the shards, whichever parameters it was built on, and load full state dicts."""

@@ -247,7 +247,7 @@ def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, uni
     stage = STAGES[policy.stage]
     is_small = param.nbytes < policy.keep_full_below_bytes
     sharded = stage.sharded and layout.is_sharded(tuple(param.shape)) and not is_small
-    precision = policy.mixed_precision.of(names[0]) if param.is_floating_point() else MixedPrecision()
+    precision = _precision_of(names, policy.mixed_precision) if param.is_floating_point() else MixedPrecision()
     compute_dtype = precision.param_dtype or param.dtype
     return Param(
         path=names[0],
@@ -263,6 +263,22 @@ def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, uni
         kept=not sharded or stage.kept,
         regather=sharded and not stage.kept and policy.regather,
     )
+
+
+def _precision_of(names: tuple[str, ...], precision: MixedPrecision) -> MixedPrecision:
+    """What holds for a parameter under any of its names.
+
+    Raises:
+        ValueError: overrides that differ for the names of a tied parameter.
+    """
+    found = {name: other for name in names if (other := precision.of(name)) is not precision}
+    different = [name for name, other in found.items() if other != found[next(iter(found))]]
+    if different:
+        raise ValueError(
+            f"mixed_precision has different overrides for {next(iter(found))!r} and {different[0]!r}, which are one "
+            f"tied parameter; give both the same"
+        )
+    return next(iter(found.values()), precision)
 
 
 def _unit_of(path: str, units: tuple[str, ...]) -> str:

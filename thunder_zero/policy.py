@@ -84,7 +84,8 @@ class Policy:
         broadcast_from: rank in the process group whose parameters and buffers all ranks take at
             the start; None (default) requires them to be equal already.
         check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
-            optimizer sees it (default False; costs one pass and one small collective a backward).
+            optimizer sees it (default False; costs one pass and one small collective a backward). A gradient scaler
+            would skip such a step instead: leave this off with one.
 
     Raises:
         ValueError: a field is out of its range.

@@ -28,14 +28,15 @@ class MixedPrecision:
             runs in it (default None: as they are).
         reduce_dtype: gradients are cast to it before they are reduced, and their means to the shard's dtype
             (default None: the dtype that the gradient has).
-        output_dtype: floating-point tensors that forward returns, also in tuples, lists and dicts, are cast to it
-            (default None: as they are).
+        output_dtype: floating-point tensors that forward returns, also in tuples, lists, dicts and dataclasses, are
+            cast to it (default None: as they are).
         buffer_dtype: floating-point buffers are cast to it once, when the module is transformed (default None).
         cast_forward_inputs: floating-point tensors given to forward, found in the same way, are cast to
             ``param_dtype`` (default True).
         overrides: by pattern of a parameter's or a submodule's path (``"blocks.*.norm"``, as ``fnmatch`` has it),
-            what holds for it instead; the last pattern that fits decides. A submodule that a pattern names has its
-            own inputs and outputs cast, too, by the fields of its entry.
+            what holds for it instead; the last pattern that fits decides. A submodule that a pattern names computes by
+            itself: its inputs are cast to its entry's ``param_dtype``, or to the dtype that it has, and its outputs to
+            ``output_dtype``, or back to the ``param_dtype`` around it.
 
     Raises:
         ValueError: a field that is no such dtype, or an override that has overrides itself.
@@ -55,6 +56,9 @@ class MixedPrecision:
                 raise ValueError(f"{name} is {value!r}; give one of {', '.join(map(str, DTYPES))}, or None")
         if not isinstance(self.cast_forward_inputs, bool):
             raise ValueError(f"cast_forward_inputs is {self.cast_forward_inputs!r}; give True or False")
+        if not isinstance(self.overrides, Mapping):
+            raise ValueError(f"overrides is {self.overrides!r}; give a dict of patterns and MixedPrecision")
+        object.__setattr__(self, "overrides", dict(self.overrides))  # its own, which nobody changes
         for pattern, other in self.overrides.items():
             if not isinstance(other, MixedPrecision) or other.overrides:
                 raise ValueError(
@@ -67,17 +71,21 @@ class MixedPrecision:
         fitting = [o for pattern, o in self.overrides.items() if any(fnmatchcase(name, pattern) for name in around)]
         return fitting[-1] if fitting else self
 
-    def named(self, path: str) -> MixedPrecision | None:
-        """What holds for a submodule as a whole, so that its inputs and outputs are cast; None if nothing names it."""
-        if not path:
-            return self
-        fitting = [other for pattern, other in self.overrides.items() if fnmatchcase(path, pattern)]
-        return fitting[-1] if fitting else None
+    def border(self, path: str, own: torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """What a module's inputs and its outputs are cast to; None: they stay.
 
-    @property
-    def input_dtype(self) -> torch.dtype | None:
-        """What inputs are cast to."""
-        return self.param_dtype if self.cast_forward_inputs else None
+        Args:
+            path: of the whole module (""), or of a submodule; nothing is cast where no override names it.
+            own: dtype of the submodule's parameters.
+        """
+        if not path:
+            return self.param_dtype if self.cast_forward_inputs else None, self.output_dtype
+        fitting = [other for pattern, other in self.overrides.items() if fnmatchcase(path, pattern)]
+        if not fitting:
+            return None, None
+        inside = fitting[-1]
+        inputs = (inside.param_dtype or own) if inside.cast_forward_inputs else None
+        return inputs, inside.output_dtype or self.param_dtype
 
 
 def _around(path: str) -> Iterator[str]:

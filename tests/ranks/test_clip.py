@@ -93,6 +93,9 @@ def misuse(rank: int, world_size: int) -> dict[str, Any]:
     found["inf"] = raised(lambda: tz.clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
     found["unchanged"] = all(torch.equal(param.grad, before[name]) for name, param in model.named_parameters())
     found["went on"] = tz.clip_grad_norm_(model, 1.0).item()
+    if rank == 1:
+        model.zero_grad()
+    found["one without"] = raised(lambda: tz.clip_grad_norm_(model, 1.0))
     return found
 
 
@@ -106,6 +109,7 @@ def test_what_cannot_be_clipped_is_said_on_all_ranks(ranks_pool: RanksPool) -> N
         "negative": ["ValueError", "max_norm is -1.0"],
         "nan": ["ValueError", "max_norm is nan"],
         "norm 0": ["ValueError", "norm_type is 0"],
+        "one without": ["RuntimeError", "(on rank 1)", "after backward"],
         "inf": ["RuntimeError", "is inf", "error_if_nonfinite=False"],
     }
     for case, expected in words.items():

@@ -131,7 +131,7 @@ def other_shapes(rank: int, world_size: int) -> dict[str, Any]:
     found = {}
     policies = {
         "1-D": ((4,), tz.ZERO3),
-        "no shards": ((4, 1), tz.ZERO2),
+        "no shards": ((4, 1), replace(tz.ZERO2, keep_full_below_bytes=60, bucket_bytes=0)),
         "no copies": ((1, 4), tz.ZERO3),
         "mixed": ((2, 2), replace(tz.ZERO1, mixed_precision=tz.MixedPrecision(torch.bfloat16, torch.float32))),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.ranks.models import count_sends, error, fresh, raised, saved, sharded
 from thunder_zero.trace.module import transform_of
 
 import thunder
+from thunder.core.dtypes import to_torch_dtype
 
 HALF, FULL = torch.bfloat16, torch.float32
 STAGES, STEPS, ROWS, WIDTH = (0, 1, 2, 3), 3, 6, 9
@@ -192,20 +194,29 @@ def test_no_cast_copy_is_saved_for_backward() -> None:
         assert {"t_first_weight", "t_second_weight"} & handed
 
 
+OVERFLOWS = {
+    **{f"stage {stage}": (stage, tz.MixedPrecision(torch.float16, output_dtype=FULL), ()) for stage in STAGES},
+    "reduced in float16": (3, tz.MixedPrecision(reduce_dtype=torch.float16), ()),
+    "ignored": (2, tz.MixedPrecision(torch.float16, output_dtype=FULL), ("shift",)),
+}
+
+
 def overflow(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Steps under torch's own gradient scaler, of which the second overflows on the last rank alone."""
+    """Steps under torch's own gradient scaler, of which the second overflows on the last rank alone; where a parameter
+    is ignored, in that alone."""
     found = []
-    half = tz.MixedPrecision(torch.float16, output_dtype=FULL)
-    for stage in STAGES:
-        model = sharded(fresh(Gate), tz.Policy(stage=stage, mixed_precision=half))
+    for stage, half, ignored in OVERFLOWS.values():
+        model = sharded(fresh(Gate), tz.Policy(stage=stage, mixed_precision=half, ignored=ignored))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=100)
         seen: dict[str, Any] = {"scales": [], "weights": []}
         for step in range(3):
             optimizer.zero_grad()
-            x = torch.ones(1, 4) * (1 + rank)
+            x = torch.full((2, 4), 1e-3) if ignored else torch.ones(1, 4) * (1 + rank)
             out, overflows = model(x), step == 1 and rank == world_size - 1
             loss = out[:, -1].sum() * 1e5 if overflows else out.sum()  # float16 ends at 65504
+            if ignored:  # 16 times 2500 is a finite gradient of each of two rows, and their sum is not
+                loss = out.sum() * (2500.0 if overflows else 1.0)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -220,10 +231,11 @@ class Gate(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
+        self.layer, self.shift = nn.Linear(4, 4, bias=False), nn.Parameter(torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
+        y = self.layer(x)
+        return y + self.shift.to(y.dtype)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -233,8 +245,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks_pool: RanksPool, wo
             assert seen["scales"] == [16.0, 8.0, 8.0]
             first, second, third = seen["weights"]
             for name in first:
-                assert torch.equal(first[name], second[name]), "skipped"
-                assert not torch.equal(second[name], third[name]), "goes on"
+                assert torch.equal(first[name], second[name]), (name, "skipped")
+                assert not torch.equal(second[name], third[name]), (name, "goes on")
                 assert third[name].isfinite().all()
 
 
@@ -310,11 +322,72 @@ def test_a_dtype_that_cannot_be_reduced_is_refused_on_all_ranks(ranks_pool: Rank
         assert frozen == "nothing"
 
 
+@dataclass
+class Output:
+    """What some models return."""
+
+    y: Tensor
+    steps: int
+
+
+class Borders(nn.Module):
+    """A linear router and a norm under overrides, a tied head, and a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router, self.norm = nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Output:
+        return Output(self.head(self.norm(self.router(self.embed(tokens)))), 1)
+
+
+def test_an_override_that_says_nothing_computes_as_the_module_is() -> None:
+    """Its inputs are cast to its own dtype and its outputs back; what is tied has the override of any of its names."""
+    kept = {name: tz.MixedPrecision() for name in ("router", "norm", "head")}
+    half = tz.MixedPrecision(HALF, output_dtype=FULL, overrides=kept)
+    policy = tz.Policy(stage=3, mixed_precision=half)
+    plan = tz.make_plan(fresh(Borders), policy, 2, 0)
+    assert {param.compute_dtype for param in plan.params} == {FULL}
+    del kept["head"]
+    half = tz.MixedPrecision(HALF, output_dtype=FULL, overrides=kept)
+    policy = tz.Policy(stage=3, mixed_precision=half)
+    tokens = torch.zeros(2, dtype=torch.long)
+    result = tz.trace(fresh(Borders), tokens, policy=policy, world_size=2)
+    assert {p.path: p.compute_dtype for p in result.plan.params if "weight" in p.path} == {
+        "embed.weight": HALF,
+        "router.weight": FULL,
+        "norm.weight": FULL,
+    }
+    (returned,) = result.forward.bound_symbols[-1].args[0]["flat_output"]
+    assert to_torch_dtype(returned.dtype) is FULL
+    different = {"embed": tz.MixedPrecision(), "head": tz.MixedPrecision(torch.float64)}
+    policy = tz.Policy(mixed_precision=tz.MixedPrecision(HALF, overrides=different))
+    assert "different overrides for 'embed.weight' and 'head.weight', which are one tied parameter" in raised(
+        lambda: tz.make_plan(fresh(Borders), policy, 2, 0)
+    )
+
+
+def reload(rank: int, world_size: int) -> dict[str, Tensor]:
+    """A state dict of another dtype is cast to that of the shards."""
+    model = sharded(fresh(Gate), tz.Policy(mixed_precision=tz.MixedPrecision(HALF, output_dtype=FULL)))
+    model.load_original_state_dict({name: value.double() for name, value in fresh(Gate).state_dict().items()})
+    model(torch.ones(1, 4)).sum().backward()
+    return tz.full_state_dict(model)
+
+
+def test_a_state_dict_of_another_dtype_is_cast(ranks_pool: RanksPool) -> None:
+    for weights in ranks_pool.run(2, reload):
+        assert all(torch.equal(weights[name], value) for name, value in fresh(Gate).state_dict().items())
+
+
 def test_what_is_refused() -> None:
     assert "param_dtype is torch.int32; give one of torch.float16" in raised(lambda: tz.MixedPrecision(torch.int32))
     assert "the override of 'a' is torch.float32; give a thunder_zero.MixedPrecision" in raised(
         lambda: tz.MixedPrecision(overrides={"a": torch.float32})  # type: ignore[dict-item]
     )
+    assert "overrides is ['a']; give a dict" in raised(lambda: tz.MixedPrecision(overrides=["a"]))  # type: ignore[arg-type]
     policy = tz.Policy(mixed_precision=tz.MixedPrecision(overrides={"blocks.*.norm": NORM}))
     assert "overrides 'blocks.*.norm', which fits no parameter and no submodule of Layers" in raised(
         lambda: tz.make_plan(fresh(Layers), policy, 2, 0)

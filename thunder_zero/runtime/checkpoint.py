@@ -37,7 +37,8 @@ def shard(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any
             raise ValueError(
                 f"parameter {path!r} has shape {tuple(value.shape)} in the state dict; it is {param.shape}"
             )
-        rows[name] = own_rows(value, param, state.plan)
+        # Cast here: Thunder would put a tensor of another dtype in the place of the shard.
+        rows[name] = own_rows(value.to(param.dtype), param, state.plan)
         state.mark_stale([param.path])
     return rows
 

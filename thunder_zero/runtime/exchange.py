@@ -32,7 +32,6 @@ from functools import cache
 from itertools import chain
 from math import prod
 from queue import SimpleQueue
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,16 +40,13 @@ from torch.distributed import ProcessGroup
 
 from thunder_zero import layout
 from thunder_zero.plan import Param
-from thunder_zero.runtime.handle import Handle, Step, drain
+from thunder_zero.runtime.handle import Handle, Result, Step, drain
 
 End = Callable[[], object]  # waits for the end of a message
-Result = TypeVar("Result")
-
 # Messages smaller than this (bytes to one peer) travel packed: below it a message costs more than
 # two copies of its bytes. Measured on loopback, docs/performance.md.
 PACK_BELOW_BYTES = 64 << 10
-TAG = 0x7A65726F  # "zero": user messages will hardly carry it
-TAG_MEANS = TAG + 1  # second half of an all-reduce
+TAG = 0x7A65726F  # "zero": user messages will hardly carry it; and one more for the second half of an all-reduce
 COURIER, AVERAGER = "courier", "averager"  # the background threads
 EXIT_SECONDS = 1.0  # how long a rank that failed waits for them
 BLOCK = 1 << 16  # elements of half precision that are added up at once, so that their float32 sums stay in the cache
@@ -59,8 +55,10 @@ BLOCK = 1 << 16  # elements of half precision that are added up at once, so that
 class Exchange:
     """The transport for gloo. See :class:`thunder_zero.runtime.transport.Transport`."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, role: int = 0) -> None:
         self._group = group
+        # Of a hybrid's transports, two may have one group, and are used by two threads.
+        self._tag, self._tag_of_means = TAG + 2 * role, TAG + 2 * role + 1
         self._world_size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
         # Each rank starts with its successor, so that not all send to the same peer at once.
@@ -92,7 +90,7 @@ class Exchange:
             members.sort(key=lambda at: packing_order(params[at]))
             columns = {rank: [cuts[at][rank] for at in members] for rank in self._peers}
             slots = {rank: _one_buffer(column) for rank, column in columns.items()}
-            receives = self._receive_soon(slots, TAG)
+            receives = self._receive_soon(slots, self._tag)
             outgoing.append(dict.fromkeys(self._peers, _pack([own[at] for at in members])))
             unpack = _unpacking((slots[rank], columns[rank]) for rank in self._peers) if len(members) > 1 else None
             steps.append(Step(receives, unpack))
@@ -140,6 +138,10 @@ class Exchange:
                 steps.append(Step((), _unpacking([(mean, slots)])))
         return Handle([*steps, *self._send_soon(outgoing)], means, self._pending)
 
+    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """In the averager; see :meth:`thunder_zero.runtime.transport.Transport.soon`."""
+        return in_averager(start)
+
     def drain(self) -> None:
         """End what is under way; see :meth:`thunder_zero.runtime.transport.Transport.drain`."""
         drain(self._pending)
@@ -151,7 +153,7 @@ class Exchange:
         """
         lowest = min(self._peers)  # its part is the first or second one, so its place may be where the mean goes
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
-        receives = self._receive_soon(arrived, TAG)
+        receives = self._receive_soon(arrived, self._tag)
         arrived[self._rank] = parts[self._rank]
         in_rank_order = [arrived[rank] for rank in range(self._world_size)]
         return Step(receives, lambda: mean_into(mean, in_rank_order))
@@ -159,13 +161,13 @@ class Exchange:
     def _reduce_and_spread(self, parts: Sequence[Tensor], mean: Tensor) -> list[Step]:
         """As ``_reduce``, for this rank's part of ``mean``, which it then sends to the others, as they send theirs."""
         slots = self._cut_rows(mean)
-        receives = self._receive_soon({rank: slots[rank] for rank in self._peers}, TAG_MEANS)
+        receives = self._receive_soon({rank: slots[rank] for rank in self._peers}, self._tag_of_means)
         reduce = self._reduce(parts, slots[self._rank])
         sent: list[End] = []
 
         def average_then_send() -> None:
             reduce.finish()
-            sent.extend(self._send(dict.fromkeys(self._peers, slots[self._rank]), TAG_MEANS))
+            sent.extend(self._send(dict.fromkeys(self._peers, slots[self._rank]), self._tag_of_means))
 
         averaged = in_background(AVERAGER, average_then_send)
         return [Step((averaged.result,)), Step(receives), Step(sent)]
@@ -176,12 +178,12 @@ class Exchange:
         return [tensor[start:stop].view(-1) for start, stop in ranges]
 
     def _send_soon(self, outgoing: Sequence[dict[int, Tensor]]) -> list[Step]:
-        """Have a bucket's messages sent, each by rank, under TAG; the steps end the sending."""
+        """Have a bucket's messages sent, each by rank, under the first tag; the steps end the sending."""
         sent: list[End] = []
 
         def post() -> None:
             for messages in outgoing:
-                sent.extend(self._send(messages, TAG))
+                sent.extend(self._send(messages, self._tag))
 
         posted = in_background(COURIER, post)
         return [Step((posted.result,)), Step(sent)]

@@ -67,8 +67,8 @@ class Runtime(Protocol):
     def land(self, grads: Sequence[Tensor]) -> None:
         """Wait until gradients have arrived in host memory."""
 
-    def share_overflow(self, grads: Sequence[Tensor], others: Sequence[str]) -> None:
-        """Put Inf into a gradient of every rank if any of these, or a ``.grad`` of the others, is not finite."""
+    def share_overflow(self, grads: Sequence[Tensor], apart: Sequence[Tensor], others: Sequence[str]) -> None:
+        """Put Inf into one of ``grads`` on every rank if any gradient on any rank is not finite."""
 
     def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
         """Raise on every rank if another rank is about to run other collectives."""
@@ -100,12 +100,14 @@ class Program:
     Attributes:
         plan: what each parameter is, with what the schedule keeps.
         inputs: inputs of the trace that are parameters, with their paths.
+        apart: inputs of the trace that are parameters which the policy ignores.
         trained: paths of the parameters to which autodiff gives a gradient.
         synced: gradients are reduced; otherwise that is deferred.
     """
 
     plan: Plan
     inputs: Mapping[str, str] = field(default_factory=dict)
+    apart: frozenset[str] = frozenset()
     trained: frozenset[str] = frozenset()
     synced: bool = True
 
@@ -191,9 +193,9 @@ class ZeroExecutor(OperatorExecutor):
     def _reduce_meta(self, grad: TensorProxy, path: str) -> FutureTensorProxy:
         param = self.plan.by_name[path]
         shape, dtype = self.plan.shard_shape(param), dtypes.to_dtype(param.dtype)
-        return FutureTensorProxy(shape=shape, device=self.rest_device(param) or grad.device, dtype=dtype)
+        return FutureTensorProxy(shape=shape, device=self.device_at_rest(param) or grad.device, dtype=dtype)
 
-    def rest_device(self, param: Param) -> Device | None:
+    def device_at_rest(self, param: Param) -> Device | None:
         """Where its shard is; None: where it is computed with."""
         device = self.runtime.device
         return None if device is None else to_device(staging.rest_device(param, self.plan, device))
@@ -205,7 +207,7 @@ class ZeroExecutor(OperatorExecutor):
         """The gradient that the shard will have; as long as it is deferred there is none, and None is returned."""
         param = self.plan.by_name[path]
         shape, dtype = self.plan.shard_shape(param), dtypes.to_dtype(param.dtype)
-        device = self.rest_device(param) or grad.device
+        device = self.device_at_rest(param) or grad.device
         return TensorProxy(like=grad, shape=shape, dtype=dtype, device=device, requires_grad=False)
 
     def handle_of(self, single: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str]) -> FutureTensorProxy:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from thunder_zero.plan import Plan
@@ -64,6 +64,11 @@ def ranks_of(group: object, mesh: object) -> Ranks:
         )
     several = mesh.ndim == 2 and mesh.size(0) > 1
     return Ranks(_all_of(mesh), mesh.get_group(mesh.ndim - 1), mesh.get_group(0) if several else None)
+
+
+def hybrid_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
+    """All ranks as so many copies of so many ranks; a collective."""
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:

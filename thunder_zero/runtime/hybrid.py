@@ -17,8 +17,7 @@ from torch import Tensor
 
 from thunder_zero import layout
 from thunder_zero.plan import Param, Plan
-from thunder_zero.runtime.exchange import Exchange, in_averager
-from thunder_zero.runtime.handle import Waitable
+from thunder_zero.runtime.handle import Result, Waitable
 from thunder_zero.runtime.transport import Transport
 
 
@@ -28,7 +27,6 @@ class Hybrid:
     def __init__(self, inside: Transport, across: Transport, everyone: Transport, plan: Plan) -> None:
         self._inside, self._across, self._everyone = inside, across, everyone
         self._plan = plan
-        self._soon = in_averager if isinstance(across, Exchange) else at_wait
         self._pending: set[Averaged] = set()
 
     def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
@@ -50,11 +48,15 @@ class Hybrid:
             rows = [_real_rows(mean, param, self._plan) for mean, param in zip(means, params, strict=True)]
             return means, self._across.all_reduce(rows, params)
 
-        return Averaged(self._soon(average), params, self._plan, self._pending)
+        return Averaged(self._across.soon(average), params, self._plan, self._pending)
 
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average over all ranks."""
         return self._everyone.all_reduce(grads, params)
+
+    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """As inside of the copy."""
+        return self._inside.soon(start)
 
     def drain(self) -> None:
         """See :meth:`thunder_zero.runtime.transport.Transport.drain`."""
@@ -91,11 +93,6 @@ class Averaged:
                 _real_rows(mean, param, self._plan).copy_(rows)
                 results.append(mean)
         return tuple(results)
-
-
-def at_wait(start: Callable[[], Started]) -> Callable[[], Started]:
-    """For backends whose own streams order what is launched: the second collective starts when compute comes to it."""
-    return start
 
 
 def _real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:

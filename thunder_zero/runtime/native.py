@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from thunder_zero import layout
 from thunder_zero.plan import Param
-from thunder_zero.runtime.handle import Handle, Step, drain
+from thunder_zero.runtime.handle import Handle, Result, Step, drain
 
 # torch 2.13 renamed both, and warns under the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,7 +31,7 @@ class _Native:
 
     _op: dist.ReduceOp.RedOpType
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup, role: int = 0) -> None:
         self._group = group
         self._world_size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
@@ -78,6 +78,10 @@ class _Native:
             self._write_share(mean, grad)
         steps = self._launch(dist.all_reduce, [(mean, {"op": self._op}) for mean in means])
         return Handle(steps, means, self._pending)
+
+    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """When it is waited for; see :meth:`thunder_zero.runtime.transport.Transport.soon`."""
+        return start
 
     def drain(self) -> None:
         """See :meth:`thunder_zero.runtime.transport.Transport.drain`."""

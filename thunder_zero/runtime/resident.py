@@ -75,7 +75,7 @@ class Buffers:
         return Refreshed(full, refresh, lambda: self._versions.note(paths))
 
 
-def own_rows_of(buffer: Tensor, plan: Plan) -> Tensor:
+def rows_in(buffer: Tensor, plan: Plan) -> Tensor:
     """This rank's rows of a padded buffer, as a view."""
     return buffer.tensor_split(plan.world_size)[plan.rank]
 

@@ -1,19 +1,20 @@
 """Between what rests and what travels: casts (mixed precision), and copies out of host memory and back (CPU offload).
 
 Both come before the gather, so that only shards are cast or copied, and a copy lives no longer than its bytes travel;
-and after the reduction. On CUDA shards in host memory are pinned, and no copy makes the host wait.
+and after the reduction. On CUDA shards in host memory are pinned, and what is cast is cast on the device, since a copy
+that casts as well makes the host wait; the copies stand in the stream of compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from thunder_zero.plan import Param, Plan
-from thunder_zero.runtime.handle import Waitable
-from thunder_zero.runtime.resident import own_rows_of
+from thunder_zero.runtime.handle import Result, Waitable
+from thunder_zero.runtime.resident import rows_in
 from thunder_zero.runtime.transport import Transport
 
 HOST = torch.device("cpu")
@@ -54,14 +55,14 @@ class Staging:
         """Gather in the dtype and on the device of compute; own rows of ``into`` are written, too."""
         if into is None:
             staged = [
-                shard.detach().to(self._device, param.compute_dtype, non_blocking=True)
+                shard.detach().to(self._device, non_blocking=True).to(param.compute_dtype)
                 for shard, param in zip(shards, params, strict=True)
             ]
             return self._inner.all_gather(staged, params)
-        own = [own_rows_of(buffer, self._plan) for buffer in into]
+        own = [rows_in(buffer, self._plan) for buffer in into]
         for rows, shard, param in zip(own, shards, params, strict=True):
             if is_staged(param, self._plan, self._device):
-                rows.copy_(shard.detach(), non_blocking=True)
+                rows.copy_(shard.detach().to(self._device, non_blocking=True))
         return self._inner.all_gather(own, params, into=into)
 
     @torch.inference_mode(False)
@@ -75,6 +76,10 @@ class Staging:
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average in ``reduce_dtype``; the means have the parameters' dtypes."""
         return self._back(self._inner.all_reduce(_as_reduced(grads, params), params), params)
+
+    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """See :meth:`thunder_zero.runtime.transport.Transport.soon`."""
+        return self._inner.soon(start)
 
     def drain(self) -> None:
         """See :meth:`thunder_zero.runtime.transport.Transport.drain`."""
@@ -99,7 +104,7 @@ class PutBack:
     def wait(self) -> tuple[Tensor, ...]:
         """The means."""
         return tuple(
-            mean.to(device, dtype, non_blocking=True)
+            mean.to(dtype).to(device, non_blocking=True)
             for mean, (device, dtype) in zip(self._handle.wait(), self._places, strict=True)
         )
 

@@ -24,7 +24,7 @@ from thunder_zero.runtime.group import Ranks
 from thunder_zero.runtime.handle import Waitable
 from thunder_zero.runtime.hybrid import Hybrid
 from thunder_zero.runtime.intact import Intact
-from thunder_zero.runtime.resident import Buffers, Held, Versions, own_rows_of, padded
+from thunder_zero.runtime.resident import Buffers, Held, Versions, padded, rows_in
 from thunder_zero.runtime.shards import own_rows, placeholder, side_by_side
 from thunder_zero.runtime.staging import Staging, is_staged, needs_staging, rest_device
 from thunder_zero.runtime.transport import Transport, transport_for
@@ -67,7 +67,7 @@ class State:
                 full = rows.pop(param.path)
                 buffers[param.path] = buffer = padded(full.to(param.compute_dtype), param, plan)
                 apart = is_staged(param, plan, device)
-                rows[param.path] = own_rows(full, param, plan) if apart else own_rows_of(buffer, plan)
+                rows[param.path] = own_rows(full, param, plan) if apart else rows_in(buffer, plan)
                 del full
             rows[param.path] = _at(rest_device(param, plan, device), rows[param.path])
         gathered = [param for param in plan.params if param.sharded and not param.resident]
@@ -78,6 +78,7 @@ class State:
             param.path: nn.Parameter(rows[param.path], requires_grad=param.requires_grad) for param in plan.params
         }
         originals = {param.path: module.get_parameter(param.path) for param in plan.params}
+        self._ignored = [param for name, param in module.named_parameters() if name not in plan.by_name]
         self.placeholders = {
             param.path: placeholder(originals[param.path], param.compute_dtype, device) for param in plan.params
         }
@@ -192,16 +193,18 @@ class State:
             torch.cuda.current_stream(self.device).synchronize()
 
     @torch.no_grad()
-    def share_overflow(self, grads: Sequence[Tensor], others: Sequence[str]) -> None:
+    def share_overflow(self, grads: Sequence[Tensor], apart: Sequence[Tensor], others: Sequence[str]) -> None:
         """Put Inf into a gradient of every rank where any rank's has NaN or Inf, for the gradient scaler to find.
 
         Args:
-            grads: what backward returns, own rows of it. One of them is written to.
+            grads: what backward returns of the plan's parameters, own rows of it. One of them is written to.
+            apart: what it returns of those that are ignored; their ``.grad`` is looked at, too.
             others: parameters that this backward does not reach, whose ``.grad`` may have been added to.
         """
-        if self.plan.world_size == 1:
+        if self.plan.ranks == 1:
             return
-        also = [grad for path in others if (grad := self.shards[path].grad) is not None]
+        seen = (*(self.shards[path] for path in others), *self._ignored)
+        also = [*apart, *(param.grad for param in seen if param.grad is not None)]
         overflows = torch.stack([(~grad.isfinite().all()).to(self.device) for grad in (*grads, *also)])
         overflows = overflows.any().to(torch.int32)
         dist.all_reduce(overflows, dist.ReduceOp.MAX, group=self.group)
@@ -247,7 +250,7 @@ class State:
         """
         resident = self._resident
         resident.note_changed()
-        if self.plan.world_size == 1 or not resident.paths or not (self._reduced or resident.stale):
+        if self.plan.ranks == 1 or not resident.paths or not (self._reduced or resident.stale):
             return
         resident.stale = set(self._on_any_rank(resident.paths, resident.stale))
         self._reduced = False
@@ -304,7 +307,7 @@ def _transport(plan: Plan, ranks: Ranks, device: torch.device) -> Transport:
     """What carries the model's collectives: over one group or several, with casts in front where there are any."""
     transport = transport_for(ranks.inside, device)
     if ranks.across is not None:
-        across, everyone = transport_for(ranks.across, device), transport_for(ranks.everyone, device)
+        across, everyone = transport_for(ranks.across, device, role=1), transport_for(ranks.everyone, device, role=2)
         transport = Hybrid(transport, across, everyone, plan)
     return Staging(transport, plan, device) if needs_staging(plan, device) else transport
 

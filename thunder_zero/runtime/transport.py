@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from thunder_zero.plan import Param
 from thunder_zero.runtime.exchange import Exchange
-from thunder_zero.runtime.handle import Handle, Waitable
+from thunder_zero.runtime.handle import Handle, Result, Waitable
 from thunder_zero.runtime.native import Grouped, Plain
 
 __all__ = ["BACKENDS", "Alone", "Handle", "Transport", "Waitable", "transport_for"]
@@ -64,6 +64,13 @@ class Transport(Protocol):
             A handle of the means, equal on all ranks, in tensors that are new (for W > 1).
         """
 
+    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """Run ``start``, which waits for something and launches more on this transport, without anybody waiting.
+
+        Returns:
+            What waits for its result. Where a backend's streams order what is launched, ``start`` runs only then.
+        """
+
     def drain(self) -> None:
         """End all that a failed step left under way. Every rank must have failed at the same point of the step."""
 
@@ -92,13 +99,17 @@ class Alone:
 
     all_reduce = reduce_scatter
 
+    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """Nothing travels, so there is no hurry."""
+        return start
+
     def drain(self) -> None:
         """Nothing is ever under way."""
         self._pending.clear()
 
 
 # (device type, backend) -> who carries the bucket
-BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup], Transport]] = {
+BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup, int], Transport]] = {
     ("cpu", "gloo"): Exchange,  # messages between pairs of ranks: gloo's own reduce-scatter sends twice the least
     ("cuda", "nccl"): Grouped,  # one launch a bucket, the mean inside the collective
     ("cuda", "fake"): Grouped,  # stands in for NCCL: the same kernels and memory, no peers
@@ -115,8 +126,8 @@ def adds_up(transport: Transport) -> frozenset[torch.dtype]:
     return FLOATS if isinstance(transport, Grouped | Plain) else FLOATS | COMPLEX
 
 
-def transport_for(group: ProcessGroup, device: torch.device) -> Transport:
-    """The transport for tensors on ``device``.
+def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> Transport:
+    """The transport for tensors on ``device``; those of one model have different roles, if they may share a group.
 
     Raises:
         ValueError: the group has no backend for this device.
@@ -130,4 +141,4 @@ def transport_for(group: ProcessGroup, device: torch.device) -> Transport:
         )
     if dist.get_world_size(group) == 1:
         return Alone()
-    return BACKENDS.get((device.type, backend), Plain)(group)
+    return BACKENDS.get((device.type, backend), Plain)(group, role)

@@ -6,6 +6,7 @@ hooks would do, but Thunder 0.2.6 cannot trace them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,9 +38,10 @@ def casting_borders(module: nn.Module, precision: MixedPrecision) -> Iterator[No
 def _casting(module: nn.Module, precision: MixedPrecision) -> dict[nn.Module, type[nn.Module]]:
     found: dict[nn.Module, type[nn.Module]] = {}
     for path, submodule in module.named_modules():
-        named = precision.named(path)
-        if named is not None and (named.input_dtype or named.output_dtype):
-            found[submodule] = _subclass(type(submodule), named.input_dtype, named.output_dtype)
+        own = next((param.dtype for param in submodule.parameters() if param.is_floating_point()), None)
+        dtypes = precision.border(path, own)
+        if any(dtypes):
+            found[submodule] = _subclass(type(submodule), *dtypes)
     return found
 
 
@@ -51,7 +53,7 @@ def _subclass(kind: type[nn.Module], input_dtype: torch.dtype | None, output_dty
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """The floating-point tensors in tuples, lists and dicts in another dtype; other types stay. Thunder traces this."""
+    """The floating-point tensors in another dtype, also in tuples, lists, dicts, dataclasses; Thunder traces this."""
     if dtype is None:
         return tree
     if isinstance(tree, torch.Tensor):
@@ -60,4 +62,6 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
         return type(tree)([_cast(item, dtype) for item in tree])
     if type(tree) is dict:
         return {key: _cast(item, dtype) for key, item in tree.items()}
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return type(tree)(**{field.name: _cast(getattr(tree, field.name), dtype) for field in dataclasses.fields(tree)})
     return tree

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from thunder_zero.plan import Param, Plan
+from thunder_zero.plan import Param
 from thunder_zero.runtime.executor import Program, ZeroExecutor
 from thunder_zero.trace.lift import proxies_in
 
@@ -26,30 +26,32 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 
-def parameter_inputs(prologue: TraceCtx, computation: TraceCtx, plan: Plan) -> dict[str, Param]:
-    """The planned parameters among the inputs of the computation, by the name of their proxies."""
+def parameter_inputs(prologue: TraceCtx, computation: TraceCtx) -> dict[str, str]:
+    """The paths of the parameters among the inputs of the computation, by the name of their proxies."""
     paths = {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_parameter}
     pairs = zip(prologue.output[0], computation.args, strict=True)
-    named = {comp.name: paths[pro.name] for pro, comp in pairs if pro.name in paths}
-    return {name: plan.by_name[path] for name, path in named.items() if path in plan.by_name}
+    return {comp.name: paths[pro.name] for pro, comp in pairs if pro.name in paths}
 
 
-def insert_synchronize(computation: TraceCtx, inputs: dict[str, Param], executor: ZeroExecutor) -> TraceCtx:
+def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: ZeroExecutor) -> TraceCtx:
     """A trace whose parameter inputs are shards, synchronised at first use.
 
     Args:
         computation: the functional trace, before autodiff.
-        inputs: which of its inputs are parameters (:func:`parameter_inputs`).
+        names: which of its inputs are parameters (:func:`parameter_inputs`).
         executor: the model's executor.
 
     Raises:
         ValueError: the forward returns a parameter itself.
     """
+    by_name = executor.plan.by_name
+    inputs = {name: by_name[path] for name, path in names.items() if path in by_name}
     proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in inputs}
     for name, proxy in proxies.items():
         _put_at_rest(proxy, inputs[name], executor)
     paths = {name: param.path for name, param in inputs.items()}
-    executor.program = Program(executor.plan, paths, synced=executor.runtime.synced)
+    apart = frozenset(names.keys() - inputs.keys())
+    executor.program = Program(executor.plan, paths, apart, synced=executor.runtime.synced)
     new = from_trace(computation)
     full: dict[str, TensorProxy] = {}  # by path
     swap: dict[Any, Proxy] = {}  # by input
@@ -95,7 +97,7 @@ def _put_at_rest(proxy: TensorProxy, param: Param, executor: ZeroExecutor) -> No
     """Give an input the shape, dtype and device of what is at rest; in place, since its trace shares it."""
     dtype = to_dtype(param.dtype)
     proxy._shape, proxy._dtype = executor.plan.shard_shape(param), dtype
-    proxy._device = executor.rest_device(param) or proxy.device
+    proxy._device = executor.device_at_rest(param) or proxy.device
     proxy._true_dtype = dtype if param.shape else to_weak_dtype(dtype)  # Thunder takes a 0-dim tensor for a number
 
 

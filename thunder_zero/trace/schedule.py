@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from thunder_zero import passes
 from thunder_zero.passes.mend import mend
 from thunder_zero.runtime.executor import ZeroExecutor
@@ -104,15 +106,29 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
             lines.append(executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None))
         if others:
             lines.append(executor.reduce_deferred.bind(others, output=None))
-        if reduced and not executor.plan.policy.check_gradients and _computes_in_float16(trace):
-            lines.append(executor.share_overflow.bind(tuple(reduced.values()), others, output=None))
+        if reduced and not executor.plan.policy.check_gradients and _meets_float16(trace, executor):
+            given = (tuple(reduced.values()), _gradients_apart(trace, executor), others)
+            lines.append(executor.share_overflow.bind(*given, output=None))
     for line in lines:
         line.tags.add(BoundSymbolTag.BACKWARD)
     new.bound_symbols = [*trace.bound_symbols[:-1], *lines, trace.bound_symbols[-1]]
     return new
 
 
-def _computes_in_float16(trace: TraceCtx) -> bool:
+def _gradients_apart(trace: TraceCtx, executor: ZeroExecutor) -> tuple[Proxy, ...]:
+    """What backward returns as gradients of ignored parameters."""
+    result = trace.bound_symbols[-1].args[0]
+    pairs = zip(result["flat_args"], result["output"], strict=True)
+    apart = executor.program.apart
+    return tuple(
+        grad for arg, grad in pairs if isinstance(grad, Proxy) and isinstance(arg, Proxy) and arg.name in apart
+    )
+
+
+def _meets_float16(trace: TraceCtx, executor: ZeroExecutor) -> bool:
+    """Whether anything is computed or reduced in float16."""
+    if any(param.requires_grad and param.reduce_dtype is torch.float16 for param in executor.plan.params):
+        return True
     made = (proxy for bsym in trace.bound_symbols for proxy in proxies_in(bsym.output))
     return any(isinstance(proxy, TensorProxy) and proxy.dtype is float16 for proxy in made)
 

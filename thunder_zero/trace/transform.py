@@ -169,8 +169,7 @@ class ZeroTransform(Transform):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         """Synchronise at first use; runs before autodiff."""
         executor = self.executor
-        inputs = parameter_inputs(prologue, computation, executor.plan)
-        computation = insert_synchronize(computation, inputs, executor)
+        computation = insert_synchronize(computation, parameter_inputs(prologue, computation), executor)
         shard_checks(prologue, executor)
         return prologue, computation, epilogue
 
