@@ -60,6 +60,10 @@ def collectives(traces: tz.Traces) -> Counter[tuple[str, bool]]:
     return Counter((op.kind, op.backward) for op in traces.timeline.ops if op.kind in (Kind.GATHER, Kind.REDUCE))
 
 
+def gathered_again(traces: tz.Traces) -> set[str]:
+    return {path for op in traces.backward_timeline.ops if op.kind is Kind.GATHER for path in op.params}
+
+
 def activations(traces: tz.Traces) -> set[str]:
     """What forward saves and data has gone into."""
     parameters = parameter_inputs(traces)
@@ -72,6 +76,9 @@ def test_collectives_are_those_without_checkpointing(name: str) -> None:
     x = torch.zeros(2, LENGTH, WIDTH)
     plain, checked = (tz.trace(fresh(Net, is_checked), x, policy=policy, world_size=2) for is_checked in (False, True))
     assert collectives(checked) == collectives(plain)
+    more = gathered_again(checked) - gathered_again(plain)
+    assert all(path.endswith("bias") for path in more), "which backward alone does not read"
+    assert bool(more) == (name == "stage 3, nothing kept")
     assert len(activations(checked)) <= BLOCKS < len(activations(plain)) / 2, "they are computed again"
     assert max(gathered_bytes(checked.timeline)) <= max(gathered_bytes(plain.timeline))
     assert gathered_bytes(checked.timeline)[-1] == 0
