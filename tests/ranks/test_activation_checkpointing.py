@@ -77,7 +77,7 @@ def test_collectives_are_those_without_checkpointing(name: str) -> None:
     plain, checked = (tz.trace(fresh(Net, is_checked), x, policy=policy, world_size=2) for is_checked in (False, True))
     assert collectives(checked) == collectives(plain)
     more = gathered_again(checked) - gathered_again(plain)
-    assert all(path.endswith("bias") for path in more), "which backward alone does not read"
+    assert all(path.endswith("bias") or path.startswith("blocks.0") for path in more), "what only forward reads"
     assert bool(more) == (name == "stage 3, nothing kept")
     assert len(activations(checked)) <= BLOCKS < len(activations(plain)) / 2, "they are computed again"
     assert max(gathered_bytes(checked.timeline)) <= max(gathered_bytes(plain.timeline))
