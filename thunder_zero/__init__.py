@@ -6,6 +6,7 @@ from thunder_zero.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.precision import MixedPrecision
 from thunder_zero.timeline import Kind, Op, Timeline
 from thunder_zero.times import Times
+from thunder_zero.trace.checkpoints import load, save
 from thunder_zero.trace.measure import measure_times
 from thunder_zero.trace.module import ZeroModule, clip_grad_norm_, global_mean
 from thunder_zero.trace.plugin import Recipe, Zero, zero
@@ -37,9 +38,11 @@ __all__ = [
     "clip_grad_norm_",
     "full_state_dict",
     "global_mean",
+    "load",
     "make_plan",
     "measure_times",
     "print_trace",
+    "save",
     "trace",
     "traces_of",
     "zero",

@@ -61,6 +61,7 @@ def test_the_features_run(alone: None, tmp_path: Path) -> None:
     torch.save(module.state_dict(), tmp_path / "model.pt")
     names = {"tz": tz, "torch": torch, "nn": nn, "thunder": thunder, "path": tmp_path / "model.pt"}
     names |= {"build": lambda: deepcopy(module), "init_device_mesh": init_device_mesh}
+    names |= {"dist": dist, "runs": tmp_path / "runs"}
     names |= {"model": model, "x": torch.ones(3, 4), "loss": lambda y: y.square().mean()}
     for block in blocks(FEATURES):
         if block in FABRIC:

@@ -26,7 +26,7 @@ class May(IntEnum):
 
 NOT, TYPES, IMPORT = May
 
-DATA = frozenset({"layout", "times", "precision", "policy", "plan", "timeline", "cone"})
+DATA = frozenset({"manifest", "layout", "times", "precision", "policy", "plan", "timeline", "cone"})
 PURE = DATA | {"verify", "passes"}
 NOTHING: frozenset[str] = frozenset()
 ALL = frozenset({"every room"})  # but for extras
@@ -46,6 +46,7 @@ class Room:
 ROOMS = (
     # file or folder            torch    torch.d. thunder  reads
     Room("layout.py",           NOT,     NOT,     NOT,     NOTHING),
+    Room("manifest.py",         NOT,     NOT,     NOT,     NOTHING),
     Room("times.py",            NOT,     NOT,     NOT,     NOTHING),
     Room("precision.py",        IMPORT,  NOT,     NOT,     NOTHING),
     Room("policy.py",           TYPES,   NOT,     NOT,     frozenset({"times", "precision"})),

@@ -1,0 +1,110 @@
+"""The manifest, and how checkpoints stand beside each other in a folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from thunder_zero import manifest
+from thunder_zero.manifest import File, Manifest, Stored
+from thunder_zero.runtime import folder
+
+CONTENT = b"what was saved"
+
+
+def written(number: int = 1) -> Manifest:
+    file = File("a.distcp", len(CONTENT), sha256(CONTENT).hexdigest())
+    return Manifest(number, 2, (file,), (Stored("model.w", (3, 2), "float32"),))
+
+
+def save(path: Path) -> None:
+    folder.prepare(path)
+    (folder.staging_of(path) / "a.distcp").write_bytes(CONTENT)
+    folder.publish(path, written(folder.next_number(path)))
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_manifest_comes_back() -> None:
+    assert manifest.from_text(manifest.to_text(written())) == written()
+
+
+@pytest.mark.parametrize("number", range(0, 380, 20))
+def test_any_changed_byte_of_a_manifest_is_found(number: int) -> None:
+    text = bytearray(manifest.to_text(written()).encode())
+    text[number] ^= 1
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+        manifest.from_text(text.decode())
+
+
+def test_a_manifest_of_another_format_or_none_is_refused() -> None:
+    later = json.loads(manifest.to_text(written()))
+    del later["sha256"]
+    later["format"] = 2
+    later["sha256"] = sha256(json.dumps(later, sort_keys=True).encode()).hexdigest()
+    with pytest.raises(ValueError, match="has format 2; this thunder_zero reads format 1"):
+        manifest.from_text(json.dumps(later))
+    for text in ("", "[1]", "{}", "{"):
+        with pytest.raises(ValueError, match="damaged"):
+            manifest.from_text(text)
+
+
+def test_faults_are_named(tmp_path: Path) -> None:
+    path, files = tmp_path / "a.distcp", written().files
+    assert manifest.faults(tmp_path, files) == ["a.distcp is missing"]
+    path.write_bytes(CONTENT)
+    assert manifest.faults(tmp_path, files) == []
+    path.write_bytes(CONTENT[:-1])
+    assert manifest.faults(tmp_path, files) == ["a.distcp has 13 bytes and was saved with 14"]
+    path.write_bytes(b"W" + CONTENT[1:])
+    assert manifest.faults(tmp_path, files) == ["a.distcp was changed: its SHA-256 is another"]
+
+
+def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:
+    for name in ("c", "b", "a"):
+        save(tmp_path / name)
+        assert folder.locate(tmp_path / "latest") == tmp_path / name
+    save(tmp_path / "b")  # again: now the last
+    assert [found.number for found in folder.checkpoints(tmp_path).values()].count(4) == 1
+    (tmp_path / "notes").mkdir()
+    (tmp_path / ".old.removed").mkdir()
+    folder.prune(tmp_path, keep=2)
+    assert names(tmp_path) == ["a", "b", "latest", "notes"]
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*/c; checkpoints beside it: a, b"):
+        folder.locate(tmp_path / "c")
+
+
+def test_the_earlier_one_is_found_between_two_renames(tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    (tmp_path / "a").rename(tmp_path / ".a.replaced")
+    assert folder.locate(tmp_path / "latest") == tmp_path / ".a.replaced"
+    save(tmp_path / "a")
+    assert names(tmp_path) == ["a", "latest"]
+    assert manifest.read(tmp_path / "a").number == 2
+
+
+@pytest.mark.parametrize("name", ["latest", ".hidden", "link"])
+def test_names_that_mean_something_else(tmp_path: Path, name: str) -> None:
+    (tmp_path / "link").symlink_to("a")
+    with pytest.raises(ValueError, match="mean something else"):
+        folder.prepare(tmp_path / name)
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    with pytest.raises(FileExistsError, match="is no checkpoint of thunder_zero"):
+        folder.prepare(tmp_path / "thesis")
+    assert names(tmp_path) == ["thesis"]
+
+
+def test_files_that_rank_0_does_not_see(tmp_path: Path) -> None:
+    folder.prepare(tmp_path / "a")
+    with pytest.raises(OSError, match=r"a\.distcp was written by another rank .* all ranks share"):
+        folder.publish(tmp_path / "a", replace(written(), ranks=3))
+    assert not (tmp_path / "a").exists()

@@ -1,0 +1,278 @@
+"""Saving and loading a checkpoint on all ranks: what one of them refuses, all refuse, and nothing has changed.
+
+A save is three agreements: rank 0 has made the folder; all have written; rank 0 has published. Asynchronous saves do
+the same in a thread, on copies, over a group of their own, since training's collectives must not meet theirs.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from thunder_zero import manifest
+from thunder_zero.manifest import Manifest
+from thunder_zero.runtime import agree, contents, dcp, folder
+from thunder_zero.runtime.agree import Line, all_or_none
+from thunder_zero.runtime.contents import Found, Held
+from thunder_zero.runtime.dcp import Item, Part
+from thunder_zero.runtime.state import State
+
+
+class Background:
+    """A model's asynchronous saves, one after the other, and what they talk over."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+        self.last: Future[Path] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="thunder_zero-save")
+
+    def start(self, path: Path, items: Sequence[Item], keep: int | None) -> Future[Path]:
+        """Save in the thread; an error is told at once, and raised by the next save, too."""
+        self.last = self._thread.submit(write, path, items, keep, self.group)
+        self.last.add_done_callback(_warn)
+        return self.last
+
+
+_backgrounds: WeakKeyDictionary[State, Background] = WeakKeyDictionary()
+
+
+def _warn(saved: Future[Path]) -> None:
+    if (error := saved.exception()) is not None:
+        warnings.warn(f"an asynchronous save failed: {error}", stacklevel=2)
+
+
+def finish_last(state: State) -> None:
+    """Wait for an asynchronous save that is under way.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    background = _backgrounds.get(state)
+    if background is not None and background.last is not None:
+        last, background.last = background.last, None
+        if (error := last.exception()) is not None:
+            raise RuntimeError(f"the asynchronous save before this one failed: {error}") from error
+
+
+def save(
+    state: State,
+    path: Path,
+    held: Held,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any],
+    *,
+    keep: int | None,
+    wait: bool,
+) -> Future[Path]:
+    """Save on all ranks; the future has the path. See :func:`thunder_zero.save`."""
+    finish_last(state)
+    agree.require_same_model(
+        [
+            Line("the path to save at", str(path), "give every rank the same"),
+            Line("the extras to save", str(sorted(extra)), "give every rank the same"),
+            Line(
+                "keep, wait and whether there is an optimizer",
+                str((keep, wait, optimizer is not None)),
+                "give every rank the same",
+            ),
+        ],
+        state.group,
+    )
+    with all_or_none(state.group, "to save"):
+        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+            raise ValueError(f"keep is {keep!r}; give a number of checkpoints, 1 or more, or None to keep all")
+        if state.open_accumulation(state.shards.values()):
+            raise RuntimeError(
+                "gradients that no_sync deferred are not reduced yet, and a checkpoint does not have them; save after "
+                "optimizer.step()"
+            )
+        items = contents.model_items(held) + extra_items(held, extra)
+        items += [] if optimizer is None else contents.optimizer_items(held, optimizer)
+    if wait:
+        done: Future[Path] = Future()
+        done.set_result(write(path, items, keep, state.group))
+        return done
+    background = _backgrounds.get(state)
+    if background is None:
+        background = _backgrounds[state] = Background(state.group)
+    return background.start(path, [contents.copied(item) for item in items], keep)
+
+
+def extra_items(held: Held, extra: Mapping[str, Any]) -> list[Item]:
+    """What a rank gives beside model and optimizer.
+
+    Raises:
+        ValueError: it cannot be read again by ``torch.load(weights_only=True)``.
+    """
+    items = []
+    for name, value in extra.items():
+        state = value.state_dict() if isinstance(value, Stateful) else value
+        try:
+            items.append(Item((held.own, contents.EXTRA, name), dcp.pickled(state)))
+        except ValueError as error:
+            raise ValueError(f"the extra {name!r}: {error}") from None
+    return items
+
+
+@torch.no_grad()
+def write(path: Path, items: Sequence[Item], keep: int | None, group: dist.ProcessGroup) -> Path:
+    """Write, agree, publish."""
+    rank = group.rank()
+    try:
+        with all_or_none(group, "to save"):
+            if rank == 0:
+                folder.prepare(path)
+        with all_or_none(group, "to save"):
+            part = dcp.write(folder.staging_of(path), rank, items)
+        parts = _on_rank_0(part, group)
+        with all_or_none(group, "to save"):
+            if rank == 0:
+                publish(path, parts, keep)
+    except BaseException:
+        if rank == 0:
+            folder.abandon(path)
+        raise
+    return path
+
+
+def publish(path: Path, parts: Sequence[Part], keep: int | None) -> None:
+    """What rank 0 does once all ranks have written."""
+    files, tensors = dcp.finish(folder.staging_of(path), parts)
+    folder.publish(path, Manifest(folder.next_number(path), len(parts), files, tensors))
+    if keep is not None:
+        folder.prune(path.parent, keep)
+
+
+def _on_rank_0(part: Part, group: dist.ProcessGroup) -> list[Part]:
+    parts: list[Any] = [None] * group.size()
+    if group.size() == 1:
+        return [part]
+    dist.gather_object(part, parts if group.rank() == 0 else None, group=group, group_dst=0)
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What one rank has read, before anything has changed."""
+
+    found: Found
+    extras: tuple[dict[str, Any], ...]
+
+
+def load(
+    state: State,
+    path: Path,
+    held: Held,
+    optimizer: Optimizer | None,
+    into: Mapping[str, Stateful],
+    *,
+    check: bool,
+) -> Loaded:
+    """Read a checkpoint on all ranks, and give it to the optimizer and the extras, which may refuse it; the model is
+    the caller's to write, once this has returned. See :func:`thunder_zero.load`."""
+    group = state.group
+    agree.require_same_model([Line("the path to load from", str(path), "give every rank the same")], group)
+    with all_or_none(group, "to load"):
+        require_stateful(into)
+        where = folder.locate(path)
+        if check:
+            require_whole(where, group.rank(), group.size())
+    with all_or_none(group, "to load"):
+        loaded = read(where, held, optimizer)
+        mine = extras_of(loaded.extras, group.rank(), group.size(), into)
+        before = {name: copy.deepcopy(thing.state_dict()) for name, thing in into.items()}
+    optimizer_before = None if optimizer is None else optimizer.state_dict()
+    try:
+        with all_or_none(group, "to load"):
+            for name, thing in into.items():
+                thing.load_state_dict(mine[name])
+            if optimizer is not None and loaded.found.optimizer is not None:
+                optimizer.load_state_dict(loaded.found.optimizer)
+    except BaseException:
+        for name, thing in into.items():
+            thing.load_state_dict(before[name])
+        if optimizer is not None and optimizer_before is not None:
+            optimizer.load_state_dict(optimizer_before)
+        raise
+    return loaded
+
+
+def require_stateful(into: Mapping[str, object]) -> None:
+    """Raise unless all of them can take what was saved.
+
+    Raises:
+        TypeError: one that cannot.
+    """
+    for name, thing in into.items():
+        if not isinstance(thing, Stateful):
+            raise TypeError(
+                f"{name}={thing!r} cannot take what was saved, as it has no state_dict and load_state_dict; load "
+                f"without it, and take it from what load returns"
+            )
+
+
+def require_whole(where: Path, rank: int, ranks: int) -> None:
+    """Raise unless every file is as it was saved; ranks share the files.
+
+    Raises:
+        ValueError: naming what is missing, cut or changed, or that nothing says what it should be.
+    """
+    try:
+        written = manifest.read(where)
+    except FileNotFoundError:
+        raise ValueError(
+            f"{where} has no {manifest.NAME}, so nothing says what its files should be: it is damaged, or another tool "
+            f"wrote it; for the latter give check=False"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{where} is damaged: {error}") from None
+    wrong = manifest.faults(where, written.files[rank::ranks])
+    if wrong:
+        raise ValueError(f"{where} is damaged: {'; '.join(wrong)}; nothing was loaded, take another checkpoint")
+
+
+def read(where: Path, held: Held, optimizer: Optimizer | None) -> Loaded:
+    """Everything for one rank, into new memory.
+
+    Raises:
+        ValueError: another model, another optimizer, or damaged.
+    """
+    metadata = dcp.read_metadata(where)
+    extras = contents.read_extras(where, metadata)
+    tensors, states = contents.read_model(where, metadata, held)
+    packed = None if optimizer is None else contents.read_optimizer(where, metadata, held, optimizer)
+    return Loaded(Found(tensors, states, packed), extras)
+
+
+def extras_of(extras: Sequence[Mapping[str, Any]], rank: int, ranks: int, names: Mapping[str, Any]) -> dict[str, Any]:
+    """What these extras of a rank are: its own, or, where other ranks saved, what all of them had.
+
+    Raises:
+        ValueError: there is none; other ranks saved, and had different ones.
+    """
+    mine = {}
+    for name in names:
+        having = [of_rank[name] for of_rank in extras if name in of_rank]
+        if not having:
+            raise ValueError(f"the checkpoint has no extra {name!r}")
+        if len(extras) == ranks:
+            mine[name] = having[rank]
+        elif len({dcp.pickled(value) for value in having}) == 1:
+            mine[name] = having[0]
+        else:
+            raise ValueError(
+                f"the extra {name!r} differs between the {len(extras)} ranks that saved, and there are {ranks} now; "
+                f"load without it, and take what you need from what load returns"
+            )
+    return mine
