@@ -1,0 +1,198 @@
+"""Kills a rank at one moment of a save after the other, and looks at what is on the disk then.
+
+``python -m tests.ranks.kill_worker FOLDER`` prints a JSON list, one entry a moment. It is a process of its own, since
+it forks (each pair of ranks starts in milliseconds that way), and pytest has threads. A moment is one operation on
+files: right before the rank makes a folder, opens a file, flushes, renames, links or deletes, and in the middle of a
+write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import thunder_zero as tz
+from tests.ranks.models import Mlp, fresh, sharded
+from thunder_zero import manifest
+from thunder_zero.runtime import dcp, folder
+
+WORLD = 2
+EVENTS = {"os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir"}  # audit events, raised before they happen
+SECONDS = 30.0  # that the surviving rank may take
+BEFORE, AFTER = 1.0, 2.0  # what all parameters are
+
+
+@dataclass(frozen=True)
+class Case:
+    victim: int
+    name: str  # under which the second checkpoint is saved; the first is "step-1"
+    spread: int  # how many moments to try, spread over all, most of which are writes
+    last: int  # and all of the last ones: flushes, renames, links, deletions
+
+
+CASES = (Case(0, "step-2", 6, 32), Case(0, "step-1", 4, 32), Case(1, "step-2", 8, 2))
+
+
+class Moments:
+    """Counts operations on files, and dies at one of them."""
+
+    def __init__(self, root: Path, deadly: int) -> None:
+        self.root, self.deadly, self.count, self.armed = str(root), deadly, 0, False
+
+    def one(self) -> None:
+        if self.armed:
+            self.count += 1
+            if self.count == self.deadly:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def heard(self, event: str, args: tuple[Any, ...]) -> None:
+        writes = event == "open" and isinstance(args[1], str) and any(letter in args[1] for letter in "wxa+")
+        if (event in EVENTS or writes) and str(args[0]).startswith(self.root):
+            self.one()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        write, flush = dcp.HashedFile.write, os.fsync
+
+        def half(file: Any, data: Any) -> int:
+            whole = bytes(data)
+            write(file, whole[: len(whole) // 2])
+            file.flush()
+            self.one()
+            write(file, whole[len(whole) // 2 :])
+            return len(whole)
+
+        def flushed(handle: int) -> None:
+            self.one()
+            flush(handle)
+
+        sys.addaudithook(self.heard)
+        with mock.patch.object(dcp.HashedFile, "write", half), mock.patch.object(os, "fsync", flushed):
+            self.armed = True
+            yield
+            self.armed = False
+
+
+def rank_of(rank: int, root: Path, value: float, name: str, deadly: int) -> None:
+    """One rank: saves a model whose parameters are all ``value``, and notes what ``save`` said."""
+    dist.init_process_group("gloo", init_method=f"file://{root}.store", rank=rank, world_size=WORLD)
+    module = fresh(Mlp, 3, 2)
+    with torch.no_grad():
+        for param in module.parameters():
+            param.fill_(value)
+    model = sharded(module, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
+    for param in model.parameters():
+        param.grad = param.detach().clone()  # so the momentum is ``value``, too
+    optimizer.step()
+    moments = Moments(root, deadly)
+    said = "saved"
+    with moments.counted():
+        try:
+            tz.save(root / name, model, optimizer, keep=1, value=value)
+        except (OSError, RuntimeError) as error:
+            said = str(error)
+    Path(f"{root}.said{rank}").write_text(json.dumps([said, moments.count]))
+
+
+def save_on_ranks(root: Path, value: float, name: str, victim: int = 0, deadly: int = 0) -> dict[int, list[Any]]:
+    """What each rank that lives said, and how many moments it had.
+
+    Raises:
+        TimeoutError: a rank hangs.
+    """
+    Path(f"{root}.store").unlink(missing_ok=True)
+    children = {}
+    for rank in range(WORLD):
+        child = os.fork()
+        if child == 0:
+            try:
+                rank_of(rank, root, value, name, deadly if rank == victim else 0)
+            finally:
+                os._exit(0)
+        children[child] = rank
+    end = time.monotonic() + SECONDS
+    living = set(children)
+    while living:
+        living -= {child for child in living if os.waitpid(child, os.WNOHANG)[0]}
+        if time.monotonic() > end:
+            for child in living:
+                os.kill(child, signal.SIGKILL)
+            raise TimeoutError(f"ranks {[children[child] for child in living]} hang after rank {victim} was killed")
+        time.sleep(0.005)
+    said = {rank: Path(f"{root}.said{rank}") for rank in range(WORLD)}
+    return {rank: json.loads(path.read_text()) for rank, path in said.items() if path.exists()}
+
+
+def value_of(at: Path) -> float:
+    """The one value of everything in a checkpoint that is whole."""
+    wrong = manifest.faults(at, manifest.read(at).files)
+    assert not wrong, wrong
+    metadata = dcp.read_metadata(at)
+    items = [
+        dcp.Item((tensor.key,), torch.zeros(tensor.shape), 0, tensor.shape) for tensor in manifest.read(at).tensors
+    ]
+    values = dcp.read(at, metadata, items, ["rank0.extra.value", "rank1.extra.value"])
+    found = {float(value) for item in items for value in item.value.flatten()} | set(values.values())  # type: ignore[union-attr]
+    assert len(found) == 1, f"{at} is mixed: {found}"
+    return found.pop()
+
+
+def look(root: Path, case: Case, said: dict[int, list[Any]]) -> dict[str, Any]:
+    """What is there after the kill; raises if it is not as it should be."""
+    latest = value_of(folder.locate(root / "latest"))
+    visible = {at.name: value_of(at) for at in root.iterdir() if not at.name.startswith(".") and not at.is_symlink()}
+    for rank, (words, _) in said.items():
+        assert words != "saved" or visible.get(case.name) == AFTER, f"rank {rank} says saved, and there is {visible}"
+    assert latest in visible.values() or case.name == "step-1", (latest, visible)
+    found = value_of(folder.locate(root / case.name)) if case.name == "step-1" else None
+    assert save_alone(root / case.name) == sorted([case.name, "latest"])
+    return {"latest": latest, "visible": visible, "found": found, "said": [words for words, _ in said.values()]}
+
+
+def save_alone(path: Path) -> list[str]:
+    """The next save, after the restart, works and clears away what was left; the names that are there then."""
+    folder.prepare(path)
+    (folder.staging_of(path) / "a").touch()
+    folder.publish(path, manifest.Manifest(folder.next_number(path), 1, (), ()))
+    folder.prune(path.parent, 1)
+    return sorted(at.name for at in path.parent.iterdir())
+
+
+def main(root: Path) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    save_on_ranks(root / "first", BEFORE, "step-1")
+    results = []
+    for case in CASES:
+        count_at = root / f"count-{case.victim}-{case.name}"
+        shutil.copytree(root / "first", count_at, symlinks=True)
+        total = save_on_ranks(count_at, AFTER, case.name)[case.victim][1]
+        spread = {1 + step * total // case.spread for step in range(case.spread)}
+        for deadly in sorted(spread | set(range(total - case.last + 1, total + 1))):
+            at = root / f"{case.victim}-{case.name}-{deadly}"
+            shutil.copytree(root / "first", at, symlinks=True)
+            said = save_on_ranks(at, AFTER, case.name, case.victim, deadly)
+            result: dict[str, Any] = {"victim": case.victim, "name": case.name, "moment": f"{deadly} of {total}"}
+            try:
+                result |= {"lives": sorted(said), **look(at, case, said)}
+            except (AssertionError, OSError, ValueError) as error:
+                result["wrong"] = f"{type(error).__name__}: {error}"
+            results.append(result)
+    return results
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))

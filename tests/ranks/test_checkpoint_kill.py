@@ -1,0 +1,32 @@
+"""SIGKILL of a rank in the middle of a save, at many moments: what was there stays, and nothing false is said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(150)
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """The worker has looked at the disk after each: all that is visible is whole, ``latest`` leads to some of it, who
+    says saved is right, and the next save works."""
+    command = [sys.executable, "-m", "tests.ranks.kill_worker", str(tmp_path)]
+    worker = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert worker.returncode == 0, worker.stderr
+    results = json.loads(worker.stdout.splitlines()[-1])
+    assert [result for result in results if "wrong" in result] == []
+    assert len(results) >= 60
+    for result in results:
+        assert result["victim"] not in result["lives"], result
+    of_0 = [result for result in results if result["victim"] == 0 and result["name"] == "step-2"]
+    assert {result["latest"] for result in of_0} == {1.0, 2.0}  # early kills leave the first, late ones the second
+    assert of_0[0]["visible"] == {"step-1": 1.0}
+    replaced = [result["found"] for result in results if result["name"] == "step-1"]
+    assert set(replaced) == {1.0, 2.0}
+    assert {} in [result["visible"] for result in results]  # between two renames: it was found all the same
