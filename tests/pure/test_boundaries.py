@@ -61,6 +61,7 @@ ROOMS = (
     Room("trace/show.py",       NOT,     NOT,     IMPORT,  frozenset({"report"})),
     Room("trace/",              IMPORT,  TYPES,   IMPORT,  PURE | {"runtime"}),
     Room("lightning.py",        IMPORT,  NOT,     IMPORT,  PURE | {"runtime", "trace"}),
+    Room("state_dict.py",       IMPORT,  IMPORT,  TYPES,   PURE | {"runtime", "trace"}),
     Room("_compat.py",          IMPORT,  NOT,     IMPORT,  NOTHING),
     Room("cli.py",              NOT,     NOT,     NOT,     ALL),
     Room("__init__.py",         NOT,     NOT,     NOT,     ALL),

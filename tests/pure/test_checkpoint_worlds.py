@@ -7,6 +7,9 @@ number is equal bit for bit. Real ranks: ``tests/ranks/test_checkpoints.py``.
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -173,6 +176,42 @@ def test_no_padding_and_no_copy_is_written(runs: Any) -> None:
         listed = {tensor.key: tensor.shape for tensor in manifest.read(path).tensors}
         assert listed["optim.state.embed.weight.exp_avg"] == (9, 5)
         assert manifest.read(path).ranks == world
+
+
+class Command:
+    """Unpickled, it runs a command."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+def test_nothing_that_is_read_runs(tmp_path: Path) -> None:
+    """Neither DCP's metadata nor a value, which DCP itself unpickles."""
+    done = tmp_path / "done"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Command(done)))
+    with pytest.raises(ValueError, match=r"\.metadata is damaged \(the metadata names posix\.mkdir"):
+        dcp.read_metadata(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps([1]))
+    with pytest.raises(ValueError, match="it is no metadata"):
+        dcp.read_metadata(tmp_path)
+    value = io.BytesIO()
+    torch.save(Command(done), value)
+    part = dcp.write(tmp_path / "a", 0, [dcp.Item(("rank0", "extra", "bad"), value.getvalue())])
+    dcp.finish(tmp_path / "a", [part])
+    with pytest.raises(ValueError, match="cannot be read, it is damaged: Weights only load failed"):
+        contents.read_extras(tmp_path / "a", dcp.read_metadata(tmp_path / "a"))
+    assert not done.exists()
+
+
+def test_rows_that_are_in_no_file(tmp_path: Path) -> None:
+    half = dcp.Item(("w",), torch.ones(2, 3), 0, (4, 3))
+    dcp.finish(tmp_path, [dcp.write(tmp_path, 0, [half])])
+    wanted = dcp.Item(("w",), torch.zeros(3, 3), 1, (4, 3))
+    with pytest.raises(ValueError, match="lacks rows of w"):
+        dcp.read(tmp_path, dcp.read_metadata(tmp_path), [wanted])
 
 
 def test_the_extras_of_each_rank(runs: Any) -> None:

@@ -6,16 +6,18 @@ What one rank refuses is therefore told to all, and what has to agree is compare
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from thunder_zero.plan import Plan
 
@@ -86,6 +88,23 @@ def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[
     for rank, sentence in enumerate(told):
         if sentence is not None:
             raise RuntimeError(f"rank {rank} refused {what}, so all ranks do: {sentence}")
+
+
+def restored(things: Sequence[Any]) -> ExitStack:
+    """A context that gives things with ``state_dict`` what they have now back, unless its ``pop_all`` was called.
+
+    One that does not take it is left as it is: it refused what it was given, too.
+    """
+    stack = ExitStack()
+    for thing in things:
+        before = copy.copy(thing.state_dict()) if isinstance(thing, Optimizer) else copy.deepcopy(thing.state_dict())
+        stack.callback(_restore, thing, before)
+    return stack
+
+
+def _restore(thing: Any, before: Any) -> None:
+    with suppress(Exception):
+        thing.load_state_dict(before)
 
 
 def require_same_model(lines: Sequence[Line], group: dist.ProcessGroup) -> None:

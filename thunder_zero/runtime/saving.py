@@ -6,7 +6,6 @@ the same in a thread, on copies, over a group of their own, since training's col
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -191,20 +190,15 @@ def load(
     with all_or_none(group, "to load"):
         loaded = read(where, held, optimizer)
         mine = extras_of(loaded.extras, group.rank(), group.size(), into)
-        before = {name: copy.deepcopy(thing.state_dict()) for name, thing in into.items()}
-    optimizer_before = None if optimizer is None else optimizer.state_dict()
-    try:
+        taking = [*into.values(), *([] if optimizer is None else [optimizer])]
+        before = agree.restored(taking)  # of the optimizer no copies: loading gives it other tensors
+    with before:
         with all_or_none(group, "to load"):
             for name, thing in into.items():
                 thing.load_state_dict(mine[name])
             if optimizer is not None and loaded.found.optimizer is not None:
                 optimizer.load_state_dict(loaded.found.optimizer)
-    except BaseException:
-        for name, thing in into.items():
-            thing.load_state_dict(before[name])
-        if optimizer is not None and optimizer_before is not None:
-            optimizer.load_state_dict(optimizer_before)
-        raise
+        before.pop_all()
     return loaded
 
 

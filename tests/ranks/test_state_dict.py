@@ -1,0 +1,235 @@
+"""``thunder_zero.state_dict`` beside torch's own functions: FSDP2 takes what ours return, and ours what FSDP2's do."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict as torchs
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.tensor import DTensor
+
+import thunder_zero as tz
+from tests.harness.ranks import RanksPool
+from tests.ranks.models import Mlp, Zoo, fresh, sharded
+from tests.ranks.test_checkpoints import adamw, full_of, plain, refusal, same, state_of, stepped
+from thunder_zero import state_dict as ours
+from thunder_zero.runtime.state import State
+
+FULL = StateDictOptions(full_state_dict=True)
+ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def trained(stage: int, model: Any = Mlp) -> tuple[Any, torch.optim.Optimizer]:
+    jitted = sharded(fresh(model), stage)
+    optimizer = adamw(jitted)
+    stepped(jitted, optimizer)
+    return jitted, optimizer
+
+
+def other(stage: int, model: Any = Mlp) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    jitted = sharded(model(), stage)
+    return jitted, adamw(jitted, lr=1.0)
+
+
+def kinds(tree: Any) -> Any:
+    """What a state dict is made of: the same for both, or tools would tell them apart."""
+    if isinstance(tree, dict):
+        return {key: kinds(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [kinds(value) for value in tree]
+    if isinstance(tree, DTensor):
+        return "DTensor", tree.placements, tuple(tree.shape), tree.stride(), tuple(tree.to_local().shape), tree.dtype
+    return ("Tensor", tuple(tree.shape), tree.dtype) if isinstance(tree, Tensor) else type(tree)
+
+
+def beside_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for stage in (1, 3):
+        model, optimizer = trained(stage)
+        right = state_of(model, optimizer)
+        theirs, their_optimizer = plain(world_size, "fsdp2")
+        stepped(theirs, their_optimizer)
+        in_ours, in_theirs = ours.get_state_dict(model, optimizer), torchs.get_state_dict(theirs, their_optimizer)
+        results[f"the same kinds {stage}"] = kinds(list(in_ours)) == kinds(list(in_theirs))
+        torchs.set_state_dict(theirs, their_optimizer, model_state_dict=in_ours[0], optim_state_dict=in_ours[1])
+        results[f"sharded to FSDP2 {stage}"] = same(full_of(theirs, their_optimizer), right)
+
+        theirs, their_optimizer = plain(world_size, "fsdp2")
+        stepped(theirs, their_optimizer)
+        right = full_of(theirs, their_optimizer)
+        for name, options in (("sharded", StateDictOptions()), ("full", FULL)):
+            in_model, in_optimizer = torchs.get_state_dict(theirs, their_optimizer, options=options)
+            model, optimizer = other(stage)
+            ours.set_state_dict(
+                model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer, options=options
+            )
+            results[f"{name} from FSDP2 {stage}"] = same(state_of(model, optimizer), right)
+        in_model, in_optimizer = torchs.get_state_dict(theirs, their_optimizer, options=ON_CPU)
+        assert bool(in_model) is (rank == 0)
+        model, optimizer = other(stage)
+        ours.set_state_dict(
+            model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer, options=FROM_RANK_0
+        )
+        results[f"from FSDP2's rank 0 {stage}"] = same(state_of(model, optimizer), right)
+        results[f"learning rate {stage}"] = optimizer.param_groups[0]["lr"] == 1.0
+
+        in_model, in_optimizer = ours.get_state_dict(model, optimizer)
+        torch_dcp.save({"model": in_model, "optim": in_optimizer}, checkpoint_id=root / f"by-hand-{stage}")
+        again, its_optimizer = other(stage)
+        in_model, in_optimizer = ours.get_state_dict(again, its_optimizer)  # makes the state to load into
+        nested = {"model": in_model, "optim": in_optimizer}
+        torch_dcp.load(nested, checkpoint_id=root / f"by-hand-{stage}")
+        ours.set_state_dict(again, its_optimizer, model_state_dict=nested["model"], optim_state_dict=nested["optim"])
+        results[f"plain DCP by hand {stage}"] = same(state_of(again, its_optimizer), right)
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_beside_fsdp2(ranks_pool: RanksPool, tmp_path: Path, world_size: int) -> None:
+    for results in ranks_pool.run(world_size, beside_fsdp2, tmp_path):
+        assert {name for name, result in results.items() if result not in (True, [])} == set()
+        assert len(results) == 14
+
+
+def every_kind(rank: int, world_size: int) -> list[Any]:
+    """A model with parameters of every kind, a tie and buffers: in full, as the plain one's; sharded, and back."""
+    results = []
+    for stage in (0, 1, 2, 3):
+        model, optimizer = trained(stage, Zoo)
+        right = state_of(model, optimizer)
+        full = ours.get_model_state_dict(model, options=FULL)
+        results.append([list(full) == list(fresh(Zoo).state_dict()), same(full, tz.full_state_dict(model))])
+        for options, to in ((StateDictOptions(), FULL), (FULL, FULL), (ON_CPU, FROM_RANK_0)):
+            in_model, in_optimizer = ours.get_state_dict(model, optimizer, options=options)
+            again, its_optimizer = other(stage, Zoo)
+            fits = ours.set_state_dict(
+                again, its_optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer, options=to
+            )
+            loaded = state_of(again, its_optimizer)
+            stepped(again, its_optimizer)  # nothing is shared with the state dict
+            results.append([fits == ([], []), same(loaded, right) + same(state_of(model, optimizer), right)])
+        frozen = ours.get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+        results.append([set(full) - set(frozen) == {"frozen"}, []])
+    return results
+
+
+def test_every_kind_of_parameter(ranks_pool: RanksPool) -> None:
+    for results in ranks_pool.run(2, every_kind):
+        assert results == [[True, []]] * 20
+
+
+def only_rank_0(rank: int, world_size: int) -> tuple[list[int], int, list[Any]]:
+    """How much of a full state dict on the CPU each rank has; how many gathered tensors were alive at once; and what
+    making an optimizer's state leaves of its learning rate and the model."""
+    model, optimizer = trained(2)
+    alive: list[Any] = []
+    most = 0
+
+    def gathered(state: State, *args: Any) -> Tensor:
+        nonlocal most
+        most = max(most, sum(tensor() is not None for tensor in alive))
+        value = gather(state, *args)
+        alive.append(weakref.ref(value))
+        return value
+
+    gather = State.gather_now
+    with mock.patch.object(State, "gather_now", gathered):
+        in_model, in_optimizer = ours.get_state_dict(model, optimizer, options=ON_CPU)
+    again, its_optimizer = other(2)
+    before = tz.full_state_dict(again)
+    ours.get_optimizer_state_dict(again, its_optimizer)
+    left = [its_optimizer.param_groups[0]["lr"], same(tz.full_state_dict(again), before)]
+    return [len(in_model), len(in_optimizer)], most, left
+
+
+def test_full_on_the_cpu_is_of_rank_0_alone(ranks_pool: RanksPool) -> None:
+    first, second = ranks_pool.run(2, only_rank_0)
+    assert first[0] == [6, 2]
+    assert second[:2] == ([0, 0], 0)
+    assert first[2] == second[2] == [1.0, []]
+
+
+def doubled(in_optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Another state."""
+    states = {name: {key: 2 * value for key, value in of.items()} for name, of in in_optimizer["state"].items()}
+    return {**in_optimizer, "state": states}
+
+
+@contextmanager
+def fussy(optimizer: torch.optim.Optimizer, rank: int) -> Iterator[None]:
+    """Within: rank 1's optimizer refuses everything."""
+
+    def refuse(optimizer: Any, state_dict: Any) -> None:
+        if rank == 1:
+            raise ValueError("it does not like it")
+
+    hook = optimizer.register_load_state_dict_pre_hook(refuse)
+    yield
+    hook.remove()
+
+
+def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
+    model, optimizer = trained(3)
+    before = state_of(model, optimizer)
+    good, in_optimizer = ours.get_state_dict(model, optimizer, options=FULL)
+    wrong = {**good, "layers.0.weight": torch.ones(3, 3)}
+    few = {name: value + 1 for name, value in good.items() if name != "layers.0.weight"}
+    results = {}
+
+    def attempt(name: str, call: Any) -> None:
+        results[name] = refusal(call), same(state_of(model, optimizer), before)
+
+    attempt("missing", partial(ours.set_model_state_dict, model, few))
+    attempt("unknown", partial(ours.set_model_state_dict, model, {**good, "more": torch.ones(2)}))
+    attempt("shape on rank 1", partial(ours.set_model_state_dict, model, wrong if rank else good))
+    attempt("rank 0's shape", partial(ours.set_model_state_dict, model, {} if rank else wrong, options=FROM_RANK_0))
+    groups = {**in_optimizer, "param_groups": []}
+    attempt("no groups", partial(ours.set_optimizer_state_dict, model, optimizer, groups))
+    states = {**in_optimizer["state"], "layers.0.bias": {"exp_avg": torch.ones(2)}}
+    attempt("state", partial(ours.set_optimizer_state_dict, model, optimizer, {**in_optimizer, "state": states}))
+    with fussy(optimizer, rank):
+        attempt("rank 1's optimizer", partial(ours.set_optimizer_state_dict, model, optimizer, doubled(in_optimizer)))
+    attempt("submodules", partial(ours.get_model_state_dict, model, submodules={model}))
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    attempt("flat", partial(ours.get_optimizer_state_dict, model, optimizer, options=flat))
+    fresh_one = adamw(model)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    attempt("gradients", partial(ours.get_optimizer_state_dict, model, fresh_one))
+    fits = ours.set_model_state_dict(model, few, options=StateDictOptions(strict=False))
+    assert fits == (["layers.0.weight"], [])
+    dist.barrier()
+    return results
+
+
+def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(ranks_pool: RanksPool) -> None:
+    sentences = {
+        "missing": "the state dict lacks ['layers.0.weight'] and has nothing",
+        "unknown": "lacks nothing and has ['more'] that the model does not know",
+        "shape on rank 1": "'layers.0.weight' has shape (3, 3) in the state dict; it is (7, 7)",
+        "rank 0's shape": "'layers.0.weight' has shape (3, 3) in the state dict; it is (7, 7)",
+        "no groups": "has no optimizer",
+        "state": "a state of parameter 'layers.0.bias' has shape (2,) in the state dict",
+        "rank 1's optimizer": "it does not like it",
+        "submodules": "submodules is not supported",
+        "flat": "flatten_optimizer_state_dict is not supported",
+        "gradients": "the optimizer has no state yet, and there are gradients",
+    }
+    for results in ranks_pool.run(2, refused):
+        assert results.keys() == sentences.keys()
+        for name, (told, changed) in results.items():
+            assert sentences[name] in told, (name, told)
+            assert changed == [], name

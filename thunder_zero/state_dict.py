@@ -1,0 +1,210 @@
+"""The functions of ``torch.distributed.checkpoint.state_dict``, under their names, for models with ZeroTransform.
+
+torch's own cannot serve a Thunder module, whose parameters are padded rows. These take the same arguments and return
+the same things, so that scripts and tools that are written for FSDP2 change one import::
+
+    from thunder_zero.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+Not supported, with a sentence: submodules, ``keep_submodule_prefixes=False``, ``flatten_optimizer_state_dict``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.optim import Optimizer
+
+from thunder_zero.runtime import interop
+from thunder_zero.runtime.agree import all_or_none
+from thunder_zero.trace.checkpoints import held_by
+from thunder_zero.trace.module import transform_of
+
+if TYPE_CHECKING:
+    from thunder.core.module import ThunderModule
+
+__all__ = [
+    "StateDictOptions",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+Optimizers = Optimizer | Iterable[Optimizer]
+
+
+class Incompatible(NamedTuple):
+    """What did not fit, as ``nn.Module.load_state_dict`` returns it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def get_model_state_dict(
+    model: ThunderModule, *, submodules: object = None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """Parameters and buffers by the plain module's names; a collective if they are full.
+
+    >>> full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    Args:
+        model: a model with ZeroTransform.
+        submodules: None; others are refused.
+        options: ``full_state_dict`` for full tensors, gathered one at a time; otherwise DTensors of whole shapes, of
+            which each rank has its rows, and plain tensors of what is not sharded, both views of the model.
+            ``cpu_offload`` puts them on the CPU; of full ones only rank 0 then has any. ``ignore_frozen_params``.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        ValueError: an option that is not supported.
+    """
+    state, held, options = transform_of(model).state, held_by(model), _supported(options, submodules)
+    return interop.model_state_dict(state, held, model._model.state_dict(), options)
+
+
+def get_optimizer_state_dict(
+    model: ThunderModule,
+    optimizers: Optimizers,
+    *,
+    submodules: object = None,
+    options: StateDictOptions | None = None,
+) -> dict[str, Any]:
+    """``{"state": {name: ...}, "param_groups": [...]}`` with parameters' names; a collective if it is full.
+
+    An optimizer that never stepped makes its state first, as with torch's function, so that it can be loaded into.
+
+    >>> get_optimizer_state_dict(model, optimizer)["state"]["0.weight"]["exp_avg"]  # a DTensor
+
+    Args:
+        model: a model with ZeroTransform.
+        optimizers: one or several, built on ``model.parameters()``.
+        submodules: None; others are refused.
+        options: as for :func:`get_model_state_dict`.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        ValueError: an option that is not supported; an optimizer of another model.
+        RuntimeError: an optimizer that never stepped, and gradients.
+    """
+    state, held, options = transform_of(model).state, held_by(model), _supported(options, submodules)
+    several = _several(optimizers)
+    with all_or_none(state.group, "the optimizer"):
+        interop.all_names(held, several)
+        for optimizer in several:
+            interop.make_states(optimizer)
+    return interop.optimizer_state_dict(state, held, several, options)
+
+
+def get_state_dict(
+    model: ThunderModule,
+    optimizers: Optimizers,
+    *,
+    submodules: object = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both: :func:`get_model_state_dict` and :func:`get_optimizer_state_dict`, which see.
+
+    >>> in_model, in_optimizer = get_state_dict(model, optimizer)
+    >>> torch.distributed.checkpoint.save({"model": in_model, "optim": in_optimizer}, checkpoint_id=path)
+    """
+    return (
+        get_model_state_dict(model, submodules=submodules, options=options),
+        get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
+    )
+
+
+def set_model_state_dict(
+    model: ThunderModule, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
+) -> Incompatible:
+    """Put a state dict into the model: full tensors on each rank, DTensors, or full tensors of rank 0 alone.
+
+    A collective. Nothing has changed if it raises.
+
+    >>> options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    >>> set_model_state_dict(model, torch.load(path) if rank == 0 else {}, options=options)
+
+    Args:
+        model: a model with ZeroTransform.
+        model_state_dict: by the plain module's names.
+        options: ``broadcast_from_rank0`` sends rank 0's, one tensor at a time; ``strict``.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys``; both empty if ``strict``.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        RuntimeError: names differ, and ``strict``; another rank refused.
+        ValueError: another shape; an option that is not supported.
+    """
+    state, held, options = transform_of(model).state, held_by(model), _supported(options, None)
+    names = list(model._model.state_dict())
+    missing, unknown, states = interop.load_model(state, held, model_state_dict, names, options)
+    for name, value in states.items():
+        model._model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+    return Incompatible(missing, unknown)
+
+
+def set_optimizer_state_dict(
+    model: ThunderModule,
+    optimizers: Optimizers,
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """Put a state dict into optimizers, as :func:`get_optimizer_state_dict` has it, in full or as DTensors.
+
+    A collective. Nothing has changed if it raises.
+
+    >>> set_optimizer_state_dict(model, optimizer, in_optimizer)
+
+    Args:
+        model: a model with ZeroTransform.
+        optimizers: one or several, built on ``model.parameters()``.
+        optim_state_dict: states by parameter name, and groups with names.
+        options: ``broadcast_from_rank0`` sends rank 0's, one tensor at a time.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        ValueError: other parameter groups; a state of another shape; an option that is not supported.
+        RuntimeError: another rank refused.
+    """
+    state, held, options = transform_of(model).state, held_by(model), _supported(options, None)
+    interop.load_optimizers(state, held, _several(optimizers), optim_state_dict, options)
+
+
+def set_state_dict(
+    model: ThunderModule,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> Incompatible:
+    """Both: :func:`set_model_state_dict` and :func:`set_optimizer_state_dict`, which see.
+
+    >>> set_state_dict(model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer)
+    """
+    fits = set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return fits
+
+
+def _several(optimizers: Optimizers) -> list[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def _supported(options: StateDictOptions | None, submodules: object) -> StateDictOptions:
+    options = StateDictOptions() if options is None else options
+    for name, asked in {
+        "submodules": submodules is not None,
+        "keep_submodule_prefixes=False": not options.keep_submodule_prefixes,
+        "flatten_optimizer_state_dict": options.flatten_optimizer_state_dict,
+        "broadcast_from_rank0 without full_state_dict": options.broadcast_from_rank0 and not options.full_state_dict,
+    }.items():
+        if asked:
+            raise ValueError(f"{name} is not supported; take the whole state dict and choose from it")
+    return options
