@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -64,6 +67,14 @@ def test_faults_are_named(tmp_path: Path) -> None:
     assert manifest.faults(tmp_path, files) == ["a.distcp has 13 bytes and was saved with 14"]
     path.write_bytes(b"W" + CONTENT[1:])
     assert manifest.faults(tmp_path, files) == ["a.distcp was changed: its SHA-256 is another"]
+
+
+def test_a_disk_that_is_full_at_the_last_moment(tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(os, "fsync", side_effect=full), pytest.raises(OSError, match=r"manifest.* the disk is full"):
+        save(tmp_path / "b")
+    assert names(tmp_path) == [".b.saving", "a", "latest"]
 
 
 def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:

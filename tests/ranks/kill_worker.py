@@ -43,7 +43,7 @@ class Case:
     last: int  # and all of the last ones: flushes, renames, links, deletions
 
 
-CASES = (Case(0, "step-2", 6, 32), Case(0, "step-1", 4, 32), Case(1, "step-2", 8, 2))
+CASES = (Case(0, "step-2", 6, 24), Case(0, "step-1", 4, 12), Case(1, "step-2", 6, 2))
 
 
 class Moments:

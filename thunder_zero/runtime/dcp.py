@@ -7,7 +7,6 @@ message a rank is enough; loading needs none. Nothing is unpickled that could ru
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
@@ -46,6 +45,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from thunder_zero.manifest import File, Stored
+from thunder_zero.runtime.folder import telling
 
 Path_ = tuple[str | int, ...]  # where something stands in the nested state dict
 
@@ -151,17 +151,10 @@ class Files(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """A file to write."""
         name = Path(path).name
-        try:
-            with Path(path).open("xb") as stream:
-                hashed = HashedFile(stream)
-                yield hashed
-                self.written[name] = hashed.sealed(name)
-        except OSError as error:
-            full = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
-            raise OSError(
-                f"{name} could not be written: {full}; nothing of this checkpoint is visible, those before it are as "
-                f"they were"
-            ) from error
+        with telling(name), Path(path).open("xb") as stream:
+            hashed = HashedFile(stream)
+            yield hashed
+            self.written[name] = hashed.sealed(name)
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Rename a file that was written."""

@@ -11,9 +11,12 @@ All names that begin with a dot are none of a checkpoint; what stands under any 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from thunder_zero import manifest
@@ -55,6 +58,23 @@ def checkpoints(parent: Path) -> dict[Path, Manifest]:
             except ValueError:
                 continue  # damaged: not ours to count or to delete
     return found
+
+
+@contextmanager
+def telling(name: str) -> Iterator[None]:
+    """Within: what keeps a file from being written is told in a sentence.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
+        raise OSError(
+            f"{name} could not be written: {reason}; nothing of this checkpoint is visible, those before it stay as "
+            f"they were"
+        ) from error
 
 
 def prepare(path: Path) -> None:
@@ -100,7 +120,7 @@ def publish(path: Path, written: Manifest) -> None:
                 f"{file.name} was written by another rank and is not seen by rank 0 in {staging}; save to a file "
                 f"system that all ranks share"
             )
-    with (staging / manifest.NAME).open("x") as stream:
+    with telling(manifest.NAME), (staging / manifest.NAME).open("x") as stream:
         stream.write(manifest.to_text(written))
         stream.flush()
         os.fsync(stream.fileno())
