@@ -75,7 +75,8 @@ def save(
     wait: bool,
 ) -> Future[Path]:
     """Save on all ranks; the future has the path. See :func:`thunder_zero.save`."""
-    finish_last(state)
+    with all_or_none(state.group, "to save"):  # it may have failed on one rank alone
+        finish_last(state)
     agree.require_same_model(
         [
             Line("the path to save at", str(path), "give every rank the same"),
