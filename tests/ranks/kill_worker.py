@@ -41,9 +41,15 @@ class Case:
     name: str  # under which the second checkpoint is saved; the first is "step-1"
     spread: int  # how many moments to try, spread over all, most of which are writes
     last: int  # and all of the last ones: flushes, renames, links, deletions
+    wait: bool = True  # or the save is asynchronous
 
 
-CASES = (Case(0, "step-2", 6, 24), Case(0, "step-1", 4, 12), Case(1, "step-2", 6, 2))
+CASES = (
+    Case(0, "step-2", 6, 24),
+    Case(0, "step-1", 4, 12),
+    Case(1, "step-2", 6, 2),
+    Case(0, "step-2", 2, 6, wait=False),
+)
 
 
 class Moments:
@@ -86,7 +92,7 @@ class Moments:
             self.armed = False
 
 
-def rank_of(rank: int, root: Path, value: float, name: str, deadly: int) -> None:
+def rank_of(rank: int, root: Path, value: float, name: str, deadly: int, wait: bool) -> None:
     """One rank: saves a model whose parameters are all ``value``, and notes what ``save`` said."""
     dist.init_process_group("gloo", init_method=f"file://{root}.store", rank=rank, world_size=WORLD)
     module = fresh(Mlp, 3, 2)
@@ -102,13 +108,15 @@ def rank_of(rank: int, root: Path, value: float, name: str, deadly: int) -> None
     said = "saved"
     with moments.counted():
         try:
-            tz.save(root / name, model, optimizer, keep=1, value=value)
+            tz.save(root / name, model, optimizer, keep=1, wait=wait, value=value).result()
         except (OSError, RuntimeError) as error:
             said = str(error)
     Path(f"{root}.said{rank}").write_text(json.dumps([said, moments.count]))
 
 
-def save_on_ranks(root: Path, value: float, name: str, victim: int = 0, deadly: int = 0) -> dict[int, list[Any]]:
+def save_on_ranks(
+    root: Path, value: float, name: str, victim: int = 0, deadly: int = 0, wait: bool = True
+) -> dict[int, list[Any]]:
     """What each rank that lives said, and how many moments it had.
 
     Raises:
@@ -120,7 +128,7 @@ def save_on_ranks(root: Path, value: float, name: str, victim: int = 0, deadly: 
         child = os.fork()
         if child == 0:
             try:
-                rank_of(rank, root, value, name, deadly if rank == victim else 0)
+                rank_of(rank, root, value, name, deadly if rank == victim else 0, wait)
             finally:
                 os._exit(0)
         children[child] = rank
@@ -177,14 +185,14 @@ def main(root: Path) -> list[dict[str, Any]]:
     save_on_ranks(root / "first", BEFORE, "step-1")
     results = []
     for case in CASES:
-        count_at = root / f"count-{case.victim}-{case.name}"
+        count_at = root / f"count-{case.victim}-{case.name}-{case.wait}"
         shutil.copytree(root / "first", count_at, symlinks=True)
-        total = save_on_ranks(count_at, AFTER, case.name)[case.victim][1]
+        total = save_on_ranks(count_at, AFTER, case.name, wait=case.wait)[case.victim][1]
         spread = {1 + step * total // case.spread for step in range(case.spread)}
         for deadly in sorted(spread | set(range(total - case.last + 1, total + 1))):
-            at = root / f"{case.victim}-{case.name}-{deadly}"
+            at = root / f"{case.victim}-{case.name}-{case.wait}-{deadly}"
             shutil.copytree(root / "first", at, symlinks=True)
-            said = save_on_ranks(at, AFTER, case.name, case.victim, deadly)
+            said = save_on_ranks(at, AFTER, case.name, case.victim, deadly, case.wait)
             result: dict[str, Any] = {"victim": case.victim, "name": case.name, "moment": f"{deadly} of {total}"}
             try:
                 result |= {"lives": sorted(said), **look(at, case, said)}
