@@ -91,8 +91,7 @@ def show_shards(plan: tz.Plan) -> None:
 
 
 def synchronised(prologue: TraceCtx, computation: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
-    inputs = parameter_inputs(prologue, computation, executor.plan)
-    computation = insert_synchronize(computation, inputs, executor)
+    computation = insert_synchronize(computation, parameter_inputs(prologue, computation), executor)
     show("3. A synchronise at the first use of each parameter", code(computation))
     return computation
 
@@ -280,7 +279,7 @@ def main() -> None:
 
     prologue, computation = functional_trace(jitted, x)
     show_shards(plan)
-    paths = [param.path for param in parameter_inputs(prologue, computation, plan).values()]
+    paths = list(parameter_inputs(prologue, computation).values())
     # Thunder's functions look up the executors, and so our gradient rule, in the compilation that is going on.
     with compile_data_and_stats(thunder.compile_data(jitted), thunder.compile_stats(jitted)):
         trace = lowered(joint(synchronised(prologue, computation, executor)), executor)
