@@ -4,6 +4,7 @@ from thunder_zero import _compat  # noqa: F401  # lets Thunder import
 from thunder_zero.plan import Param, Plan, make_plan
 from thunder_zero.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.precision import MixedPrecision
+from thunder_zero.runtime.consolidate import consolidate, shard_safetensors
 from thunder_zero.timeline import Kind, Op, Timeline
 from thunder_zero.times import Times
 from thunder_zero.trace.checkpoints import load, save
@@ -36,6 +37,7 @@ __all__ = [
     "ZeroTransform",
     "check",
     "clip_grad_norm_",
+    "consolidate",
     "full_state_dict",
     "global_mean",
     "load",
@@ -43,6 +45,7 @@ __all__ = [
     "measure_times",
     "print_trace",
     "save",
+    "shard_safetensors",
     "trace",
     "traces_of",
     "zero",
