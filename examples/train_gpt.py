@@ -3,6 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py                # ZeRO-3, on 2 or more ranks
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --stage 0      # DDP
     python examples/train_gpt.py --size tiny --steps 50                           # one rank
+    torchrun --max-restarts 3 ... examples/train_gpt.py --save-every 100          # goes on where it was, if a rank dies
 
 NCCL where each rank of a machine has a GPU, gloo on CPUs elsewhere. Nothing is downloaded. It shows the loss as it
 falls, then a table (losses, speed, bytes sent, memory), saves the loss curve, and prints what one transformer
@@ -86,7 +87,7 @@ class Run:
     Attributes:
         losses: of each step, of this rank.
         validation: (steps done, mean loss over ranks).
-        seconds: of each step that counts: neither the ones that compile nor the one whose peak is measured.
+        seconds: of each step.
         peak: the most bytes of tensors that were alive in one step.
     """
 
@@ -94,6 +95,11 @@ class Run:
     validation: list[tuple[int, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     peak: int = 0
+
+    @property
+    def counting(self) -> list[float]:
+        """Seconds of the steps that count: neither those that compile nor the one whose peak is measured."""
+        return self.seconds[PEAK_STEP + 1 :] or self.seconds
 
 
 def parse_options() -> argparse.Namespace:
@@ -110,12 +116,26 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=128, help="bytes in a sequence (128)")
     parser.add_argument("--lr", type=float, help="the highest learning rate (by size)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches (0)")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the loss curve (runs)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs"), help="folder of the loss curve and checkpoints (runs)"
+    )
+    every = "steps from checkpoint to checkpoint, and one at the end; starts from the last one in --out (none)"
+    parser.add_argument("--save-every", type=int, default=0, help=every)
     options = parser.parse_args()
     for name, least in {"steps": PEAK_STEP + 2, "batch": 1, "context": 1}.items():
         if getattr(options, name) < least:
             parser.error(f"--{name} is {getattr(options, name)}; give at least {least}")
     return options
+
+
+def env(name: str) -> int:
+    return int(os.environ[name])
+
+
+def store_of_attempt() -> dist.Store:
+    """Where ranks find each other; those that torchrun has started again must not find the addresses of the dead."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], env("MASTER_PORT"), is_master=False)
+    return dist.PrefixStore(f"attempt {env('TORCHELASTIC_RESTART_COUNT')}", store)
 
 
 @contextmanager
@@ -128,7 +148,7 @@ def ranks_of_torchrun() -> Iterator[Ranks]:
     if cuda:
         torch.cuda.set_device(device)
     if dist.is_torchelastic_launched():
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, store=store_of_attempt(), rank=env("RANK"), world_size=env("WORLD_SIZE"))
     else:
         dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)  # any free port
     try:
@@ -181,6 +201,7 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_at(step, options.steps)
         )
+        self.checkpoints = options.out / f"train_gpt_stage{options.stage}"
 
     def step(self, number: int) -> Tensor:
         """One step on one global batch; returns this rank's loss.
@@ -195,6 +216,20 @@ class Trainer:
         self.schedule.step()
         return loss.detach()
 
+    def resume(self) -> int:
+        """Load the last checkpoint, if there is one; how many steps were done."""
+        if not self.options.save_every or not (self.checkpoints / "latest").exists():
+            return 0
+        extras = tz.load(self.checkpoints / "latest", self.model, self.optimizer, schedule=self.schedule)
+        return int(extras[0]["step"])
+
+    def save(self, done: int) -> None:
+        """Save after so many steps, if one is due; batches follow from the step's number."""
+        every, steps = self.options.save_every, self.options.steps
+        if every and (done % every == 0 or done == steps):
+            path = self.checkpoints / f"step-{done}"
+            tz.save(path, self.model, self.optimizer, keep=2, step=done, schedule=self.schedule)
+
     def held(self) -> tuple[int, int, int]:
         """Bytes of parameters, gradients and optimizer state that this rank holds now."""
         parameters = list(self.model.parameters())
@@ -203,42 +238,45 @@ class Trainer:
         return bytes_held(parameters), bytes_held(gradients), bytes_held(state)
 
 
-def train(trainer: Trainer, batches: list[Tensor], console: Console) -> tuple[Run, tz.Traces]:
-    """All training steps, with a validation before, between and after them; the traces are those of a step."""
+def train(trainer: Trainer, batches: list[Tensor], first: int, console: Console) -> tuple[Run, tz.Traces]:
+    """All training steps from ``first``, with validations before, between and after; the traces are those of a step."""
     run, steps = Run(), trainer.options.steps
-    validate_at = {steps * part // VALIDATIONS for part in range(VALIDATIONS + 1)}
+    validate_at = {first, *(steps * part // VALIDATIONS for part in range(VALIDATIONS + 1))}
     tokens = trainer.shape.rows * trainer.shape.context
+    if first:
+        console.print(f"Going on after step {first}, from {trainer.checkpoints / 'latest'}.")
     with progress_bar(console) as bar:
-        task = bar.add_task("compiling", total=steps, loss="-", validation="-", speed="-")
-        for number in range(steps + 1):
+        task = bar.add_task("compiling", total=steps, completed=first, loss="-", validation="-", speed="-")
+        for number in range(first, steps + 1):
             if number in validate_at:
                 run.validation.append((number, validate(trainer.model, batches, trainer.ranks)))
                 bar.update(task, validation=f"{run.validation[-1][1]:.3f}")
             if number == steps:
                 break
-            take_step(trainer, number, run)
-            speed = f"{tokens / median(run.seconds[-20:]):,.0f}" if run.seconds else "-"
+            measure = number == min(first + PEAK_STEP, steps - 1)
+            take_step(trainer, number, measure, run)
+            trainer.save(number + 1)
+            speed = f"{tokens / median(run.counting[-20:]):,.0f}"
             bar.update(task, description="training", advance=1, loss=f"{run.losses[-1]:.3f}", speed=speed)
-            if number == PEAK_STEP:
+            if measure:
                 traces = tz.traces_of(trainer.model)  # of what ran last, a training step
     return run, traces
 
 
-def take_step(trainer: Trainer, number: int, run: Run) -> None:
-    """One training step, and its place in ``run``."""
+def take_step(trainer: Trainer, number: int, measure: bool, run: Run) -> None:
+    """One training step, and its place in ``run``; maybe its peak is measured."""
 
     def step() -> None:
         run.losses.append(trainer.step(number))
 
     start = time.perf_counter()
-    if number == PEAK_STEP:
+    if measure:
         trainer.optimizer.zero_grad()
         run.peak = sum(trainer.held()) + added_at_peak(step, trainer.ranks.device)
     else:
         step()
     run.losses[-1] = run.losses[-1].cpu()  # waits for a GPU
-    if number > PEAK_STEP:
-        run.seconds.append(time.perf_counter() - start)
+    run.seconds.append(time.perf_counter() - start)
 
 
 def progress_bar(console: Console) -> Progress:
@@ -295,7 +333,7 @@ def report_of(trainer: Trainer, run: Run, traces: tz.Traces) -> Report:
         title=f"Byte-level GPT, {parameters / 1e6:.2f} M parameters, {options.dtype}, {stage} on {where}",
         losses=ranks.mean(torch.stack(run.losses)).tolist(),
         validation=run.validation,
-        tokens_per_second=trainer.shape.rows * trainer.shape.context / median(run.seconds),
+        tokens_per_second=trainer.shape.rows * trainer.shape.context / median(run.counting),
         traffic=traffic_of(traces, options.stage, ranks),
         memory=Memory(*trainer.held(), run.peak, max(gathered_bytes(traces.timeline)), at_border),
         kept=kept_for_backward(traces.plan),
@@ -308,7 +346,11 @@ def main() -> None:
         console = Console(quiet=ranks.rank != 0, width=None if sys.stdout.isatty() else WIDTH)
         trainer = Trainer(options, ranks, load_text())
         batches = validation_batches(trainer.text, VALIDATION_BATCHES, trainer.shape)
-        run, traces = train(trainer, batches, console)
+        first = trainer.resume()
+        if first == options.steps:
+            console.print(f"All {first} steps are done already, in {trainer.checkpoints / 'latest'}.")
+            return
+        run, traces = train(trainer, batches, first, console)
         report = report_of(trainer, run, traces)
         if ranks.rank == 0:
             print_report(report, console)

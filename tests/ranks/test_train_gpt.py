@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+
+import thunder_zero as tz
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/train_gpt.py"
@@ -119,3 +124,40 @@ def test_a_bad_option_gets_one_sentence() -> None:
     run = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=60)
     assert run.returncode == 2
     assert run.stderr.splitlines()[-1].endswith("--steps is 1; give at least 4")
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = tz.consolidate(folder / "train_gpt_stage3" / "latest", folder / "model.pt")
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a rank's process in /proc")
+def test_a_run_whose_rank_dies_ends_with_the_same_weights(tmp_path: Path) -> None:
+    """Rank 1 is killed while it trains; torchrun starts both again, and they go on from the last checkpoint."""
+    options = ("--size", "tiny", "--context", "32", "--batch", "4", "--steps", "16", "--save-every", "4")
+    run_example(*options, "--out", str(tmp_path / "whole"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--max-restarts", "2", EXAMPLE, *options, "--out", str(tmp_path / "killed")]
+    with (tmp_path / "printed").open("w+") as printed:
+        run = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=printed, stderr=subprocess.STDOUT)
+        try:
+            until = time.monotonic() + SECONDS / 2
+            while not list((tmp_path / "killed").glob("*/step-4")) and time.monotonic() < until:
+                time.sleep(0.01)
+            os.kill(children(run.pid)[-1], signal.SIGKILL)
+            run.wait(SECONDS / 2)
+        finally:
+            run.terminate()  # it ends its ranks
+            run.wait()
+        printed.seek(0)
+        told = printed.read()
+    assert run.returncode == 0, told
+    assert "Going on after step" in told
+    right, found = weights_of(tmp_path / "whole"), weights_of(tmp_path / "killed")
+    assert all(torch.equal(found[name], weight) for name, weight in right.items())
