@@ -67,9 +67,7 @@ class MixedPrecision:
 
     def of(self, path: str) -> MixedPrecision:
         """What holds for a parameter, buffer or submodule: its own entry, or that of a module around it."""
-        around = tuple(_around(path))
-        fitting = [o for pattern, o in self.overrides.items() if any(fnmatchcase(name, pattern) for name in around)]
-        return fitting[-1] if fitting else self
+        return self._override(tuple(_around(path))) or self
 
     def border(self, path: str, own: torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:
         """What a module's inputs and its outputs are cast to; None: they stay.
@@ -80,12 +78,17 @@ class MixedPrecision:
         """
         if not path:
             return self.param_dtype if self.cast_forward_inputs else None, self.output_dtype
-        fitting = [other for pattern, other in self.overrides.items() if fnmatchcase(path, pattern)]
-        if not fitting:
+        inside = self._override((path,))
+        if inside is None:
             return None, None
-        inside = fitting[-1]
         inputs = (inside.param_dtype or own) if inside.cast_forward_inputs else None
         return inputs, inside.output_dtype or self.param_dtype
+
+    def _override(self, names: tuple[str, ...]) -> MixedPrecision | None:
+        """The last entry whose pattern fits one of these names."""
+        entries = self.overrides.items()
+        fitting = [other for pattern, other in entries if any(fnmatchcase(name, pattern) for name in names)]
+        return fitting[-1] if fitting else None
 
 
 def _around(path: str) -> Iterator[str]:

@@ -48,6 +48,16 @@ STACK_SECONDS = 0.2
 GRACE_SECONDS = 2.0  # after the first failure: the others may still say why they failed
 
 
+LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+ONE_RANK = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}  # one thread, and gloo on the loopback interface
+
+
+def example_environment() -> dict[str, str]:
+    """What an example is run in: as a rank here, without a GPU, with this checkout of the package."""
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, **ONE_RANK, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": root}
+
+
 class RanksTimeout(TimeoutError):
     """Some ranks had not finished in time; their processes are gone."""
 
@@ -219,8 +229,7 @@ def _worker(conn: Connection, stack_file: Path) -> None:
     stack = stack_file.open("w")
     faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to pytest, which ends the workers
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback, TORCHINDUCTOR_COMPILE_THREADS="1")
+    os.environ.update(ONE_RANK, TORCHINDUCTOR_COMPILE_THREADS="1")
     conn.send_bytes(_reply_of(_warm_up))
     while True:
         try:

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from tests.harness.ranks import example_environment
 from tests.ranks.models import error
 
 ROOT = Path(__file__).parents[2]
@@ -33,17 +33,10 @@ def run_example(*options: str) -> str:
     Raises:
         AssertionError: it failed or was ended; the message has what it printed.
     """
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    env = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": loopback,
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT),
-    }
     run = subprocess.Popen(
         [sys.executable, "examples/fabric_litgpt.py", *options],
         cwd=ROOT,
-        env=env,
+        env=example_environment(),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,9 +14,11 @@ import pytest
 import torch
 
 import thunder_zero as tz
+from tests.harness.ranks import example_environment
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/train_gpt.py"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SECONDS = 240
 WIDTH = 32
 BLOCK = 12 * WIDTH**2 + 9 * WIDTH + 4 * WIDTH  # products, their biases, two norms
@@ -27,29 +28,16 @@ MODEL = TIED_MODEL + 256 * WIDTH
 NOT_READ = (256 + 32 + 2 * (9 + 2) + 1) * WIDTH
 
 
-def environment() -> dict[str, str]:
-    """One thread a rank, no GPU, gloo on the loopback interface, and this checkout of the package."""
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "CUDA_VISIBLE_DEVICES": ""}
-    return {**os.environ, **settings, "PYTHONPATH": str(ROOT)}
-
-
 def run_example(*options: str) -> str:
     """What the example prints on two ranks; ends it when it takes too long.
 
     Raises:
         AssertionError: it failed or was ended; the message has what it printed.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    env = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": loopback,
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [*torchrun, "examples/train_gpt.py", *options]
-    run = subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [*TORCHRUN, EXAMPLE, *options]
+    run = subprocess.Popen(
+        command, cwd=ROOT, env=example_environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     try:
         printed, _ = run.communicate(timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -121,7 +109,7 @@ def test_what_is_kept_is_told(tmp_path: Path) -> None:
 
 def test_a_bad_option_gets_one_sentence() -> None:
     command = [sys.executable, EXAMPLE, "--steps", "1"]
-    run = subprocess.run(command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=60)
+    run = subprocess.run(command, cwd=ROOT, env=example_environment(), text=True, capture_output=True, timeout=60)
     assert run.returncode == 2
     assert run.stderr.splitlines()[-1].endswith("--steps is 1; give at least 4")
 
@@ -142,10 +130,9 @@ def test_a_run_whose_rank_dies_ends_with_the_same_weights(tmp_path: Path) -> Non
     """Rank 1 is killed while it trains; torchrun starts both again, and they go on from the last checkpoint."""
     options = ("--size", "tiny", "--context", "32", "--batch", "4", "--steps", "16", "--save-every", "4")
     run_example(*options, "--out", str(tmp_path / "whole"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "--max-restarts", "2", EXAMPLE, *options, "--out", str(tmp_path / "killed")]
+    command = [*TORCHRUN, "--max-restarts", "2", EXAMPLE, *options, "--out", str(tmp_path / "killed")]
     with (tmp_path / "printed").open("w+") as printed:
-        run = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=printed, stderr=subprocess.STDOUT)
+        run = subprocess.Popen(command, cwd=ROOT, env=example_environment(), stdout=printed, stderr=subprocess.STDOUT)
         try:
             until = time.monotonic() + SECONDS / 2
             while not list((tmp_path / "killed").glob("*/step-4")) and time.monotonic() < until:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from thunder_zero import layout, manifest
 from thunder_zero.manifest import Manifest
 from thunder_zero.runtime import dcp, folder
-from thunder_zero.runtime.contents import GROUPS, MODEL, OPTIM, STATE
+from thunder_zero.runtime.contents import GROUPS, MODEL, OPTIM, STATE, groups_of
 from thunder_zero.runtime.dcp import Item
 from thunder_zero.runtime.onefile import DTYPES, Whole, in_files, write_safetensors, write_torch
 
@@ -215,7 +215,7 @@ def _to_torch(
             if name.startswith(f"{OPTIM}.{STATE}."):
                 param, _, entry = name.removeprefix(f"{OPTIM}.{STATE}.").rpartition(".")
                 state.setdefault(param, {})[entry] = value
-        return {MODEL: model, OPTIM: {STATE: state, GROUPS: _grouped(groups)}}
+        return {MODEL: model, OPTIM: {STATE: state, GROUPS: groups_of(groups)}}
 
     write_torch(out, renamed, _shown(source, "", renamed), nest)
     return out
@@ -223,14 +223,6 @@ def _to_torch(
 
 def _under(prefix: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}" for name in names)
-
-
-def _grouped(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    groups: dict[int, dict[str, Any]] = {}
-    for key, value in values.items():
-        number, _, name = key.partition(".")
-        groups.setdefault(int(number), {})[name] = value
-    return [groups[number] for number in sorted(groups)]
 
 
 def _shown(source: Checkpoint, prefix: str, wholes: list[Whole]) -> Callable[[Whole], Tensor]:

@@ -20,6 +20,7 @@ from thunder_zero import layout
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime import dcp
 from thunder_zero.runtime.dcp import Item, Path_
+from thunder_zero.runtime.shards import real_rows
 
 MODEL, OPTIM, STATE, GROUPS, EXTRA = "model", "optim", "state", "param_groups", "extra"
 SIMPLE = (bool, int, float, str, type(None))
@@ -81,9 +82,8 @@ def rows_of(held: Held, param: Param) -> tuple[int, int]:
 
 def part(held: Held, param: Param, path: Path_, shard: Tensor, also: Iterable[Path_] = ()) -> Item:
     """The rows of a shard as an item, without padding: a view."""
-    start, stop = rows_of(held, param)
-    rows = shard.detach()[: stop - start] if param.sharded else shard.detach()
-    return Item(path, rows, start, param.shape, tuple(also))
+    start, _ = rows_of(held, param)
+    return Item(path, real_rows(shard.detach(), param, held.plan), start, param.shape, tuple(also))
 
 
 def model_items(held: Held) -> list[Item]:
@@ -280,7 +280,7 @@ def read_optimizer(folder: Any, metadata: Metadata, held: Held, optimizer: Optim
     ]
     plain = [key for key in (*wanted, *hyper) if not isinstance(stored[key], TensorStorageMetadata)]
     values = {**dcp.read(folder, metadata, items, plain), **{item.key: item.value for item in items}}
-    saved = _groups_of({key: values[key] for key in hyper})
+    saved = groups_of({key.removeprefix(f"{OPTIM}.{GROUPS}."): values[key] for key in hyper})
     require_groups(saved, [[named.name for named in group] for group in groups])
     states: dict[int, dict[str, Any]] = {}
     for key, (index, item, name) in wanted.items():
@@ -309,10 +309,11 @@ def _rows_wanted(held: Held, param: Param | None, path: Path_, found: Any) -> It
     return Item(path, torch.empty(rows, dtype=found.properties.dtype), start, shape)
 
 
-def _groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """An optimizer's parameter groups, of hyper-parameters by ``"<group>.<name>"``."""
     groups: dict[int, dict[str, Any]] = {}
     for key, value in values.items():
-        number, _, name = key.removeprefix(f"{OPTIM}.{GROUPS}.").partition(".")
+        number, _, name = key.partition(".")
         groups.setdefault(int(number), {})[name] = value
     return [groups[number] for number in sorted(groups)]
 

@@ -32,6 +32,7 @@ from functools import cache
 from itertools import chain
 from math import prod
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,7 +141,7 @@ class Exchange:
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """In the averager; see :meth:`thunder_zero.runtime.transport.Transport.soon`."""
-        return in_averager(start)
+        return in_background(AVERAGER, start).result
 
     def drain(self) -> None:
         """End what is under way; see :meth:`thunder_zero.runtime.transport.Transport.drain`."""
@@ -251,53 +252,40 @@ def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
         block.copy_(total.div_(len(parts)))
 
 
-def in_averager(task: Callable[[], Result]) -> Callable[[], Result]:
-    """Run a task soon, in the thread that starts what has to wait for something else; returns what waits for its
-    result."""
-    results: list[Result] = []
-    done = in_background(AVERAGER, lambda: results.append(task()))
-
-    def result() -> Result:
-        done.result()
-        return results[0]
-
-    return result
-
-
-def in_background(thread: str, task: Callable[[], None]) -> Future[None]:
+def in_background(thread: str, task: Callable[[], Result]) -> Future[Result]:
     """Run a task in the named thread, after all tasks that the thread was given before."""
-    future: Future[None] = Future()
+    future: Future[Result] = Future()
     _tasks_of(thread).put((task, future))
     return future
 
 
 @cache
-def _tasks_of(thread: str) -> SimpleQueue[tuple[Callable[[], None], Future[None]]]:
+def _tasks_of(thread: str) -> SimpleQueue[tuple[Callable[[], Any], Future[Any]]]:
     """The queue of a background thread, which is started when it is first needed.
 
     One thread for all transports of the process: messages of a tag must leave in the same order on
     all ranks. A daemon: a rank that fails must be able to exit while the thread waits for its peers.
     """
-    tasks: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
+    tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
     threading.Thread(target=_serve, args=(tasks,), name=f"thunder_zero {thread}", daemon=True).start()
     atexit.register(_let_end, thread)
     return tasks
 
 
-def _serve(tasks: SimpleQueue[tuple[Callable[[], None], Future[None]]]) -> None:
+def _serve(tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
     while True:
         task, future = tasks.get()
-        failure: BaseException | None = None
+        result, failure = None, None
         try:
-            task()
+            result = task()
         except BaseException as error:
             failure = error
         del task  # before anybody hears of its end: what it held must be free by then
         if failure is None:
-            future.set_result(None)
+            future.set_result(result)
         else:
             future.set_exception(failure)
-        del future, failure
+        del future, result, failure
 
 
 def _let_end(thread: str) -> None:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from thunder_zero import layout
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime.handle import Result, Waitable
+from thunder_zero.runtime.shards import real_rows
 from thunder_zero.runtime.transport import Transport
 
 
@@ -45,7 +45,7 @@ class Hybrid:
 
         def average() -> tuple[Sequence[Tensor], Waitable]:
             means = reduced.wait()
-            rows = [_real_rows(mean, param, self._plan) for mean, param in zip(means, params, strict=True)]
+            rows = [real_rows(mean, param, self._plan) for mean, param in zip(means, params, strict=True)]
             return means, self._across.all_reduce(rows, params)
 
         return Averaged(self._across.soon(average), params, self._plan, self._pending)
@@ -90,12 +90,6 @@ class Averaged:
             if rows.shape == mean.shape:
                 results.append(rows)  # not written into the mean, which may be the gradient itself
             else:
-                _real_rows(mean, param, self._plan).copy_(rows)
+                real_rows(mean, param, self._plan).copy_(rows)
                 results.append(mean)
         return tuple(results)
-
-
-def _real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
-    """This rank's rows without padding."""
-    start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
-    return shard[: stop - start]

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from thunder_zero.plan import Param
 from thunder_zero.runtime import agree
 from thunder_zero.runtime.agree import all_or_none
-from thunder_zero.runtime.contents import GROUPS, STATE, Held, Named, names_of, require_groups, rows_of
-from thunder_zero.runtime.shards import own_rows
+from thunder_zero.runtime.contents import GROUPS, STATE, Held, Named, names_of, require_groups
+from thunder_zero.runtime.optimizers import parameters_of
+from thunder_zero.runtime.shards import own_rows, real_rows
 from thunder_zero.runtime.state import State
 
 if TYPE_CHECKING:
@@ -39,11 +40,11 @@ def value_of(state: State, held: Held, param: Param, shard: Tensor, options: Sta
         if not keeps(held, options):
             return value.new_empty(0)
     elif param.sharded:
-        start, stop = rows_of(held, param)
         mesh = DeviceMesh.from_group(state.ranks.inside, state.device.type)
         stride = torch.empty(param.shape, device="meta").stride()
         shape = torch.Size(param.shape)
-        value = DTensor.from_local(shard[: stop - start], mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        rows = real_rows(shard, param, held.plan)
+        value = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
     else:
         value = shard
     return value.cpu() if options.cpu_offload else value
@@ -82,9 +83,9 @@ def make_states(optimizer: Optimizer) -> None:
     Raises:
         RuntimeError: it never stepped, and there are gradients.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
     if optimizer.state:
         return
+    params = parameters_of(optimizer)
     if any(param.grad is not None for param in params):
         raise RuntimeError("the optimizer has no state yet, and there are gradients; call this before backward")
     rates = [group["lr"] for group in optimizer.param_groups]

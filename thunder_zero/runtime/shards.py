@@ -22,6 +22,14 @@ def own_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
     return shard
 
 
+def real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
+    """This rank's rows without the padding behind them, as a view; all of it, if replicated."""
+    if not param.sharded:
+        return shard
+    start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
+    return shard[: stop - start]
+
+
 def kept_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
     """What is there of a full parameter at rest: all of it (ZeRO-1, replicated ones), or this rank's rows."""
     return full if param.resident else own_rows(full, param, plan)
@@ -54,10 +62,10 @@ def placeholder(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -
     return nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
 
 
-def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Put a parameter in its place in the module tree."""
+def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a parameter or a buffer in its place in the module tree."""
     parent, _, attribute = name.rpartition(".")
-    setattr(module.get_submodule(parent), attribute, param)
+    setattr(module.get_submodule(parent), attribute, tensor)
 
 
 def is_hollow(param: Tensor) -> bool:

@@ -78,7 +78,6 @@ class State:
             param.path: nn.Parameter(rows[param.path], requires_grad=param.requires_grad) for param in plan.params
         }
         originals = {param.path: module.get_parameter(param.path) for param in plan.params}
-        self._ignored = [param for name, param in module.named_parameters() if name not in plan.by_name]
         self.placeholders = {
             param.path: placeholder(originals[param.path], param.compute_dtype, device) for param in plan.params
         }
@@ -91,7 +90,9 @@ class State:
         optimizers.watch(self)
 
     def pin(self, model: Any) -> None:
-        """Remember the jitted model, with shards and placeholders in their places, as it has to stay."""
+        """Remember the jitted model, with shards and placeholders in their places, as it has to stay, and the
+        parameters that the policy ignores, which may have been made since."""
+        self._ignored = [param for name, param in model.named_parameters() if name not in self.plan.by_name]
         self._intact = Intact(model, self.plan, self.shards, self.placeholders, self._resident.shared)
 
     # What the traces call.

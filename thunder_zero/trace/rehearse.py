@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import ZERO3, Policy
 from thunder_zero.runtime.executor import Rehearsal
-from thunder_zero.runtime.shards import placeholder, set_parameter
+from thunder_zero.runtime.shards import placeholder, set_tensor
 from thunder_zero.trace.casts import casting_borders
 from thunder_zero.trace.transform import Traces, ZeroTransform
 
@@ -87,12 +87,12 @@ def _as_computed(module: nn.Module, plan: Plan) -> Iterator[None]:
     swapped = [(name, module.get_parameter(name), param) for name, param in plan.by_name.items() if param.is_cast]
     with casting_borders(module, plan.policy.mixed_precision):
         for name, original, param in swapped:
-            set_parameter(module, name, placeholder(original, param.compute_dtype, original.device))
+            set_tensor(module, name, placeholder(original, param.compute_dtype, original.device))
         try:
             yield
         finally:
             for name, original, _ in swapped:
-                set_parameter(module, name, original)
+                set_tensor(module, name, original)
 
 
 def _compile(jitted: ThunderModule, args: Any, kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from thunder_zero.runtime.executor import Program, Runtime, ZeroExecutor
 from thunder_zero.runtime.group import device_for, ranks_of
 from thunder_zero.runtime.materialize import Other, Sources, initial_values
 from thunder_zero.runtime.optimizers import is_transformed
-from thunder_zero.runtime.shards import is_hollow, set_parameter
+from thunder_zero.runtime.shards import is_hollow, set_tensor
 from thunder_zero.runtime.state import State
 from thunder_zero.timeline import Timeline
 from thunder_zero.trace.casts import cast_borders
@@ -84,7 +84,7 @@ class ZeroTransform(Transform):
             sharded over the second, and there are as many copies of it as the first is long (hybrid sharding).
         device: where the shards live; where the module's parameters are if None, and the CPU if they are on the meta
             device (the current device, if the group carries no CPU tensors).
-        init: gives parameters and buffers on the meta device their values, after ``reset_parameters`` of each module
+        init: gives parameters and buffers on the meta device their values, after ``reset_tensors`` of each module
             that owns some: it is called as ``module.apply(init)`` calls it, with the module's own parameters in full.
         weights: full tensors by their names in the module's state dict (``torch.load(..., mmap=True)``); they become
             the values of the module's parameters and buffers, read one at a time.
@@ -250,7 +250,7 @@ def place(model: ThunderModule, state: State, others: Iterable[Other], device: t
     for param in state.plan.params:
         for name in param.names:
             model._overrides_parameters[name] = state.shards[param.path]
-            set_parameter(model._model, name, state.placeholders[param.path])
+            set_tensor(model._model, name, state.placeholders[param.path])
     if device is not None:
         for name, param in model._model.named_parameters(remove_duplicate=False):
             if name not in state.plan.by_name:
@@ -260,8 +260,7 @@ def place(model: ThunderModule, state: State, others: Iterable[Other], device: t
         dtype = precision.of(name).buffer_dtype if buffer.is_floating_point() else None
         placed = buffer.to(device=device, dtype=dtype)
         if placed is not buffer:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model._model.get_submodule(parent), attribute, placed)
+            set_tensor(model._model, name, placed)
             model.set_buffer(name, model._model.get_buffer(name))
 
 
@@ -274,8 +273,7 @@ def put(model: ThunderModule, other: Other) -> None:
     is_parameter = isinstance(other.tensor, torch.nn.Parameter)
     value = torch.nn.Parameter(other.value, other.tensor.requires_grad) if is_parameter else other.value
     for name in other.names:
-        parent, _, attribute = name.rpartition(".")
-        setattr(model._model.get_submodule(parent), attribute, value)
+        set_tensor(model._model, name, value)
         (model._overrides_parameters if is_parameter else model._overrides_buffers)[name] = value
 
 
