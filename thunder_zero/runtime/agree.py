@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_zero.plan import Plan
+from thunder_zero.runtime.peers import answered, told_by_all
 
 Item = TypeVar("Item")
 
@@ -80,9 +81,7 @@ def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[
         yield
     except Exception as error:
         failure = error
-    told: list[str | None] = [None] * group.size()
-    if group.size() > 1:
-        dist.all_gather_object(told, None if failure is None else str(failure), group=group)
+    told = told_by_all(None if failure is None else str(failure), group)
     if failure is not None:
         raise failure
     for rank, sentence in enumerate(told):
@@ -161,14 +160,9 @@ def _first_difference(
 
     Only digests travel where all agree.
     """
-    if group.size() == 1:
+    if len(set(told_by_all(hashlib.sha256("\n".join(map(repr, lines)).encode()).hexdigest(), group))) == 1:
         return None
-    digests = [""] * group.size()
-    dist.all_gather_object(digests, hashlib.sha256("\n".join(map(repr, lines)).encode()).hexdigest(), group=group)
-    if len(set(digests)) == 1:
-        return None
-    of_all: list[Sequence[Item]] = [()] * group.size()
-    dist.all_gather_object(of_all, lines, group=group)
+    of_all = told_by_all(lines, group)
     return next(
         (rank, number, expected, found)
         for rank, others in enumerate(of_all)
@@ -185,7 +179,8 @@ def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, device: tor
     """
     staged = tensor.detach().to(device).contiguous()
     if staged.numel():
-        dist.broadcast(_flat_bytes(staged), group=group, group_src=source)
+        with answered(group):
+            dist.broadcast(_flat_bytes(staged), group=group, group_src=source)
         tensor.copy_(staged)
 
 

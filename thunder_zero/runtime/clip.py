@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from thunder_zero.runtime.peers import answered
 from thunder_zero.runtime.state import State
 
 READY, NO_GRADIENT, OPEN = range(3)  # what a rank tells the others beside its norm
@@ -63,7 +64,8 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
         status = OPEN
     told = torch.stack([mine, torch.full_like(mine, status)])
     of_all = [torch.empty_like(told) for _ in range(state.plan.ranks)]
-    dist.all_gather(of_all, told, group=state.group)
+    with answered(state.group):
+        dist.all_gather(of_all, told, group=state.group)
     norms_of_all, statuses = torch.stack(of_all).unbind(1)
     parts = norms_of_all[: state.plan.world_size]  # of the first copy; the others have the same
     norm: Tensor = torch.linalg.vector_norm(torch.cat([parts, everywhere[None]]), norm_type)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thunder_zero.runtime.handle import Waitable
+from thunder_zero.runtime.peers import told_by_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,4 @@ def _between(waits: Sequence[Waited], gathers: Sequence[int]) -> Seconds:
 
 def mean_over_ranks(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
     """The mean of each value, added up in rank order, so that all ranks get the same bits; a small collective."""
-    of_all: list[Sequence[float]] = [values] * group.size()
-    if group.size() > 1:
-        dist.all_gather_object(of_all, values, group=group)
-    return [sum(column) / len(column) for column in zip(*of_all, strict=True)]
+    return [sum(column) / len(column) for column in zip(*told_by_all(values, group), strict=True)]

@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from math import prod
 from queue import SimpleQueue
@@ -42,6 +42,7 @@ from torch.distributed import ProcessGroup
 from thunder_zero import layout
 from thunder_zero.plan import Param
 from thunder_zero.runtime.handle import Handle, Result, Step, drain
+from thunder_zero.runtime.peers import answered
 
 End = Callable[[], object]  # waits for the end of a message
 # Messages smaller than this (bytes to one peer) travel packed: below it a message costs more than
@@ -204,16 +205,22 @@ class Exchange:
 
 def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> End:
     """Start sending to a rank of the group; the one place that sends. Returns what waits for its end."""
-    work = dist.isend(message, group=group, group_dst=rank, tag=tag)
-    assert work is not None, "every rank of the group takes part"
-    return work.wait
+    with answered(group, rank):
+        work = dist.isend(message, group=group, group_dst=rank, tag=tag)
+    return partial(_end, work, group, rank)
 
 
 def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> End:
     """Start receiving from a rank of the group into ``slot``. Returns what waits for its end."""
-    work = dist.irecv(slot, group=group, group_src=rank, tag=tag)
+    with answered(group, rank):
+        work = dist.irecv(slot, group=group, group_src=rank, tag=tag)
+    return partial(_end, work, group, rank)
+
+
+def _end(work: dist.Work | None, group: ProcessGroup, rank: int) -> None:
     assert work is not None, "every rank of the group takes part"
-    return work.wait
+    with answered(group, rank):
+        work.wait()
 
 
 def messages(tensors: Sequence[Tensor], world_size: int, *, sharded: bool) -> list[list[int]]:

@@ -20,6 +20,7 @@ from thunder_zero.runtime import agree
 from thunder_zero.runtime.agree import all_or_none
 from thunder_zero.runtime.contents import GROUPS, STATE, Held, Named, names_of, require_groups
 from thunder_zero.runtime.optimizers import parameters_of
+from thunder_zero.runtime.peers import told_by_rank_0
 from thunder_zero.runtime.shards import own_rows, real_rows
 from thunder_zero.runtime.state import State
 
@@ -188,15 +189,15 @@ def load_model(
         RuntimeError: names differ, and ``options.strict``; another rank refused.
         ValueError: another shape.
     """
-    told: list[Any] = [None]
+    told: Any = None
     with all_or_none(state.group, "to load"):
         if not options.broadcast_from_rank0 or held.rank == 0:
             require_values(held, values, names, options.strict)
         states = {name: values[name] for name in held.states if name in values}
-        told = [(list(values), states)]
+        told = list(values), states
     if options.broadcast_from_rank0:
-        dist.broadcast_object_list(told, group=state.group, group_src=0)
-    has, states = told[0]
+        told = told_by_rank_0(told, state.group)
+    has, states = told
     pairs: list[tuple[Tensor, Tensor]] = []
     done = set()
     for name in (name for name in names if name in has and name not in held.states):
@@ -232,7 +233,7 @@ def load_optimizers(
     """
     by_name = held.plan.by_name
     groups = all_names(held, optimizers)
-    tree: list[Any] = [None]
+    tree: Any = None
     with all_or_none(state.group, "to load"):
         if not options.broadcast_from_rank0 or held.rank == 0:
             saved = [
@@ -241,15 +242,13 @@ def load_optimizers(
             ]
             require_groups(saved, [[named.name for named in group] for group in groups])
             states = {by_name[name].path if name in by_name else name: of for name, of in values[STATE].items()}
-            tree = [
-                (
-                    saved,
-                    {name: {key: _told(held, name, value) for key, value in of.items()} for name, of in states.items()},
-                )
-            ]
+            tree = (
+                saved,
+                {name: {key: _told(held, name, value) for key, value in of.items()} for name, of in states.items()},
+            )
     if options.broadcast_from_rank0:
-        dist.broadcast_object_list(tree, group=state.group, group_src=0)
-    saved, known = tree[0]
+        tree = told_by_rank_0(tree, state.group)
+    saved, known = tree
     loaded: dict[str, dict[str, Any]] = {}
     for name, of in known.items():
         loaded[name] = dict(of)

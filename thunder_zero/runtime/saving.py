@@ -25,14 +25,16 @@ from thunder_zero.runtime import agree, contents, dcp, folder
 from thunder_zero.runtime.agree import Line, all_or_none
 from thunder_zero.runtime.contents import Found, Held
 from thunder_zero.runtime.dcp import Item, Part
+from thunder_zero.runtime.peers import timeout_of, told_to_rank_0
 from thunder_zero.runtime.state import State
 
 
 class Background:
     """A model's asynchronous saves, one after the other, and what they talk over."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
+        self.group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
         self.last: Future[Path] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="thunder_zero-save")
 
@@ -105,7 +107,7 @@ def save(
         return done
     background = _backgrounds.get(state)
     if background is None:
-        background = _backgrounds[state] = Background(state.group)
+        background = _backgrounds[state] = Background(state.group, state.device)
     return background.start(path, [contents.copied(item) for item in items], keep)
 
 
@@ -135,7 +137,7 @@ def write(path: Path, items: Sequence[Item], keep: int | None, group: dist.Proce
                 folder.prepare(path)
         with all_or_none(group, "to save"):
             part = dcp.write(folder.staging_of(path), rank, items)
-        parts = _on_rank_0(part, group)
+        parts = told_to_rank_0(part, group)
         with all_or_none(group, "to save"):
             if rank == 0:
                 publish(path, parts, keep)
@@ -152,14 +154,6 @@ def publish(path: Path, parts: Sequence[Part], keep: int | None) -> None:
     folder.publish(path, Manifest(folder.next_number(path), len(parts), files, tensors))
     if keep is not None:
         folder.prune(path.parent, keep)
-
-
-def _on_rank_0(part: Part, group: dist.ProcessGroup) -> list[Part]:
-    parts: list[Any] = [None] * group.size()
-    if group.size() == 1:
-        return [part]
-    dist.gather_object(part, parts if group.rank() == 0 else None, group=group, group_dst=0)
-    return parts
 
 
 @dataclass(frozen=True, slots=True)

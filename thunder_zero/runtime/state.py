@@ -24,6 +24,7 @@ from thunder_zero.runtime.group import Ranks
 from thunder_zero.runtime.handle import Waitable
 from thunder_zero.runtime.hybrid import Hybrid
 from thunder_zero.runtime.intact import Intact
+from thunder_zero.runtime.peers import answered
 from thunder_zero.runtime.resident import Buffers, Held, Versions, padded, rows_in
 from thunder_zero.runtime.shards import own_rows, placeholder, side_by_side
 from thunder_zero.runtime.staging import Staging, is_staged, needs_staging, rest_device
@@ -178,7 +179,7 @@ class State:
             RuntimeError: naming the first such parameter, on every rank.
         """
         bad = torch.stack([(~grad.isfinite().all()).to(self.device) for grad in grads]).to(torch.int32)
-        dist.all_reduce(bad, dist.ReduceOp.MAX, group=self.group)
+        self._largest(bad)
         if bad.any():
             path = paths[int(bad.argmax())]
             self.drop_deferred()
@@ -208,7 +209,7 @@ class State:
         also = [*apart, *(param.grad for param in seen if param.grad is not None)]
         overflows = torch.stack([(~grad.isfinite().all()).to(self.device) for grad in (*grads, *also)])
         overflows = overflows.any().to(torch.int32)
-        dist.all_reduce(overflows, dist.ReduceOp.MAX, group=self.group)
+        self._largest(overflows)
         if overflows:
             next(grad for grad in grads if grad.numel()).view(-1)[:1].fill_(torch.inf)
 
@@ -259,8 +260,13 @@ class State:
     def _on_any_rank(self, paths: Sequence[str], here: Container[str]) -> list[str]:
         """Those of ``paths`` that are in ``here`` on any rank; one small collective."""
         flags = torch.tensor([path in here for path in paths], dtype=torch.int32, device=self.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
+        self._largest(flags)
         return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
+
+    def _largest(self, flags: Tensor) -> None:
+        """Each the largest that any rank has, in place; one small collective."""
+        with answered(self.group):
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
 
     def drop_deferred(self) -> None:
         """Forget what an accumulation has deferred so far, and let go of what it holds."""
@@ -292,13 +298,15 @@ class State:
     def add_over_ranks(self, *numbers: int) -> list[int]:
         """The sum of all ranks' numbers, one by one; a small collective."""
         totals = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(totals, group=self.group)
+        with answered(self.group):
+            dist.all_reduce(totals, group=self.group)
         return [int(total) for total in totals]
 
     def seconds_alone(self, paths: Sequence[str]) -> float:
         """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""
         params, shards = [self.plan.by_name[path] for path in paths], [self.shards[path].detach() for path in paths]
-        dist.barrier(group=self.group)
+        with answered(self.group):
+            dist.barrier(group=self.group)
         start = self.clock.now()
         self._transport.all_gather(shards, params).wait()
         return start.until(self.clock.now())

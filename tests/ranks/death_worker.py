@@ -1,0 +1,144 @@
+"""Lets a rank die, or hang, in the middle of what ranks do together, and notes what the others say.
+
+``python -m tests.ranks.death_worker FOLDER`` prints a JSON object: for each case what each other rank said. It is a
+process of its own, since it forks (ranks start in milliseconds that way), and pytest has threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import thunder_zero as tz
+from tests.ranks.models import Mlp, fresh, sharded
+from thunder_zero.runtime import dcp, exchange
+from thunder_zero.runtime.exchange import Exchange
+
+WORLD, VICTIM = 3, 1
+TIMEOUT_SECONDS = 4.0  # of the process group
+ENDS_SECONDS = TIMEOUT_SECONDS + 10.0  # after the death, all others have ended
+START_SECONDS = 60.0
+Die = Callable[[], None]
+Step = Callable[[Any, torch.optim.Optimizer, Path], Any]
+
+
+def in_transport(method: str) -> Callable[[Die], None]:
+    """Dies in this collective of the model, right after the first of its messages has left."""
+
+    def arm(die: Die) -> None:
+        launch, send = getattr(Exchange, method), exchange.send
+
+        def send_and_die(*args: Any) -> Any:
+            send(*args)
+            die()
+
+        def armed(*args: Any, **kwargs: Any) -> Any:
+            exchange.send = send_and_die
+            return launch(*args, **kwargs)
+
+        setattr(Exchange, method, armed)
+
+    return arm
+
+
+def in_write(die: Die) -> None:
+    """Dies while it writes a checkpoint."""
+    dcp.write = lambda *args: die()
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+
+
+# name -> signal, when the victim gets it, what all do
+CASES: dict[str, tuple[signal.Signals, Callable[[Die], None], Step]] = {
+    "killed in a gather": (signal.SIGKILL, in_transport("all_gather"), train),
+    "killed in a reduction": (signal.SIGKILL, in_transport("reduce_scatter"), train),
+    "killed in a save": (
+        signal.SIGKILL,
+        in_write,
+        lambda model, optimizer, folder: tz.save(folder / "one", model, optimizer),
+    ),
+    "hangs in a gather": (signal.SIGSTOP, in_transport("all_gather"), train),
+    "hangs in an asynchronous save": (
+        signal.SIGSTOP,
+        in_write,
+        lambda model, optimizer, folder: tz.save(folder / "one", model, optimizer, wait=False).result(),
+    ),
+}
+
+
+def rank_of(rank: int, name: str, folder: Path) -> int:
+    """One rank: a step that is whole, then the one in which the victim dies."""
+    deadly, arm, step = CASES[name]
+    timeout = timedelta(seconds=TIMEOUT_SECONDS)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timeout)
+    model = sharded(fresh(Mlp, 7, 1), 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, optimizer, folder)
+    if rank == VICTIM:
+        arm(lambda: os.kill(os.getpid(), deadly))
+    try:
+        while True:  # a rank that has all it needs ends the step, and hears of the death in the next
+            step(model, optimizer, folder)
+    except RuntimeError as error:
+        (folder / f"said{rank}").write_text(str(error))
+        return 1
+
+
+def one(name: str, folder: Path) -> dict[int, str]:
+    """What the others said. They end as any program does: exit handlers are run and threads waited for.
+
+    Raises:
+        SystemExit: in each rank's process, at its end.
+        TimeoutError: somebody hangs.
+    """
+    folder.mkdir()
+    children = {}
+    for rank in range(WORLD):
+        children[rank] = os.fork()
+        if children[rank] == 0:
+            sys.exit(rank_of(rank, name, folder))
+    try:
+        await_end([children[VICTIM]], START_SECONDS)
+        await_end([child for rank, child in children.items() if rank != VICTIM], ENDS_SECONDS)
+    except TimeoutError as error:
+        raise TimeoutError(f"{name}: {error}") from None
+    finally:
+        for child in children.values():
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+    return {rank: (folder / f"said{rank}").read_text() for rank in children if rank != VICTIM}
+
+
+def await_end(children: Sequence[int], seconds: float) -> None:
+    """Wait until all have ended, or were stopped.
+
+    Raises:
+        TimeoutError: one has not.
+    """
+    until = time.monotonic() + seconds
+    living = set(children)
+    while living:
+        living -= {child for child in living if os.waitpid(child, os.WNOHANG | os.WUNTRACED)[0]}
+        if time.monotonic() > until:
+            raise TimeoutError(f"{len(living)} of {len(children)} processes live after {seconds:g} s")
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps({name: one(name, Path(sys.argv[1]) / name.replace(" ", "-")) for name in CASES}))
