@@ -5,7 +5,7 @@ the same things, so that scripts and tools that are written for FSDP2 change one
 
     from thunder_zero.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-Not supported, with a sentence: submodules, ``keep_submodule_prefixes=False``, ``flatten_optimizer_state_dict``.
+Not supported, with a sentence: submodules and ``keep_submodule_prefixes=False``, which torch deprecates.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def get_optimizer_state_dict(
         model: a model with ZeroTransform.
         optimizers: one or several, built on ``model.parameters()``.
         submodules: None; others are refused.
-        options: as for :func:`get_model_state_dict`.
+        options: as for :func:`get_model_state_dict`. ``flatten_optimizer_state_dict`` gives
+            ``{"state.0.weight.exp_avg": ..., "param_groups.0.weight.lr": ...}``.
 
     Raises:
         TypeError: not a model with ZeroTransform.
@@ -164,7 +165,7 @@ def set_optimizer_state_dict(
     Args:
         model: a model with ZeroTransform.
         optimizers: one or several, built on ``model.parameters()``.
-        optim_state_dict: states by parameter name, and groups with names.
+        optim_state_dict: states by parameter name and groups with names, or flattened.
         options: ``broadcast_from_rank0`` sends rank 0's, one tensor at a time.
 
     Raises:
@@ -202,7 +203,6 @@ def _supported(options: StateDictOptions | None, submodules: object) -> StateDic
     for name, asked in {
         "submodules": submodules is not None,
         "keep_submodule_prefixes=False": not options.keep_submodule_prefixes,
-        "flatten_optimizer_state_dict": options.flatten_optimizer_state_dict,
         "broadcast_from_rank0 without full_state_dict": options.broadcast_from_rank0 and not options.full_state_dict,
     }.items():
         if asked:

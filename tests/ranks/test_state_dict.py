@@ -27,6 +27,7 @@ from thunder_zero import state_dict as ours
 from thunder_zero.runtime.state import State
 
 FULL = StateDictOptions(full_state_dict=True)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
@@ -70,7 +71,10 @@ def beside_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         theirs, their_optimizer = plain(world_size, "fsdp2")
         stepped(theirs, their_optimizer)
         right = full_of(theirs, their_optimizer)
-        for name, options in (("sharded", StateDictOptions()), ("full", FULL)):
+        flat = ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
+        its = torchs.get_optimizer_state_dict(theirs, their_optimizer, options=FLAT)
+        results[f"flat as FSDP2's {stage}"] = kinds(flat) == kinds(its)
+        for name, options in (("sharded", StateDictOptions()), ("full", FULL), ("flat", FLAT)):
             in_model, in_optimizer = torchs.get_state_dict(theirs, their_optimizer, options=options)
             model, optimizer = other(stage)
             ours.set_state_dict(
@@ -101,7 +105,7 @@ def beside_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 def test_beside_fsdp2(ranks_pool: RanksPool, tmp_path: Path, world_size: int) -> None:
     for results in ranks_pool.run(world_size, beside_fsdp2, tmp_path):
         assert {name for name, result in results.items() if result not in (True, [])} == set()
-        assert len(results) == 14
+        assert len(results) == 18
 
 
 def every_kind(rank: int, world_size: int) -> list[Any]:
@@ -112,7 +116,7 @@ def every_kind(rank: int, world_size: int) -> list[Any]:
         right = state_of(model, optimizer)
         full = ours.get_model_state_dict(model, options=FULL)
         results.append([list(full) == list(fresh(Zoo).state_dict()), same(full, tz.full_state_dict(model))])
-        for options, to in ((StateDictOptions(), FULL), (FULL, FULL), (ON_CPU, FROM_RANK_0)):
+        for options, to in ((StateDictOptions(), FULL), (FULL, FULL), (FLAT, FLAT), (ON_CPU, FROM_RANK_0)):
             in_model, in_optimizer = ours.get_state_dict(model, optimizer, options=options)
             again, its_optimizer = other(stage, Zoo)
             fits = ours.set_state_dict(
@@ -128,7 +132,7 @@ def every_kind(rank: int, world_size: int) -> list[Any]:
 
 def test_every_kind_of_parameter(ranks_pool: RanksPool) -> None:
     for results in ranks_pool.run(2, every_kind):
-        assert results == [[True, []]] * 20
+        assert results == [[True, []]] * 24
 
 
 def only_rank_0(rank: int, world_size: int) -> tuple[list[int], int, list[Any]]:
@@ -203,8 +207,11 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     with fussy(optimizer, rank):
         attempt("rank 1's optimizer", partial(ours.set_optimizer_state_dict, model, optimizer, doubled(in_optimizer)))
     attempt("submodules", partial(ours.get_model_state_dict, model, submodules={model}))
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    attempt("flat", partial(ours.get_optimizer_state_dict, model, optimizer, options=flat))
+    flat = ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
+    load = partial(ours.set_optimizer_state_dict, model, optimizer)
+    attempt("flat, of another", partial(load, {key: value for key, value in flat.items() if ".bias." not in key}))
+    attempt("flat, two rates", partial(load, {**flat, "param_groups.layers.1.weight.lr": 7.0}))
+    attempt("flat, a model's", partial(load, good))
     fresh_one = adamw(model)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
@@ -225,7 +232,9 @@ def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(ranks_pool:
         "state": "a state of parameter 'layers.0.bias' has shape (2,) in the state dict",
         "rank 1's optimizer": "it does not like it",
         "submodules": "submodules is not supported",
-        "flat": "flatten_optimizer_state_dict is not supported",
+        "flat, of another": "the state dict has no param_groups of parameter 'layers.0.bias'",
+        "flat, two rates": "parameters 'layers.0.weight' and 'layers.1.weight' are in one group",
+        "flat, a model's": "'layers.0.weight' in the state dict is neither 'state' nor 'param_groups'",
         "gradients": "the optimizer has no state yet, and there are gradients",
     }
     for results in ranks_pool.run(2, refused):

@@ -5,7 +5,7 @@ The model's part of ``thunder_zero.state_dict``; nothing here knows Thunder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,7 +107,7 @@ def make_states(optimizer: Optimizer) -> None:
 def optimizer_state_dict(
     state: State, held: Held, optimizers: Sequence[Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
-    """State by parameter name, and groups with names.
+    """State by parameter name, and groups with names; or flattened.
 
     Raises:
         ValueError: a parameter that is none of the model's.
@@ -123,7 +123,46 @@ def optimizer_state_dict(
                     states[named.name] = {
                         key: _state_value(state, held, named.param, value, options) for key, value in values.items()
                     }
-    return {STATE: states, GROUPS: groups} if keeps(held, options) else {}
+    if not keeps(held, options):
+        return {}
+    return flattened(states, groups) if options.flatten_optimizer_state_dict else {STATE: states, GROUPS: groups}
+
+
+def flattened(states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """As torch flattens it: ``"state.0.weight.exp_avg"``, and each group's values once for each of its parameters,
+    ``"param_groups.0.weight.lr"``; so parts of a model that several optimizers step lie side by side."""
+    flat = {f"{STATE}.{name}.{key}": value for name, of in states.items() for key, value in of.items()}
+    for group in groups:
+        values = {key: value for key, value in group.items() if key != "params"}
+        flat |= {f"{GROUPS}.{name}.{key}": value for name in group["params"] for key, value in values.items()}
+    return flat
+
+
+def nested(flat: Mapping[str, Any], groups: Sequence[Sequence[str]], path_of: Callable[[str], str]) -> dict[str, Any]:
+    """What ``flattened`` made, for an optimizer with these groups of paths.
+
+    Raises:
+        ValueError: something else; nothing of a parameter; parameters of one group that had different values.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {STATE: {}, GROUPS: {}}
+    for path, value in flat.items():
+        kind, _, rest = path.partition(".")
+        name, _, key = rest.rpartition(".")
+        if kind not in found:
+            raise ValueError(f"{path!r} in the state dict is neither {STATE!r} nor {GROUPS!r}; give an optimizer's")
+        found[kind].setdefault(path_of(name), {})[key] = value
+    saved = []
+    for names in groups:
+        for name in names:
+            if name not in found[GROUPS]:
+                raise ValueError(f"the state dict has no {GROUPS} of parameter {name!r}; give one of this optimizer")
+            if found[GROUPS][name] != found[GROUPS][names[0]]:
+                raise ValueError(
+                    f"parameters {names[0]!r} and {name!r} are in one group of this optimizer, and the state dict has "
+                    f"{found[GROUPS][names[0]]} and {found[GROUPS][name]} for them; build it as when it was saved"
+                )
+        saved.append({**(found[GROUPS][names[0]] if names else {}), "params": list(names)})
+    return {STATE: found[STATE], GROUPS: saved}
 
 
 def _state_value(state: State, held: Held, param: Param | None, value: Any, options: StateDictOptions) -> Any:
@@ -231,44 +270,57 @@ def load_optimizers(
         ValueError: other parameters, or states of another shape.
         RuntimeError: another rank refused.
     """
-    by_name = held.plan.by_name
     groups = all_names(held, optimizers)
-    tree: Any = None
+    saved: list[dict[str, Any]] = []
+    states: dict[str, Mapping[str, Any]] = {}
+    told: dict[str, dict[str, Any]] = {}
     with all_or_none(state.group, "to load"):
         if not options.broadcast_from_rank0 or held.rank == 0:
-            saved = [
-                {**group, "params": [by_name[name].path if name in by_name else name for name in group["params"]]}
-                for group in values.get(GROUPS, ())
-            ]
-            require_groups(saved, [[named.name for named in group] for group in groups])
-            states = {by_name[name].path if name in by_name else name: of for name, of in values[STATE].items()}
-            tree = (
-                saved,
-                {name: {key: _told(held, name, value) for key, value in of.items()} for name, of in states.items()},
-            )
+            saved, states = by_path(held, values, [[named.name for named in group] for group in groups])
+            told = {name: {key: _told(held, name, value) for key, value in of.items()} for name, of in states.items()}
     if options.broadcast_from_rank0:
-        tree = told_by_rank_0(tree, state.group)
-    saved, known = tree
-    loaded: dict[str, dict[str, Any]] = {}
-    for name, of in known.items():
-        loaded[name] = dict(of)
-        for key, value in of.items():  # into memory of its own: the optimizer steps it in place
-            if isinstance(value, Tensor):
-                loaded[name][key] = value.clone()
-            elif isinstance(value, Full):
-                param = by_name[name]
-                tensor = states[name][key] if not options.broadcast_from_rank0 or held.rank == 0 else None
-                if options.broadcast_from_rank0:
-                    tensor = from_rank_0(state, param, tensor, value.dtype)
-                rows = rows_from(state, held, param, tensor)  # type: ignore[arg-type]
-                loaded[name][key] = rows if param.sharded else rows.clone()
+        saved, told = told_by_rank_0((saved, told), state.group)
+    loaded = {
+        name: {key: _own(state, held, name, value, states.get(name, {}).get(key), options) for key, value in of.items()}
+        for name, of in told.items()
+    }
     with agree.restored(optimizers) as before:
         with all_or_none(state.group, "to load"):
-            rest = list(saved)
             for optimizer in optimizers:
-                of_this = [rest.pop(0) for _ in optimizer.param_groups]
+                of_this = [saved.pop(0) for _ in optimizer.param_groups]
                 optimizer.load_state_dict(_packed(of_this, names_of(held, optimizer), loaded))
         before.pop_all()
+
+
+def by_path(
+    held: Held, values: Mapping[str, Any], groups: Sequence[Sequence[str]]
+) -> tuple[list[dict[str, Any]], dict[str, Mapping[str, Any]]]:
+    """Groups and states of an optimizer's state dict, flattened or not, by parameters' first names.
+
+    Raises:
+        ValueError: of other groups of parameters.
+    """
+
+    def path_of(name: str) -> str:
+        param = held.plan.by_name.get(name)
+        return name if param is None else param.path
+
+    if not {STATE, GROUPS} & values.keys():
+        values = nested(values, groups, path_of)
+    saved = [{**group, "params": list(map(path_of, group["params"]))} for group in values.get(GROUPS, ())]
+    require_groups(saved, groups)
+    return saved, {path_of(name): of for name, of in values[STATE].items()}
+
+
+def _own(state: State, held: Held, name: str, told: Any, value: Tensor | None, options: StateDictOptions) -> Any:
+    """What this rank has of one state, in memory of its own, which the optimizer steps in place."""
+    if not isinstance(told, Full):
+        return told.clone() if isinstance(told, Tensor) else told
+    param = held.plan.by_name[name]
+    if options.broadcast_from_rank0:
+        value = from_rank_0(state, param, value, told.dtype)
+    rows = rows_from(state, held, param, value)  # type: ignore[arg-type]
+    return rows if param.sharded else rows.clone()
 
 
 class Full:
