@@ -5,6 +5,7 @@ from thunder_zero.plan import Param, Plan, make_plan
 from thunder_zero.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.precision import MixedPrecision
 from thunder_zero.runtime.consolidate import consolidate, shard_safetensors
+from thunder_zero.state_dict import full_state_dict
 from thunder_zero.timeline import Kind, Op, Timeline
 from thunder_zero.times import Times
 from thunder_zero.trace.checkpoints import load, save
@@ -13,7 +14,7 @@ from thunder_zero.trace.module import ZeroModule, clip_grad_norm_, global_mean
 from thunder_zero.trace.plugin import Recipe, Zero, zero
 from thunder_zero.trace.rehearse import trace
 from thunder_zero.trace.show import print_trace
-from thunder_zero.trace.transform import Traces, ZeroTransform, full_state_dict, traces_of
+from thunder_zero.trace.transform import Traces, ZeroTransform, traces_of
 from thunder_zero.verify import ScheduleError, check
 
 __all__ = [

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from thunder_zero.policy import Policy
 from thunder_zero.runtime import checkpoint
 from thunder_zero.runtime.group import hybrid_mesh
-from thunder_zero.trace.module import ZeroModule, clip_grad_norm_, transform_of
+from thunder_zero.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from thunder_zero.trace.module import ZeroModule, clip_grad_norm_
 from thunder_zero.trace.plugin import zero
 from thunder_zero.trace.transform import DEFAULT_STAGE, ZeroTransform, policy_of
 
@@ -193,8 +194,7 @@ class ZeroStrategy(DDPStrategy):
         """The full state dict on rank 0, on the CPU, and an empty one on others; a collective."""
         if not isinstance(module, Forward):
             return super().get_module_state_dict(module)  # type: ignore[no-any-return]
-        plain, state = module.model._model, transform_of(module.model).state
-        return checkpoint.full_state_dict(state, plain.state_dict(), module.model, cpu_offload=True)
+        return get_model_state_dict(module.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a plain module's full state dict into the shards.
@@ -206,22 +206,7 @@ class ZeroStrategy(DDPStrategy):
         if not isinstance(module, Forward):
             super().load_module_state_dict(module, state_dict, strict)
             return
-        mine = module.model._model.state_dict()
-        missing, unknown = [name for name in mine if name not in state_dict], state_dict.keys() - mine.keys()
-        if strict and (missing or unknown):
-            raise RuntimeError(
-                f"the state dict lacks {missing or 'nothing'} and has {sorted(unknown) or 'nothing'} that the module "
-                f"does not know; load with strict=False to take what fits"
-            )
-        tensors, model = {}, module.model
-        at_rest = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        for name in filter(state_dict.__contains__, mine):
-            if isinstance(mine[name], Tensor):
-                # Cast here: Thunder would put a parameter of another dtype in the place of the shard.
-                tensors[name] = state_dict[name].to(at_rest[name].dtype)
-            else:
-                module.model._model.get_submodule(name.rpartition(".")[0]).set_extra_state(state_dict[name])
-        module.model.load_original_state_dict(tensors)
+        set_model_state_dict(module.model, state_dict, options=StateDictOptions(strict=strict))
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's full state dict on rank 0, on the CPU, and an empty one on others; a collective."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "StateDictOptions",
+    "full_state_dict",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
@@ -64,6 +66,19 @@ def get_model_state_dict(
     """
     state, held, options = transform_of(model).state, held_by(model), _supported(options, submodules)
     return interop.model_state_dict(state, held, model._model.state_dict(), options)
+
+
+def full_state_dict(model: ThunderModule) -> dict[str, Tensor]:
+    """Every parameter and buffer of the plain module: full, unpadded, under its names, on every rank.
+
+    A collective: all ranks must call it. The tensors are copies, on the device of the shards.
+
+    >>> torch.save(tz.full_state_dict(model), "model.pt")
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+    """
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def get_optimizer_state_dict(

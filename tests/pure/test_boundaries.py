@@ -60,7 +60,7 @@ ROOMS = (
     Room("runtime/",            IMPORT,  IMPORT,  NOT,     PURE),
     Room("trace/show.py",       NOT,     NOT,     IMPORT,  frozenset({"report"})),
     Room("trace/",              IMPORT,  TYPES,   IMPORT,  PURE | {"runtime"}),
-    Room("lightning.py",        IMPORT,  NOT,     IMPORT,  PURE | {"runtime", "trace"}),
+    Room("lightning.py",        IMPORT,  NOT,     IMPORT,  PURE | {"runtime", "trace", "state_dict"}),
     Room("state_dict.py",       IMPORT,  IMPORT,  TYPES,   PURE | {"runtime", "trace"}),
     Room("_compat.py",          IMPORT,  NOT,     IMPORT,  NOTHING),
     Room("cli.py",              NOT,     NOT,     NOT,     ALL),

@@ -321,7 +321,7 @@ def test_what_is_not_supported_is_said_on_all_ranks(ranks_pool: RanksPool, tmp_p
         "clipped": ["tensor(0.0010)"],
         "rows": ["ValueError", "parameter 'tied'", "save it on each rank by itself"],
         "missing": ["RuntimeError", "'first.weight'", "strict=False"],
-        "shape": ["ValueError", "parameter 'first.weight' has shape (2, 4)"],
+        "shape": ["ValueError", "'first.weight' has shape (2, 4)"],
         "part": ["3.0"],
         "left alone": ["True"],
         "compiled": ["True"],

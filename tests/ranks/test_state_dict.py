@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import thunder_zero as tz
@@ -25,6 +26,8 @@ from tests.ranks.models import Mlp, Zoo, fresh, sharded
 from tests.ranks.test_checkpoints import adamw, full_of, plain, refusal, same, state_of, stepped
 from thunder_zero import state_dict as ours
 from thunder_zero.runtime.state import State
+
+import thunder
 
 FULL = StateDictOptions(full_state_dict=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -164,6 +167,17 @@ def test_full_on_the_cpu_is_of_rank_0_alone(ranks_pool: RanksPool) -> None:
     assert first[0] == [6, 2]
     assert second[:2] == ([0, 0], 0)
     assert first[2] == second[2] == [1.0, []]
+
+
+def copies(rank: int, world_size: int) -> int:
+    """Hybrid sharding, two copies of the model: how much of a full state dict on the CPU this rank has."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = thunder.jit(fresh(Mlp), transforms=[tz.ZeroTransform(mesh=mesh)])
+    return len(ours.get_model_state_dict(model, options=ON_CPU))
+
+
+def test_full_on_the_cpu_is_of_rank_0_alone_among_copies(ranks_pool: RanksPool) -> None:
+    assert ranks_pool.run(2, copies) == [6, 0]
 
 
 def doubled(in_optimizer: dict[str, Any]) -> dict[str, Any]:

@@ -55,40 +55,6 @@ def full(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 @torch.no_grad()
-def full_state_dict(state: State, names: Mapping[str, Any], model: Any, cpu_offload: bool = False) -> dict[str, Tensor]:
-    """Every parameter and buffer in full; a collective that all ranks must call.
-
-    Args:
-        state: the model's state.
-        names: the plain module's state dict; only its names and its extra state are read.
-        model: the jitted module, which holds the buffers.
-        cpu_offload: only rank 0 keeps them, on the CPU, each before the next is gathered; the others return nothing.
-    """
-
-    def kept(full: Tensor) -> Tensor:
-        if not cpu_offload:
-            return full
-        return full.cpu() if state.plan.rank == 0 else full.new_empty(0)
-
-    gathered: dict[str, Tensor] = {}  # by path: a tied parameter is gathered once
-    result: dict[str, Any] = {}
-    others = dict(model.named_parameters(remove_duplicate=False))  # those that the policy ignores, beside the shards
-    for name, plain in names.items():
-        param = state.plan.by_name.get(name)
-        if param is not None:
-            if param.path not in gathered:
-                gathered[param.path] = kept(state.gather_now(param))
-            result[name] = gathered[param.path]
-        elif name in others:
-            result[name] = kept(others[name].detach().clone())
-        elif isinstance(plain, Tensor):
-            result[name] = kept(model.get_buffer(name).detach().clone())
-        else:
-            result[name] = plain
-    return {} if cpu_offload and state.plan.rank != 0 else result
-
-
-@torch.no_grad()
 def full_optimizer_state_dict(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     """An optimizer's state dict with full tensors, as the plain module's optimizer has it; a collective.
 

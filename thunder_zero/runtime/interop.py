@@ -68,6 +68,8 @@ def model_state_dict(state: State, held: Held, names: Iterable[str], options: St
             found[name] = held.states[name]
         else:
             value = {**held.ignored, **held.buffers}[name].detach()
+            if options.full_state_dict:
+                value = value.clone()
             found[name] = value.cpu() if options.cpu_offload else value
     return found if keeps(held, options) else {}
 

@@ -404,16 +404,3 @@ def traces_of(model: ThunderModule, synced: bool | None = None) -> Traces:
     if entries:
         raise RuntimeError(f"the model was not called {'outside' if synced else 'inside'} of no_sync yet; call it so")
     raise RuntimeError("the model was not called yet, so there is no trace; call it once, or use thunder_zero.trace")
-
-
-def full_state_dict(model: ThunderModule) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer of the plain module: full, unpadded, under its names, on every rank.
-
-    A collective: all ranks must call it. The tensors are copies, on the device of the shards.
-
-    >>> torch.save(tz.full_state_dict(model), "model.pt")
-
-    Raises:
-        TypeError: not a model with ZeroTransform.
-    """
-    return checkpoint.full_state_dict(transform_of(model).state, model._model.state_dict(), model)
