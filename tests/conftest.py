@@ -12,6 +12,7 @@ from tests.harness.ranks import RanksPool
 
 TESTS = Path(__file__).parent
 RANKS_SECONDS = 120
+ROOMS = ("ranks", "gpu", "one", "pure")  # the longest files first, so that no worker waits for the other at the end
 
 # No test may fail because a machine is busy; on CI Hypothesis also repeats its examples from run to run.
 settings.register_profile("no_clock", settings(), deadline=None)
@@ -22,13 +23,12 @@ def room_of(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).parts[0]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        room = room_of(item)
-        # `--dist loadgroup`: one worker has all the ranks, and so the only pool; other files stay whole.
-        item.add_marker(pytest.mark.xdist_group("ranks" if room in ("ranks", "gpu") else str(item.path)))
-        if room == "ranks" and item.get_closest_marker("timeout") is None:
+        if room_of(item) == "ranks" and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(RANKS_SECONDS))
+    if hasattr(config, "workerinput"):  # of xdist, which gives whole files to its workers in this order
+        items.sort(key=lambda item: ROOMS.index(room_of(item)))
     gpu = [item for item in items if room_of(item) == "gpu"]
     if gpu and not _has_cuda():
         for item in gpu:

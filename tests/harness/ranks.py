@@ -35,7 +35,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -69,11 +69,15 @@ class RankDied(RuntimeError):
 class RanksPool:
     """Worker processes that stay from call to call, started when a call first needs them.
 
+    Args:
+        imports: modules that a worker imports when it starts; it takes some seconds with ``thunder_zero``.
+
     Attributes:
         pids: process ids of the workers that are there now, by rank.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Sequence[str] = ("thunder_zero",)) -> None:
+        self._imports = imports
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._calls = 0
@@ -144,9 +148,8 @@ class RanksPool:
         fresh = range(len(self._workers), world_size)
         for rank in fresh:
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_worker, args=(theirs, self._stack_file(rank)), name=f"rank{rank}", daemon=True
-            )
+            args = (theirs, self._stack_file(rank), self._imports)
+            process = context.Process(target=_worker, args=args, name=f"rank{rank}", daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -223,14 +226,14 @@ def run_ranks(
         return pool.run(world_size, fn, *args, timeout=timeout, backend=backend)
 
 
-def _worker(conn: Connection, stack_file: Path) -> None:
+def _worker(conn: Connection, stack_file: Path, imports: Sequence[str]) -> None:
     """Body of a worker process: serves one call after the other until its parent is gone."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     stack = stack_file.open("w")
     faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to pytest, which ends the workers
     os.environ.update(ONE_RANK, TORCHINDUCTOR_COMPILE_THREADS="1")
-    conn.send_bytes(_reply_of(_warm_up))
+    conn.send_bytes(_reply_of(_warm_up, imports))
     while True:
         try:
             job = conn.recv()
@@ -248,11 +251,12 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _warm_up() -> None:
+def _warm_up(imports: Sequence[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    importlib.import_module("thunder_zero")
+    for name in imports:
+        importlib.import_module(name)
     gc.set_threshold(100_000, 20, 100)  # compiling makes much and frees little
     gc.freeze()  # so that the collection after each call is short
 

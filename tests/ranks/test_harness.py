@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,13 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.ranks import RankDied, RanksPool, RanksTimeout, run_ranks
+
+
+@pytest.fixture(scope="module")
+def ranks_pool() -> Iterator[RanksPool]:
+    """A pool for these tests alone, which often kill it; its ranks import torch only, and so are soon there again."""
+    with RanksPool(imports=()) as pool:
+        yield pool
 
 
 def is_alive(pid: int) -> bool:
@@ -21,8 +30,8 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def describe(rank: int, world_size: int, text: str) -> tuple[int, int, str, int, int]:
-    return rank, dist.get_world_size(), text, torch.get_num_threads(), os.getpid()
+def describe(rank: int, world_size: int, text: str) -> tuple[int, int, str, int, bool, int]:
+    return rank, dist.get_world_size(), text, torch.get_num_threads(), "thunder_zero" in sys.modules, os.getpid()
 
 
 def total(rank: int, world_size: int) -> torch.Tensor:
@@ -72,8 +81,8 @@ def leave_group(rank: int, world_size: int) -> None:
 
 def test_results_come_by_rank() -> None:
     results = run_ranks(3, describe, "hello")
-    assert [result[:4] for result in results] == [(rank, 3, "hello", 1) for rank in range(3)]
-    pids = [result[4] for result in results]
+    assert [result[:5] for result in results] == [(rank, 3, "hello", 1, True) for rank in range(3)]
+    pids = [result[5] for result in results]
     assert len({*pids, os.getpid()}) == 4
     assert not any(map(is_alive, pids))
 
@@ -114,9 +123,9 @@ def test_a_time_out_kills_and_says_who_hung_where(ranks_pool: RanksPool, tmp_pat
     assert torch.equal(ranks_pool.run(2, total)[1], torch.tensor([3.0]))
 
 
-def test_a_dead_process_is_reported_with_its_exit_code() -> None:
+def test_a_dead_process_is_reported_with_its_exit_code(ranks_pool: RanksPool) -> None:
     with pytest.raises(RankDied, match="rank 1 ended with exit code 7") as caught:
-        run_ranks(2, die_on_one)
+        ranks_pool.run(2, die_on_one)
     assert "in die_on_one" in "\n".join(caught.value.__notes__)  # rank 0, whose barrier broke
 
 

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,19 +55,37 @@ def table_of(printed: str) -> dict[str, tuple[str, str]]:
     return {name: (value, note) for name, value, note in rows}
 
 
+TINY = ("--size", "tiny", "--context", "32", "--batch", "4", "--steps", "30", "--save-every", "5")
+OPTIONS = {
+    "zero3-no-keep-last": ("--stage", "3", "--no-keep-last"),
+    "zero1-tied-bfloat16": ("--stage", "1", "--tied", "--dtype", "bfloat16"),
+}
+Example = Callable[[str], tuple[str, Path]]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
+    """Runs the example with one of OPTIONS, once: what it prints, and the folder that it fills."""
+
+    @cache
+    def run(name: str) -> tuple[str, Path]:
+        out = tmp_path_factory.mktemp(name)
+        return run_example(*TINY, *OPTIONS[name], "--out", str(out)), out
+
+    return run
+
+
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize(
-    ("options", "sends", "words", "kept"),
+    ("name", "sends", "words", "kept"),
     [
         # u is half the model: 2 bytes a parameter.
-        (("--stage", "3", "--no-keep-last"), 2 * (3 * MODEL - NOT_READ), "3u - ", "nothing"),
-        (("--stage", "1", "--tied", "--dtype", "bfloat16"), TIED_MODEL * 2, "2u", None),
+        ("zero3-no-keep-last", 2 * (3 * MODEL - NOT_READ), "3u - ", "nothing"),
+        ("zero1-tied-bfloat16", TIED_MODEL * 2, "2u", None),
     ],
-    ids=["zero3-no-keep-last", "zero1-tied-bfloat16"],
 )
-def test_trains_and_reports(options: tuple[str, ...], sends: int, words: str, kept: str | None, tmp_path: Path) -> None:
-    small = ("--size", "tiny", "--context", "32", "--batch", "4", "--steps", "30")
-    printed = run_example(*small, *options, "--out", str(tmp_path / "curves"))
+def test_trains_and_reports(example: Example, name: str, sends: int, words: str, kept: str | None) -> None:
+    printed, out = example(name)
     table = table_of(printed)
 
     first, end = float(table["training loss, first step"][0]), float(table["training loss, end"][0])
@@ -78,7 +98,7 @@ def test_trains_and_reports(options: tuple[str, ...], sends: int, words: str, ke
     assert int(table["tokens/s"][0].replace(",", "")) > 0
     rest, peak = (float(table[f"memory at {when} per rank"][0].removesuffix(" MB")) for when in ("rest", "peak"))
     assert 0 < rest < peak
-    (curve,) = (tmp_path / "curves").iterdir()
+    (curve,) = out.glob("*.png")
     assert curve.read_bytes().startswith(b"\x89PNG")
     assert curve.stat().st_size > 10_000
     assert str(curve) in printed.replace("\n", "")
@@ -124,18 +144,18 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.timeout(2 * SECONDS + 60)
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a rank's process in /proc")
-def test_a_run_whose_rank_dies_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_a_run_whose_rank_dies_ends_with_the_same_weights(example: Example, tmp_path: Path) -> None:
     """Rank 1 is killed while it trains; torchrun starts both again, and they go on from the last checkpoint."""
-    options = ("--size", "tiny", "--context", "32", "--batch", "4", "--steps", "16", "--save-every", "4")
-    run_example(*options, "--out", str(tmp_path / "whole"))
-    command = [*TORCHRUN, "--max-restarts", "2", EXAMPLE, *options, "--out", str(tmp_path / "killed")]
+    name = "zero3-no-keep-last"
+    _, whole = example(name)
+    command = [*TORCHRUN, "--max-restarts", "2", EXAMPLE, *TINY, *OPTIONS[name], "--out", str(tmp_path)]
     with (tmp_path / "printed").open("w+") as printed:
         run = subprocess.Popen(command, cwd=ROOT, env=example_environment(), stdout=printed, stderr=subprocess.STDOUT)
         try:
             until = time.monotonic() + SECONDS / 2
-            while not list((tmp_path / "killed").glob("*/step-4")) and time.monotonic() < until:
+            while not list(tmp_path.glob("*/step-5")) and time.monotonic() < until:
                 time.sleep(0.01)
             os.kill(children(run.pid)[-1], signal.SIGKILL)
             run.wait(SECONDS / 2)
@@ -146,5 +166,5 @@ def test_a_run_whose_rank_dies_ends_with_the_same_weights(tmp_path: Path) -> Non
         told = printed.read()
     assert run.returncode == 0, told
     assert "Going on after step" in told
-    right, found = weights_of(tmp_path / "whole"), weights_of(tmp_path / "killed")
+    right, found = weights_of(whole), weights_of(tmp_path)
     assert all(torch.equal(found[name], weight) for name, weight in right.items())
