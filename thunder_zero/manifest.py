@@ -85,14 +85,17 @@ def from_text(text: str) -> Manifest:
         raise ValueError(f"{NAME} is damaged: it is no manifest ({error!r})") from None
     if not intact:
         raise ValueError(f"{NAME} is damaged: its SHA-256 is not the one that it names")
-    if document["format"] != FORMAT:
-        raise ValueError(f"{NAME} has format {document['format']}; this thunder_zero reads format {FORMAT}")
-    return Manifest(
-        document["number"],
-        document["ranks"],
-        tuple(File(**file) for file in document["files"]),
-        tuple(Stored(stored["key"], tuple(stored["shape"]), stored["dtype"]) for stored in document["tensors"]),
-    )
+    if document.get("format") != FORMAT:
+        raise ValueError(f"{NAME} has format {document.get('format')}; this thunder_zero reads format {FORMAT}")
+    try:
+        return Manifest(
+            document["number"],
+            document["ranks"],
+            tuple(File(**file) for file in document["files"]),
+            tuple(Stored(stored["key"], tuple(stored["shape"]), stored["dtype"]) for stored in document["tensors"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{NAME} is damaged: it is no manifest ({error!r})") from None
 
 
 def read(folder: Path) -> Manifest:

@@ -78,17 +78,24 @@ def test_a_disk_that_is_full_at_the_last_moment(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:
-    for name in ("c", "b", "a"):
+    for name in ("best", "s3", "s2", "s11"):
         save(tmp_path / name)
         assert folder.locate(tmp_path / "latest") == tmp_path / name
-    save(tmp_path / "b")  # again: now the last
-    assert [found.number for found in folder.checkpoints(tmp_path).values()].count(4) == 1
+    save(tmp_path / "s2")  # again: now the last
+    assert [found.number for found in folder.checkpoints(tmp_path).values()].count(5) == 1
     (tmp_path / "notes").mkdir()
     (tmp_path / ".old.removed").mkdir()
-    folder.prune(tmp_path, keep=2)
-    assert names(tmp_path) == ["a", "b", "latest", "notes"]
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*/c; checkpoints beside it: a, b"):
-        folder.locate(tmp_path / "c")
+    folder.prune(tmp_path / "s2", keep=2)
+    assert names(tmp_path) == ["best", "latest", "notes", "s11", "s2"]  # another name is not of this series
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*/s3; checkpoints beside it: best, s11, s2"):
+        folder.locate(tmp_path / "s3")
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    save(tmp_path / "a")
+    assert names(tmp_path) == ["a", "latest"]
+    assert manifest.read(tmp_path / "a").number == 1
 
 
 def test_the_earlier_one_is_found_between_two_renames(tmp_path: Path) -> None:
@@ -109,6 +116,7 @@ def test_names_that_mean_something_else(tmp_path: Path, name: str) -> None:
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").touch()
     with pytest.raises(FileExistsError, match="is no checkpoint of thunder_zero"):
         folder.prepare(tmp_path / "thesis")
     assert names(tmp_path) == ["thesis"]

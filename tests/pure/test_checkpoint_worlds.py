@@ -26,6 +26,7 @@ from thunder_zero import manifest
 from thunder_zero.plan import make_plan
 from thunder_zero.runtime import contents, dcp, folder, saving
 from thunder_zero.runtime.contents import Held
+from thunder_zero.runtime.optimizers import load_exactly
 from thunder_zero.runtime.shards import own_rows
 
 WORLDS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)
@@ -98,7 +99,7 @@ def save(path: Path, ranks: Sequence[Simulated], keep: int | None = None) -> Non
             folder.staging_of(path),
             number,
             contents.model_items(rank.held)
-            + contents.optimizer_items(rank.held, rank.optimizer)
+            + contents.optimizer_items(rank.held, [rank.optimizer])
             + saving.extra_items(rank.held, {"position": 100 + number}),
         )
         for number, rank in enumerate(ranks)
@@ -108,10 +109,10 @@ def save(path: Path, ranks: Sequence[Simulated], keep: int | None = None) -> Non
 
 def load(path: Path, ranks: Sequence[Simulated]) -> None:
     for number, rank in enumerate(ranks):
-        saving.require_whole(path, number, len(ranks))
-        loaded = saving.read(path, rank.held, rank.optimizer)
-        assert loaded.found.optimizer is not None
-        rank.optimizer.load_state_dict(loaded.found.optimizer)
+        saving.require_whole(path, manifest.read(path), number, len(ranks))
+        loaded = saving.read(path, rank.held, [rank.optimizer], 0)
+        (saved,) = loaded.found.optimizers
+        load_exactly(rank.optimizer, saved)
         with torch.no_grad():
             for target, value in loaded.found.tensors:
                 target.copy_(value)

@@ -176,7 +176,7 @@ def save_alone(path: Path) -> list[str]:
     folder.prepare(path)
     (folder.staging_of(path) / "a").touch()
     folder.publish(path, manifest.Manifest(folder.next_number(path), 1, (), ()))
-    folder.prune(path.parent, 1)
+    folder.prune(path, 1)
     return sorted(at.name for at in path.parent.iterdir())
 
 

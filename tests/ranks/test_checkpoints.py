@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,6 +66,7 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
     state = model._zero_transform.state
     for path, shard in state.shards.items():
         for key, value in optimizer.state.get(shard, {}).items():
+            value = torch.as_tensor(value)
             rows = value.shape == shard.shape
             full[f"{path} {key}"] = state.gather_now(state.plan.by_name[path], value) if rows else value.clone()
     return full
@@ -266,6 +268,19 @@ def damaged(rank: int, world_size: int, root: Path) -> dict[str, tuple[str, list
     few = torch.optim.AdamW(list(model.parameters())[:2])
     attempt("fewer parameters", lambda: tz.load(root / "good", model, few))
     attempt("a stranger's optimizer", lambda: tz.load(root / "good", model, adamw(nn.Linear(2, 2))))
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    stepped(model, sgd)
+    tz.save(root / "sgd", model, sgd)
+    stepped(model, optimizer)
+    before = state_of(model, optimizer)
+    attempt("SGD's into AdamW", lambda: tz.load(root / "sgd", model, optimizer))
+    attempt("AdamW's into SGD", lambda: tz.load(root / "good", model, sgd))
+    stepped(model, sgd)  # as if nothing had been tried
+    before = state_of(model, optimizer)
+    with model.no_sync():
+        model(torch.ones(2, 7)).sum().backward()
+    attempt("an open accumulation", lambda: tz.load(root / "good", model, optimizer))
+    model.zero_grad()
     attempt("no such extra", lambda: tz.load(root / "good", model, optimizer, scheduler=stubborn))
     attempt("no state_dict", lambda: tz.load(root / "good", model, optimizer, stubborn=3))
     try:
@@ -288,6 +303,9 @@ REFUSED = {
     "other groups": "has 1 parameter groups, and this one has 2",
     "fewer parameters": "parameter group 0 of the checkpoint's optimizer lacks nothing and has 'layers.1.bias'",
     "a stranger's optimizer": "none of the model's",
+    "SGD's into AdamW": "AdamW does not take the optimizer state that was saved (KeyError",
+    "AdamW's into SGD": "has no 'dampening', so it is not of SGD",
+    "an open accumulation": "gradients that no_sync deferred are not reduced yet, and are of the weights before; load",
     "no such extra": "the checkpoint has no extra 'scheduler'",
     "no state_dict": "stubborn=3 cannot take what was saved",
     "a stubborn extra": "stubborn",
@@ -343,6 +361,13 @@ def refused_saves(rank: int, world_size: int, root: Path) -> dict[str, str]:
     told["a file"] = refusal(lambda: tz.save(root / "file", model, optimizer))
     told["keep"] = refusal(lambda: tz.save(root / "next", model, optimizer, keep=0))
     told["an extra"] = refusal(lambda: tz.save(root / "next", model, optimizer, extra=object() if rank else 1))
+    told["a model"] = refusal(lambda: tz.save(root / "next", model, optimizer, ema=model))
+    told["an optimizer"] = refusal(lambda: tz.save(root / "next", model, second=optimizer))
+    told["twice"] = refusal(lambda: tz.save(root / "next", model, [optimizer, adamw(model)]))
+    with mock.patch.dict(optimizer.state, {"total": torch.ones(3)}):
+        told["no parameter"] = refusal(lambda: tz.save(root / "next", model, optimizer))
+    with mock.patch.dict(optimizer.param_groups[0], {"rule": object()}):
+        told["hyper-parameter"] = refusal(lambda: tz.save(root / "next", model, optimizer))
     told["latest"] = refusal(lambda: tz.save(root / "latest", model, optimizer))
     told["paths"] = refusal(lambda: tz.save(root / f"next{rank}", model, optimizer))
     strange = Strange(model.parameters(), 0.1)
@@ -372,6 +397,11 @@ def test_a_save_that_fails_leaves_what_was_there(ranks_pool: RanksPool, tmp_path
         "a file": "exists and is no checkpoint",
         "keep": "keep is 0",
         "an extra": "the extra 'extra': an object of type object cannot be saved",
+        "a model": "the extra 'ema' is a model",
+        "an optimizer": "the extra 'second' is an optimizer of a sharded model",
+        "twice": "parameter 'layers.0.weight' is in 2 optimizers",
+        "no parameter": "AdamW keeps a state for 'total', which is none of the parameters",
+        "hyper-parameter": "the hyper-parameter 'rule' of the optimizer's group 0: an object of type object cannot",
         "latest": "mean something else",
         "paths": "the path to save at differs between ranks",
         "state": "'factor' of parameter 'layers.0.weight' has shape (3,)",
@@ -421,8 +451,16 @@ def asynchronous(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         dist.barrier()
     results["warned"] = [str(warning.message) for warning in heard if "asynchronous" in str(warning.message)]
     results["next"] = refusal(lambda: tz.save(root / "c", model, optimizer, wait=False))
-    tz.save(root / "c", model, optimizer, wait=False)
-    tz.save(root / "d", model, optimizer, wait=False, keep=2).result()
+    tz.save(root / "c1", model, optimizer, wait=False)
+    tz.save(root / "c2", model, optimizer, wait=False, keep=2).result()
+    with torch.no_grad():
+        model.get_parameter("layers.0.weight").add_(1)
+    before = state_of(model, optimizer)
+    with mock.patch.object(dcp.HashedFile, "write", lambda *args: time.sleep(0.01) or whole(*args)):
+        tz.save(root / "c3", model, optimizer, wait=False, keep=2)
+        stepped(model, optimizer)
+        tz.load(root / "latest", model, optimizer)  # of all ranks the one that is being saved
+    results["loaded while saving"] = same(state_of(model, optimizer), before)
     return results
 
 
@@ -435,7 +473,8 @@ def test_an_asynchronous_save_lets_training_go_on_and_loses_no_error(ranks_pool:
         assert full in results["result"]
         assert [full in warning for warning in results["warned"]] == [True]
         assert results["next"].startswith("the asynchronous save before this one failed: ")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "d", "latest"]
+        assert results["loaded while saving"] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c2", "c3", "latest"]
 
 
 # Parameters apart, and several copies of a model
@@ -486,8 +525,9 @@ def apart(rank: int, world_size: int, root: Path, to_world: int) -> list[Any]:
 
 def test_what_is_each_ranks_own(ranks_pool: RanksPool, tmp_path: Path) -> None:
     assert ranks_pool.run(2, apart, tmp_path, 2) == [[[], True, True, "saved"]] * 2
-    for (told,) in ranks_pool.run(3, apart, tmp_path, 2):
-        assert "it lacks 'rank2.model.expert.bias', 'rank2.model.expert.weight'" in told
+    for world_size in (1, 3):
+        for (told,) in ranks_pool.run(world_size, apart, tmp_path, 2):
+            assert f"and it is of 2 ranks; load it on as many, there are {world_size} here" in told
 
 
 def copies(rank: int, world_size: int, root: Path) -> list[str]:

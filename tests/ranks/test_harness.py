@@ -76,6 +76,7 @@ def return_unpicklable(rank: int, world_size: int) -> object:
 
 
 def leave_group(rank: int, world_size: int) -> None:
+    dist.barrier()  # the other rank may still be connecting
     dist.destroy_process_group()
 
 

@@ -92,13 +92,20 @@ def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[
 def restored(things: Sequence[Any]) -> ExitStack:
     """A context that gives things with ``state_dict`` what they have now back, unless its ``pop_all`` was called.
 
-    One that does not take it is left as it is: it refused what it was given, too.
+    One that does not take it is left as it is: it refused what it was given, too. Of optimizers no copies are made:
+    loading gives them other tensors, and leaves these.
     """
     stack = ExitStack()
     for thing in things:
-        before = copy.copy(thing.state_dict()) if isinstance(thing, Optimizer) else copy.deepcopy(thing.state_dict())
-        stack.callback(_restore, thing, before)
+        if isinstance(thing, Optimizer):
+            stack.callback(_restore_optimizer, thing, thing.state, thing.param_groups)
+        else:
+            stack.callback(_restore, thing, copy.deepcopy(thing.state_dict()))
     return stack
+
+
+def _restore_optimizer(optimizer: Optimizer, state: Any, groups: list[dict[str, Any]]) -> None:
+    optimizer.state, optimizer.param_groups = state, groups
 
 
 def _restore(thing: Any, before: Any) -> None:
@@ -106,7 +113,7 @@ def _restore(thing: Any, before: Any) -> None:
         thing.load_state_dict(before)
 
 
-def require_same_model(lines: Sequence[Line], group: dist.ProcessGroup) -> None:
+def require_same(lines: Sequence[Line], group: dist.ProcessGroup) -> None:
     """Raise on every rank if any rank's model differs from rank 0's.
 
     Raises:

@@ -7,8 +7,11 @@ the policy ignores and their state) stands under ``"rank<number>"``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from thunder_zero.runtime.dcp import Item, Path_
 from thunder_zero.runtime.shards import real_rows
 
 MODEL, OPTIM, STATE, GROUPS, EXTRA = "model", "optim", "state", "param_groups", "extra"
+OWN = re.compile(rf"rank(\d+)\.(?:{MODEL}|{OPTIM})\.")  # keys of what is one rank's own
 SIMPLE = (bool, int, float, str, type(None))
 
 
@@ -101,23 +105,33 @@ def model_items(held: Held) -> list[Item]:
     return items
 
 
-def optimizer_items(held: Held, optimizer: Optimizer) -> list[Item]:
-    """What this rank writes of the optimizer.
+def optimizer_items(held: Held, optimizers: Sequence[Optimizer]) -> list[Item]:
+    """What this rank writes of the optimizers, whose groups are numbered one after the other.
 
     Raises:
-        ValueError: a parameter of another model; a state that belongs to no single row, so that it has no whole shape.
+        ValueError: a parameter of another model, or of two optimizers; a state that belongs to no single row, so that
+            it has no whole shape, or to no parameter; a hyper-parameter that cannot be saved.
     """
     items = []
-    for named in (named for group in names_of(held, optimizer) for named in group):
-        for key, value in optimizer.state.get(named.tensor, {}).items():
-            items += _state_items(held, named, key, value)
+    groups = all_names(held, optimizers)
+    for optimizer in optimizers:
+        for named in chain(*names_of(held, optimizer)):
+            for key, value in optimizer.state.get(named.tensor, {}).items():
+                items += _state_items(held, named, key, value)
     if held.rank == 0:
-        for number, (group, members) in enumerate(zip(optimizer.param_groups, names_of(held, optimizer), strict=True)):
-            values = {**group, "params": [named.name for named in members]}
-            for key, value in values.items():
-                path = (OPTIM, GROUPS, number, key)
-                items.append(_whole(path, value) if isinstance(value, Tensor) else Item(path, dcp.pickled(value)))
+        saved = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for number, (group, members) in enumerate(zip(saved, groups, strict=True)):
+            items += _group_items(number, {**group, "params": [named.name for named in members]})
     return items
+
+
+def _group_items(number: int, values: Mapping[str, Any]) -> Iterator[Item]:
+    for key, value in values.items():
+        path = (OPTIM, GROUPS, number, key)
+        try:
+            yield _whole(path, value) if isinstance(value, Tensor) else Item(path, dcp.pickled(value))
+        except ValueError as error:
+            raise ValueError(f"the hyper-parameter {key!r} of the optimizer's group {number}: {error}") from None
 
 
 def _state_items(held: Held, named: Named, key: str, value: Any) -> list[Item]:
@@ -169,6 +183,29 @@ def names_of(held: Held, optimizer: Optimizer) -> list[list[Named]]:
     return found
 
 
+def all_names(held: Held, optimizers: Sequence[Optimizer]) -> list[list[Named]]:
+    """The parameters of each group of all optimizers, one after the other.
+
+    Raises:
+        ValueError: one that is none of the model's; one of two optimizers; a state of none of them.
+    """
+    groups = [group for optimizer in optimizers for group in names_of(held, optimizer)]
+    counts = Counter(named.name for group in groups for named in group)
+    for name, count in counts.items():
+        if count > 1:
+            raise ValueError(f"parameter {name!r} is in {count} optimizers; give each parameter to one of them")
+    stepped = {id(named.tensor) for group in groups for named in group}
+    for optimizer in optimizers:
+        for key in optimizer.state:
+            if id(key) not in stepped:
+                what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+                raise ValueError(
+                    f"{type(optimizer).__name__} keeps a state for {what}, which is none of the parameters that it "
+                    f"steps, so a checkpoint has no place for it; take it out of optimizer.state, save it as an extra"
+                )
+    return groups
+
+
 def _whole(path: Path_, tensor: Tensor) -> Item:
     return Item(path, tensor.detach(), 0, tuple(tensor.shape))
 
@@ -190,12 +227,12 @@ class Found:
     Attributes:
         tensors: pairs of what is in the model and what shall be in it, of one shape.
         states: what modules take by ``set_extra_state``, by name.
-        optimizer: a state dict for ``Optimizer.load_state_dict``, or None.
+        optimizers: a state dict for ``Optimizer.load_state_dict`` of each.
     """
 
     tensors: list[tuple[Tensor, Tensor]]
     states: dict[str, Any]
-    optimizer: dict[str, Any] | None
+    optimizers: list[dict[str, Any]]
 
 
 def read_model(folder: Any, metadata: Metadata, held: Held) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any]]:
@@ -204,24 +241,34 @@ def read_model(folder: Any, metadata: Metadata, held: Held) -> tuple[list[tuple[
     Raises:
         ValueError: it is of another model, or damaged.
     """
-    stored = metadata.state_dict_metadata
-    require_model(held, stored)
-    pairs, items = [], []
+    require_model(held, metadata.state_dict_metadata)
+    pairs, items, twins = [], [], []
 
-    def take(path: Path_, target: Tensor, start: int, shape: tuple[int, ...]) -> None:
+    def take(path: Path_, target: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
         items.append(Item(path, torch.empty_like(target, device="cpu"), start, shape))
-        pairs.append((target, items[-1].value))
+        return items[-1].value  # type: ignore[return-value]
 
     for param in held.plan.params:
         mine = part(held, param, (MODEL, param.path), held.shards[param.path])
-        take(mine.path, mine.value, mine.start, mine.shape)  # type: ignore[arg-type]
+        assert isinstance(mine.value, Tensor), "a parameter is one"
+        pairs.append((mine.value, take(mine.path, mine.value, mine.start, mine.shape)))
+        for alias in param.aliases:
+            if not dcp.same_place(metadata, dcp.key_of(mine.path), dcp.key_of((MODEL, alias))):
+                twins.append(
+                    (param.path, alias, pairs[-1][1], take((MODEL, alias), mine.value, mine.start, mine.shape))
+                )
     for name, tensor in held.buffers.items():
-        take((MODEL, name), tensor, 0, tuple(tensor.shape))
+        pairs.append((tensor, take((MODEL, name), tensor, 0, tuple(tensor.shape))))
     for name, tensor in held.ignored.items():
-        take((held.own, MODEL, name), tensor.detach(), 0, tuple(tensor.shape))
+        pairs.append((tensor.detach(), take((held.own, MODEL, name), tensor.detach(), 0, tuple(tensor.shape))))
     keys = {dcp.key_of((MODEL, name)): name for name in held.states}
     values = dcp.read(folder, metadata, items, list(keys))
-    return pairs, {keys[key]: value for key, value in values.items()}  # type: ignore[return-value]
+    for path, alias, first, second in twins:  # another tool wrote it twice, or they were not tied
+        if not torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)):
+            raise ValueError(
+                f"the checkpoint is of another model: {path!r} and {alias!r} differ in it, and are tied here"
+            )
+    return pairs, {keys[key]: value for key, value in values.items()}
 
 
 def require_model(held: Held, stored: Mapping[str, Any]) -> None:
@@ -236,6 +283,12 @@ def require_model(held: Held, stored: Mapping[str, Any]) -> None:
     expected |= {(MODEL, name): (tuple(tensor.shape), tensor.dtype) for name, tensor in held.buffers.items()}
     expected |= {(held.own, MODEL, name): (tuple(tensor.shape), tensor.dtype) for name, tensor in held.ignored.items()}
     by_key = {dcp.key_of(path): what for path, what in expected.items()}
+    ranks = {int(key[1]) for key in map(OWN.match, stored) if key is not None}
+    if ranks and ranks != set(range(plan.ranks)):
+        raise ValueError(
+            f"each rank of the checkpoint has parameters of its own, which the policy ignored, and it is of "
+            f"{len(ranks)} ranks; load it on as many, there are {plan.ranks} here"
+        )
     names = by_key.keys() | {dcp.key_of((MODEL, name)) for name in held.states}
     in_file = {key for key in stored if key.startswith((f"{MODEL}.", f"{held.own}.{MODEL}."))}
     missing, unknown = sorted(names - in_file), sorted(in_file - names)
@@ -255,24 +308,34 @@ def require_model(held: Held, stored: Mapping[str, Any]) -> None:
             )
 
 
-def read_optimizer(folder: Any, metadata: Metadata, held: Held, optimizer: Optimizer) -> dict[str, Any]:
-    """A checkpoint's optimizer for this rank, as ``Optimizer.load_state_dict`` takes it.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A state of a parameter in a checkpoint.
+
+    Attributes:
+        named: of which parameter.
+        name: of the state, such as ``"exp_avg"``.
+        item: this rank's rows, if it is a tensor.
+    """
+
+    named: Named
+    name: str
+    item: Item | None
+
+
+def read_optimizers(
+    folder: Any, metadata: Metadata, held: Held, optimizers: Sequence[Optimizer]
+) -> list[dict[str, Any]]:
+    """A checkpoint's optimizers for this rank, as ``Optimizer.load_state_dict`` of each takes it.
 
     Raises:
-        ValueError: there is none; it has other parameter groups; it is damaged.
+        ValueError: there is none; it has other parameter groups, or states that are not cut into rows; it is damaged.
     """
     stored = metadata.state_dict_metadata
-    groups = names_of(held, optimizer)
-    members = [named for group in groups for named in group]
-    wanted: dict[str, tuple[int, Item | None, str]] = {}  # by key: of which parameter, its rows, its name there
-    for index, named in enumerate(members):
-        prefix: Path_ = (OPTIM, STATE, named.name) if named.param is not None else (held.own, OPTIM, STATE, named.name)
-        start_of_key = dcp.key_of(prefix) + "."
-        for key in (key for key in stored if key.startswith(start_of_key)):
-            path = (*prefix, key.removeprefix(start_of_key))
-            wanted[key] = index, _rows_wanted(held, named.param, path, stored[key]), str(path[-1])
-    hyper = {key: None for key in stored if key.startswith(f"{OPTIM}.{GROUPS}.")}
-    items = [item for _, item, _ in wanted.values() if item is not None]
+    groups = all_names(held, optimizers)
+    wanted = states_wanted(held, list(chain(*groups)), stored)
+    hyper = [key for key in stored if key.startswith(f"{OPTIM}.{GROUPS}.")]
+    items = [want.item for want in wanted.values() if want.item is not None]
     items += [
         Item(tuple(key.split(".")), torch.empty(found.size, dtype=found.properties.dtype), 0, tuple(found.size))
         for key in hyper
@@ -282,31 +345,65 @@ def read_optimizer(folder: Any, metadata: Metadata, held: Held, optimizer: Optim
     values = {**dcp.read(folder, metadata, items, plain), **{item.key: item.value for item in items}}
     saved = groups_of({key.removeprefix(f"{OPTIM}.{GROUPS}."): values[key] for key in hyper})
     require_groups(saved, [[named.name for named in group] for group in groups])
-    states: dict[int, dict[str, Any]] = {}
-    for key, (index, item, name) in wanted.items():
-        value = values[key]
-        param = members[index].param
-        if item is not None and param is not None and param.sharded and item.shape == param.shape:
-            padded = value.new_zeros(held.plan.shard_shape(param))
-            padded[: len(value)] = value
-            value = padded
-        states.setdefault(index, {})[name] = value
-    packed, at = [], 0
-    for hyper_parameters, group in zip(saved, groups, strict=True):
-        packed.append({**hyper_parameters, "params": list(range(at, at + len(group)))})
-        at += len(group)
-    return {"state": states, "param_groups": packed}
+    states: dict[str, dict[str, Any]] = {}
+    for key, want in wanted.items():
+        states.setdefault(want.named.name, {})[want.name] = _padded(held, want, values[key])
+    return [packed([saved.pop(0) for _ in own], own, states) for own in (names_of(held, each) for each in optimizers)]
 
 
-def _rows_wanted(held: Held, param: Param | None, path: Path_, found: Any) -> Item | None:
+def states_wanted(held: Held, members: Sequence[Named], stored: Mapping[str, Any]) -> dict[str, Wanted]:
+    """The states of these parameters in a checkpoint, by key.
+
+    Raises:
+        ValueError: one that is of no single row.
+    """
+    prefixes = {
+        dcp.key_of((*(() if named.param else (held.own,)), OPTIM, STATE, named.name)): named for named in members
+    }
+    wanted = {}
+    for key, found in stored.items():
+        prefix, _, name = key.rpartition(".")
+        if (named := prefixes.get(prefix)) is not None:
+            wanted[key] = Wanted(named, name, _rows_wanted(held, named, key, found))
+    return wanted
+
+
+def packed(
+    saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Named]], states: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """One optimizer's state dict, with its parameters by number: its groups as saved, and their states by name."""
+    names = [named.name for group in groups for named in group]
+    at = {name: number for number, name in enumerate(names)}
+    numbered = [
+        {**group, "params": [at[named.name] for named in members]} for group, members in zip(saved, groups, strict=True)
+    ]
+    return {STATE: {at[name]: dict(states[name]) for name in names if name in states}, GROUPS: numbered}
+
+
+def _rows_wanted(held: Held, named: Named, key: str, found: Any) -> Item | None:
     if not isinstance(found, TensorStorageMetadata):
         return None
-    shape, start = tuple(found.size), 0
+    param, shape, start = named.param, tuple(found.size), 0
     rows = shape
-    if param is not None and param.sharded and shape == param.shape:
-        start, stop = rows_of(held, param)
-        rows = (stop - start, *shape[1:])
-    return Item(path, torch.empty(rows, dtype=found.properties.dtype), start, shape)
+    if param is not None and param.sharded:
+        if shape == param.shape:
+            start, stop = rows_of(held, param)
+            rows = (stop - start, *shape[1:])
+        elif found.size.numel() != 1:
+            raise ValueError(
+                f"{key} has shape {shape} in the checkpoint, which is neither one number nor the parameter's "
+                f"{param.shape}, so it cannot be cut into rows; load it where the parameter is not sharded (stage 0)"
+            )
+    return Item((key,), torch.empty(rows, dtype=found.properties.dtype), start, shape)
+
+
+def _padded(held: Held, want: Wanted, value: Any) -> Any:
+    param, item = want.named.param, want.item
+    if item is None or param is None or not param.sharded or item.shape != param.shape:
+        return value
+    rows = value.new_zeros(held.plan.shard_shape(param))
+    rows[: len(value)] = value
+    return rows
 
 
 def groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -340,8 +437,8 @@ def require_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Sequence[s
             )
 
 
-def read_extras(folder: Any, metadata: Metadata) -> tuple[dict[str, Any], ...]:
-    """What each rank that saved gave beside model and optimizer, by name.
+def read_extras(folder: Any, metadata: Metadata, ranks: int = 0) -> tuple[dict[str, Any], ...]:
+    """What each rank that saved gave beside model and optimizer, by name; ``ranks`` is how many did, if known.
 
     Raises:
         ValueError: it is damaged.
@@ -352,10 +449,11 @@ def read_extras(folder: Any, metadata: Metadata) -> tuple[dict[str, Any], ...]:
         if rank.startswith("rank") and rest.startswith(f"{EXTRA}."):
             paths[key] = (int(rank.removeprefix("rank")), rest.removeprefix(f"{EXTRA}."))
     values = dcp.read(folder, metadata, [], list(paths))
-    ranks: list[dict[str, Any]] = [{} for _ in range(1 + max((rank for rank, _ in paths.values()), default=-1))]
+    most = max((rank + 1 for rank, _ in paths.values()), default=0)
+    of_rank: list[dict[str, Any]] = [{} for _ in range(max(most, ranks))]
     for key, (number, name) in paths.items():
-        ranks[number][name] = values[key]
-    return tuple(ranks)
+        of_rank[number][name] = values[key]
+    return tuple(of_rank)
 
 
 def _few(names: Sequence[str]) -> str:

@@ -100,11 +100,10 @@ def pickled(value: Any) -> bytes:
         torch.save(value, stream)
         torch.load(io.BytesIO(stream.getvalue()), weights_only=True, map_location="cpu")
     except Exception as error:
-        reason = str(error).partition("\n")[0]
         raise ValueError(
             f"an object of type {type(value).__name__} cannot be saved so that torch.load(weights_only=True) "
-            f"reads it ({reason}); give numbers, strings, tensors, and dicts and lists of them"
-        ) from None
+            f"reads it; give numbers, strings, tensors, and dicts and lists of them"
+        ) from error
     return stream.getvalue()
 
 
@@ -347,6 +346,15 @@ class Wanted(LoadPlanner):
 def read_metadata(folder: Path) -> Metadata:
     """What is in a checkpoint. Raises as :meth:`Reader.read_metadata`."""
     return Reader(folder).read_metadata()
+
+
+def same_place(metadata: Metadata, key: str, other: str) -> bool:
+    """Whether two names of a checkpoint are of the same bytes in its files."""
+    places: dict[str, set[Any]] = {key: set(), other: set()}
+    for index, place in metadata.storage_data.items():
+        if index.fqn in places:
+            places[index.fqn].add((place.relative_path, place.offset, tuple(index.offset or ())))
+    return places[key] == places[other]
 
 
 def read(folder: Path, metadata: Metadata, items: Sequence[Item], values: Sequence[str] = ()) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -46,6 +47,14 @@ def locate(path: Path) -> Path:
             return folder
     beside = ", ".join(sorted(folder.name for folder in checkpoints(path.parent))) or "none"
     raise FileNotFoundError(f"there is no checkpoint at {path}; checkpoints beside it: {beside}")
+
+
+def is_still(folder: Path, written: Manifest) -> bool:
+    """Whether this checkpoint is there: each save has a number of its own."""
+    try:
+        return manifest.read(folder) == written
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def checkpoints(parent: Path) -> dict[Path, Manifest]:
@@ -94,7 +103,8 @@ def prepare(path: Path) -> None:
             remove(_replaced(path))
         else:  # a save died between its two renames
             os.rename(_replaced(path), path)
-    if path.exists() and not (path / manifest.NAME).is_file():
+    empty = path.is_dir() and not any(path.iterdir())
+    if path.exists() and not empty and not (path / manifest.NAME).is_file():
         raise FileExistsError(f"{path} exists and is no checkpoint of thunder_zero; choose another name")
     staging = staging_of(path)
     if staging.exists():
@@ -143,9 +153,12 @@ def point_latest(path: Path) -> None:
     sync(path.parent)
 
 
-def prune(parent: Path, keep: int) -> None:
-    """Delete all checkpoints but the last ``keep``, and what a deletion that died has left. Never fails: it warns."""
-    oldest_first = sorted(checkpoints(parent).items(), key=lambda item: item[1].number)
+def prune(path: Path, keep: int) -> None:
+    """Delete all but the last ``keep`` checkpoints whose names differ from this one's in digits only, and what a
+    deletion that died has left. Never fails: it warns."""
+    parent = path.parent
+    alike = [item for item in checkpoints(parent).items() if _series(item[0]) == _series(path)]
+    oldest_first = sorted(alike, key=lambda item: item[1].number)
     try:
         for folder, _ in oldest_first[:-keep]:
             remove(folder)
@@ -153,6 +166,10 @@ def prune(parent: Path, keep: int) -> None:
             shutil.rmtree(left)
     except OSError as error:
         warnings.warn(f"the checkpoint was saved, but an older one could not be deleted: {error}", stacklevel=2)
+
+
+def _series(folder: Path) -> str:
+    return re.sub(r"\d+", "0", folder.name)
 
 
 def remove(folder: Path) -> None:

@@ -62,7 +62,7 @@ def model_state_dict(state: State, held: Held, names: Iterable[str], options: St
             if options.ignore_frozen_params and not param.requires_grad:
                 continue
             if param.path not in made:
-                made[param.path] = value_of(state, held, param, state.shards[param.path], options)
+                made[param.path] = value_of(state, held, param, held.shards[param.path], options)
             found[name] = made[param.path]
         elif name in held.states:
             found[name] = held.states[name]
@@ -245,7 +245,7 @@ def load_model(
         param = held.plan.by_name.get(name)
         if param is not None and param.path not in done:
             done.add(param.path)
-            shard, value = state.shards[param.path], values.get(name)
+            shard, value = held.shards[param.path], values.get(name)
             if options.broadcast_from_rank0:
                 value = from_rank_0(state, param, value, shard.dtype)
             pairs.append((shard, rows_from(state, held, param, value)))  # type: ignore[arg-type]

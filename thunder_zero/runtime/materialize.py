@@ -80,7 +80,7 @@ def initial_values(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.de
     """
     group = ranks.everyone
     if group.size() > 1:
-        agree.require_same_model([*agree.describe(module, plan, device), *_given(plan, sources)], group)
+        agree.require_same([*agree.describe(module, plan, device), *_given(plan, sources)], group)
     maker = _Maker(module, plan, ranks, device, sources)
     with agree.all_or_none(group):
         maker.require_names()
@@ -301,7 +301,7 @@ class _Maker:
     def compare(self) -> None:
         """Do all ranks have the same values?"""
         if self.source is None:
-            agree.require_same_model([self._line(path, digest) for path, digest in self.digests.items()], self.group)
+            agree.require_same([self._line(path, digest) for path, digest in self.digests.items()], self.group)
 
     def _line(self, path: str, digest: str) -> agree.Line:
         when = "before it builds the module"

@@ -67,6 +67,37 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict``, after which states have the dtypes that they were saved with.
+
+    torch casts them to the parameter's, and a float32 momentum of a bfloat16 parameter would not be what it was.
+
+    Raises:
+        ValueError: they are of another kind of optimizer, or it refuses them.
+    """
+    before = [group.keys() for group in optimizer.param_groups]
+    kind = type(optimizer).__name__
+    try:
+        optimizer.load_state_dict(saved)
+    except Exception as error:
+        raise ValueError(
+            f"{kind} does not take the optimizer state that was saved ({type(error).__name__}: {error}); give it to an "
+            f"optimizer of the kind that it was saved of"
+        ) from error
+    for names, group in zip(before, optimizer.param_groups, strict=True):
+        if missing := sorted(names - group.keys()):
+            raise ValueError(
+                f"the optimizer state that was saved has no {missing[0]!r}, so it is not of {kind}; give it to an "
+                f"optimizer of the kind that it was saved of"
+            )
+    params = parameters_of(optimizer)
+    for number, values in saved["state"].items():
+        state = optimizer.state[params[number]]
+        for name, value in values.items():
+            if isinstance(value, Tensor) and name in state and state[name].dtype != value.dtype:
+                state[name] = value.to(state[name].device)
+
+
 def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for param in parameters_of(optimizer):
         path, state = _replaced.get(param, (None, None))

@@ -7,8 +7,9 @@ the same in a thread, on copies, over a group of their own, since training's col
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
@@ -25,8 +27,11 @@ from thunder_zero.runtime import agree, contents, dcp, folder
 from thunder_zero.runtime.agree import Line, all_or_none
 from thunder_zero.runtime.contents import Found, Held
 from thunder_zero.runtime.dcp import Item, Part
-from thunder_zero.runtime.peers import timeout_of, told_to_rank_0
+from thunder_zero.runtime.optimizers import load_exactly, owners_of, parameters_of
+from thunder_zero.runtime.peers import timeout_of, told_by_rank_0, told_to_rank_0
 from thunder_zero.runtime.state import State
+
+ALIKE = "give every rank the same"
 
 
 class Background:
@@ -70,7 +75,7 @@ def save(
     state: State,
     path: Path,
     held: Held,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     extra: Mapping[str, Any],
     *,
     keep: int | None,
@@ -79,28 +84,20 @@ def save(
     """Save on all ranks; the future has the path. See :func:`thunder_zero.save`."""
     with all_or_none(state.group, "to save"):  # it may have failed on one rank alone
         finish_last(state)
-    agree.require_same_model(
+    agree.require_same(
         [
-            Line("the path to save at", str(path), "give every rank the same"),
-            Line("the extras to save", str(sorted(extra)), "give every rank the same"),
-            Line(
-                "keep, wait and whether there is an optimizer",
-                str((keep, wait, optimizer is not None)),
-                "give every rank the same",
-            ),
+            Line("the path to save at", str(path), ALIKE),
+            Line("the extras to save", str(sorted(extra)), ALIKE),
+            Line("keep, wait and how many optimizers there are", str((keep, wait, len(optimizers))), ALIKE),
         ],
         state.group,
     )
     with all_or_none(state.group, "to save"):
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise ValueError(f"keep is {keep!r}; give a number of checkpoints, 1 or more, or None to keep all")
-        if state.open_accumulation(state.shards.values()):
-            raise RuntimeError(
-                "gradients that no_sync deferred are not reduced yet, and a checkpoint does not have them; save after "
-                "optimizer.step()"
-            )
+        require_closed(state, "a checkpoint does not have them; save")
         items = contents.model_items(held) + extra_items(held, extra)
-        items += [] if optimizer is None else contents.optimizer_items(held, optimizer)
+        items += contents.optimizer_items(held, optimizers)
     if wait:
         done: Future[Path] = Future()
         done.set_result(write(path, items, keep, state.group))
@@ -111,14 +108,29 @@ def save(
     return background.start(path, [contents.copied(item) for item in items], keep)
 
 
+def require_closed(state: State, why: str) -> None:
+    """Raise in the middle of an accumulation.
+
+    Raises:
+        RuntimeError: gradients are deferred.
+    """
+    if state.open_accumulation(state.shards.values()):
+        raise RuntimeError(f"gradients that no_sync deferred are not reduced yet, and {why} after optimizer.step()")
+
+
 def extra_items(held: Held, extra: Mapping[str, Any]) -> list[Item]:
     """What a rank gives beside model and optimizer.
 
     Raises:
-        ValueError: it cannot be read again by ``torch.load(weights_only=True)``.
+        ValueError: it cannot be read again by ``torch.load(weights_only=True)``, or it is an optimizer of shards.
     """
     items = []
     for name, value in extra.items():
+        if isinstance(value, Optimizer) and any(owners_of(parameters_of(value))):
+            raise ValueError(
+                f"the extra {name!r} is an optimizer of a sharded model, whose state would be rows without a place; "
+                f"give it as optimizer, or in a list of several"
+            )
         state = value.state_dict() if isinstance(value, Stateful) else value
         try:
             items.append(Item((held.own, contents.EXTRA, name), dcp.pickled(state)))
@@ -153,7 +165,7 @@ def publish(path: Path, parts: Sequence[Part], keep: int | None) -> None:
     files, tensors = dcp.finish(folder.staging_of(path), parts)
     folder.publish(path, Manifest(folder.next_number(path), len(parts), files, tensors))
     if keep is not None:
-        folder.prune(path.parent, keep)
+        folder.prune(path, keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,37 +176,71 @@ class Loaded:
     extras: tuple[dict[str, Any], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class OwnState:
+    """What a module adds to a state dict itself, as something that is given a state and gives it back."""
+
+    module: nn.Module
+
+    def state_dict(self) -> Any:
+        """What ``get_extra_state`` returns."""
+        return self.module.get_extra_state()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Hand it to ``set_extra_state``."""
+        self.module.set_extra_state(state)
+
+
+@torch.no_grad()
 def load(
     state: State,
     path: Path,
     held: Held,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     into: Mapping[str, Stateful],
+    owners: Mapping[str, nn.Module],
     *,
     check: bool,
-) -> Loaded:
-    """Read a checkpoint on all ranks, and give it to the optimizer and the extras, which may refuse it; the model is
-    the caller's to write, once this has returned. See :func:`thunder_zero.load`."""
+) -> tuple[dict[str, Any], ...]:
+    """Load on all ranks; the extras. ``owners`` are the modules that have a state of their own, by its name. See
+    :func:`thunder_zero.load`."""
     group = state.group
-    agree.require_same_model([Line("the path to load from", str(path), "give every rank the same")], group)
+    agree.require_same([Line("the path to load from", str(path), ALIKE)], group)
+    where, written = path, None
     with all_or_none(group, "to load"):
+        await_last(state)
+        require_closed(state, "are of the weights before; load")
         require_stateful(into)
-        where = folder.locate(path)
-        if check:
-            require_whole(where, group.rank(), group.size())
+        if group.rank() == 0:  # for all: a link may move, and what it leads to be replaced
+            where = folder.locate(path)
+            written = manifest_of(where) if check else None
+    where, written = told_by_rank_0((where, written), group)
+    with all_or_none(group, "to load"), undisturbed(where, written):
+        if written is not None:
+            require_whole(where, written, group.rank(), group.size())
     with all_or_none(group, "to load"):
-        loaded = read(where, held, optimizer)
+        with undisturbed(where, written):
+            loaded = read(where, held, optimizers, 0 if written is None else written.ranks)
         mine = extras_of(loaded.extras, group.rank(), group.size(), into)
-        taking = [*into.values(), *([] if optimizer is None else [optimizer])]
-        before = agree.restored(taking)  # of the optimizer no copies: loading gives it other tensors
+        taking = {**into, **{name: OwnState(owners[name]) for name in loaded.found.states}}
+        before = agree.restored([*taking.values(), *optimizers])
     with before:
         with all_or_none(group, "to load"):
-            for name, thing in into.items():
-                thing.load_state_dict(mine[name])
-            if optimizer is not None and loaded.found.optimizer is not None:
-                optimizer.load_state_dict(loaded.found.optimizer)
+            for name, thing in taking.items():
+                thing.load_state_dict(mine[name] if name in into else loaded.found.states[name])
+            for optimizer, saved in zip(optimizers, loaded.found.optimizers, strict=True):
+                load_exactly(optimizer, saved)
         before.pop_all()
-    return loaded
+    for target, value in loaded.found.tensors:
+        target.copy_(value)  # which ZeRO-1 sees by the shard's version
+    return loaded.extras
+
+
+def await_last(state: State) -> None:
+    """Wait for an asynchronous save that is under way; if it failed, the next save says so."""
+    background = _backgrounds.get(state)
+    if background is not None and background.last is not None:
+        background.last.exception()
 
 
 def require_stateful(into: Mapping[str, object]) -> None:
@@ -211,14 +257,14 @@ def require_stateful(into: Mapping[str, object]) -> None:
             )
 
 
-def require_whole(where: Path, rank: int, ranks: int) -> None:
-    """Raise unless every file is as it was saved; ranks share the files.
+def manifest_of(where: Path) -> Manifest:
+    """What a checkpoint consists of.
 
     Raises:
-        ValueError: naming what is missing, cut or changed, or that nothing says what it should be.
+        ValueError: nothing says it, or it is damaged.
     """
     try:
-        written = manifest.read(where)
+        return manifest.read(where)
     except FileNotFoundError:
         raise ValueError(
             f"{where} has no {manifest.NAME}, so nothing says what its files should be: it is damaged, or another tool "
@@ -226,21 +272,43 @@ def require_whole(where: Path, rank: int, ranks: int) -> None:
         ) from None
     except ValueError as error:
         raise ValueError(f"{where} is damaged: {error}") from None
+
+
+@contextmanager
+def undisturbed(where: Path, written: Manifest | None) -> Iterator[None]:
+    """Within: what is read is of one save, which this rank sees as rank 0 saw it.
+
+    Raises:
+        ValueError: another save took its place.
+    """
+    try:
+        yield
+    finally:
+        if written is not None and not folder.is_still(where, written):
+            raise ValueError(f"{where} was replaced or deleted by another save while it was read; load it again")
+
+
+def require_whole(where: Path, written: Manifest, rank: int, ranks: int) -> None:
+    """Raise unless every file is as it was saved; ranks share the files.
+
+    Raises:
+        ValueError: naming what is missing, cut or changed.
+    """
     wrong = manifest.faults(where, written.files[rank::ranks])
     if wrong:
         raise ValueError(f"{where} is damaged: {'; '.join(wrong)}; nothing was loaded, take another checkpoint")
 
 
-def read(where: Path, held: Held, optimizer: Optimizer | None) -> Loaded:
-    """Everything for one rank, into new memory.
+def read(where: Path, held: Held, optimizers: Sequence[Optimizer], ranks: int) -> Loaded:
+    """Everything for one rank, into new memory; ``ranks`` is how many saved it, if known.
 
     Raises:
         ValueError: another model, another optimizer, or damaged.
     """
     metadata = dcp.read_metadata(where)
-    extras = contents.read_extras(where, metadata)
+    extras = contents.read_extras(where, metadata, ranks)
     tensors, states = contents.read_model(where, metadata, held)
-    packed = None if optimizer is None else contents.read_optimizer(where, metadata, held, optimizer)
+    packed = contents.read_optimizers(where, metadata, held, optimizers) if optimizers else []
     return Loaded(Found(tensors, states, packed), extras)
 
 

@@ -3,39 +3,47 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from concurrent.futures import Future
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch.optim import Optimizer
 
+from thunder_zero.plan import Param
 from thunder_zero.runtime import saving
+from thunder_zero.runtime.agree import all_or_none
 from thunder_zero.runtime.contents import Held
 from thunder_zero.trace.module import transform_of
 
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
+from thunder.core.module import ThunderModule
 
-    from thunder.core.module import ThunderModule
+Optimizers = Optimizer | Iterable[Optimizer] | None
 
 
 def held_by(model: ThunderModule) -> Held:
-    """What this rank holds of a model, as checkpoints see it."""
-    state = transform_of(model).state
+    """What this rank holds of a model, by the names of its state dict. They are the plan's, but for what stands in a
+    wrapper that takes its own name out of the state dict (torch's checkpoint_wrapper)."""
+    state, plain = transform_of(model).state, model._model
     plan, ranks = state.plan, state.ranks
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    plain = {name: value for name, value in model._model.state_dict().items() if name not in plan.by_name}
+    found = plain.state_dict(keep_vars=True)
+    tensors = chain(plain.named_parameters(remove_duplicate=False), plain.named_buffers(remove_duplicate=False))
+    of_tensor = {id(tensor): path for path, tensor in tensors}
+    paths = {name: of_tensor[id(tensor)] for name, tensor in found.items() if id(tensor) in of_tensor}
+    names: dict[Param, list[str]] = {}
+    for name, path in paths.items():
+        if path in plan.by_name:
+            names.setdefault(plan.by_name[path], []).append(name)
+    params = {param: replace(param, path=of[0], aliases=tuple(of[1:])) for param, of in names.items()}
+    at_rest, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     return Held(
-        plan=plan,
-        shards=state.shards,
-        ignored={name: parameters[name] for name in plain if name in parameters},
-        buffers={
-            name: model.get_buffer(name)
-            for name, value in plain.items()
-            if name not in parameters and isinstance(value, Tensor)
-        },
-        states={name: value for name, value in plain.items() if not isinstance(value, Tensor)},
+        plan=replace(plan, params=tuple(params.values())),
+        shards={param.path: state.shards[of_plan.path] for of_plan, param in params.items()},
+        ignored={name: at_rest[path] for name, path in paths.items() if path in at_rest and path not in plan.by_name},
+        buffers={name: buffers[path] for name, path in paths.items() if path not in at_rest},
+        states={name: value for name, value in found.items() if name not in paths},
         rank=ranks.everyone.rank(),
         writes=ranks.across is None or ranks.across.rank() == 0,
     )
@@ -44,7 +52,7 @@ def held_by(model: ThunderModule) -> Held:
 def save(
     path: str | os.PathLike[str],
     model: ThunderModule,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     keep: int | None = None,
     wait: bool = True,
@@ -63,18 +71,20 @@ def save(
     Args:
         path: the checkpoint's folder, which all ranks see. An earlier checkpoint of that name is replaced.
         model: a model with ZeroTransform.
-        optimizer: built on ``model.parameters()``; its state and hyper-parameters are saved under parameter names.
-        keep: how many checkpoints stay in the folder around ``path``: older ones are deleted once this one is there.
+        optimizer: one or several, built on ``model.parameters()``; state and hyper-parameters are saved under parameter
+            names.
+        keep: how many checkpoints stay whose names differ from this one's in digits only: older ones beside it are
+            deleted once this one is there.
         wait: False copies everything to the CPU and writes it in a thread, while training goes on.
-        extra: what else each rank has: anything with ``state_dict``, or that ``torch.load(weights_only=True)`` reads
-            (numbers, strings, tensors, dicts and lists).
+        extra: what else each rank has: anything with ``state_dict`` and ``load_state_dict``, or that
+            ``torch.load(weights_only=True)`` reads (numbers, strings, tensors, dicts and lists).
 
     Returns:
         A future of the path: done, or with ``wait=False`` done when it is visible. An error of such a save is warned of
         at once, and raised by the future's ``result`` and by the next save.
 
     Raises:
-        TypeError: not a model with ZeroTransform.
+        TypeError: not a model with ZeroTransform; an extra that is a model.
         ValueError: ``keep`` is below 1; a name that means something else; an extra, or an optimizer's state, that
             cannot be saved.
         FileExistsError: something that is no checkpoint has that name.
@@ -82,14 +92,17 @@ def save(
         RuntimeError: another rank refused; ranks differ; an accumulation is open; the asynchronous save before failed.
     """
     state = transform_of(model).state
-    return saving.save(state, Path(path), held_by(model), optimizer, extra, keep=keep, wait=wait)
+    with all_or_none(state.group, "to save"):
+        for name, value in extra.items():
+            if isinstance(value, ThunderModule):
+                raise TypeError(f"the extra {name!r} is a model; save it as a checkpoint of its own, beside this one")
+    return saving.save(state, Path(path), held_by(model), several(optimizer), extra, keep=keep, wait=wait)
 
 
-@torch.no_grad()
 def load(
     path: str | os.PathLike[str],
     model: ThunderModule,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     check: bool = True,
     **extra: Any,
@@ -100,13 +113,14 @@ def load(
     rank a share of them, and read to memory of their own.
 
     >>> extras = tz.load("runs/latest", model, optimizer, scheduler=scheduler)
-    >>> torch.set_rng_state(extras[dist.get_rank()]["rng"])
+    >>> if len(extras) == dist.get_world_size():
+    ...     torch.set_rng_state(extras[dist.get_rank()]["rng"])
 
     Args:
         path: the folder that :func:`save` wrote, or ``latest`` beside it, or what DCP wrote of FSDP2's or DDP's
             ``{"model": get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}``.
         model: a model with ZeroTransform.
-        optimizer: built on ``model.parameters()``, in the groups in which it was saved.
+        optimizer: one or several, of the kinds and in the groups in which they were saved.
         check: False loads what has no manifest, as another tool writes it; then nothing is checked.
         extra: objects with ``load_state_dict`` that take what was saved under their names: what this rank saved or,
             if another number of ranks did, what all of them saved alike.
@@ -121,9 +135,13 @@ def load(
         RuntimeError: another rank refused, or ranks differ.
     """
     state = transform_of(model).state
-    loaded = saving.load(state, Path(path), held_by(model), optimizer, extra, check=check)
-    for target, value in loaded.found.tensors:
-        target.copy_(value)  # which ZeRO-1 sees by the shard's version
-    for name, value in loaded.found.states.items():
-        model._model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
-    return loaded.extras
+    held = held_by(model)
+    owners = {name: model._model.get_submodule(name.rpartition(".")[0]) for name in held.states}
+    return saving.load(state, Path(path), held, several(optimizer), extra, owners, check=check)
+
+
+def several(optimizers: Optimizers) -> list[Optimizer]:
+    """One, several or none, as a list."""
+    if optimizers is None:
+        return []
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
