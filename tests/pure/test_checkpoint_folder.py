@@ -84,9 +84,10 @@ def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:
     save(tmp_path / "s2")  # again: now the last
     assert [found.number for found in folder.checkpoints(tmp_path).values()].count(5) == 1
     (tmp_path / "notes").mkdir()
-    (tmp_path / ".old.removed").mkdir()
+    for left in (".s1.removed", ".s5.replaced.removed", ".s7.saving", ".other7.saving"):
+        (tmp_path / left).mkdir()
     folder.prune(tmp_path / "s2", keep=2)
-    assert names(tmp_path) == ["best", "latest", "notes", "s11", "s2"]  # another name is not of this series
+    assert names(tmp_path) == [".other7.saving", "best", "latest", "notes", "s11", "s2"]  # others are of another series
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*/s3; checkpoints beside it: best, s11, s2"):
         folder.locate(tmp_path / "s3")
 

@@ -154,22 +154,24 @@ def point_latest(path: Path) -> None:
 
 
 def prune(path: Path, keep: int) -> None:
-    """Delete all but the last ``keep`` checkpoints whose names differ from this one's in digits only, and what a
-    deletion that died has left. Never fails: it warns."""
+    """Delete all but the last ``keep`` checkpoints whose names differ from this one's in digits only, and what saves
+    and deletions of such names have left that died. Never fails: it warns."""
     parent = path.parent
-    alike = [item for item in checkpoints(parent).items() if _series(item[0]) == _series(path)]
+    alike = [item for item in checkpoints(parent).items() if _series(item[0].name) == _series(path.name)]
     oldest_first = sorted(alike, key=lambda item: item[1].number)
     try:
         for folder, _ in oldest_first[:-keep]:
             remove(folder)
-        for left in parent.glob(".*.removed"):
-            shutil.rmtree(left)
+        for left in (*parent.glob(".*.removed"), *parent.glob(".*.saving")):
+            name = left.name[1:].rpartition(".")[0].removesuffix(".replaced")
+            if _series(name) == _series(path.name):
+                shutil.rmtree(left)
     except OSError as error:
         warnings.warn(f"the checkpoint was saved, but an older one could not be deleted: {error}", stacklevel=2)
 
 
-def _series(folder: Path) -> str:
-    return re.sub(r"\d+", "0", folder.name)
+def _series(name: str) -> str:
+    return re.sub(r"\d+", "0", name)
 
 
 def remove(folder: Path) -> None:
