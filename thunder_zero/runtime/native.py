@@ -52,7 +52,7 @@ class _Native:
             fulls = [shard.new_empty(self._padded(param)) for shard, param in zip(shards, params, strict=True)]
         else:
             fulls = [full.detach() for full in into]
-            own = [self._own_rows(full, param) for full, param in zip(fulls, params, strict=True)]
+            own = [self._own_rows(full) for full in fulls]
         steps = self._launch(_all_gather_single, [(full, rows, {}) for full, rows in zip(fulls, own, strict=True)])
         unpadded = tuple(full[: param.shape[0]] for full, param in zip(fulls, params, strict=True))
         return Handle(steps, unpadded, self._pending)
@@ -102,9 +102,8 @@ class _Native:
         """Write into ``out`` what ``_op`` turns into the mean."""
         raise NotImplementedError
 
-    def _own_rows(self, full: Tensor, param: Param) -> Tensor:
-        chunk = layout.chunk_rows(param.shape[0], self._world_size)
-        return full[self._rank * chunk : (self._rank + 1) * chunk]
+    def _own_rows(self, padded: Tensor) -> Tensor:
+        return padded.tensor_split(self._world_size)[self._rank]
 
     def _padded(self, param: Param) -> tuple[int, ...]:
         return layout.padded_shape(param.shape, self._world_size)
@@ -146,8 +145,8 @@ class Plain(_Native):
     def _write_share(self, out: Tensor, grad: Tensor) -> None:
         torch.div(grad, self._world_size, out=out)
 
-    def _own_rows(self, full: Tensor, param: Param) -> Tensor:
-        return super()._own_rows(full, param).clone()  # MPI forbids an input that lies inside the output
+    def _own_rows(self, padded: Tensor) -> Tensor:
+        return super()._own_rows(padded).clone()  # MPI forbids an input that lies inside the output
 
 
 def _keep_alive(tensors: object) -> Callable[[], object]:
