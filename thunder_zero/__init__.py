@@ -4,7 +4,8 @@ from thunder_zero import _compat  # noqa: F401  # lets Thunder import
 from thunder_zero.plan import Param, Plan, make_plan
 from thunder_zero.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.precision import MixedPrecision
-from thunder_zero.runtime.consolidate import consolidate, shard_safetensors
+from thunder_zero.runtime.consolidate import consolidate
+from thunder_zero.runtime.fromfile import shard_safetensors
 from thunder_zero.state_dict import full_state_dict
 from thunder_zero.timeline import Kind, Op, Timeline
 from thunder_zero.times import Times

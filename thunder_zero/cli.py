@@ -1,14 +1,15 @@
 """``thunder-zero``: what can be done with a checkpoint without training.
 
-thunder-zero inspect CHECKPOINT
-thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--max-file-bytes N]
-thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8]
+thunder-zero inspect CHECKPOINT [--check]
+thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--max-file-bytes N] [--no-check]
+thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8] [--dtype float32]
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,43 +17,65 @@ from rich.console import Console
 from rich.table import Table
 
 from thunder_zero import manifest
-from thunder_zero.runtime import folder
-from thunder_zero.runtime.consolidate import consolidate, dtype_named, optimizer_step, shard_safetensors, total_bytes
+from thunder_zero.manifest import Manifest
+from thunder_zero.runtime import folder, ondisk
+from thunder_zero.runtime.consolidate import consolidate
+from thunder_zero.runtime.fromfile import shard_safetensors
+from thunder_zero.runtime.ondisk import Checkpoint
+from thunder_zero.runtime.onefile import FLOATS
 
 WIDTH = 100  # columns, where no terminal says
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; what cannot be done is one sentence, and exits with 1."""
     options = parse(arguments)
+    with warnings.catch_warnings(record=True) as told:
+        failed = _failure(options)
+    for line in [str(warning.message) for warning in told] + ([failed] if failed else []):
+        print(f"thunder-zero: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _failure(options: argparse.Namespace) -> str | None:
+    """Run a command; why it cannot be done, or None."""
     try:
-        if options.command == "inspect":
-            inspect(options.checkpoint)
-        elif options.command == "consolidate":
-            written = consolidate(
-                options.checkpoint,
-                options.out,
-                dtype=options.dtype and dtype_named(options.dtype),
-                optimizer=options.optimizer,
-                max_file_bytes=options.max_file_bytes,
-                check=options.check,
-            )
-            print("\n".join(f"{path}  {path.stat().st_size:,} B" for path in written))
-        else:
-            print(shard_safetensors(options.source, options.checkpoint, options.ranks))
+        run(options)
     except (OSError, ValueError) as error:
-        print(f"thunder-zero: {error}", file=sys.stderr)
-        return 1
-    return 0
+        return str(error)
+    return None
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run a command.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: a checkpoint is damaged; an option is out of its range.
+    """
+    if options.command == "inspect":
+        inspect(options.checkpoint, check=options.check)
+    elif options.command == "consolidate":
+        written = consolidate(
+            options.checkpoint,
+            options.out,
+            dtype=FLOATS.get(options.dtype),
+            optimizer=options.optimizer,
+            max_file_bytes=options.max_file_bytes,
+            check=options.check,
+        )
+        print("\n".join(f"{path}  {path.stat().st_size:,} B" for path in written))
+    else:
+        print(shard_safetensors(options.source, options.checkpoint, options.ranks, dtype=FLOATS.get(options.dtype)))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser("thunder-zero", description="Checkpoints of thunder_zero.save, without training.")
     commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("inspect", help="print what is in a checkpoint")
+    show = commands.add_parser("inspect", help="print what is in a checkpoint, and whether files or bytes are missing")
     show.add_argument("checkpoint", type=Path)
+    show.add_argument("--check", action="store_true", help="compare all files with their SHA-256, too")
     one = commands.add_parser("consolidate", help="make one file of whole tensors")
     one.add_argument("checkpoint", type=Path)
     one.add_argument("out", type=Path, help="OUT.safetensors, or OUT.pt for what torch.save writes")
@@ -60,36 +83,64 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     one.add_argument("--optimizer", action="store_true", help="its state, too")
     one.add_argument("--max-file-bytes", type=int, help="several files and an index, above this size (one file)")
     one.add_argument("--no-check", dest="check", action="store_false", help="read what has no manifest, unchecked")
-    cut = commands.add_parser("shard", help="make a checkpoint out of a safetensors file")
-    cut.add_argument("source", type=Path)
+    cut = commands.add_parser("shard", help="make a checkpoint out of safetensors files; `latest` stays as it is")
+    cut.add_argument("source", type=Path, help="the file, the index of several, or a folder that has one")
     cut.add_argument("checkpoint", type=Path)
     cut.add_argument("--ranks", type=int, default=1, help="into how many files the rows are cut (1)")
+    cut.add_argument("--dtype", choices=FLOATS, help="of floating-point parameters (as they are)")
     return parser.parse_args(arguments)
 
 
-def inspect(path: Path) -> None:
+def inspect(path: Path, *, check: bool = False) -> None:
     """Print a checkpoint's parameters, and what is in it altogether.
+
+    Args:
+        path: the checkpoint.
+        check: whether all files are compared with their SHA-256, too.
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: its manifest is damaged.
+        ValueError: it is damaged; there is nothing to check it by.
     """
     path = folder.locate(path)
-    found = manifest.read(path)
+    written = ondisk.manifest_of(path)
+    wrong = manifest.faults_of_size(path, written.files) if written else []
+    source = ondisk.opened(path, check=False)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(_table(source))
+    console.print(_summary(source, written, whole=not wrong), highlight=False)
+    if wrong:
+        raise ValueError(f"{path} is damaged: {wrong[0]}")
+    if check:
+        ondisk.opened(path, check=True)
+
+
+def _table(source: Checkpoint) -> Table:
+    """A row for each parameter and buffer; for all tensors, of what has no model."""
     table = Table("parameter or buffer", "shape", "dtype")
-    for stored in found.tensors:
-        if stored.key.startswith("model."):
-            table.add_row(stored.key.removeprefix("model."), " x ".join(map(str, stored.shape)) or "-", stored.dtype)
-    console.print(table)
-    states = sum(stored.key.startswith("optim.") for stored in found.tensors)
-    step = optimizer_step(path)
-    console.print(
-        f"{path.name}: saved by {found.ranks} {'rank' if found.ranks == 1 else 'ranks'}; "
-        f"{states} tensors of an optimizer{'' if step is None else f' at step {step}'}; "
-        f"{len(found.files)} files, {sum(file.size for file in found.files):,} B; its tensors have "
-        f"{total_bytes(found):,} B",
-        highlight=False,
+    table.add_column("bytes", justify="right")
+    for whole in source.wholes("model.") or source.wholes(""):
+        shape, dtype = " x ".join(map(str, whole.shape)) or "-", str(whole.dtype).removeprefix("torch.")
+        table.add_row(whole.name, shape, dtype, f"{whole.nbytes:,}")
+        for alias in whole.aliases:
+            table.add_row(alias, f"= {whole.name}", "", "")
+    return table
+
+
+def _summary(source: Checkpoint, written: Manifest | None, *, whole: bool) -> str:
+    """What is in a checkpoint altogether; where files are missing the optimizer's step is not read."""
+    states = len(source.tensors("optim."))
+    step = source.optimizer_step() if whole else None
+    own = sum(map(len, source.ranks_own().values()))
+    if written is None:
+        by, sizes = "no manifest.json, so damage is not seen", [file.stat().st_size for file in source.path.iterdir()]
+    else:
+        by = f"saved by {written.ranks} {'rank' if written.ranks == 1 else 'ranks'}"
+        sizes = [file.size for file in written.files]
+    return (
+        f"{source.path.name}: {by}; {states} tensors of an optimizer{'' if step is None else f' at step {step}'}; "
+        f"{f'{own} values of single ranks; ' if own else ''}{len(sizes)} files, {sum(sizes):,} B; its tensors have "
+        f"{sum(tensor.nbytes for tensor in source.wholes('')):,} B"
     )
 
 

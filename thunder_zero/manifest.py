@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,23 +108,39 @@ def read(folder: Path) -> Manifest:
     return from_text((folder / NAME).read_text(errors="replace"))
 
 
-def faults(folder: Path, files: Iterable[File]) -> list[str]:
-    """What is wrong with these files of a checkpoint, a sentence for each; they are read to their ends."""
-    return [fault for file in files if (fault := _fault(folder / file.name, file)) is not None]
+def faults(folder: Path, files: Iterable[File], read: Callable[[int], None] = lambda count: None) -> list[str]:
+    """What is wrong with these files of a checkpoint, a sentence for each; they are read to their ends.
+
+    Args:
+        folder: the checkpoint's.
+        files: those to look at.
+        read: is told how many bytes more of them were read.
+    """
+    return [fault for file in files if (fault := _fault(folder / file.name, file, read)) is not None]
 
 
-def _fault(path: Path, file: File) -> str | None:
+def faults_of_size(folder: Path, files: Iterable[File]) -> list[str]:
+    """Which of these files are missing, or have another size, a sentence for each; none is read."""
+    return [fault for file in files if (fault := _fault_of_size(folder / file.name, file)) is not None]
+
+
+def _fault(path: Path, file: File, read: Callable[[int], None]) -> str | None:
+    if wrong := _fault_of_size(path, file):
+        return wrong
+    with path.open("rb") as stream:
+        digest = hashlib.sha256()
+        while block := stream.read(BLOCK):
+            digest.update(block)
+            read(len(block))
+    return None if digest.hexdigest() == file.sha256 else f"{file.name} was changed: its SHA-256 is another"
+
+
+def _fault_of_size(path: Path, file: File) -> str | None:
     try:
         size = path.stat().st_size
-        if size != file.size:
-            return f"{file.name} has {size:,} bytes and was saved with {file.size:,}"
-        with path.open("rb") as stream:
-            digest = hashlib.sha256()
-            while block := stream.read(BLOCK):
-                digest.update(block)
     except FileNotFoundError:
         return f"{file.name} is missing"
-    return None if digest.hexdigest() == file.sha256 else f"{file.name} was changed: its SHA-256 is another"
+    return None if size == file.size else f"{file.name} has {size:,} bytes and was saved with {file.size:,}"
 
 
 def _digest(body: Mapping[str, Any]) -> str:

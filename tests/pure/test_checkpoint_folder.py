@@ -69,6 +69,23 @@ def test_faults_are_named(tmp_path: Path) -> None:
     assert manifest.faults(tmp_path, files) == ["a.distcp was changed: its SHA-256 is another"]
 
 
+def test_sizes_are_compared_without_reading(tmp_path: Path) -> None:
+    path, files, read = tmp_path / "a.distcp", written().files, list[int]()
+    assert manifest.faults_of_size(tmp_path, files) == ["a.distcp is missing"]
+    path.write_bytes(b"W" + CONTENT[1:])
+    assert manifest.faults_of_size(tmp_path, files) == []
+    path.write_bytes(CONTENT)
+    assert manifest.faults(tmp_path, files, read.append) == []
+    assert sum(read) == len(CONTENT)  # what a bar is told
+
+
+def test_latest_moves_if_it_is_asked_to(tmp_path: Path) -> None:
+    save(tmp_path / "a")
+    folder.prepare(tmp_path / "b")
+    folder.publish(tmp_path / "b", replace(written(), files=()), latest=False)
+    assert folder.locate(tmp_path / "latest") == tmp_path / "a"
+
+
 def test_a_disk_that_is_full_at_the_last_moment(tmp_path: Path) -> None:
     save(tmp_path / "a")
     full = OSError(errno.ENOSPC, "No space left on device")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
+import zipfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,20 +14,57 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.ranks import RanksPool
 from tests.ranks.models import Small, fresh, raised, sharded
 from thunder_zero import cli
-from thunder_zero.runtime.consolidate import Checkpoint
+from thunder_zero.runtime.ondisk import Checkpoint
 
 WORLD, STEPS = 3, 2
 TOKENS = torch.arange(6).view(2, 3)
 
 
+class Odd(nn.Module):
+    """Has a state of its own with a tensor in it, and a parameter for each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.own = nn.Linear(3, 3, bias=False)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": [torch.arange(3), "three"]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.layer(x))
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in Python."""
+
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        for param in self.state:
+            self.state[param]["step"] = self.state[param].get("step", 0) + 1
+
+
+def save_odd(folder: Path) -> None:
+    model = sharded(fresh(Odd), tz.Policy(stage=2, ignored=("own",)))
+    optimizer = Counting(model.parameters(), 0.1, momentum=0.9)
+    for _ in range(STEPS):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    tz.save(folder / "odd", model, optimizer)
+
+
 def saved(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Trains and saves; the full weights, and the first moments of this rank's rows."""
+    save_odd(folder)
     model = sharded(fresh(Small), 3)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     for _ in range(STEPS):
@@ -108,15 +147,44 @@ def test_a_torch_file_loads_into_the_plain_module(run: Any, tmp_path: Path) -> N
     path, weights, _ = run
     (file,) = tz.consolidate(path, tmp_path / "model.pt")
     state = torch.load(file, weights_only=True)
-    assert list(state) == list(weights) or set(state) == set(weights)
+    assert set(state) == set(weights)
     assert all(torch.equal(state[name], weight) for name, weight in weights.items())
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
-    assert fresh(Small).load_state_dict(state) is not None
+    assert zipfile.ZipFile(file).testzip() is None  # which compares CRCs
+    assert all(torch.equal(torch.load(file, mmap=True)[name], weight) for name, weight in weights.items())
+    module = Small()
+    module.load_state_dict(state)
+    assert torch.equal(module.head.weight, weights["embed.weight"])
     (both,) = tz.consolidate(path, tmp_path / "both.pt", optimizer=True)
     state = torch.load(both, weights_only=True)
     assert all(torch.equal(state["model"][name], weight) for name, weight in weights.items())
     assert torch.equal(state["optim"]["state"]["layers.0.weight"]["exp_avg"], moment(run, "layers.0.weight"))
     assert state["optim"]["param_groups"][0]["lr"] == 0.1
+
+
+def test_nothing_is_lost_without_a_word(run: Any, tmp_path: Path) -> None:
+    odd = run[0].parent / "odd"
+    lacks = "lacks what each rank has for itself, of parameters that the policy ignores: model.own.weight"
+    with pytest.warns(UserWarning, match="lacks") as told:
+        (file,) = tz.consolidate(odd, tmp_path / "odd.pt", optimizer=True)
+    assert [str(warning.message).partition(";")[0] for warning in told] == [
+        f"odd.pt {lacks}, optim.state.own.weight.momentum_buffer, optim.state.own.weight.step"
+    ]
+    state = torch.load(file, weights_only=True)
+    seen, three = state["model"]["_extra_state"]["seen"]
+    assert (seen.tolist(), three) == ([0, 1, 2], "three")
+    kept = state["optim"]["state"]["layer.weight"]
+    assert kept["step"] == STEPS
+    assert kept["momentum_buffer"].shape == (3, 3)
+    with pytest.warns(UserWarning, match="lacks") as told:
+        *_, beside = tz.consolidate(odd, tmp_path / "odd.safetensors", optimizer=True)
+    assert [str(warning.message).partition(";")[0] for warning in told][1:] == [
+        "odd.safetensors lacks _extra_state, since safetensors files hold no extra states"
+    ]
+    with safe_open(beside, framework="pt") as stream:
+        assert json.loads(stream.metadata()["state"]) == {"layer.weight.step": STEPS, "layer.bias.step": STEPS}
+    with pytest.warns(UserWarning, match=f"odd.pt {lacks};"):
+        tz.consolidate(odd, tmp_path / "odd.pt")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
@@ -147,20 +215,30 @@ def test_the_other_way(run: Any, ranks_pool: RanksPool, tmp_path: Path) -> None:
 
 def test_the_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run[0]
-    assert cli.main(["inspect", str(path.parent / "latest")]) == 0
-    printed = capsys.readouterr().out
-    assert "embed.weight" in printed
-    assert "9 x 5" in printed
-    assert "saved by 3 ranks" in printed
-    assert "at step 2" in printed
-    assert (
-        cli.main(["consolidate", str(path), str(tmp_path / "m.safetensors"), "--dtype", "float16", "--optimizer"]) == 0
-    )
+    assert cli.main(["inspect", str(path.parent / "latest"), "--check"]) == 0
+    rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+    assert {"embed.weight 9 x 5 float32 180", "head.weight = embed.weight", "scale - float32 4"} <= set(rows)
+    printed = " ".join(rows)
+    states = 3 * len(run[2][0])  # AdamW has three
+    assert f"step-2: saved by 3 ranks; {states} tensors of an optimizer at step 2; 4 files" in printed
+    of_model = sum(tensor.nbytes for name, tensor in run[1].items() if name != "head.weight")
+    of_states = sum(2 * run[1][name].nbytes + 4 for name in run[2][0])
+    assert f"its tensors have {of_model + of_states:,} B" in printed
+    assert cli.main(["inspect", str(path.parent / "odd")]) == 0
+    assert "2 tensors of an optimizer at step 2; 9 values of single ranks" in capsys.readouterr().out
+    out = tmp_path / "m.safetensors"
+    assert cli.main(["consolidate", str(path), str(out), "--dtype", "float16", "--optimizer"]) == 0
     assert str(tmp_path / "m.optimizer.safetensors") in capsys.readouterr().out
-    assert load_file(tmp_path / "m.safetensors")["row"].dtype is torch.float16
-    assert cli.main(["shard", str(tmp_path / "m.safetensors"), str(tmp_path / "s"), "--ranks", "2"]) == 0
-    assert cli.main(["inspect", str(tmp_path / "none")]) == 1
-    assert "thunder-zero: there is no checkpoint at" in capsys.readouterr().err
+    assert load_file(out)["row"].dtype is torch.float16
+    assert cli.main(["consolidate", str(path.parent / "odd"), str(tmp_path / "odd.pt")]) == 0
+    assert "thunder-zero: odd.pt lacks what each rank has for itself" in capsys.readouterr().err
+    (tmp_path / "cut").mkdir()
+    for file in (".metadata", "manifest.json"):
+        shutil.copy(path / file, tmp_path / "cut")
+    assert cli.main(["inspect", str(tmp_path / "cut")]) == 1
+    printed = capsys.readouterr()
+    assert f"cut: saved by 3 ranks; {states} tensors of an optimizer; 4 files" in printed.out
+    assert ".distcp is missing" in printed.err
 
 
 def test_what_is_refused(run: Any, tmp_path: Path) -> None:

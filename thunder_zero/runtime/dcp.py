@@ -11,10 +11,11 @@ import hashlib
 import io
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -72,6 +73,9 @@ class Item:
     def key(self) -> str:
         """Its name in the files."""
         return key_of(self.path)
+
+
+ValueOf = Callable[[Item], Tensor | bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +181,13 @@ class Writer(FileSystemWriter):
 class Written(SavePlanner):
     """Finds what an item of a plan is."""
 
-    def __init__(self, items: Sequence[Item]) -> None:
-        self._values = {_write_item(item, item.path).index: item.value for item in items}
+    def __init__(self, items: Sequence[Item], value_of: ValueOf) -> None:
+        self._items = {_write_item(item, item.path).index: item for item in items}
+        self._value_of = value_of
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         """The tensor or the bytes."""
-        value = self._values[write_item.index]
+        value = self._value_of(self._items[write_item.index])
         return value if isinstance(value, Tensor) else io.BytesIO(value)
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
@@ -201,8 +206,14 @@ class Written(SavePlanner):
         return new_plan
 
 
-def write(folder: Path, rank: int, items: Sequence[Item]) -> Part:
+def write(folder: Path, rank: int, items: Sequence[Item], value_of: ValueOf = attrgetter("value")) -> Part:
     """Write a rank's items to a file of its own, and flush it to disk.
+
+    Args:
+        folder: where to.
+        rank: is in the file's name.
+        items: what to write.
+        value_of: gives an item's value when its turn comes (default: what it has), so that not all need be there.
 
     Raises:
         OSError: it cannot be written.
@@ -211,7 +222,7 @@ def write(folder: Path, rank: int, items: Sequence[Item]) -> Part:
     writer.set_up_storage_writer(is_coordinator=rank == 0)
     plan = writer.prepare_local_plan(SavePlan([_write_item(item, item.path) for item in items]))
     plan = writer.prepare_global_plan([*[SavePlan([])] * rank, plan])[rank]  # the rank's number is in the file's name
-    results = writer.write_data(plan, Written(items)).value() if items else []
+    results = writer.write_data(plan, Written(items, value_of)).value() if items else []
     by_index = {result.index: result for result in results}
     all_items, all_results = list(plan.items), list(results)
     paths = {item.key: item.path for item in items}

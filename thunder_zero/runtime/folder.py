@@ -117,8 +117,13 @@ def next_number(path: Path) -> int:
     return 1 + max((found.number for found in checkpoints(path.parent).values()), default=0)
 
 
-def publish(path: Path, written: Manifest) -> None:
+def publish(path: Path, written: Manifest, *, latest: bool = True) -> None:
     """Check that all files are there, add the manifest, and let all of it become visible in one rename.
+
+    Args:
+        path: the checkpoint.
+        written: what is in it.
+        latest: whether the link ``latest`` moves to it.
 
     Raises:
         OSError: a file of another rank is not seen here; the disk is full.
@@ -139,7 +144,8 @@ def publish(path: Path, written: Manifest) -> None:
         os.rename(path, _replaced(path))
     os.rename(staging, path)
     sync(path.parent)
-    point_latest(path)
+    if latest:
+        point_latest(path)
     if _replaced(path).is_dir():
         remove(_replaced(path))
 

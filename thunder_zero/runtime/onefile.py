@@ -1,16 +1,21 @@
 """A few files of whole tensors that are written one tensor at a time: safetensors, and what ``torch.save`` writes.
 
 Neither library writes so by itself. The safetensors format is a length, a JSON header and the tensors' bytes
-(https://huggingface.co/docs/safetensors, "Format"). Of a ``torch.save`` file torch writes everything but the bytes
-(``torch.serialization.skip_data``), and says where they belong.
+(https://huggingface.co/docs/safetensors, "Format"). A ``torch.save`` file is a zip archive with a pickle that names
+storages, and a record of bytes for each (https://docs.pytorch.org/docs/stable/notes/serialization.html).
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import pickle
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,10 +23,9 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode  # how torch's own documents use skip_data
 
-from thunder_zero.runtime.folder import telling
-
+SAFETENSORS = ".safetensors"
+INDEX = ".index.json"
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -36,7 +40,10 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-ALIGNMENT = 8  # of the first tensor's bytes
+FLOATS = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+ALIGNMENT = 8  # of the first tensor's bytes in a safetensors file
+RECORD_ALIGNMENT = 64  # of each record's bytes in a torch file, as torch.load(mmap=True) likes them
+RECORD_HEADER = 30 + 20 + 4  # bytes before them: the zip format's, its 64-bit sizes, the padding's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +54,14 @@ class Whole:
         name: in the file.
         shape: of all of it.
         dtype: in the file.
+        key: what it is read by.
         aliases: its other names (tied weights).
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    key: str
     aliases: tuple[str, ...] = ()
 
     @property
@@ -62,22 +71,69 @@ class Whole:
 
 
 Read = Callable[[Whole], Tensor]  # the values, in the file's dtype
+Create = Callable[[Path], AbstractContextManager[BinaryIO]]
 
 
-def write_safetensors(path: Path, wholes: Sequence[Whole], read: Read, notes: Mapping[str, str]) -> None:
+def require_float(dtype: torch.dtype | None) -> None:
+    """Raise unless floating-point tensors can be written in a dtype (None: in their own).
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if dtype is not None and not (dtype in DTYPES and dtype.is_floating_point):
+        raise ValueError(f"dtype is {dtype!r}; give a floating-point dtype, such as torch.bfloat16, or None")
+
+
+@contextmanager
+def together() -> Iterator[Create]:
+    """Files that have their names once all of them are whole; what it yields opens one to write.
+
+    Raises:
+        OSError: one cannot be written; what was there stays.
+    """
+    written: list[tuple[Path, Path]] = []
+
+    @contextmanager
+    def create(path: Path) -> Iterator[BinaryIO]:
+        beside = path.with_name(f".{path.name}.writing")
+        written.append((beside, path))
+        with _telling(path), beside.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    try:
+        yield create
+        for beside, path in written:
+            with _telling(path):
+                beside.replace(path)
+    finally:
+        for beside, _ in written:
+            beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _telling(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
+        raise OSError(f"{path} could not be written: {reason}; what was there before stays") from error
+
+
+def write_safetensors(stream: BinaryIO, wholes: Iterable[Whole], read: Read, notes: Mapping[str, str]) -> None:
     """Write one safetensors file; aliases are recorded in its metadata, as JSON from alias to name.
 
     Raises:
         ValueError: a dtype that the format does not have.
         OSError: it cannot be written.
     """
+    wholes = sorted(wholes, key=lambda whole: -whole.dtype.itemsize)  # so that all are aligned
     header: dict[str, Any] = {}
     start = 0
     for whole in wholes:
         if whole.dtype not in DTYPES:
-            raise ValueError(
-                f"{whole.name} is {whole.dtype}, which safetensors files cannot hold; give dtype, or write a .pt file"
-            )
+            raise ValueError(f"{whole.name} is {whole.dtype}, which safetensors files cannot hold; write a .pt file")
         offsets = [start, start + whole.nbytes]
         header[whole.name] = {"dtype": DTYPES[whole.dtype], "shape": whole.shape, "data_offsets": offsets}
         start += whole.nbytes
@@ -85,92 +141,95 @@ def write_safetensors(path: Path, wholes: Sequence[Whole], read: Read, notes: Ma
     metadata = {"format": "pt", **notes, **({"aliases": json.dumps(aliases)} if aliases else {})}
     text = json.dumps({"__metadata__": metadata, **header}).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    with _replacing(path) as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for whole in wholes:
-            stream.write(_bytes_of(read(whole)))
-
-
-def write_torch(path: Path, wholes: Sequence[Whole], read: Read, nest: Callable[[dict[str, Any]], Any]) -> None:
-    """Write one file as ``torch.save`` does; an alias is the same tensor under another name.
-
-    Args:
-        path: the file.
-        wholes: its tensors.
-        read: gives their values.
-        nest: makes what is saved of the tensors by name, aliases included.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    with FakeTensorMode():
-        fakes = {whole.name: torch.empty(whole.shape, dtype=whole.dtype) for whole in wholes}
-    fakes |= {alias: fakes[whole.name] for whole in wholes for alias in whole.aliases}
-    with _replacing(path) as stream:
-        with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(nest(fakes), stream)
-        stream.flush()
-        with FakeTensorMode():
-            found = _tensors_of(torch.load(stream.name, weights_only=False))  # written by this process
-        places = dict(zip(_names_of(nest({name: Name(name) for name in fakes})), found, strict=True))
-        for whole in wholes:
-            if whole.nbytes:
-                place = places[whole.name].untyped_storage()._checkpoint_offset
-                assert place is not None, "torch.load under FakeTensorMode says it"
-                stream.seek(place)
-                stream.write(_bytes_of(read(whole)))
+    stream.write(len(text).to_bytes(8, "little") + text)
+    for whole in wholes:
+        stream.write(_bytes_of(read(whole)))
 
 
 def in_files(wholes: Iterable[Whole], max_bytes: int | None) -> list[list[Whole]]:
     """Cut into files of at most so many bytes of tensors; a larger tensor has a file of its own."""
     files: list[list[Whole]] = [[]]
+    full = 0  # bytes of the last file
     for whole in wholes:
-        full = sum(other.nbytes for other in files[-1])
         if files[-1] and max_bytes is not None and full + whole.nbytes > max_bytes:
             files.append([])
+            full = 0
         files[-1].append(whole)
+        full += whole.nbytes
     return files
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that has its name once it is whole."""
-    beside = path.with_name(f".{path.name}.writing")
-    with telling(path.name):
-        try:
-            with beside.open("w+b") as stream:
-                yield stream
-                stream.flush()
-                os.fsync(stream.fileno())
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+def write_torch(stream: BinaryIO, tree: Any, read: Read) -> None:
+    """Write one file as ``torch.save`` does.
+
+    Args:
+        stream: the file.
+        tree: what is saved: nested dicts and lists of values; a :class:`Whole` stands for a tensor, and is one tensor
+            under all its names.
+        read: gives the values of those.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    pickled = io.BytesIO()
+    pickler = TorchPickler(pickled)
+    pickler.dump(tree)
+    with zipfile.ZipFile(stream, "w") as archive:
+        _record(archive, stream, "data.pkl", pickled.getvalue())
+        _record(archive, stream, "byteorder", sys.byteorder.encode())
+        for key, found in enumerate(pickler.tensors):
+            value = read(found) if isinstance(found, Whole) else found
+            _record(archive, stream, f"data/{key}", _bytes_of(value))
+        _record(archive, stream, "version", b"3\n")
+
+
+def _record(archive: zipfile.ZipFile, stream: BinaryIO, name: str, content: bytes | memoryview) -> None:
+    """Add a record, whose bytes are aligned; zipfile puts its CRC into the header once they are written."""
+    info = zipfile.ZipInfo(f"archive/{name}")
+    padding = -(stream.tell() + RECORD_HEADER + len(info.filename)) % RECORD_ALIGNMENT
+    info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding  # as torch pads
+    with archive.open(info, "w", force_zip64=True) as record:
+        record.write(content)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Stands for the bytes of a tensor in a torch file: its class, the name of its record, how many elements."""
+
+    kind: type
+    key: str
+    count: int
+
+
+class TorchPickler(pickle.Pickler):
+    """Pickles as ``torch.save`` does, and collects the tensors, in the order of their storages' names."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        super().__init__(stream, protocol=2)  # the one that torch.load(weights_only=True) reads
+        self.tensors: list[Whole | Tensor] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        """A dense tensor as torch reduces one, on a storage that is written later."""
+        if not isinstance(value, Whole) and not (isinstance(value, Tensor) and value.layout is torch.strided):
+            return NotImplemented
+        empty = torch.empty(0, dtype=value.dtype)
+        rebuild, (storage, _, _, _, *rest) = empty.__reduce_ex__(2)
+        count = prod(value.shape)
+        kind: type = torch.UntypedStorage
+        if not isinstance(storage, kind):
+            kind = getattr(torch, empty.type().removeprefix("torch.").replace("Tensor", "Storage"))
+        else:
+            count *= value.dtype.itemsize
+        strides = torch.empty(value.shape, device="meta").stride()
+        place = Storage(kind, str(len(self.tensors)), count)
+        self.tensors.append(value)
+        return rebuild, (place, 0, tuple(value.shape), strides, *rest)
+
+    def persistent_id(self, value: Any) -> Any:
+        """What torch.load finds a storage by."""
+        return ("storage", value.kind, value.key, "cpu", value.count) if isinstance(value, Storage) else None
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
-
-
-def _tensors_of(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in _leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _names_of(tree: Any) -> list[str]:
-    """The names where :func:`_tensors_of` has tensors, in a tree of names that stand for them."""
-    return [leaf.name for leaf in _leaves(tree) if isinstance(leaf, Name)]
-
-
-@dataclass(frozen=True, slots=True)
-class Name:
-    """Stands for a tensor."""
-
-    name: str
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict):
-        for value in tree.values():
-            yield from _leaves(value)
-    else:
-        yield tree
