@@ -243,6 +243,7 @@ def read_model(folder: Any, metadata: Metadata, held: Held) -> tuple[list[tuple[
     """
     require_model(held, metadata.state_dict_metadata)
     pairs, items, twins = [], [], []
+    places = dcp.places_of(metadata)
 
     def take(path: Path_, target: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
         items.append(Item(path, torch.empty_like(target, device="cpu"), start, shape))
@@ -253,7 +254,7 @@ def read_model(folder: Any, metadata: Metadata, held: Held) -> tuple[list[tuple[
         assert isinstance(mine.value, Tensor), "a parameter is one"
         pairs.append((mine.value, take(mine.path, mine.value, mine.start, mine.shape)))
         for alias in param.aliases:
-            if not dcp.same_place(metadata, dcp.key_of(mine.path), dcp.key_of((MODEL, alias))):
+            if places[dcp.key_of(mine.path)] != places[dcp.key_of((MODEL, alias))]:
                 twins.append(
                     (param.path, alias, pairs[-1][1], take((MODEL, alias), mine.value, mine.start, mine.shape))
                 )

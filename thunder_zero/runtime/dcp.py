@@ -359,13 +359,12 @@ def read_metadata(folder: Path) -> Metadata:
     return Reader(folder).read_metadata()
 
 
-def same_place(metadata: Metadata, key: str, other: str) -> bool:
-    """Whether two names of a checkpoint are of the same bytes in its files."""
-    places: dict[str, set[Any]] = {key: set(), other: set()}
-    for index, place in metadata.storage_data.items():
-        if index.fqn in places:
-            places[index.fqn].add((place.relative_path, place.offset, tuple(index.offset or ())))
-    return places[key] == places[other]
+def places_of(metadata: Metadata) -> dict[str, Any]:
+    """Where the bytes of each key lie: names of the same place are of one tensor."""
+    places: dict[str, list[Any]] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        places.setdefault(index.fqn, []).append((tuple(index.offset or ()), info.relative_path, info.offset))
+    return {key: tuple(sorted(found)) for key, found in places.items()}
 
 
 def read(folder: Path, metadata: Metadata, items: Sequence[Item], values: Sequence[str] = ()) -> dict[str, Any]:

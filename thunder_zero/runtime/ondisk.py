@@ -62,7 +62,7 @@ class Checkpoint:
 
     def wholes(self, prefix: str, dtype: torch.dtype | None = None) -> list[Whole]:
         """The tensors under a prefix, floats in a dtype; those that lie in the same bytes are one with aliases."""
-        places = _places(self.metadata)
+        places = dcp.places_of(self.metadata)
         by_place: dict[Any, Whole] = {}
         for name, stored in self.tensors(prefix).items():
             key = prefix + name
@@ -95,14 +95,6 @@ class Checkpoint:
                 return int(self.read(key, torch.int64))
             return int(dcp.read(self.path, self.metadata, [], [key])[key])
         return None
-
-
-def _places(metadata: Metadata) -> dict[str, Any]:
-    """Where the bytes of each key lie."""
-    places: dict[str, list[Any]] = {}
-    for index, info in (metadata.storage_data or {}).items():
-        places.setdefault(index.fqn, []).append((tuple(index.offset or ()), info.relative_path, info.offset))
-    return {key: tuple(sorted(found)) for key, found in places.items()}
 
 
 def opened(path: Path, *, check: bool) -> Checkpoint:
