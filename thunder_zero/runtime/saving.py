@@ -213,7 +213,7 @@ def load(
         require_stateful(into)
         if group.rank() == 0:  # for all: a link may move, and what it leads to be replaced
             where = folder.locate(path)
-            written = manifest_of(where) if check else None
+            written = require_manifest(where) if check else None
     where, written = told_by_rank_0((where, written), group)
     with all_or_none(group, "to load"), undisturbed(where, written):
         if written is not None:
@@ -257,7 +257,7 @@ def require_stateful(into: Mapping[str, object]) -> None:
             )
 
 
-def manifest_of(where: Path) -> Manifest:
+def require_manifest(where: Path) -> Manifest:
     """What a checkpoint consists of.
 
     Raises:
