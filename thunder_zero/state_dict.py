@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
-from thunder_zero.runtime import interop
-from thunder_zero.runtime.agree import all_or_none
+from thunder_zero.runtime import interop, interop_optimizers
 from thunder_zero.trace.checkpoints import held_by
 from thunder_zero.trace.module import transform_of
 
@@ -90,7 +89,8 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """``{"state": {name: ...}, "param_groups": [...]}`` with parameters' names; a collective if it is full.
 
-    An optimizer that never stepped makes its state first, as with torch's function, so that it can be loaded into.
+    An optimizer that never stepped, and has no gradients, makes its state first, as with torch's function, so that it
+    can be loaded into.
 
     >>> get_optimizer_state_dict(model, optimizer)["state"]["0.weight"]["exp_avg"]  # a DTensor
 
@@ -103,16 +103,12 @@ def get_optimizer_state_dict(
 
     Raises:
         TypeError: not a model with ZeroTransform.
-        ValueError: an option that is not supported; an optimizer of another model.
-        RuntimeError: an optimizer that never stepped, and gradients.
+        ValueError: an option that is not supported; an optimizer of another model; a state of a sharded parameter that
+            is neither of the shard's shape nor one number.
+        RuntimeError: another rank refused, or its optimizer has other states.
     """
     state, held, options = transform_of(model).state, held_by(model), _supported(options, submodules)
-    several = _several(optimizers)
-    with all_or_none(state.group, "the optimizer"):
-        interop.all_names(held, several)
-        for optimizer in several:
-            interop.make_states(optimizer)
-    return interop.optimizer_state_dict(state, held, several, options)
+    return interop_optimizers.optimizers_state_dict(state, held, _several(optimizers), options)
 
 
 def get_state_dict(
@@ -154,13 +150,12 @@ def set_model_state_dict(
     Raises:
         TypeError: not a model with ZeroTransform.
         RuntimeError: names differ, and ``strict``; another rank refused.
-        ValueError: another shape; an option that is not supported.
+        ValueError: no tensor, another shape, or what cannot be copied; an option that is not supported.
+        Exception: what a module's ``set_extra_state`` raises.
     """
     state, held, options = transform_of(model).state, held_by(model), _supported(options, None)
-    names = list(model._model.state_dict())
-    missing, unknown, states = interop.load_model(state, held, model_state_dict, names, options)
-    for name, value in states.items():
-        model._model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+    missing, unknown, part = interop.read_model(state, held, model._model, model_state_dict, options)
+    interop.put(state, [part])
     return Incompatible(missing, unknown)
 
 
@@ -180,16 +175,20 @@ def set_optimizer_state_dict(
     Args:
         model: a model with ZeroTransform.
         optimizers: one or several, built on ``model.parameters()``.
-        optim_state_dict: states by parameter name and groups with names, or flattened.
-        options: ``broadcast_from_rank0`` sends rank 0's, one tensor at a time.
+        optim_state_dict: states by parameter name and groups with names, or flattened; of these optimizers' parameters
+            and of any others.
+        options: ``broadcast_from_rank0`` sends rank 0's, one tensor at a time; not ``strict`` takes states of some of
+            the parameters that an optimizer trains.
 
     Raises:
         TypeError: not a model with ZeroTransform.
-        ValueError: other parameter groups; a state of another shape; an option that is not supported.
-        RuntimeError: another rank refused.
+        ValueError: no group of a parameter, or groups that differ within one of these; a state of another shape; an
+            option that is not supported.
+        RuntimeError: a state is missing, and ``strict``; another rank refused.
     """
     state, held, options = transform_of(model).state, held_by(model), _supported(options, None)
-    interop.load_optimizers(state, held, _several(optimizers), optim_state_dict, options)
+    part = interop_optimizers.read_optimizers(state, held, _several(optimizers), optim_state_dict, options)
+    interop.put(state, [part])
 
 
 def set_state_dict(
@@ -200,13 +199,16 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> Incompatible:
-    """Both: :func:`set_model_state_dict` and :func:`set_optimizer_state_dict`, which see.
+    """Both: :func:`set_model_state_dict` and :func:`set_optimizer_state_dict`, which see. Nothing of either has changed
+    if it raises.
 
     >>> set_state_dict(model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer)
     """
-    fits = set_model_state_dict(model, model_state_dict, options=options)
-    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
-    return fits
+    state, held, options = transform_of(model).state, held_by(model), _supported(options, None)
+    missing, unknown, part = interop.read_model(state, held, model._model, model_state_dict, options)
+    other = interop_optimizers.read_optimizers(state, held, _several(optimizers), optim_state_dict, options)
+    interop.put(state, [part, other])
+    return Incompatible(missing, unknown)
 
 
 def _several(optimizers: Optimizers) -> list[Optimizer]:

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import thunder_zero as tz
 from tests.harness.ranks import RanksPool
@@ -199,6 +199,14 @@ def fussy(optimizer: torch.optim.Optimizer, rank: int) -> Iterator[None]:
     hook.remove()
 
 
+def sgd_on(model: Any, rank: int) -> torch.optim.Optimizer:
+    """An optimizer that has stepped on rank 0 alone, where it has a state."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    if rank == 0:
+        optimizer.step()
+    return optimizer
+
+
 def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     model, optimizer = trained(3)
     before = state_of(model, optimizer)
@@ -213,23 +221,47 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     attempt("missing", partial(ours.set_model_state_dict, model, few))
     attempt("unknown", partial(ours.set_model_state_dict, model, {**good, "more": torch.ones(2)}))
     attempt("shape on rank 1", partial(ours.set_model_state_dict, model, wrong if rank else good))
-    attempt("rank 0's shape", partial(ours.set_model_state_dict, model, {} if rank else wrong, options=FROM_RANK_0))
+    for name, value in {
+        "rank 0's shape": torch.ones(3, 3),
+        "rank 0's list": [1.0],
+        "rank 0's meta device": torch.ones(7, 7, device="meta"),
+        "rank 0's DTensor": ours.get_model_state_dict(model)["layers.0.weight"],
+    }.items():
+        given: Any = {} if rank else {**good, "layers.0.weight": value}
+        attempt(name, partial(ours.set_model_state_dict, model, given, options=FROM_RANK_0))
+    mesh = init_device_mesh("cpu", (world_size,))
+    theirs = {**good, "layers.0.weight": DTensor.from_local(torch.ones(7, 7), mesh, [Replicate()])}
+    attempt("rank 0's to gather", partial(ours.set_model_state_dict, model, good if rank else theirs))
     groups = {**in_optimizer, "param_groups": []}
     attempt("no groups", partial(ours.set_optimizer_state_dict, model, optimizer, groups))
-    states = {**in_optimizer["state"], "layers.0.bias": {"exp_avg": torch.ones(2)}}
-    attempt("state", partial(ours.set_optimizer_state_dict, model, optimizer, {**in_optimizer, "state": states}))
+    changed = {name: value + 1 for name, value in good.items()}
+    both = partial(ours.set_state_dict, model, optimizer, model_state_dict=changed)
+    attempt("no groups, model too", partial(both, optim_state_dict=groups))
+    for name, of in {
+        "state": {"exp_avg": torch.ones(2)},
+        "a row each": {"exp_avg": torch.ones(7, 1)},
+        "a list": {"exp_avg": [1.0]},
+        "rank 0's state": {"exp_avg": torch.ones(7, 7, device="meta")},
+    }.items():
+        states = {**in_optimizer["state"], "layers.0.weight": of}
+        options = FROM_RANK_0 if name.startswith("rank 0") else None
+        load = partial(ours.set_optimizer_state_dict, model, optimizer, options=options)
+        attempt(name, partial(load, {**in_optimizer, "state": states}))
+    states = {name: of for name, of in in_optimizer["state"].items() if name != "layers.1.bias"}
+    attempt("no state", partial(ours.set_optimizer_state_dict, model, optimizer, {**in_optimizer, "state": states}))
     with fussy(optimizer, rank):
         attempt("rank 1's optimizer", partial(ours.set_optimizer_state_dict, model, optimizer, doubled(in_optimizer)))
+        attempt("rank 1's optimizer, model too", partial(both, optim_state_dict=doubled(in_optimizer)))
     attempt("submodules", partial(ours.get_model_state_dict, model, submodules={model}))
     flat = ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
     load = partial(ours.set_optimizer_state_dict, model, optimizer)
     attempt("flat, of another", partial(load, {key: value for key, value in flat.items() if ".bias." not in key}))
     attempt("flat, two rates", partial(load, {**flat, "param_groups.layers.1.weight.lr": 7.0}))
     attempt("flat, a model's", partial(load, good))
-    fresh_one = adamw(model)
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    attempt("gradients", partial(ours.get_optimizer_state_dict, model, fresh_one))
+    factored = torch.optim.Adafactor([param for param in model.parameters() if rank == 0 or param.ndim > 1], lr=0.0)
+    stepped(model, factored)
+    attempt("one row of each rank's", partial(ours.get_optimizer_state_dict, model, factored))
+    attempt("other states", partial(ours.get_optimizer_state_dict, model, sgd_on(model, rank)))
     fits = ours.set_model_state_dict(model, few, options=StateDictOptions(strict=False))
     assert fits == (["layers.0.weight"], [])
     dist.barrier()
@@ -242,17 +274,160 @@ def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(ranks_pool:
         "unknown": "lacks nothing and has ['more'] that the model does not know",
         "shape on rank 1": "'layers.0.weight' has shape (3, 3) in the state dict; it is (7, 7)",
         "rank 0's shape": "'layers.0.weight' has shape (3, 3) in the state dict; it is (7, 7)",
-        "no groups": "has no optimizer",
-        "state": "a state of parameter 'layers.0.bias' has shape (2,) in the state dict",
+        "rank 0's list": "'layers.0.weight' is a list in the state dict; it is a tensor of shape (7, 7)",
+        "rank 0's meta device": "'layers.0.weight' of the state dict cannot be copied to cpu as torch.float32",
+        "rank 0's DTensor": "'layers.0.weight' is a DTensor in the state dict, and rank 0 cannot send one",
+        "rank 0's to gather": "what of 'layers.0.weight' in the state dict must be gathered differs between ranks",
+        "no groups": "the state dict has no param_groups, so it is of no optimizer",
+        "no groups, model too": "the state dict has no param_groups, so it is of no optimizer",
+        "state": "the optimizer's 'exp_avg' of parameter 'layers.0.weight' has shape (2,) in the state dict",
+        "a row each": "'layers.0.weight' has shape (7, 1) in the state dict, which is neither one number nor of",
+        "a list": "'layers.0.weight' is a list in the state dict, which is neither one number nor of",
+        "rank 0's state": "'exp_avg' of parameter 'layers.0.weight' of the state dict cannot be copied to cpu",
+        "no state": "the state dict has no state of parameter 'layers.1.bias', which this optimizer trains",
         "rank 1's optimizer": "it does not like it",
+        "rank 1's optimizer, model too": "it does not like it",
         "submodules": "submodules is not supported",
         "flat, of another": "the state dict has no param_groups of parameter 'layers.0.bias'",
         "flat, two rates": "parameters 'layers.0.weight' and 'layers.1.weight' are in one group",
         "flat, a model's": "'layers.0.weight' in the state dict is neither 'state' nor 'param_groups'",
-        "gradients": "the optimizer has no state yet, and there are gradients",
+        "one row of each rank's": "'row_var' of parameter 'layers.0.weight' has shape (4, 1), which is neither",
+        "other states": "the optimizer's state of parameter 'layers.0.weight' differs between ranks",
     }
     for results in ranks_pool.run(2, refused):
         assert results.keys() == sentences.keys()
         for name, (told, changed) in results.items():
             assert sentences[name] in told, (name, told)
             assert changed == [], name
+
+
+class Own(nn.Module):
+    """A parameter that is each rank's own, a frozen one, a buffer, and a state of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.own = nn.Parameter(torch.ones(3))
+        self.own_frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("offset", torch.zeros(2))
+        self.seen: Any = 0
+        self.refuses: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+        if state == self.refuses:
+            raise ValueError("it does not like it")
+
+
+def own_things(rank: int, world_size: int) -> list[Any]:
+    """What happened to a model when its state dict could not be loaded; and when it could."""
+    module = Own()
+    model = thunder.jit(module, transforms=[tz.ZeroTransform(stage=3, ignored=("own", "own_frozen"))])
+    good = {name: value + 1 for name, value in ours.get_model_state_dict(model, options=FULL).items()}
+    module.refuses = 1 if rank == 1 else None
+    results: list[Any] = []
+    for name, value, options in (
+        ("own", torch.full((1,), 7.0), FULL),
+        ("own", torch.ones(5), FROM_RANK_0),
+        ("offset", "text", FROM_RANK_0),
+        ("_extra_state", lambda: 1, FROM_RANK_0),  # cannot be sent
+        ("linear.bias", good["linear.bias"], FROM_RANK_0),  # nothing wrong but that rank 1's module refuses
+    ):
+        before = ours.get_model_state_dict(model, options=FULL)
+        given = {name: "junk"} if options is FROM_RANK_0 and rank else {**good, name: value}
+        told = refusal(partial(ours.set_model_state_dict, model, given, options=options))
+        after = ours.get_model_state_dict(model, options=FULL)
+        extra = before.pop("_extra_state"), after.pop("_extra_state")
+        results.append((told, same(after, before), extra))
+    module.refuses = None
+    ours.set_model_state_dict(model, {"_extra_state": lambda: 0} if rank else good, options=FROM_RANK_0)  # not read
+    loaded = ours.get_model_state_dict(model, options=FULL)
+    results.append((module.seen, loaded.pop("_extra_state") - good.pop("_extra_state"), same(loaded, good)))
+    frozen = ours.get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    results.append("own_frozen" not in frozen and "own" in frozen)
+    return results
+
+
+def test_what_is_no_shard_is_checked_and_a_module_that_refuses_gets_its_state_back(ranks_pool: RanksPool) -> None:
+    for results in ranks_pool.run(2, own_things):
+        (broadcast, *right), (longer, *also), (text, *too), (function, *again), (refused_, *as_well), loaded, frozen = (
+            results
+        )
+        assert "'own' has shape (1,) in the state dict; it is (3,)" in broadcast
+        assert "'own' has shape (5,) in the state dict; it is (3,)" in longer
+        assert "'offset' is a str in the state dict" in text
+        assert "something that rank 0 cannot send (" in function
+        assert "it does not like it" in refused_
+        assert right == also == too == again == as_well == [[], (0, 0)]
+        assert loaded == (1, 0, [])
+        assert frozen
+
+
+def stateless(rank: int, world_size: int) -> list[Any]:
+    """Optimizers without a state, without a learning rate, with one that is a tensor, several, and a superset."""
+    results: list[Any] = []
+    model = sharded(fresh(Mlp), 3)
+    names = [name for name, _ in model.named_parameters()]
+    ascent = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepped(model, ascent)
+    results.append(list(ours.get_optimizer_state_dict(model, ascent)["state"]))
+    full = ours.get_optimizer_state_dict(model, ascent, options=FULL)
+    ascent.param_groups[0]["lr"] = 0.5
+    ours.set_optimizer_state_dict(model, ascent, full)
+    results.append(ascent.param_groups[0]["lr"])
+    model.zero_grad()
+    without = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with mock.patch.object(without, "step", return_value=None):
+        del without.param_groups[0]["lr"]
+        results.append("lr" in ours.get_optimizer_state_dict(model, without)["param_groups"][0])
+
+    rate = torch.tensor(0.1)
+    biases = torch.optim.AdamW([param for param in model.parameters() if param.ndim == 1], lr=rate)
+    weights = torch.optim.AdamW([param for param in model.parameters() if param.ndim == 2], lr=0.2)
+    ours.get_optimizer_state_dict(model, biases)
+    results.append(biases.param_groups[0]["lr"] is rate)
+    for options in (StateDictOptions(), FULL, FLAT):
+        stepped(model, biases)
+        stepped(model, weights)
+        union = ours.get_optimizer_state_dict(model, [weights, biases], options=options)
+        right = state_of(model, biases)
+        again = torch.optim.AdamW([param for param in model.parameters() if param.ndim == 1], lr=1.0)
+        again.add_param_group({"params": [], "lr": 3.0})
+        ours.set_optimizer_state_dict(model, again, union, options=options)
+        rates = [float(group["lr"]) for group in again.param_groups]
+        results.append((same(state_of(model, again), right), rates == [float(rate), 3.0]))
+    part = ours.get_optimizer_state_dict(model, weights)
+    del part["state"]["layers.1.weight"]
+    ours.set_optimizer_state_dict(model, weights, part, options=StateDictOptions(strict=False))
+    stepped_ = {name for name, param in model.named_parameters() if param in weights.state}
+    results.append(set(names) - stepped_ == {"layers.1.weight", *(name for name in names if "bias" in name)})
+    results.append(ours.get_state_dict(model, [])[1])
+    ours.set_state_dict(model, [], model_state_dict=ours.get_model_state_dict(model), optim_state_dict={})
+    return results
+
+
+def test_optimizers_of_every_kind(ranks_pool: RanksPool) -> None:
+    for results in ranks_pool.run(2, stateless):
+        assert results == [[], 0.1, False, True, ([], True), ([], True), ([], True), True, {}]
+
+
+def extra_tensor(rank: int, world_size: int) -> list[Any]:
+    """A module's own state that is a tensor, as Transformer Engine's."""
+    module = Own()
+    seen = module.seen = torch.arange(3)
+    model = thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)])
+    results: list[Any] = []
+    for options in (StateDictOptions(), StateDictOptions(cpu_offload=True), FULL):
+        found = ours.get_model_state_dict(model, options=options)
+        results.append((found["_extra_state"].tolist(), found["_extra_state"].data_ptr() == seen.data_ptr()))
+    module.seen = 0
+    ours.set_model_state_dict(model, {} if rank else found, options=FROM_RANK_0)
+    return [*results, module.seen.tolist()]
+
+
+def test_a_modules_own_state_may_be_a_tensor(ranks_pool: RanksPool) -> None:
+    for results in ranks_pool.run(2, extra_tensor):
+        assert results == [([0, 1, 2], True), ([0, 1, 2], True), ([0, 1, 2], False), [0, 1, 2]]

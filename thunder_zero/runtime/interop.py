@@ -1,26 +1,28 @@
-"""State dicts of a sharded model and its optimizers as FSDP2's have them: DTensors, or full tensors, by name.
+"""State dicts of a sharded model as FSDP2's have them: DTensors, or full tensors, by name; what is read of them is
+written all together, or not at all.
 
-The model's part of ``thunder_zero.state_dict``; nothing here knows Thunder.
+With ``interop_optimizers.py`` what ``thunder_zero.state_dict`` is made of; nothing here knows Thunder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import Optimizer
 
 from thunder_zero.plan import Param
 from thunder_zero.runtime import agree
-from thunder_zero.runtime.agree import all_or_none
-from thunder_zero.runtime.contents import GROUPS, STATE, Held, Named, names_of, require_groups
-from thunder_zero.runtime.optimizers import parameters_of
+from thunder_zero.runtime.agree import Line, all_or_none
+from thunder_zero.runtime.contents import Held
 from thunder_zero.runtime.peers import told_by_rank_0
+from thunder_zero.runtime.saving import OwnState
 from thunder_zero.runtime.shards import own_rows, real_rows
 from thunder_zero.runtime.state import State
 
@@ -28,330 +30,294 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 
-def keeps(held: Held, options: StateDictOptions) -> bool:
+def keeps(state: State, options: StateDictOptions) -> bool:
     """Whether this rank keeps a state dict: as with torch's, full ones on the CPU are rank 0's alone."""
-    return not (options.full_state_dict and options.cpu_offload and held.rank != 0)
+    return not (options.full_state_dict and options.cpu_offload and state.group.rank() != 0)
 
 
-def value_of(state: State, held: Held, param: Param, shard: Tensor, options: StateDictOptions) -> Tensor:
+def rows_value(state: State, param: Param, rows: Tensor, options: StateDictOptions) -> Tensor:
     """A parameter, or a state of it, as a DTensor without padding or in full; a collective if it is full."""
-    shard = shard.detach()
+    rows = rows.detach()
     if options.full_state_dict:
-        value = state.gather_now(param, shard)
-        if not keeps(held, options):
+        value = state.gather_now(param, rows)
+        if not keeps(state, options):
             return value.new_empty(0)
     elif param.sharded:
         mesh = DeviceMesh.from_group(state.ranks.inside, state.device.type)
         stride = torch.empty(param.shape, device="meta").stride()
         shape = torch.Size(param.shape)
-        rows = real_rows(shard, param, held.plan)
+        rows = real_rows(rows, param, state.plan)
         value = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
     else:
-        value = shard
+        value = rows
+    return value.cpu() if options.cpu_offload else value
+
+
+def whole_value(value: Any, options: StateDictOptions) -> Any:
+    """What each rank has all of, as it stands in a state dict: a copy in a full one, otherwise a view."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach().clone() if options.full_state_dict else value.detach()
     return value.cpu() if options.cpu_offload else value
 
 
 @torch.no_grad()
 def model_state_dict(state: State, held: Held, names: Iterable[str], options: StateDictOptions) -> dict[str, Any]:
     """What these names of the plain module's state dict are."""
+    whole = {**held.ignored, **held.buffers, **held.states}
+    frozen = {name for name, param in held.plan.by_name.items() if not param.requires_grad}
+    frozen |= {name for name, tensor in held.ignored.items() if not tensor.requires_grad}
     found: dict[str, Any] = {}
     made: dict[str, Tensor] = {}  # by path: a tied parameter is gathered once
     for name in names:
+        if options.ignore_frozen_params and name in frozen:
+            continue
         param = held.plan.by_name.get(name)
-        if param is not None:
-            if options.ignore_frozen_params and not param.requires_grad:
-                continue
-            if param.path not in made:
-                made[param.path] = value_of(state, held, param, held.shards[param.path], options)
-            found[name] = made[param.path]
-        elif name in held.states:
-            found[name] = held.states[name]
-        else:
-            value = {**held.ignored, **held.buffers}[name].detach()
-            if options.full_state_dict:
-                value = value.clone()
-            found[name] = value.cpu() if options.cpu_offload else value
-    return found if keeps(held, options) else {}
-
-
-def all_names(held: Held, optimizers: Sequence[Optimizer]) -> list[list[Named]]:
-    """The parameters of each group of all optimizers, one after the other."""
-    return [group for optimizer in optimizers for group in names_of(held, optimizer)]
-
-
-def make_states(optimizer: Optimizer) -> None:
-    """Let an optimizer that never stepped make its state, as torch's functions do, so that there is something to load
-    into: a step with gradients of zero and a learning rate of zero.
-
-    Raises:
-        RuntimeError: it never stepped, and there are gradients.
-    """
-    if optimizer.state:
-        return
-    params = parameters_of(optimizer)
-    if any(param.grad is not None for param in params):
-        raise RuntimeError("the optimizer has no state yet, and there are gradients; call this before backward")
-    rates = [group["lr"] for group in optimizer.param_groups]
-    try:
-        for group in optimizer.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        for param in params:
-            if param.requires_grad:
-                param.grad = torch.zeros_like(param)
-        optimizer.step(closure=None)
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        optimizer.zero_grad(set_to_none=True)
-
-
-@torch.no_grad()
-def optimizer_state_dict(
-    state: State, held: Held, optimizers: Sequence[Optimizer], options: StateDictOptions
-) -> dict[str, Any]:
-    """State by parameter name, and groups with names; or flattened.
-
-    Raises:
-        ValueError: a parameter that is none of the model's.
-    """
-    states: dict[str, dict[str, Any]] = {}
-    groups = []
-    for optimizer in optimizers:
-        for group, members in zip(optimizer.param_groups, names_of(held, optimizer), strict=True):
-            groups.append({**group, "params": [named.name for named in members]})
-            for named in members:
-                values = optimizer.state.get(named.tensor)
-                if values:
-                    states[named.name] = {
-                        key: _state_value(state, held, named.param, value, options) for key, value in values.items()
-                    }
-    if not keeps(held, options):
-        return {}
-    return flattened(states, groups) if options.flatten_optimizer_state_dict else {STATE: states, GROUPS: groups}
-
-
-def flattened(states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """As torch flattens it: ``"state.0.weight.exp_avg"``, and each group's values once for each of its parameters,
-    ``"param_groups.0.weight.lr"``; so parts of a model that several optimizers step lie side by side."""
-    flat = {f"{STATE}.{name}.{key}": value for name, of in states.items() for key, value in of.items()}
-    for group in groups:
-        values = {key: value for key, value in group.items() if key != "params"}
-        flat |= {f"{GROUPS}.{name}.{key}": value for name in group["params"] for key, value in values.items()}
-    return flat
-
-
-def nested(flat: Mapping[str, Any], groups: Sequence[Sequence[str]], path_of: Callable[[str], str]) -> dict[str, Any]:
-    """What ``flattened`` made, for an optimizer with these groups of paths.
-
-    Raises:
-        ValueError: something else; nothing of a parameter; parameters of one group that had different values.
-    """
-    found: dict[str, dict[str, dict[str, Any]]] = {STATE: {}, GROUPS: {}}
-    for path, value in flat.items():
-        kind, _, rest = path.partition(".")
-        name, _, key = rest.rpartition(".")
-        if kind not in found:
-            raise ValueError(f"{path!r} in the state dict is neither {STATE!r} nor {GROUPS!r}; give an optimizer's")
-        found[kind].setdefault(path_of(name), {})[key] = value
-    saved = []
-    for names in groups:
-        for name in names:
-            if name not in found[GROUPS]:
-                raise ValueError(f"the state dict has no {GROUPS} of parameter {name!r}; give one of this optimizer")
-            if found[GROUPS][name] != found[GROUPS][names[0]]:
-                raise ValueError(
-                    f"parameters {names[0]!r} and {name!r} are in one group of this optimizer, and the state dict has "
-                    f"{found[GROUPS][names[0]]} and {found[GROUPS][name]} for them; build it as when it was saved"
-                )
-        saved.append({**(found[GROUPS][names[0]] if names else {}), "params": list(names)})
-    return {STATE: found[STATE], GROUPS: saved}
-
-
-def _state_value(state: State, held: Held, param: Param | None, value: Any, options: StateDictOptions) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if param is not None and param.sharded and tuple(value.shape) == held.plan.shard_shape(param):
-        return value_of(state, held, param, value, options)
-    return value.detach().cpu() if options.cpu_offload else value.detach()
+        if param is None:
+            found[name] = whole_value(whole[name], options)
+            continue
+        if param.path not in made:
+            made[param.path] = rows_value(state, param, held.shards[param.path], options)
+        found[name] = made[param.path]
+    return found if keeps(state, options) else {}
 
 
 # The other way
 
 
-def rows_from(state: State, held: Held, param: Param, value: Tensor) -> Tensor:
-    """This rank's rows, padded, of what a state dict has: a full tensor, or a DTensor, which may be a collective."""
-    if not isinstance(value, DTensor):
-        return own_rows(value, param, held.plan)
-    ranks = dist.get_process_group_ranks(state.ranks.inside)
-    if param.sharded and value.placements == (Shard(0),) and value.device_mesh.mesh.tolist() == ranks:
-        local = value.to_local()
-        padded = local.new_zeros(held.plan.shard_shape(param))
-        padded[: len(local)] = local
-        return padded
-    return own_rows(value.full_tensor(), param, held.plan)
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What was read of a state dict for this rank, and is nowhere written yet.
+
+    Attributes:
+        tensors: pairs of what is in the model and what shall be in it, of one shape.
+        states: pairs of what has ``load_state_dict``, and may refuse, and what it shall take.
+    """
+
+    tensors: Sequence[tuple[Tensor, Tensor]]
+    states: Sequence[tuple[Any, Any]]
 
 
-def from_rank_0(state: State, param: Param, value: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rank 0's full tensor on every rank; a collective."""
-    full = torch.empty(param.shape, dtype=dtype, device=state.device)
-    if value is not None and state.group.rank() == 0:
-        full.copy_(value)
-    agree.broadcast(full, 0, state.group, state.device)
-    return full
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A tensor of the model that a state dict has a value for: a shard of a parameter, or one that each rank has."""
+
+    tensor: Tensor
+    param: Param | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the value's shape is in a state dict."""
+        return tuple(self.tensor.shape) if self.param is None else self.param.shape
 
 
-def require_values(held: Held, values: Mapping[str, Any], names: Sequence[str], strict: bool) -> None:
+@torch.no_grad()
+def put(state: State, parts: Sequence[Pending]) -> None:
+    """Write all of it, or nothing, if what takes a state refuses it on any rank; a collective.
+
+    Raises:
+        Exception: what it refused with here.
+        RuntimeError: another rank refused.
+    """
+    states = [pair for part in parts for pair in part.states]
+    with all_or_none(state.group, "to load"):
+        before = agree.restored([thing for thing, _ in states])
+    with before:
+        with all_or_none(state.group, "to load"):
+            for thing, value in states:
+                thing.load_state_dict(value)
+        before.pop_all()
+    for target, value in (pair for part in parts for pair in part.tensors):
+        target.copy_(value)  # which ZeRO-1 sees by the shard's version
+
+
+def counts(state: State, options: StateDictOptions) -> bool:
+    """Whether what this rank was given is read: rank 0's alone, if that is sent to all."""
+    return not options.broadcast_from_rank0 or state.group.rank() == 0
+
+
+@torch.no_grad()
+def read_model(
+    state: State, held: Held, module: nn.Module, values: Mapping[str, Any], options: StateDictOptions
+) -> tuple[list[str], list[str], Pending]:
+    """What is missing in a state dict, what is unknown, and the rest for this rank; a collective.
+
+    Args:
+        state: the model's state.
+        held: what this rank holds of the model.
+        module: the plain module, whose names these are, and whose submodules take states of their own.
+        values: by name.
+        options: whose they are, and whether names may differ.
+
+    Raises:
+        RuntimeError: names differ, and ``options.strict``; another rank refused.
+        ValueError: no tensor, another shape, or what cannot be copied.
+    """
+    names, targets = list(module.state_dict()), targets_of(held)
+    values = values if counts(state, options) else {}
+    told: Any = None
+    with all_or_none(state.group, "to load"):
+        if counts(state, options):
+            require_values(state, values, names, targets, options)
+        told = as_sent((list(values), {name: values[name] for name in held.states if name in values}), options)
+    has, extras = of_rank_0(state, told, options)
+    if not options.broadcast_from_rank0:
+        gathers = {name: must_gather(state, values.get(name), target.param) for name, target in targets.items()}
+        require_same_gathers(state, gathers)
+    tensors = [
+        (target.tensor, received(state, target.param, values.get(name), target.shape, target.tensor.dtype, options))
+        for name, target in _once(names, has, targets)
+    ]
+    states = [(OwnState(module.get_submodule(name.rpartition(".")[0])), value) for name, value in extras.items()]
+    there, known = set(has), set(names)
+    missing, unknown = [name for name in names if name not in there], [name for name in has if name not in known]
+    return missing, unknown, Pending(tensors, states)
+
+
+def targets_of(held: Held) -> dict[str, Target]:
+    """Everything that tensors of a state dict go into, by each of its names."""
+    shards = {name: Target(held.shards[param.path], param) for name, param in held.plan.by_name.items()}
+    return {**shards, **{name: Target(tensor, None) for name, tensor in {**held.ignored, **held.buffers}.items()}}
+
+
+def _once(names: Iterable[str], has: Iterable[str], targets: Mapping[str, Target]) -> list[tuple[str, Target]]:
+    """What a state dict has a value for, by the first name there: a tied parameter once."""
+    there, found = set(has), dict[int, tuple[str, Target]]()
+    for name in names:
+        if name in there and name in targets:
+            found.setdefault(id(targets[name].tensor), (name, targets[name]))
+    return list(found.values())
+
+
+def require_values(
+    state: State,
+    values: Mapping[str, Any],
+    names: Sequence[str],
+    targets: Mapping[str, Target],
+    options: StateDictOptions,
+) -> None:
     """Raise unless a state dict is of this model.
 
     Raises:
-        RuntimeError: ``strict``, and names that are missing or not known.
-        ValueError: another shape.
+        RuntimeError: ``options.strict``, and names that are missing or not known.
+        ValueError: no tensor, another shape, or what cannot be copied.
     """
     missing, unknown = [name for name in names if name not in values], sorted(values.keys() - set(names))
-    if strict and (missing or unknown):
+    if options.strict and (missing or unknown):
         raise RuntimeError(
             f"the state dict lacks {missing or 'nothing'} and has {unknown or 'nothing'} that the model does not know; "
             f"set strict=False to take what fits"
         )
-    for name in set(names) & values.keys():
-        tensor = held.plan.by_name.get(name) or held.buffers.get(name)
-        shape = None if tensor is None else tuple(tensor.shape)
-        if shape is not None and tuple(values[name].shape) != shape:
-            raise ValueError(f"{name!r} has shape {tuple(values[name].shape)} in the state dict; it is {shape}")
+    for name in names:
+        if name in values and name in targets:
+            require_tensor(
+                repr(name), values[name], targets[name].shape, targets[name].tensor.dtype, state.device, options
+            )
 
 
-@torch.no_grad()
-def load_model(
-    state: State, held: Held, values: Mapping[str, Any], names: Sequence[str], options: StateDictOptions
-) -> tuple[list[str], list[str], dict[str, Any]]:
-    """Put a state dict into shards and buffers; what is missing, what is unknown, and the modules' own states.
-
-    Raises:
-        RuntimeError: names differ, and ``options.strict``; another rank refused.
-        ValueError: another shape.
-    """
-    told: Any = None
-    with all_or_none(state.group, "to load"):
-        if not options.broadcast_from_rank0 or held.rank == 0:
-            require_values(held, values, names, options.strict)
-        states = {name: values[name] for name in held.states if name in values}
-        told = list(values), states
-    if options.broadcast_from_rank0:
-        told = told_by_rank_0(told, state.group)
-    has, states = told
-    pairs: list[tuple[Tensor, Tensor]] = []
-    done = set()
-    for name in (name for name in names if name in has and name not in held.states):
-        param = held.plan.by_name.get(name)
-        if param is not None and param.path not in done:
-            done.add(param.path)
-            shard, value = held.shards[param.path], values.get(name)
-            if options.broadcast_from_rank0:
-                value = from_rank_0(state, param, value, shard.dtype)
-            pairs.append((shard, rows_from(state, held, param, value)))  # type: ignore[arg-type]
-        elif param is None:
-            target = {**held.ignored, **held.buffers}[name]
-            value = target.detach().clone()
-            if name in values:
-                value.copy_(values[name])
-            if options.broadcast_from_rank0:
-                agree.broadcast(value, 0, state.group, state.device)
-            pairs.append((target, value))
-    for target, value in pairs:
-        target.copy_(value)
-    return [name for name in names if name not in has], [name for name in has if name not in names], states
-
-
-@torch.no_grad()
-def load_optimizers(
-    state: State, held: Held, optimizers: Sequence[Optimizer], values: Mapping[str, Any], options: StateDictOptions
+def require_tensor(
+    what: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, options: StateDictOptions
 ) -> None:
-    """Put a state dict into optimizers.
+    """Raise unless a value of a state dict can be put where it belongs: later on, other ranks would wait for this one.
 
     Raises:
-        ValueError: other parameters, or states of another shape.
-        RuntimeError: another rank refused.
+        ValueError: no tensor; another shape; a DTensor that rank 0 alone would have to gather; a tensor that cannot
+            be copied to this device or dtype.
     """
-    groups = all_names(held, optimizers)
-    saved: list[dict[str, Any]] = []
-    states: dict[str, Mapping[str, Any]] = {}
-    told: dict[str, dict[str, Any]] = {}
-    with all_or_none(state.group, "to load"):
-        if not options.broadcast_from_rank0 or held.rank == 0:
-            saved, states = by_path(held, values, [[named.name for named in group] for group in groups])
-            told = {name: {key: _told(held, name, value) for key, value in of.items()} for name, of in states.items()}
-    if options.broadcast_from_rank0:
-        saved, told = told_by_rank_0((saved, told), state.group)
-    loaded = {
-        name: {key: _own(state, held, name, value, states.get(name, {}).get(key), options) for key, value in of.items()}
-        for name, of in told.items()
-    }
-    with agree.restored(optimizers) as before:
-        with all_or_none(state.group, "to load"):
-            for optimizer in optimizers:
-                of_this = [saved.pop(0) for _ in optimizer.param_groups]
-                optimizer.load_state_dict(_packed(of_this, names_of(held, optimizer), loaded))
-        before.pop_all()
-
-
-def by_path(
-    held: Held, values: Mapping[str, Any], groups: Sequence[Sequence[str]]
-) -> tuple[list[dict[str, Any]], dict[str, Mapping[str, Any]]]:
-    """Groups and states of an optimizer's state dict, flattened or not, by parameters' first names.
-
-    Raises:
-        ValueError: of other groups of parameters.
-    """
-
-    def path_of(name: str) -> str:
-        param = held.plan.by_name.get(name)
-        return name if param is None else param.path
-
-    if not {STATE, GROUPS} & values.keys():
-        values = nested(values, groups, path_of)
-    saved = [{**group, "params": list(map(path_of, group["params"]))} for group in values.get(GROUPS, ())]
-    require_groups(saved, groups)
-    return saved, {path_of(name): of for name, of in values[STATE].items()}
-
-
-def _own(state: State, held: Held, name: str, told: Any, value: Tensor | None, options: StateDictOptions) -> Any:
-    """What this rank has of one state, in memory of its own, which the optimizer steps in place."""
-    if not isinstance(told, Full):
-        return told.clone() if isinstance(told, Tensor) else told
-    param = held.plan.by_name[name]
-    if options.broadcast_from_rank0:
-        value = from_rank_0(state, param, value, told.dtype)
-    rows = rows_from(state, held, param, value)  # type: ignore[arg-type]
-    return rows if param.sharded else rows.clone()
-
-
-class Full:
-    """Stands for a tensor of a parameter's shape, which does not travel with the others."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-
-def _told(held: Held, name: str, value: Any) -> Any:
-    param = held.plan.by_name.get(name)
-    if not isinstance(value, Tensor) or param is None:
-        return value
-    if tuple(value.shape) == param.shape:
-        return Full(value.dtype)
-    if param.sharded and value.numel() != 1:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{what} is a {type(value).__name__} in the state dict; it is a tensor of shape {shape}")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{what} has shape {tuple(value.shape)} in the state dict; it is {shape}")
+    if isinstance(value, DTensor) and options.broadcast_from_rank0:
         raise ValueError(
-            f"a state of parameter {name!r} has shape {tuple(value.shape)} in the state dict; the parameter is "
-            f"{param.shape}"
+            f"{what} is a DTensor in the state dict, and rank 0 cannot send one; load it on all ranks, without "
+            f"broadcast_from_rank0"
         )
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    local = value.to_local() if isinstance(value, DTensor) else value.detach()
+    try:
+        first = local[(slice(0, 1),) * local.ndim]
+        torch.empty(first.shape, dtype=dtype, device=device).copy_(first)
+    except Exception as error:
+        raise ValueError(f"{what} of the state dict cannot be copied to {device} as {dtype}: {error}") from error
 
 
-def _packed(
-    saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Named]], states: Mapping[str, dict[str, Any]]
-) -> dict[str, Any]:
-    names = [named.name for group in groups for named in group]
-    at = {name: number for number, name in enumerate(names)}
-    packed = [
-        {**group, "params": [at[named.name] for named in members]} for group, members in zip(saved, groups, strict=True)
+def as_sent(value: Any, options: StateDictOptions) -> Any:
+    """What a rank has to tell; as bytes, if rank 0's are sent.
+
+    Raises:
+        ValueError: it cannot be sent, which must be known before other ranks wait for it.
+    """
+    if not options.broadcast_from_rank0:
+        return value
+    stream = io.BytesIO()
+    try:
+        torch.save(value, stream)
+    except Exception as error:
+        raise ValueError(
+            f"the state dict has something that rank 0 cannot send ({error}); give numbers, strings, tensors, and "
+            f"dicts and lists of them, or load it on all ranks, without broadcast_from_rank0"
+        ) from error
+    return stream.getvalue()
+
+
+def of_rank_0(state: State, told: Any, options: StateDictOptions) -> Any:
+    """What ``as_sent`` was given here, or on rank 0 with its tensors on the CPU, for none is on that rank's device; a
+    small collective then."""
+    if not options.broadcast_from_rank0:
+        return told
+    return torch.load(io.BytesIO(told_by_rank_0(told, state.group)), weights_only=False, map_location="cpu")
+
+
+def require_same_gathers(state: State, gathers: Mapping[str, object]) -> None:
+    """Raise on every rank unless all ranks have to gather the same of a state dict, as told by name; a collective.
+
+    Raises:
+        RuntimeError: some ranks would wait for others.
+    """
+    remedy = "give every rank its part of the same state dict"
+    lines = [
+        Line(f"what of {name!r} in the state dict must be gathered", repr(what), remedy)
+        for name, what in gathers.items()
     ]
-    return {STATE: {at[name]: dict(states[name]) for name in names if name in states}, GROUPS: packed}
+    agree.require_same(lines, state.group)
+
+
+def must_gather(state: State, value: Any, param: Param | None) -> bool:
+    """Whether a value of a state dict is a DTensor whose rows are not this rank's, of a parameter if it is one's."""
+    if not isinstance(value, DTensor):
+        return False
+    ranks = dist.get_process_group_ranks(state.ranks.inside)
+    ours = param is not None and param.sharded and value.placements == (Shard(0),)
+    return not (ours and value.device_mesh.mesh.tolist() == ranks)
+
+
+def received(
+    state: State,
+    param: Param | None,
+    value: Tensor | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    options: StateDictOptions,
+) -> Tensor:
+    """This rank's rows, padded, of what a state dict has, or all of it; a collective where it is rank 0's, or a DTensor
+    of another layout."""
+    if options.broadcast_from_rank0:
+        full = torch.empty(shape, dtype=dtype, device=state.device)
+        if state.group.rank() == 0:
+            full.copy_(value)  # type: ignore[arg-type]
+        agree.broadcast(full, 0, state.group, state.device)
+        return _rows(state, param, full)
+    assert value is not None
+    if not isinstance(value, DTensor):
+        return _rows(state, param, value)
+    if must_gather(state, value, param):
+        return _rows(state, param, value.full_tensor())
+    assert param is not None
+    local = value.to_local()
+    padded = local.new_zeros(state.plan.shard_shape(param))
+    padded[: len(local)] = local
+    return padded
+
+
+def _rows(state: State, param: Param | None, full: Tensor) -> Tensor:
+    return full if param is None else own_rows(full, param, state.plan)

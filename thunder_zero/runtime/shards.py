@@ -1,15 +1,18 @@
-"""What a rank keeps of a parameter, and what stands in its place in the plain module."""
+"""What a rank keeps of a parameter, and of an optimizer's state, and what stands in its place in the plain module."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thunder_zero import layout
 from thunder_zero.plan import Param, Plan
+
+SIMPLE = (bool, int, float, str, type(None))  # what a state may be beside a tensor
 
 
 def own_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
@@ -28,6 +31,49 @@ def real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
         return shard
     start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
     return shard[: stop - start]
+
+
+def state_is_rows(key: str, value: Any, param: Param, plan: Plan) -> bool:
+    """Whether an optimizer's state of a parameter is this rank's rows of it. Otherwise this rank has all of it: one
+    number, or whatever it is of a replicated parameter.
+
+    Raises:
+        ValueError: of a sharded parameter neither rows nor one number, so that nobody could put it together.
+    """
+    if not param.sharded or isinstance(value, SIMPLE):
+        return False
+    if isinstance(value, Tensor):
+        if tuple(value.shape) == plan.shard_shape(param):
+            return True
+        if value.numel() == 1:
+            return False
+    raise ValueError(
+        f"the optimizer's {key!r} of parameter {param.path!r} {_seen(value)}, which is neither one number nor of the "
+        f"shard's shape {plan.shard_shape(param)}, so it cannot be put together from ranks; save it on each rank by "
+        f"itself, as the optimizer's own state_dict() has it"
+    )
+
+
+def state_is_full(key: str, value: Any, param: Param) -> bool:
+    """Whether a state of a parameter in a full state dict is of the parameter's shape, so that its rows are known.
+    Otherwise all ranks take all of it: one number, or whatever it is of a replicated parameter.
+
+    Raises:
+        ValueError: of a sharded parameter anything else, so that nobody knows what a rank's rows are.
+    """
+    if isinstance(value, Tensor) and value.ndim > 0 and tuple(value.shape) == param.shape:
+        return True
+    if not param.sharded or isinstance(value, SIMPLE) or (isinstance(value, Tensor) and value.numel() == 1):
+        return False
+    raise ValueError(
+        f"the optimizer's {key!r} of parameter {param.path!r} {_seen(value)} in the state dict, which is neither one "
+        f"number nor of the parameter's shape {param.shape}, so it has no rows that a rank could take; load it where "
+        f"the parameter is replicated (stage 0)"
+    )
+
+
+def _seen(value: Any) -> str:
+    return f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
 
 
 def kept_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
