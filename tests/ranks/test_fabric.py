@@ -241,6 +241,11 @@ def test_scalers_skip_on_all_ranks_and_files_are_read_in_full_precision(ranks_po
         assert found["exact"]
 
 
+def cut_rows(states: dict[int, Any]) -> dict[int, Any]:
+    """A state of more rows than a parameter has, in the place of each that is of one number a row."""
+    return {index: {**of, "row_var": torch.ones(9, 1)} if "row_var" in of else of for index, of in states.items()}
+
+
 def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     from lightning.fabric.plugins import Precision
 
@@ -264,6 +269,15 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         model = fabric.setup(Net())
         found["option"] = thunder.compile_data(zero_module(model)).cache_option.name
         found["jitted"] = raised(lambda: fabric.setup(thunder.jit(Net())))
+    with fabric_on(rank, world_size, stage=0) as fabric:
+        model = fabric.setup(fresh(Net))
+        optimizer = fabric.setup_optimizers(torch.optim.Adafactor(model.parameters(), lr=0.1))
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        fabric.save(folder / "whole.pt", {"optimizer": optimizer})
+        fabric.load(folder / "whole.pt", {"optimizer": optimizer})
+        found["replicated"] = str(any("row_var" in of for of in optimizer.optimizer.state.values()))
     with fabric_on(rank, world_size) as fabric:
         jitted = thunder.jit(fresh(Net))
         model = fabric.setup(jitted)
@@ -281,6 +295,10 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         found["clipped"] = str(max(param.grad.abs().max() for param in model.parameters() if param.grad is not None))
         optimizer.step()
         found["rows"] = raised(lambda: fabric.save(folder / "no.pt", {"optimizer": optimizer}))
+        packed = optimizer.optimizer.state_dict()
+        found["rows of a file"] = raised(
+            lambda: optimizer.load_state_dict({**packed, "state": cut_rows(packed["state"])})
+        )
         full = Net().state_dict()
         for case, state in {
             "missing": {"scale": full["scale"]},
@@ -320,6 +338,8 @@ def test_what_is_not_supported_is_said_on_all_ranks(ranks_pool: RanksPool, tmp_p
         "no model": ["TypeError", "Net", "fabric.setup"],
         "clipped": ["tensor(0.0010)"],
         "rows": ["ValueError", "parameter 'tied'", "save it on each rank by itself"],
+        "rows of a file": ["ValueError", "has shape (9, 1) in the state dict", "(stage 0)"],
+        "replicated": ["True"],
         "missing": ["RuntimeError", "'first.weight'", "strict=False"],
         "shape": ["ValueError", "'first.weight' has shape (2, 4)"],
         "part": ["3.0"],

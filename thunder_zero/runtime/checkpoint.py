@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 from thunder_zero.plan import Param
+from thunder_zero.runtime.interop_optimizers import state_value
 from thunder_zero.runtime.optimizers import owners_of, parameters_of, shard_instead_of
-from thunder_zero.runtime.shards import own_rows
+from thunder_zero.runtime.shards import own_rows, state_is_full
 from thunder_zero.runtime.state import State
 
 
@@ -65,28 +67,15 @@ def full_optimizer_state_dict(optimizer: Optimizer, keep: bool) -> dict[str, Any
     Raises:
         ValueError: a state that belongs to no single row, so that there is no full one.
     """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     packed = optimizer.state_dict()
     states = dict(packed["state"])
     params = parameters_of(optimizer)
     for index, owner in enumerate(owners_of(params)):  # by index: all ranks gather in the same order
         values = states.get(index)
         if owner is not None and values is not None:
-            states[index] = {name: _full_value(*owner, name, value, keep) for name, value in values.items()}
+            states[index] = {name: state_value(*owner, name, value, options) for name, value in values.items()}
     return {**packed, "state": states} if keep else {}
-
-
-def _full_value(state: State, param: Param, name: str, value: Any, keep: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if param.sharded and tuple(value.shape) == state.plan.shard_shape(param):
-        value = state.gather_now(param, value)
-    elif param.sharded and value.numel() != 1:
-        raise ValueError(
-            f"the optimizer's {name!r} of parameter {param.path!r} has shape {tuple(value.shape)}, which is neither "
-            f"one number nor the shard's {state.plan.shard_shape(param)}, so it cannot be gathered; save it on each "
-            f"rank by itself, with the optimizer's own state_dict"
-        )
-    return value.cpu() if keep else None
 
 
 @torch.no_grad()
@@ -108,16 +97,10 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
 
 
 def _own_value(state: State, param: Param, name: str, value: Any) -> Any:
-    if not isinstance(value, Tensor):
+    shape = tuple(value.shape) if isinstance(value, Tensor) else None
+    if shape == state.plan.shard_shape(param) != param.shape:  # cut already; a single row's shard has both shapes
         return value
-    if tuple(value.shape) == param.shape:  # asked first: the shard of a single row has that shape, too
-        return own_rows(value, param, state.plan).to(state.device)
-    if tuple(value.shape) != state.plan.shard_shape(param) and value.numel() != 1:
-        raise ValueError(
-            f"the optimizer's {name!r} of parameter {param.path!r} has shape {tuple(value.shape)} in the state dict; "
-            f"the parameter is {param.shape}"
-        )
-    return value
+    return own_rows(value, param, state.plan).to(state.device) if state_is_full(name, value, param) else value
 
 
 @torch.no_grad()
