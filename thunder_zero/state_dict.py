@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 from thunder_zero.runtime import interop, interop_optimizers
-from thunder_zero.trace.checkpoints import held_by
+from thunder_zero.trace.checkpoints import held_by, several
 from thunder_zero.trace.module import transform_of
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def get_optimizer_state_dict(
         RuntimeError: another rank refused, or its optimizer has other states.
     """
     state, held, options = transform_of(model).state, held_by(model), _supported(options, submodules)
-    return interop_optimizers.optimizers_state_dict(state, held, _several(optimizers), options)
+    return interop_optimizers.optimizers_state_dict(state, held, several(optimizers), options)
 
 
 def get_state_dict(
@@ -187,7 +187,7 @@ def set_optimizer_state_dict(
         RuntimeError: a state is missing, and ``strict``; another rank refused.
     """
     state, held, options = transform_of(model).state, held_by(model), _supported(options, None)
-    part = interop_optimizers.read_optimizers(state, held, _several(optimizers), optim_state_dict, options)
+    part = interop_optimizers.read_optimizers(state, held, several(optimizers), optim_state_dict, options)
     interop.put(state, [part])
 
 
@@ -206,13 +206,9 @@ def set_state_dict(
     """
     state, held, options = transform_of(model).state, held_by(model), _supported(options, None)
     missing, unknown, part = interop.read_model(state, held, model._model, model_state_dict, options)
-    other = interop_optimizers.read_optimizers(state, held, _several(optimizers), optim_state_dict, options)
+    other = interop_optimizers.read_optimizers(state, held, several(optimizers), optim_state_dict, options)
     interop.put(state, [part, other])
     return Incompatible(missing, unknown)
-
-
-def _several(optimizers: Optimizers) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
 def _supported(options: StateDictOptions | None, submodules: object) -> StateDictOptions:
