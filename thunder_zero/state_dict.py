@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 from thunder_zero.runtime import interop, interop_optimizers
+from thunder_zero.runtime.agree import put
 from thunder_zero.trace.checkpoints import held_by, several
 from thunder_zero.trace.module import transform_of
 
@@ -155,7 +156,7 @@ def set_model_state_dict(
     """
     state, held, options = transform_of(model).state, held_by(model), _supported(options, None)
     missing, unknown, part = interop.read_model(state, held, model._model, model_state_dict, options)
-    interop.put(state, [part])
+    put([part], state.group)
     return Incompatible(missing, unknown)
 
 
@@ -188,7 +189,7 @@ def set_optimizer_state_dict(
     """
     state, held, options = transform_of(model).state, held_by(model), _supported(options, None)
     part = interop_optimizers.read_optimizers(state, held, several(optimizers), optim_state_dict, options)
-    interop.put(state, [part])
+    put([part], state.group)
 
 
 def set_state_dict(
@@ -207,7 +208,7 @@ def set_state_dict(
     state, held, options = transform_of(model).state, held_by(model), _supported(options, None)
     missing, unknown, part = interop.read_model(state, held, model._model, model_state_dict, options)
     other = interop_optimizers.read_optimizers(state, held, several(optimizers), optim_state_dict, options)
-    interop.put(state, [part, other])
+    put([part, other], state.group)
     return Incompatible(missing, unknown)
 
 

@@ -24,7 +24,7 @@ import thunder_zero as tz
 from tests.ranks.models import Small, fresh, whole
 from thunder_zero import manifest
 from thunder_zero.plan import make_plan
-from thunder_zero.runtime import contents, dcp, folder, saving
+from thunder_zero.runtime import contents, dcp, folder, reading, saving
 from thunder_zero.runtime.contents import Held
 from thunder_zero.runtime.optimizers import load_exactly
 from thunder_zero.runtime.shards import own_rows
@@ -203,7 +203,7 @@ def test_nothing_that_is_read_runs(tmp_path: Path) -> None:
     part = dcp.write(tmp_path / "a", 0, [dcp.Item(("rank0", "extra", "bad"), value.getvalue())])
     dcp.finish(tmp_path / "a", [part])
     with pytest.raises(ValueError, match="cannot be read, it is damaged: Weights only load failed"):
-        contents.read_extras(tmp_path / "a", dcp.read_metadata(tmp_path / "a"))
+        reading.read_extras(tmp_path / "a", dcp.read_metadata(tmp_path / "a"))
     assert not done.exists()
 
 
@@ -217,7 +217,7 @@ def test_rows_that_are_in_no_file(tmp_path: Path) -> None:
 
 def test_the_extras_of_each_rank(runs: Any) -> None:
     root, _ = runs
-    extras = contents.read_extras(root / "3-2", dcp.read_metadata(root / "3-2"))
+    extras = reading.read_extras(root / "3-2", dcp.read_metadata(root / "3-2"))
     assert extras == ({"position": 100}, {"position": 101}, {"position": 102})
     assert saving.extras_of(extras, 1, 3, {"position": None}) == {"position": 101}
     with pytest.raises(ValueError, match="'position' differs between the 3 ranks that saved, and there are 2 now"):

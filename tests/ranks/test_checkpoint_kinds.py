@@ -17,7 +17,7 @@ import thunder_zero as tz
 from tests.harness.ranks import RanksPool
 from tests.ranks.models import Mlp, fresh, sharded
 from tests.ranks.test_checkpoints import adamw, refusal, same, state_of, stepped
-from thunder_zero.runtime import contents, dcp, folder, saving
+from thunder_zero.runtime import contents, dcp, folder, reading, saving
 
 Found = dict[str, Any]
 
@@ -181,7 +181,7 @@ def moving(rank: int, world_size: int, root: Path) -> Found:
             for param in model.parameters():
                 param.fill_(step)
         tz.save(root / f"step-{step}", model)
-    read = contents.read_model
+    read = reading.read_model
     with mock.patch.object(folder, "locate", return_value=root / f"step-{1 + rank}"):
         tz.load(root / "latest", model)
     loaded = {float(value) for tensor in tz.full_state_dict(model).values() for value in tensor.flatten()}
@@ -193,7 +193,7 @@ def moving(rank: int, world_size: int, root: Path) -> Found:
         dist.barrier()
         return read(where, *args)
 
-    with mock.patch.object(contents, "read_model", slow):
+    with mock.patch.object(reading, "read_model", slow):
         told = refusal(lambda: tz.load(root / "step-2", model))
     left = {float(value) for tensor in tz.full_state_dict(model).values() for value in tensor.flatten()}
     return {"loaded": loaded, "told": told, "left": left}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from itertools import zip_longest
@@ -87,6 +87,54 @@ def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[
     for rank, sentence in enumerate(told):
         if sentence is not None:
             raise RuntimeError(f"rank {rank} refused {what}, so all ranks do: {sentence}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What was read for this rank, and is nowhere written yet.
+
+    Attributes:
+        tensors: pairs of what is in the model and what shall be in it, of one shape.
+        states: what takes a state, and may refuse it, each with the call that gives it one.
+    """
+
+    tensors: Sequence[tuple[Tensor, Tensor]]
+    states: Sequence[tuple[Any, Callable[[], object]]]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnState:
+    """What a module adds to a state dict itself, as something that is given a state and gives it back."""
+
+    module: nn.Module
+
+    def state_dict(self) -> Any:
+        """What ``get_extra_state`` returns."""
+        return self.module.get_extra_state()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Hand it to ``set_extra_state``."""
+        self.module.set_extra_state(state)
+
+
+@torch.no_grad()
+def put(parts: Sequence[Pending], group: dist.ProcessGroup) -> None:
+    """Write all of it, or nothing, if what takes a state refuses it on any rank; a collective.
+
+    Raises:
+        Exception: what it refused with here.
+        RuntimeError: another rank refused.
+    """
+    states = [pair for part in parts for pair in part.states]
+    with all_or_none(group, "to load"):
+        before = restored([thing for thing, _ in states])
+    with before:
+        with all_or_none(group, "to load"):
+            for _, give in states:
+                give()
+        before.pop_all()
+    for target, value in (pair for part in parts for pair in part.tensors):
+        target.copy_(value)  # which ZeRO-1 sees by the shard's version
 
 
 def restored(things: Sequence[Any]) -> ExitStack:

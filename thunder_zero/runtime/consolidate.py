@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.runtime import ondisk
-from thunder_zero.runtime.contents import GROUPS, MODEL, OPTIM, STATE, groups_of
+from thunder_zero.runtime.contents import GROUPS, MODEL, OPTIM, STATE
 from thunder_zero.runtime.ondisk import Checkpoint
 from thunder_zero.runtime.onefile import (
     INDEX,
@@ -29,6 +29,7 @@ from thunder_zero.runtime.onefile import (
     write_safetensors,
     write_torch,
 )
+from thunder_zero.runtime.reading import groups_of
 
 TORCH = (".pt", ".pth", ".bin")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thunder_zero.plan import Param
 from thunder_zero.runtime import agree
-from thunder_zero.runtime.agree import Line, all_or_none
+from thunder_zero.runtime.agree import Line, OwnState, Pending, all_or_none
 from thunder_zero.runtime.contents import Held
 from thunder_zero.runtime.peers import told_by_rank_0
-from thunder_zero.runtime.saving import OwnState
 from thunder_zero.runtime.shards import own_rows, real_rows
 from thunder_zero.runtime.state import State
 
@@ -86,19 +86,6 @@ def model_state_dict(state: State, held: Held, names: Iterable[str], options: St
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
-    """What was read of a state dict for this rank, and is nowhere written yet.
-
-    Attributes:
-        tensors: pairs of what is in the model and what shall be in it, of one shape.
-        states: pairs of what has ``load_state_dict``, and may refuse, and what it shall take.
-    """
-
-    tensors: Sequence[tuple[Tensor, Tensor]]
-    states: Sequence[tuple[Any, Any]]
-
-
-@dataclass(frozen=True, slots=True)
 class Target:
     """A tensor of the model that a state dict has a value for: a shard of a parameter, or one that each rank has."""
 
@@ -109,26 +96,6 @@ class Target:
     def shape(self) -> tuple[int, ...]:
         """What the value's shape is in a state dict."""
         return tuple(self.tensor.shape) if self.param is None else self.param.shape
-
-
-@torch.no_grad()
-def put(state: State, parts: Sequence[Pending]) -> None:
-    """Write all of it, or nothing, if what takes a state refuses it on any rank; a collective.
-
-    Raises:
-        Exception: what it refused with here.
-        RuntimeError: another rank refused.
-    """
-    states = [pair for part in parts for pair in part.states]
-    with all_or_none(state.group, "to load"):
-        before = agree.restored([thing for thing, _ in states])
-    with before:
-        with all_or_none(state.group, "to load"):
-            for thing, value in states:
-                thing.load_state_dict(value)
-        before.pop_all()
-    for target, value in (pair for part in parts for pair in part.tensors):
-        target.copy_(value)  # which ZeRO-1 sees by the shard's version
 
 
 def counts(state: State, options: StateDictOptions) -> bool:
@@ -168,7 +135,8 @@ def read_model(
         (target.tensor, received(state, target.param, values.get(name), target.shape, target.tensor.dtype, options))
         for name, target in _once(names, has, targets)
     ]
-    states = [(OwnState(module.get_submodule(name.rpartition(".")[0])), value) for name, value in extras.items()]
+    owners = {name: OwnState(module.get_submodule(name.rpartition(".")[0])) for name in extras}
+    states = [(owner, partial(owner.load_state_dict, extras[name])) for name, owner in owners.items()]
     there, known = set(has), set(names)
     missing, unknown = [name for name in names if name not in there], [name for name in has if name not in known]
     return missing, unknown, Pending(tensors, states)

@@ -6,6 +6,7 @@ With ``interop.py`` what ``thunder_zero.state_dict`` is made of; nothing here kn
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,10 +16,9 @@ from torch.optim import Optimizer
 
 from thunder_zero.plan import Param
 from thunder_zero.runtime import agree
-from thunder_zero.runtime.agree import Line, all_or_none
+from thunder_zero.runtime.agree import Line, Pending, all_or_none
 from thunder_zero.runtime.contents import GROUPS, STATE, Held, Named, all_names, names_of
 from thunder_zero.runtime.interop import (
-    Pending,
     as_sent,
     counts,
     keeps,
@@ -30,7 +30,8 @@ from thunder_zero.runtime.interop import (
     rows_value,
     whole_value,
 )
-from thunder_zero.runtime.optimizers import parameters_of
+from thunder_zero.runtime.optimizers import load_state, parameters_of
+from thunder_zero.runtime.reading import packed
 from thunder_zero.runtime.shards import state_is_full, state_is_rows
 from thunder_zero.runtime.state import State
 
@@ -172,11 +173,12 @@ def read_optimizers(
         name: {key: _own(state, members[name], was, states.get(name, {}).get(key), options) for key, was in of.items()}
         for name, of in told.items()
     }
-    packed = []
+    states_of = []
     for optimizer in optimizers:
         mine, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
-        packed.append((optimizer, _packed(mine, names_of(held, optimizer), loaded)))
-    return Pending([], packed)
+        saved = packed(mine, names_of(held, optimizer), loaded)
+        states_of.append((optimizer, partial(load_state, optimizer, saved)))
+    return Pending([], states_of)
 
 
 def by_parameter(
@@ -300,13 +302,3 @@ def _own(state: State, named: Named, told: Any, value: Tensor | None, options: S
     if isinstance(told, DTensor) and named.param is not None:
         return told.full_tensor()
     return told.clone() if isinstance(told, Tensor) else told
-
-
-def _packed(
-    groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[Named]], states: Mapping[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """As ``Optimizer.load_state_dict`` takes it: parameters by number."""
-    names = [named.name for of in members for named in of]
-    at = {name: number for number, name in enumerate(names)}
-    packed = [{**group, "params": [at[named.name] for named in of]} for group, of in zip(groups, members, strict=True)]
-    return {STATE: {at[name]: states[name] for name in names if name in states}, GROUPS: packed}

@@ -67,10 +67,8 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict``, after which states have the dtypes that they were saved with.
-
-    torch casts them to the parameter's, and a float32 momentum of a bfloat16 parameter would not be what it was.
+def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict``, which takes some of the states of other kinds of optimizers, and fails in a step.
 
     Raises:
         ValueError: they are of another kind of optimizer, or it refuses them.
@@ -90,6 +88,17 @@ def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
                 f"the optimizer state that was saved has no {missing[0]!r}, so it is not of {kind}; give it to an "
                 f"optimizer of the kind that it was saved of"
             )
+
+
+def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """``load_state``, after which states have the dtypes that they were saved with.
+
+    torch casts them to the parameter's, and a float32 momentum of a bfloat16 parameter would not be what it was.
+
+    Raises:
+        ValueError: as ``load_state``.
+    """
+    load_state(optimizer, saved)
     params = parameters_of(optimizer)
     for number, values in saved["state"].items():
         state = optimizer.state[params[number]]

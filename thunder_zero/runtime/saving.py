@@ -7,28 +7,29 @@ the same in a thread, on copies, over a group of their own, since training's col
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from thunder_zero import manifest
 from thunder_zero.manifest import Manifest
-from thunder_zero.runtime import agree, contents, dcp, folder
-from thunder_zero.runtime.agree import Line, all_or_none
-from thunder_zero.runtime.contents import Found, Held
+from thunder_zero.runtime import agree, contents, dcp, folder, reading
+from thunder_zero.runtime.agree import Line, OwnState, Pending, all_or_none
+from thunder_zero.runtime.contents import Held
 from thunder_zero.runtime.dcp import Item, Part
 from thunder_zero.runtime.optimizers import load_exactly, owners_of, parameters_of
 from thunder_zero.runtime.peers import timeout_of, told_by_rank_0, told_to_rank_0
+from thunder_zero.runtime.reading import Found
 from thunder_zero.runtime.state import State
 
 ALIKE = "give every rank the same"
@@ -176,34 +177,17 @@ class Loaded:
     extras: tuple[dict[str, Any], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class OwnState:
-    """What a module adds to a state dict itself, as something that is given a state and gives it back."""
-
-    module: nn.Module
-
-    def state_dict(self) -> Any:
-        """What ``get_extra_state`` returns."""
-        return self.module.get_extra_state()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Hand it to ``set_extra_state``."""
-        self.module.set_extra_state(state)
-
-
-@torch.no_grad()
 def load(
     state: State,
     path: Path,
     held: Held,
     optimizers: Sequence[Optimizer],
     into: Mapping[str, Stateful],
-    owners: Mapping[str, nn.Module],
+    owners: Mapping[str, OwnState],
     *,
     check: bool,
 ) -> tuple[dict[str, Any], ...]:
-    """Load on all ranks; the extras. ``owners`` are the modules that have a state of their own, by its name. See
-    :func:`thunder_zero.load`."""
+    """Load on all ranks; the extras. ``owners`` have states of their own, by name. See :func:`thunder_zero.load`."""
     group = state.group
     agree.require_same([Line("the path to load from", str(path), ALIKE)], group)
     where, written = path, None
@@ -221,18 +205,13 @@ def load(
     with all_or_none(group, "to load"):
         with undisturbed(where, written):
             loaded = read(where, held, optimizers, 0 if written is None else written.ranks)
-        mine = extras_of(loaded.extras, group.rank(), group.size(), into)
-        taking = {**into, **{name: OwnState(owners[name]) for name in loaded.found.states}}
-        before = agree.restored([*taking.values(), *optimizers])
-    with before:
-        with all_or_none(group, "to load"):
-            for name, thing in taking.items():
-                thing.load_state_dict(mine[name] if name in into else loaded.found.states[name])
-            for optimizer, saved in zip(optimizers, loaded.found.optimizers, strict=True):
-                load_exactly(optimizer, saved)
-        before.pop_all()
-    for target, value in loaded.found.tensors:
-        target.copy_(value)  # which ZeRO-1 sees by the shard's version
+        found, mine = loaded.found, extras_of(loaded.extras, group.rank(), group.size(), into)
+    states: list[tuple[Any, Callable[[], object]]] = []
+    states += [(thing, partial(thing.load_state_dict, mine[name])) for name, thing in into.items()]
+    states += [(owners[name], partial(owners[name].load_state_dict, state)) for name, state in found.states.items()]
+    pairs = zip(optimizers, found.optimizers, strict=True)
+    states += [(optimizer, partial(load_exactly, optimizer, saved)) for optimizer, saved in pairs]
+    agree.put([Pending(found.tensors, states)], group)
     return loaded.extras
 
 
@@ -306,9 +285,9 @@ def read(where: Path, held: Held, optimizers: Sequence[Optimizer], ranks: int) -
         ValueError: another model, another optimizer, or damaged.
     """
     metadata = dcp.read_metadata(where)
-    extras = contents.read_extras(where, metadata, ranks)
-    tensors, states = contents.read_model(where, metadata, held)
-    packed = contents.read_optimizers(where, metadata, held, optimizers) if optimizers else []
+    extras = reading.read_extras(where, metadata, ranks)
+    tensors, states = reading.read_model(where, metadata, held)
+    packed = reading.read_optimizers(where, metadata, held, optimizers) if optimizers else []
     return Loaded(Found(tensors, states, packed), extras)
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from thunder_zero.plan import Param
 from thunder_zero.runtime import saving
-from thunder_zero.runtime.agree import all_or_none
+from thunder_zero.runtime.agree import OwnState, all_or_none
 from thunder_zero.runtime.contents import Held
 from thunder_zero.trace.module import transform_of
 
@@ -136,7 +136,7 @@ def load(
     """
     state = transform_of(model).state
     held = held_by(model)
-    owners = {name: model._model.get_submodule(name.rpartition(".")[0]) for name in held.states}
+    owners = {name: OwnState(model._model.get_submodule(name.rpartition(".")[0])) for name in held.states}
     return saving.load(state, Path(path), held, several(optimizer), extra, owners, check=check)
 
 
