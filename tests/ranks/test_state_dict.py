@@ -59,6 +59,21 @@ def kinds(tree: Any) -> Any:
     return ("Tensor", tuple(tree.shape), tree.dtype) if isinstance(tree, Tensor) else type(tree)
 
 
+def described(folder: Path) -> Any:
+    """What DCP's metadata says of each name: shape, dtype and layout, which rows lie together; where it stands."""
+    metadata = torch_dcp.FileSystemReader(folder).read_metadata()
+    tensors = {
+        name: (
+            stored.size,
+            stored.properties,
+            {(*chunk.offsets, *chunk.sizes) for chunk in stored.chunks if chunk.sizes.numel()},
+        )
+        for name, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, torch_dcp.TensorStorageMetadata)
+    }
+    return tensors, metadata.planner_data
+
+
 def beside_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for stage in (1, 3):
@@ -95,6 +110,9 @@ def beside_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 
         in_model, in_optimizer = ours.get_state_dict(model, optimizer)
         torch_dcp.save({"model": in_model, "optim": in_optimizer}, checkpoint_id=root / f"by-hand-{stage}")
+        tz.save(root / f"ours-{stage}", model, optimizer)
+        folders = root / f"ours-{stage}", root / f"by-hand-{stage}"
+        results[f"as DTensors are saved {stage}"] = described(folders[0]) == described(folders[1])
         again, its_optimizer = other(stage)
         in_model, in_optimizer = ours.get_state_dict(again, its_optimizer)  # makes the state to load into
         nested = {"model": in_model, "optim": in_optimizer}
@@ -108,7 +126,7 @@ def beside_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
 def test_beside_fsdp2(ranks_pool: RanksPool, tmp_path: Path, world_size: int) -> None:
     for results in ranks_pool.run(world_size, beside_fsdp2, tmp_path):
         assert {name for name, result in results.items() if result not in (True, [])} == set()
-        assert len(results) == 18
+        assert len(results) == 20
 
 
 def every_kind(rank: int, world_size: int) -> list[Any]:
