@@ -18,11 +18,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 from thunder_zero.runtime import interop, interop_optimizers
-from thunder_zero.runtime.agree import put
+from thunder_zero.runtime.agree import Line, all_or_none, put, require_same
 from thunder_zero.trace.checkpoints import held_by, several
 from thunder_zero.trace.module import transform_of
 
 if TYPE_CHECKING:
+    from thunder_zero.runtime.contents import Held
+    from thunder_zero.runtime.state import State
+
     from thunder.core.module import ThunderModule
 
 __all__ = [
@@ -64,7 +67,7 @@ def get_model_state_dict(
         TypeError: not a model with ZeroTransform.
         ValueError: an option that is not supported.
     """
-    state, held, options = transform_of(model).state, held_by(model), _supported(options, submodules)
+    state, held, options = _prepared(model, options, submodules)
     return interop.model_state_dict(state, held, model._model.state_dict(), options)
 
 
@@ -108,7 +111,7 @@ def get_optimizer_state_dict(
             is neither of the shard's shape nor one number.
         RuntimeError: another rank refused, or its optimizer has other states.
     """
-    state, held, options = transform_of(model).state, held_by(model), _supported(options, submodules)
+    state, held, options = _prepared(model, options, submodules)
     return interop_optimizers.optimizers_state_dict(state, held, several(optimizers), options)
 
 
@@ -154,7 +157,7 @@ def set_model_state_dict(
         ValueError: no tensor, another shape, or what cannot be copied; an option that is not supported.
         Exception: what a module's ``set_extra_state`` raises.
     """
-    state, held, options = transform_of(model).state, held_by(model), _supported(options, None)
+    state, held, options = _prepared(model, options, None)
     missing, unknown, part = interop.read_model(state, held, model._model, model_state_dict, options)
     put([part], state.group)
     return Incompatible(missing, unknown)
@@ -187,7 +190,7 @@ def set_optimizer_state_dict(
             option that is not supported.
         RuntimeError: a state is missing, and ``strict``; another rank refused.
     """
-    state, held, options = transform_of(model).state, held_by(model), _supported(options, None)
+    state, held, options = _prepared(model, options, None)
     part = interop_optimizers.read_optimizers(state, held, several(optimizers), optim_state_dict, options)
     put([part], state.group)
 
@@ -205,11 +208,22 @@ def set_state_dict(
 
     >>> set_state_dict(model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer)
     """
-    state, held, options = transform_of(model).state, held_by(model), _supported(options, None)
+    state, held, options = _prepared(model, options, None)
     missing, unknown, part = interop.read_model(state, held, model._model, model_state_dict, options)
     other = interop_optimizers.read_optimizers(state, held, several(optimizers), optim_state_dict, options)
     put([part, other], state.group)
     return Incompatible(missing, unknown)
+
+
+def _prepared(
+    model: ThunderModule, options: StateDictOptions | None, submodules: object
+) -> tuple[State, Held, StateDictOptions]:
+    """The model as ranks agree that it is asked for."""
+    state = transform_of(model).state
+    with all_or_none(state.group, "the state dict"):
+        held, options = held_by(model), _supported(options, submodules)
+    require_same([Line("the options of the state dict", str(options), "give every rank the same")], state.group)
+    return state, held, options
 
 
 def _supported(options: StateDictOptions | None, submodules: object) -> StateDictOptions:

@@ -163,8 +163,13 @@ def test_what_an_earlier_call_left_is_removed(runs: Path, tmp_path: Path) -> Non
     out = tmp_path / "out"
     out.mkdir()
     others = ["m.pt", "m2.safetensors", "xm-00001-of-00002.safetensors", "m-1-of-2.safetensors", "m.safetensors.txt"]
-    for name in (*others, "m.optimizer.safetensors", "m.optimizer-00001-of-00002.safetensors"):
+    others += ["m-00001-of-00009.safetensors", "m.optimizer.safetensors.index.json"]  # somebody else's of that name
+    for name in others:
         (out / name).touch()
+    (ours,) = tz.consolidate(runs / "start", tmp_path / "ours.safetensors")
+    for name in ("m.optimizer.safetensors", "m.optimizer-00001-of-00002.safetensors"):
+        ours.with_name(name).write_bytes(ours.read_bytes())
+        ours.with_name(name).rename(out / name)
     for limit in (10, 20, None, 10):
         files = tz.consolidate(runs / "start", out / "m.safetensors", max_file_bytes=limit)
         assert {path.name for path in out.iterdir()} == {*others, *(file.name for file in files)}

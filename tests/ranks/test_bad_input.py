@@ -138,11 +138,11 @@ def shard_differing(
 
 BUILD = "build the same module on every rank"
 DIFFER = [
-    (rename, "the module differs between ranks", "rank 0 has parameter 'b.weight'", "has parameter 'c.weight'", BUILD),
-    (swap, "the module differs between ranks", "rank 0 has parameter 'a.weight'", "has parameter 'b.weight'", BUILD),
-    (drop, "the module differs between ranks", "rank 0 has parameter 'b.bias'", "has buffer 'scale'", BUILD),
-    (add, "the module differs between ranks", "rank 0 has buffer 'scale'", "has parameter 'c.weight'", BUILD),
-    (tie, "the module differs between ranks", "'a.weight' where", "'a.weight' = 'b.weight'", BUILD),
+    (rename, "the ranks differ", "rank 0 has parameter 'b.weight'", "has parameter 'c.weight'", BUILD),
+    (swap, "the ranks differ", "rank 0 has parameter 'a.weight'", "has parameter 'b.weight'", BUILD),
+    (drop, "the ranks differ", "rank 0 has parameter 'b.bias'", "has buffer 'scale'", BUILD),
+    (add, "the ranks differ", "rank 0 has buffer 'scale'", "has parameter 'c.weight'", BUILD),
+    (tie, "the ranks differ", "'a.weight' where", "'a.weight' = 'b.weight'", BUILD),
     (wider, "parameter 'b.weight' differs", "rank 0 has shape (5, 4)", "has shape (5, 6)", BUILD),
     (cast, "parameter 'b.weight' differs", "float32", "has shape (5, 4), torch.bfloat16", BUILD),
     (to_meta, "parameter 'a.weight' differs", "unit ''", ", on the meta device", BUILD),

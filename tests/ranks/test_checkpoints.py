@@ -281,6 +281,7 @@ def damaged(rank: int, world_size: int, root: Path) -> dict[str, tuple[str, list
         model(torch.ones(2, 7)).sum().backward()
     attempt("an open accumulation", lambda: tz.load(root / "good", model, optimizer))
     model.zero_grad()
+    attempt("an optimizer on rank 0 alone", lambda: tz.load(root / "good", model, None if rank else optimizer))
     attempt("no such extra", lambda: tz.load(root / "good", model, optimizer, scheduler=stubborn))
     attempt("no state_dict", lambda: tz.load(root / "good", model, optimizer, stubborn=3))
     try:
@@ -303,9 +304,10 @@ REFUSED = {
     "other groups": "has 1 parameter groups, and this one has 2",
     "fewer parameters": "parameter group 0 of the checkpoint's optimizer lacks nothing and has 'layers.1.bias'",
     "a stranger's optimizer": "none of the model's",
-    "SGD's into AdamW": "AdamW does not take the optimizer state that was saved (KeyError",
-    "AdamW's into SGD": "has no 'dampening', so it is not of SGD",
+    "SGD's into AdamW": "the checkpoint's optimizer is SGD, and this one is AdamW",
+    "AdamW's into SGD": "the checkpoint's optimizer is AdamW, and this one is SGD",
     "an open accumulation": "gradients that no_sync deferred are not reduced yet, and are of the weights before; load",
+    "an optimizer on rank 0 alone": "how many optimizers there are, the extras, and check differs between ranks",
     "no such extra": "the checkpoint has no extra 'scheduler'",
     "no state_dict": "stubborn=3 cannot take what was saved",
     "a stubborn extra": "stubborn",
@@ -368,6 +370,17 @@ def refused_saves(rank: int, world_size: int, root: Path) -> dict[str, str]:
         told["no parameter"] = refusal(lambda: tz.save(root / "next", model, optimizer))
     with mock.patch.dict(optimizer.param_groups[0], {"rule": object()}):
         told["hyper-parameter"] = refusal(lambda: tz.save(root / "next", model, optimizer))
+    told["check"] = refusal(lambda: tz.save(root / "next", model, check=1))
+    told["inside"] = refusal(lambda: tz.save(root / "good" / "next", model, optimizer))
+    part = adamw(model)
+    if rank == 0:
+        stepped(model, part)
+    told["rank 0 stepped alone"] = refusal(lambda: tz.save(root / "next", model, part))
+    with mock.patch.dict(optimizer.state[next(model.parameters())], {"ema.fast": 1.0}):
+        told["a dot"] = refusal(lambda: tz.save(root / "next", model, optimizer))
+    own = {"side_effect": ValueError("no state here")} if rank else {"return_value": 3}
+    with mock.patch.object(type(model._model), "get_extra_state", **own):
+        told["extra state on rank 1"] = refusal(lambda: tz.save(root / "next", model))
     told["latest"] = refusal(lambda: tz.save(root / "latest", model, optimizer))
     told["paths"] = refusal(lambda: tz.save(root / f"next{rank}", model, optimizer))
     strange = Strange(model.parameters(), 0.1)
@@ -402,6 +415,11 @@ def test_a_save_that_fails_leaves_what_was_there(ranks_pool: RanksPool, tmp_path
         "twice": "parameter 'layers.0.weight' is in 2 optimizers",
         "no parameter": "AdamW keeps a state for 'total', which is none of the parameters",
         "hyper-parameter": "the hyper-parameter 'rule' of the optimizer's group 0: an object of type object cannot",
+        "check": "an extra is named 'check'",
+        "inside": "is a checkpoint itself",
+        "rank 0 stepped alone": "the optimizer's state of parameter 'layers.0.weight' differs between ranks",
+        "a dot": "the optimizer has a state 'ema.fast' of parameter 'layers.0.weight'",
+        "extra state on rank 1": "no state here",
         "latest": "mean something else",
         "paths": "the path to save at differs between ranks",
         "state": "'factor' of parameter 'layers.0.weight' has shape (3,)",

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import thunder_zero as tz
 from tests.harness.ranks import RanksPool
-from tests.ranks.models import Mlp, Zoo, fresh, sharded
+from tests.ranks.models import Mlp, Small, Zoo, fresh, sharded
 from tests.ranks.test_checkpoints import adamw, full_of, plain, refusal, same, state_of, stepped
 from thunder_zero import state_dict as ours
 from thunder_zero.runtime.state import State
@@ -71,7 +71,7 @@ def described(folder: Path) -> Any:
         for name, stored in metadata.state_dict_metadata.items()
         if isinstance(stored, torch_dcp.TensorStorageMetadata)
     }
-    return tensors, metadata.planner_data
+    return tensors, {name: path for name, path in metadata.planner_data.items() if path[0] in ("model", "optim")}
 
 
 def beside_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
@@ -273,6 +273,13 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     attempt("submodules", partial(ours.get_model_state_dict, model, submodules={model}))
     flat = ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
     load = partial(ours.set_optimizer_state_dict, model, optimizer)
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    attempt("of another kind", partial(ours.set_optimizer_state_dict, model, sgd, in_optimizer))
+    tied = sharded(fresh(Small), 3)
+    untied = {**ours.get_model_state_dict(tied, options=FULL), "head.weight": torch.ones(9, 5)}
+    attempt("untied", partial(ours.set_model_state_dict, tied, untied))
+    half = StateDictOptions(full_state_dict=rank == 0)
+    attempt("options", partial(ours.get_model_state_dict, model, options=half))
     attempt("flat, of another", partial(load, {key: value for key, value in flat.items() if ".bias." not in key}))
     attempt("flat, two rates", partial(load, {**flat, "param_groups.layers.1.weight.lr": 7.0}))
     attempt("flat, a model's", partial(load, good))
@@ -306,6 +313,9 @@ def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(ranks_pool:
         "rank 1's optimizer": "it does not like it",
         "rank 1's optimizer, model too": "it does not like it",
         "submodules": "submodules is not supported",
+        "of another kind": "has no 'dampening', so it is not of SGD",
+        "untied": "'embed.weight' and 'head.weight' differ in the state dict, and are tied in the model",
+        "options": "the options of the state dict differs between ranks",
         "flat, of another": "the state dict has no param_groups of parameter 'layers.0.bias'",
         "flat, two rates": "parameters 'layers.0.weight' and 'layers.1.weight' are in one group",
         "flat, a model's": "'layers.0.weight' in the state dict is neither 'state' nor 'param_groups'",

@@ -1,7 +1,7 @@
-"""Do all ranks hold the same model, and will they run the same collectives? Asked once, before the first step.
+"""Do all ranks hold the same model, will they run the same collectives, do they all take what is loaded?
 
-Ranks that disagree do not fail by themselves: they hang, or exchange bytes that mean something else.
-What one rank refuses is therefore told to all, and what has to agree is compared line by line.
+Ranks that disagree do not fail by themselves: they hang, or exchange bytes that mean something else. What one rank
+refuses is therefore told to all, before anything is written, and what has to agree is compared line by line.
 """
 
 from __future__ import annotations
@@ -162,10 +162,10 @@ def _restore(thing: Any, before: Any) -> None:
 
 
 def require_same(lines: Sequence[Line], group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank's model differs from rank 0's.
+    """Raise on every rank if any rank's lines differ from rank 0's; a collective.
 
     Raises:
-        RuntimeError: naming the first parameter that differs, both values and both ranks.
+        RuntimeError: naming the first line that differs, both values and both ranks.
     """
     difference = _first_difference(lines, group)
     if difference is None:
@@ -173,9 +173,8 @@ def require_same(lines: Sequence[Line], group: dist.ProcessGroup) -> None:
     rank, _, expected, found = difference
     if expected is None or found is None or expected.name != found.name:
         here, there = (line.name if line is not None else "nothing more" for line in (expected, found))
-        raise RuntimeError(
-            f"the module differs between ranks: rank 0 has {here} where rank {rank} has {there}; {Line('', '').remedy}"
-        )
+        remedy = next(line.remedy for line in (expected, found) if line is not None)
+        raise RuntimeError(f"the ranks differ: rank 0 has {here} where rank {rank} has {there}; {remedy}")
     raise RuntimeError(
         f"{expected.name} differs between ranks: rank 0 has {expected.value}, rank {rank} has {found.value}; "
         f"{expected.remedy}"

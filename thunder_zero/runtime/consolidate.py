@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thunder_zero.runtime import ondisk
@@ -19,6 +20,7 @@ from thunder_zero.runtime.contents import GROUPS, MODEL, OPTIM, STATE
 from thunder_zero.runtime.ondisk import Checkpoint
 from thunder_zero.runtime.onefile import (
     INDEX,
+    MADE_HERE,
     SAFETENSORS,
     Create,
     Read,
@@ -211,7 +213,7 @@ def _in_parts(
     if len(files) == 1:
         return paths
     where = {whole.name: path.name for path, members in zip(paths, files, strict=True) for whole in members}
-    total = {"total_size": sum(whole.nbytes for whole in wholes)}
+    total = {"total_size": sum(whole.nbytes for whole in wholes), **MADE_HERE}
     index = out.with_name(out.name + INDEX)
     with create(index) as stream:
         stream.write(json.dumps({"metadata": total, "weight_map": where}, indent=1).encode() + b"\n")
@@ -224,5 +226,18 @@ def _remove_older(out: Path, written: Iterable[Path]) -> None:
     ours = re.compile(rf"{stem}(\.optimizer)?(-\d{{5,}}-of-\d{{5,}}{dot}|{dot}({end})?)")
     kept = {path.name for path in written}
     for path in list(out.parent.iterdir()):
-        if ours.fullmatch(path.name) and path.name not in kept:
+        if ours.fullmatch(path.name) and path.name not in kept and _is_made_here(path):
             path.unlink()
+
+
+def _is_made_here(path: Path) -> bool:
+    """Whether a safetensors file, or the index of several, says that it is of ``consolidate``."""
+    try:
+        if path.name.endswith(INDEX):
+            said = json.loads(path.read_text())["metadata"]
+        else:
+            with safe_open(path, "pt") as file:
+                said = file.metadata() or {}
+        return bool(said.items() >= MADE_HERE.items())
+    except (SafetensorError, ValueError, LookupError, AttributeError, TypeError):
+        return False

@@ -19,10 +19,12 @@ from torch.optim import Optimizer
 from thunder_zero import layout
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime import dcp
+from thunder_zero.runtime.agree import Line
 from thunder_zero.runtime.dcp import Item, Path_
 from thunder_zero.runtime.shards import SIMPLE, real_rows, state_is_rows
 
 MODEL, OPTIM, STATE, GROUPS, EXTRA = "model", "optim", "state", "param_groups", "extra"
+KINDS = "optimizers"  # the names of their classes, by number
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def optimizer_items(held: Held, optimizers: Sequence[Optimizer]) -> list[Item]:
 
     Raises:
         ValueError: a parameter of another model, or of two optimizers; a state that belongs to no single row, so that
-            it has no whole shape, or to no parameter; a hyper-parameter that cannot be saved.
+            it has no whole shape, or to no parameter, or whose name has a dot; a hyper-parameter that cannot be saved.
     """
     items = []
     groups = all_names(held, optimizers)
@@ -117,7 +119,24 @@ def optimizer_items(held: Held, optimizers: Sequence[Optimizer]) -> list[Item]:
         saved = [group for optimizer in optimizers for group in optimizer.param_groups]
         for number, (group, members) in enumerate(zip(saved, groups, strict=True)):
             items += _group_items(number, {**group, "params": [named.name for named in members]})
+        kinds = [type(optimizer).__name__ for optimizer in optimizers]
+        items += [Item((KINDS, number), dcp.pickled(kind)) for number, kind in enumerate(kinds)]
     return items
+
+
+def state_lines(held: Held, optimizers: Sequence[Optimizer]) -> list[Line]:
+    """Which states there are of each parameter that ranks share, for them to compare: what one of them lacks, nobody
+    can put together."""
+    lines = []
+    for optimizer in optimizers:
+        for named in chain(*names_of(held, optimizer)):
+            if named.param is not None:
+                values = optimizer.state.get(named.tensor, {}).items()
+                rows = {key for key, value in values if state_is_rows(str(key), value, named.param, held.plan)}
+                shown = ", ".join(f"{key} by rows" if key in rows else str(key) for key, _ in values)
+                what = f"the optimizer's state of parameter {named.name!r}"
+                lines.append(Line(what, shown or "nothing", "step the optimizer on every rank alike"))
+    return lines
 
 
 def _group_items(number: int, values: Mapping[str, Any]) -> Iterator[Item]:
@@ -131,6 +150,11 @@ def _group_items(number: int, values: Mapping[str, Any]) -> Iterator[Item]:
 
 def _state_items(held: Held, named: Named, key: str, value: Any) -> list[Item]:
     param = named.param
+    if not isinstance(key, str) or "." in key:
+        raise ValueError(
+            f"the optimizer has a state {key!r} of parameter {named.name!r}; names of states are strings without dots, "
+            f"or nobody could tell them from parameters' names"
+        )
     if not isinstance(value, Tensor) and not isinstance(value, SIMPLE):
         raise ValueError(
             f"the optimizer's {key!r} of parameter {named.name!r} is a {type(value).__name__}, which cannot be put "

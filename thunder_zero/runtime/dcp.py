@@ -237,8 +237,16 @@ def write(folder: Path, rank: int, items: Sequence[Item], value_of: ValueOf = at
 
 
 def finish(folder: Path, parts: Sequence[Part]) -> tuple[tuple[File, ...], tuple[Stored, ...]]:
-    """Write DCP's metadata of all ranks' parts; all files of the checkpoint, and all tensors in them."""
+    """Write DCP's metadata of all ranks' parts; all files of the checkpoint, and all tensors in them.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: rows that no rank has.
+    """
     _, metadata = create_default_global_save_plan([SavePlan(list(part.items)) for part in parts])
+    for key, stored in metadata.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata):
+            _require_rows(key, stored)
     metadata.planner_data = {key: path for part in parts for key, path in part.paths.items()}
     writer = Writer(folder)
     writer.finish(metadata, [list(part.results) for part in parts])
@@ -249,6 +257,12 @@ def finish(folder: Path, parts: Sequence[Part]) -> tuple[tuple[File, ...], tuple
         if isinstance(stored, TensorStorageMetadata)
     ]
     return tuple(files), tuple(tensors)
+
+
+def _require_rows(key: str, stored: TensorStorageMetadata) -> None:
+    rows = sum(chunk.sizes.numel() for chunk in stored.chunks)
+    if rows != stored.size.numel():
+        raise ValueError(f"ranks gave {rows} elements of {key}, and its shape {tuple(stored.size)} has other rows, too")
 
 
 def _write_item(item: Item, path: Path_) -> WriteItem:

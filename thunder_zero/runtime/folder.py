@@ -1,6 +1,6 @@
 """How does a checkpoint become visible at once and whole? Written beside, flushed, renamed; ``latest`` moves last.
 
-All names that begin with a dot are none of a checkpoint; what stands under any other name was written to its end::
+Names that begin with a dot are for a while only; what stands under any other name was written to its end::
 
     runs/step-100/            a checkpoint
     runs/latest               a link to the last one
@@ -64,8 +64,8 @@ def checkpoints(parent: Path) -> dict[Path, Manifest]:
         if not folder.name.startswith(".") and not folder.is_symlink() and (folder / manifest.NAME).is_file():
             try:
                 found[folder] = manifest.read(folder)
-            except ValueError:
-                continue  # damaged: not ours to count or to delete
+            except (FileNotFoundError, ValueError):
+                continue  # being deleted, or damaged: not ours to count or to delete
     return found
 
 
@@ -97,6 +97,13 @@ def prepare(path: Path) -> None:
         raise ValueError(
             f"a checkpoint cannot be saved at {str(path)!r}: {LATEST!r}, links and names that begin with a dot mean "
             f"something else; choose a name such as 'runs/step-100'"
+        )
+    latest = path.parent / LATEST
+    if latest.exists() and not latest.is_symlink():
+        raise ValueError(f"{latest} is no link, as after a copy that followed it; move it away, a save makes it anew")
+    if (path.parent / manifest.NAME).is_file():
+        raise ValueError(
+            f"{path.parent} is a checkpoint itself, and would be replaced as a whole; choose a path beside it"
         )
     if _replaced(path).is_dir():
         if path.exists():
@@ -160,24 +167,28 @@ def point_latest(path: Path) -> None:
 
 
 def prune(path: Path, keep: int) -> None:
-    """Delete all but the last ``keep`` checkpoints whose names differ from this one's in digits only, and what saves
-    and deletions of such names have left that died. Never fails: it warns."""
-    parent = path.parent
-    alike = [item for item in checkpoints(parent).items() if _series(item[0].name) == _series(path.name)]
-    oldest_first = sorted(alike, key=lambda item: item[1].number)
+    """Delete all but the last ``keep`` checkpoints whose names differ from this one's in the last number only, and what
+    saves and deletions of such names left when they died. Never fails: it warns."""
+    parent, series = path.parent, _series(path.name)
     try:
-        for folder, _ in oldest_first[:-keep]:
-            remove(folder)
         for left in (*parent.glob(".*.removed"), *parent.glob(".*.saving")):
-            name = left.name[1:].rpartition(".")[0].removesuffix(".replaced")
-            if _series(name) == _series(path.name):
+            if _series(left.name[1:].rpartition(".")[0].removesuffix(".replaced")) == series:
                 shutil.rmtree(left)
-    except OSError as error:
+        alike = {folder: found for folder, found in checkpoints(parent).items() if _series(folder.name) == series}
+        for left in parent.glob(".*.replaced"):
+            name = left.name[1:].removesuffix(".replaced")
+            if _series(name) == series and parent / name in alike:
+                remove(left)
+            elif _series(name) == series:  # a save died between its two renames
+                alike[left] = manifest.read(left)
+        for folder in sorted(alike, key=lambda folder: alike[folder].number)[:-keep]:
+            remove(folder)
+    except (OSError, ValueError) as error:
         warnings.warn(f"the checkpoint was saved, but an older one could not be deleted: {error}", stacklevel=2)
 
 
 def _series(name: str) -> str:
-    return re.sub(r"\d+", "0", name)
+    return re.sub(r"\d+(?=\D*$)", "0", name)
 
 
 def remove(folder: Path) -> None:

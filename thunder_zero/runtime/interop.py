@@ -62,19 +62,19 @@ def whole_value(value: Any, options: StateDictOptions) -> Any:
 
 
 @torch.no_grad()
-def model_state_dict(state: State, held: Held, names: Iterable[str], options: StateDictOptions) -> dict[str, Any]:
-    """What these names of the plain module's state dict are."""
+def model_state_dict(state: State, held: Held, plain: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
+    """The plain module's state dict, with what is in the model; what hooks add to it stays as it is."""
     whole = {**held.ignored, **held.buffers, **held.states}
     frozen = {name for name, param in held.plan.by_name.items() if not param.requires_grad}
     frozen |= {name for name, tensor in held.ignored.items() if not tensor.requires_grad}
     found: dict[str, Any] = {}
     made: dict[str, Tensor] = {}  # by path: a tied parameter is gathered once
-    for name in names:
+    for name in plain:
         if options.ignore_frozen_params and name in frozen:
             continue
         param = held.plan.by_name.get(name)
         if param is None:
-            found[name] = whole_value(whole[name], options)
+            found[name] = whole_value(whole.get(name, plain[name]), options)
             continue
         if param.path not in made:
             made[param.path] = rows_value(state, param, held.shards[param.path], options)
@@ -181,6 +181,17 @@ def require_values(
             require_tensor(
                 repr(name), values[name], targets[name].shape, targets[name].tensor.dtype, state.device, options
             )
+    first: dict[int, str] = {}
+    for name in filter(targets.__contains__, values):
+        other = first.setdefault(id(targets[name].tensor), name)
+        if other != name and not same_values(values[other], values[name]):
+            raise ValueError(f"{other!r} and {name!r} differ in the state dict, and are tied in the model")
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of a state dict are equal, as far as this rank has them."""
+    mine, its = (value.to_local() if isinstance(value, DTensor) else value for value in (one, other))
+    return mine is its or (mine.shape == its.shape and torch.equal(mine.cpu(), its.cpu()))
 
 
 def require_tensor(

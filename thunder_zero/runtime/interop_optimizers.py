@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from thunder_zero.plan import Param
 from thunder_zero.runtime import agree
-from thunder_zero.runtime.agree import Line, Pending, all_or_none
-from thunder_zero.runtime.contents import GROUPS, STATE, Held, Named, all_names, names_of
+from thunder_zero.runtime.agree import Pending, all_or_none
+from thunder_zero.runtime.contents import GROUPS, STATE, Held, Named, all_names, names_of, state_lines
 from thunder_zero.runtime.interop import (
     as_sent,
     counts,
@@ -88,7 +88,7 @@ def optimizers_state_dict(
         for optimizer in optimizers:
             make_states(optimizer)
         of_all = [(named, optimizer.state.get(named.tensor, {})) for optimizer, named in _members(held, optimizers)]
-        lines = [_states_line(state, named, values) for named, values in of_all if named.param is not None]
+        lines = state_lines(held, optimizers)
     agree.require_same(lines, state.group)
     states = {
         named.name: {key: state_value(state, named.param, key, value, options) for key, value in values.items()}
@@ -109,15 +109,6 @@ def optimizers_state_dict(
 def _members(held: Held, optimizers: Iterable[Optimizer]) -> list[tuple[Optimizer, Named]]:
     """What optimizers step, one group after the other."""
     return [(one, named) for one in optimizers for group in names_of(held, one) for named in group]
-
-
-def _states_line(state: State, named: Named, values: Mapping[str, Any]) -> Line:
-    assert named.param is not None
-    shown = [
-        f"{key} by rows" if state_is_rows(key, value, named.param, state.plan) else key for key, value in values.items()
-    ]
-    name = f"the optimizer's state of parameter {named.name!r}"
-    return Line(name, ", ".join(shown) or "nothing", "step it on every rank alike")
 
 
 def flattened(states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -37,10 +37,14 @@ DTYPES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 FLOATS = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+MADE_HERE = {"made_by": "thunder_zero"}  # in the metadata: only such files are ours to remove
 ALIGNMENT = 8  # of the first tensor's bytes in a safetensors file
 RECORD_ALIGNMENT = 64  # of each record's bytes in a torch file, as torch.load(mmap=True) likes them
 RECORD_HEADER = 30 + 20 + 4  # bytes before them: the zip format's, its 64-bit sizes, the padding's own
@@ -138,7 +142,7 @@ def write_safetensors(stream: BinaryIO, wholes: Iterable[Whole], read: Read, not
         header[whole.name] = {"dtype": DTYPES[whole.dtype], "shape": whole.shape, "data_offsets": offsets}
         start += whole.nbytes
     aliases = {alias: whole.name for whole in wholes for alias in whole.aliases}
-    metadata = {"format": "pt", **notes, **({"aliases": json.dumps(aliases)} if aliases else {})}
+    metadata = {"format": "pt", **MADE_HERE, **notes, **({"aliases": json.dumps(aliases)} if aliases else {})}
     text = json.dumps({"__metadata__": metadata, **header}).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     stream.write(len(text).to_bytes(8, "little") + text)
@@ -178,8 +182,9 @@ def write_torch(stream: BinaryIO, tree: Any, read: Read) -> None:
         _record(archive, stream, "data.pkl", pickled.getvalue())
         _record(archive, stream, "byteorder", sys.byteorder.encode())
         for key, found in enumerate(pickler.tensors):
-            value = read(found) if isinstance(found, Whole) else found
-            _record(archive, stream, f"data/{key}", _bytes_of(value))
+            content = _bytes_of(read(found) if isinstance(found, Whole) else found)
+            _record(archive, stream, f"data/{key}", content)
+            del content  # before the next is read
         _record(archive, stream, "version", b"3\n")
 
 

@@ -73,8 +73,8 @@ def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     Raises:
         ValueError: they are of another kind of optimizer, or it refuses them.
     """
-    before = [group.keys() for group in optimizer.param_groups]
-    kind = type(optimizer).__name__
+    kind, before = type(optimizer).__name__, [dict(group) for group in optimizer.param_groups]
+    defaults = set(optimizer.defaults)
     try:
         optimizer.load_state_dict(saved)
     except Exception as error:
@@ -82,12 +82,14 @@ def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
             f"{kind} does not take the optimizer state that was saved ({type(error).__name__}: {error}); give it to an "
             f"optimizer of the kind that it was saved of"
         ) from error
-    for names, group in zip(before, optimizer.param_groups, strict=True):
-        if missing := sorted(names - group.keys()):
+    for own, group in zip(before, optimizer.param_groups, strict=True):
+        if missing := sorted((defaults & own.keys()) - group.keys()):
             raise ValueError(
                 f"the optimizer state that was saved has no {missing[0]!r}, so it is not of {kind}; give it to an "
                 f"optimizer of the kind that it was saved of"
             )
+        for name, value in own.items():
+            group.setdefault(name, value)  # what a scheduler or a user keeps there, and was not saved
 
 
 def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from thunder_zero.runtime import dcp
 from thunder_zero.runtime.contents import (
     EXTRA,
     GROUPS,
+    KINDS,
     MODEL,
     OPTIM,
     STATE,
@@ -157,10 +158,12 @@ def read_optimizers(
         for key in hyper
         if isinstance(found := stored[key], TensorStorageMetadata)
     ]
-    plain = [key for key in (*wanted, *hyper) if not isinstance(stored[key], TensorStorageMetadata)]
+    kinds = [key for key in map(f"{KINDS}.{{}}".format, range(len(optimizers))) if key in stored]
+    plain = [key for key in (*wanted, *hyper, *kinds) if not isinstance(stored[key], TensorStorageMetadata)]
     values = {**dcp.read(folder, metadata, items, plain), **{item.key: item.value for item in items}}
     saved = groups_of({key.removeprefix(f"{OPTIM}.{GROUPS}."): values[key] for key in hyper})
     require_groups(saved, [[named.name for named in group] for group in groups])
+    require_kinds([values[key] for key in kinds], optimizers)
     states: dict[str, dict[str, Any]] = {}
     for key, want in wanted.items():
         states.setdefault(want.named.name, {})[want.name] = _padded(held, want, values[key])
@@ -178,10 +181,27 @@ def states_wanted(held: Held, members: Sequence[Named], stored: Mapping[str, Any
     }
     wanted = {}
     for key, found in stored.items():
-        prefix, _, name = key.rpartition(".")
-        if (named := prefixes.get(prefix)) is not None:
-            wanted[key] = Wanted(named, name, _rows_wanted(held, named, key, found))
+        prefix, dot, name = key.rpartition(".")
+        while dot and prefix not in prefixes:  # another tool's states may have dots in their names
+            prefix, dot, more = prefix.rpartition(".")
+            name = f"{more}.{name}"
+        if dot:
+            wanted[key] = Wanted(prefixes[prefix], name, _rows_wanted(held, prefixes[prefix], key, found))
     return wanted
+
+
+def require_kinds(saved: Sequence[str], optimizers: Sequence[Optimizer]) -> None:
+    """Raise unless optimizers are of the classes that were saved, where that is known.
+
+    Raises:
+        ValueError: of another one: what it makes of another's state may be wrong in silence.
+    """
+    for kind, optimizer in zip(saved, optimizers, strict=False):
+        if kind != type(optimizer).__name__:
+            raise ValueError(
+                f"the checkpoint's optimizer is {kind}, and this one is {type(optimizer).__name__}; give one of the "
+                f"kind that was saved, or load without it"
+            )
 
 
 def packed(

@@ -99,6 +99,8 @@ def save(
         require_closed(state, "a checkpoint does not have them; save")
         items = contents.model_items(held) + extra_items(held, extra)
         items += contents.optimizer_items(held, optimizers)
+        lines = contents.state_lines(held, optimizers)
+    agree.require_same(lines, state.group)
     if wait:
         done: Future[Path] = Future()
         done.set_result(write(path, items, keep, state.group))
@@ -106,7 +108,9 @@ def save(
     background = _backgrounds.get(state)
     if background is None:
         background = _backgrounds[state] = Background(state.group, state.device)
-    return background.start(path, [contents.copied(item) for item in items], keep)
+    with all_or_none(state.group, "to save"):
+        items = [contents.copied(item) for item in items]
+    return background.start(path, items, keep)
 
 
 def require_closed(state: State, why: str) -> None:
@@ -127,6 +131,8 @@ def extra_items(held: Held, extra: Mapping[str, Any]) -> list[Item]:
     """
     items = []
     for name, value in extra.items():
+        if name == "check":
+            raise ValueError("an extra is named 'check', which means something else to thunder_zero.load; rename it")
         if isinstance(value, Optimizer) and any(owners_of(parameters_of(value))):
             raise ValueError(
                 f"the extra {name!r} is an optimizer of a sharded model, whose state would be rows without a place; "
@@ -189,7 +195,9 @@ def load(
 ) -> tuple[dict[str, Any], ...]:
     """Load on all ranks; the extras. ``owners`` have states of their own, by name. See :func:`thunder_zero.load`."""
     group = state.group
-    agree.require_same([Line("the path to load from", str(path), ALIKE)], group)
+    what = str((len(optimizers), sorted(into), check))
+    lines = [("the path to load from", str(path)), ("how many optimizers there are, the extras, and check", what)]
+    agree.require_same([Line(name, value, ALIKE) for name, value in lines], group)
     where, written = path, None
     with all_or_none(group, "to load"):
         await_last(state)
@@ -199,9 +207,12 @@ def load(
             where = folder.locate(path)
             written = require_manifest(where) if check else None
     where, written = told_by_rank_0((where, written), group)
-    with all_or_none(group, "to load"), undisturbed(where, written):
-        if written is not None:
-            require_whole(where, written, group.rank(), group.size())
+    with all_or_none(group, "to load"):
+        if not where.is_dir():
+            raise OSError(f"{where} is seen by rank 0 and not here; load from a file system that all ranks share")
+        with undisturbed(where, written):
+            if written is not None:
+                require_whole(where, written, group.rank(), group.size())
     with all_or_none(group, "to load"):
         with undisturbed(where, written):
             loaded = read(where, held, optimizers, 0 if written is None else written.ranks)

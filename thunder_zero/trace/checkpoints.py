@@ -20,6 +20,7 @@ from thunder_zero.trace.module import transform_of
 
 from thunder.core.module import ThunderModule
 
+EXTRA_STATE = "_extra_state"  # the end of such a name in a state dict; what else hooks add there is not saved
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
 
@@ -43,7 +44,7 @@ def held_by(model: ThunderModule) -> Held:
         shards={param.path: state.shards[of_plan.path] for of_plan, param in params.items()},
         ignored={name: at_rest[path] for name, path in paths.items() if path in at_rest and path not in plan.by_name},
         buffers={name: buffers[path] for name, path in paths.items() if path not in at_rest},
-        states={name: value for name, value in found.items() if name not in paths},
+        states={name: value for name, value in found.items() if name.rpartition(".")[2] == EXTRA_STATE},
         rank=ranks.everyone.rank(),
         writes=ranks.across is None or ranks.across.rank() == 0,
     )
@@ -73,8 +74,8 @@ def save(
         model: a model with ZeroTransform.
         optimizer: one or several, built on ``model.parameters()``; state and hyper-parameters are saved under parameter
             names.
-        keep: how many checkpoints stay whose names differ from this one's in digits only: older ones beside it are
-            deleted once this one is there.
+        keep: how many checkpoints stay whose names differ from this one's in the last number only: older ones
+            beside it are deleted once this one is there.
         wait: False copies everything to the CPU and writes it in a thread, while training goes on.
         extra: what else each rank has: anything with ``state_dict`` and ``load_state_dict``, or that
             ``torch.load(weights_only=True)`` reads (numbers, strings, tensors, dicts and lists).
@@ -96,7 +97,8 @@ def save(
         for name, value in extra.items():
             if isinstance(value, ThunderModule):
                 raise TypeError(f"the extra {name!r} is a model; save it as a checkpoint of its own, beside this one")
-    return saving.save(state, Path(path), held_by(model), several(optimizer), extra, keep=keep, wait=wait)
+        held, optimizers = held_by(model), several(optimizer)
+    return saving.save(state, Path(path), held, optimizers, extra, keep=keep, wait=wait)
 
 
 def load(
@@ -135,9 +137,10 @@ def load(
         RuntimeError: another rank refused, or ranks differ.
     """
     state = transform_of(model).state
-    held = held_by(model)
-    owners = {name: OwnState(model._model.get_submodule(name.rpartition(".")[0])) for name in held.states}
-    return saving.load(state, Path(path), held, several(optimizer), extra, owners, check=check)
+    with all_or_none(state.group, "to load"):
+        held, optimizers = held_by(model), several(optimizer)
+        owners = {name: OwnState(model._model.get_submodule(name.rpartition(".")[0])) for name in held.states}
+    return saving.load(state, Path(path), held, optimizers, extra, owners, check=check)
 
 
 def several(optimizers: Optimizers) -> list[Optimizer]:
