@@ -7,7 +7,7 @@ the same in a thread, on copies, over a group of their own, since training's col
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -198,32 +198,48 @@ def load(
     what = str((len(optimizers), sorted(into), check))
     lines = [("the path to load from", str(path)), ("how many optimizers there are, the extras, and check", what)]
     agree.require_same([Line(name, value, ALIKE) for name, value in lines], group)
-    where, written = path, None
     with all_or_none(group, "to load"):
         await_last(state)
         require_closed(state, "are of the weights before; load")
         require_stateful(into)
-        if group.rank() == 0:  # for all: a link may move, and what it leads to be replaced
+    where, written = located(path, group, check=check)
+    with all_or_none(group, "to load"):
+        with undisturbed(where, written):
+            loaded = read(where, held, optimizers, 0 if written is None else written.ranks)
+        found, mine = loaded.found, extras_of(loaded.extras, group.rank(), group.size(), into)
+    pairs = zip(optimizers, found.optimizers, strict=True)
+    states = [
+        *((thing, partial(thing.load_state_dict, mine[name])) for name, thing in into.items()),
+        *((owners[name], partial(owners[name].load_state_dict, value)) for name, value in found.states.items()),
+        *((optimizer, partial(load_exactly, optimizer, saved)) for optimizer, saved in pairs),
+    ]
+    agree.put([Pending(found.tensors, states)], group)
+    return loaded.extras
+
+
+def located(path: Path, group: dist.ProcessGroup, *, check: bool) -> tuple[Path, Manifest | None]:
+    """The folder that rank 0 finds, for all ranks: a link may move, and what it leads to be replaced; and its manifest,
+    which the files were compared with, if ``check``. A collective.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged.
+        OSError: a rank does not see it.
+        RuntimeError: another rank refused.
+    """
+    where, written = path, None
+    with all_or_none(group, "to load"):
+        if group.rank() == 0:
             where = folder.locate(path)
             written = require_manifest(where) if check else None
     where, written = told_by_rank_0((where, written), group)
     with all_or_none(group, "to load"):
         if not where.is_dir():
             raise OSError(f"{where} is seen by rank 0 and not here; load from a file system that all ranks share")
-        with undisturbed(where, written):
-            if written is not None:
+        if written is not None:
+            with undisturbed(where, written):
                 require_whole(where, written, group.rank(), group.size())
-    with all_or_none(group, "to load"):
-        with undisturbed(where, written):
-            loaded = read(where, held, optimizers, 0 if written is None else written.ranks)
-        found, mine = loaded.found, extras_of(loaded.extras, group.rank(), group.size(), into)
-    states: list[tuple[Any, Callable[[], object]]] = []
-    states += [(thing, partial(thing.load_state_dict, mine[name])) for name, thing in into.items()]
-    states += [(owners[name], partial(owners[name].load_state_dict, state)) for name, state in found.states.items()]
-    pairs = zip(optimizers, found.optimizers, strict=True)
-    states += [(optimizer, partial(load_exactly, optimizer, saved)) for optimizer, saved in pairs]
-    agree.put([Pending(found.tensors, states)], group)
-    return loaded.extras
+    return where, written
 
 
 def await_last(state: State) -> None:
