@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,11 +24,11 @@ def room_of(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).parts[0]
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if room_of(item) == "ranks" and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(RANKS_SECONDS))
-    if hasattr(config, "workerinput"):  # of xdist, which gives whole files to its workers in this order
+    if "PYTEST_XDIST_WORKER" in os.environ:  # xdist gives whole files to its workers in this order
         items.sort(key=lambda item: ROOMS.index(room_of(item)))
     gpu = [item for item in items if room_of(item) == "gpu"]
     if gpu and not _has_cuda():

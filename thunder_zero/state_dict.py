@@ -68,7 +68,7 @@ def get_model_state_dict(
         ValueError: an option that is not supported.
     """
     state, held, options = _prepared(model, options, submodules)
-    return interop.model_state_dict(state, held, model._model.state_dict(), options)
+    return interop.model_state_dict(state, held, options)
 
 
 def full_state_dict(model: ThunderModule) -> dict[str, Tensor]:

@@ -111,11 +111,11 @@ def save(path: Path, ranks: Sequence[Simulated], keep: int | None = None) -> Non
 def load(path: Path, ranks: Sequence[Simulated]) -> None:
     for number, rank in enumerate(ranks):
         saving.require_whole(path, manifest.read(path), number, len(ranks))
-        loaded = saving.read(path, rank.held, [rank.optimizer], 0)
-        (saved,) = loaded.found.optimizers
+        found = saving.read(path, rank.held, [rank.optimizer], 0)
+        (saved,) = found.optimizers
         load_exactly(rank.optimizer, saved)
         with torch.no_grad():
-            for target, value in loaded.found.tensors:
+            for target, value in found.tensors:
                 target.copy_(value)
 
 

@@ -7,9 +7,10 @@ the policy ignores and their state) stands under ``"rank<number>"``.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -25,6 +26,7 @@ from thunder_zero.runtime.shards import SIMPLE, real_rows, state_is_rows
 
 MODEL, OPTIM, STATE, GROUPS, EXTRA = "model", "optim", "state", "param_groups", "extra"
 KINDS = "optimizers"  # the names of their classes, by number
+OWN = re.compile(r"rank(\d+)\.(.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class Held:
         states: what modules add to a state dict themselves (``get_extra_state``), by name; rank 0's are saved.
         rank: which of all ranks this is.
         writes: whether this is the copy of the model that is written (hybrid sharding has several).
+        plain: the plain module's state dict: all names in their order, and what hooks add to it.
     """
 
     plan: Plan
@@ -48,6 +51,7 @@ class Held:
     states: Mapping[str, Any]
     rank: int
     writes: bool = True
+    plain: Mapping[str, Any] = field(default_factory=dict)
 
     def writes_whole(self, number: int) -> bool:
         """Whether this rank writes the parameter of this number, which all ranks have in full: they take turns."""
@@ -72,6 +76,12 @@ class Named:
 def own(rank: int) -> str:
     """Where it stands what is a rank's own."""
     return f"rank{rank}"
+
+
+def owner_of(key: str) -> tuple[int, str] | None:
+    """Which rank has what stands under a key for itself, and the rest of the key; None of what ranks share."""
+    found = OWN.fullmatch(key)
+    return None if found is None else (int(found[1]), found[2])
 
 
 def rows_of(held: Held, param: Param) -> tuple[int, int]:
@@ -111,10 +121,9 @@ def optimizer_items(held: Held, optimizers: Sequence[Optimizer]) -> list[Item]:
     """
     items = []
     groups = all_names(held, optimizers)
-    for optimizer in optimizers:
-        for named in chain(*names_of(held, optimizer)):
-            for key, value in optimizer.state.get(named.tensor, {}).items():
-                items += _state_items(held, named, key, value)
+    for named, values in states_of(held, optimizers):
+        for key, value in values.items():
+            items += _state_items(held, named, key, value)
     if held.rank == 0:
         saved = [group for optimizer in optimizers for group in optimizer.param_groups]
         for number, (group, members) in enumerate(zip(saved, groups, strict=True)):
@@ -128,15 +137,22 @@ def state_lines(held: Held, optimizers: Sequence[Optimizer]) -> list[Line]:
     """Which states there are of each parameter that ranks share, for them to compare: what one of them lacks, nobody
     can put together."""
     lines = []
-    for optimizer in optimizers:
-        for named in chain(*names_of(held, optimizer)):
-            if named.param is not None:
-                values = optimizer.state.get(named.tensor, {}).items()
-                rows = {key for key, value in values if state_is_rows(str(key), value, named.param, held.plan)}
-                shown = ", ".join(f"{key} by rows" if key in rows else str(key) for key, _ in values)
-                what = f"the optimizer's state of parameter {named.name!r}"
-                lines.append(Line(what, shown or "nothing", "step the optimizer on every rank alike"))
+    for named, values in states_of(held, optimizers):
+        if named.param is not None:
+            rows = {key for key, value in values.items() if state_is_rows(str(key), value, named.param, held.plan)}
+            shown = ", ".join(f"{key} by rows" if key in rows else str(key) for key in values)
+            what = f"the optimizer's state of parameter {named.name!r}"
+            lines.append(Line(what, shown or "nothing", "step the optimizer on every rank alike"))
     return lines
+
+
+def states_of(held: Held, optimizers: Iterable[Optimizer]) -> list[tuple[Named, Mapping[str, Any]]]:
+    """What optimizers step, one group after the other, each with its states by name."""
+    return [
+        (named, optimizer.state.get(named.tensor, {}))
+        for optimizer in optimizers
+        for named in chain(*names_of(held, optimizer))
+    ]
 
 
 def _group_items(number: int, values: Mapping[str, Any]) -> Iterator[Item]:

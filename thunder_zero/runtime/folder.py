@@ -24,6 +24,7 @@ from thunder_zero import manifest
 from thunder_zero.manifest import Manifest
 
 LATEST = "latest"
+STAYS = "nothing of this checkpoint is visible, those before it stay as they were"
 
 
 def staging_of(path: Path) -> Path:
@@ -70,8 +71,8 @@ def checkpoints(parent: Path) -> dict[Path, Manifest]:
 
 
 @contextmanager
-def telling(name: str) -> Iterator[None]:
-    """Within: what keeps a file from being written is told in a sentence.
+def telling(what: str, stays: str = STAYS) -> Iterator[None]:
+    """Within: what keeps a file from being written is told in a sentence, and what is there in spite of that.
 
     Raises:
         OSError: it cannot be written.
@@ -80,10 +81,7 @@ def telling(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
-        raise OSError(
-            f"{name} could not be written: {reason}; nothing of this checkpoint is visible, those before it stay as "
-            f"they were"
-        ) from error
+        raise OSError(f"{what} could not be written: {reason}; {stays}") from error
 
 
 def prepare(path: Path) -> None:

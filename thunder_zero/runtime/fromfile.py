@@ -157,7 +157,7 @@ def _named_by(index: Path) -> dict[Path, list[str]]:
 
 def _of_file(path: Path, names: list[str] | None, dtype: torch.dtype | None, files: ExitStack) -> list[Source]:
     """The tensors of one file: all, or those of these names."""
-    with _telling(path):
+    with _reading(path):
         file = files.enter_context(safe_open(path, framework="pt"))
         aliases: dict[str, str] = json.loads((file.metadata() or {}).get("aliases", "{}"))
         sources = []
@@ -171,7 +171,7 @@ def _of_file(path: Path, names: list[str] | None, dtype: torch.dtype | None, fil
 
 
 @contextmanager
-def _telling(path: Path) -> Iterator[None]:
+def _reading(path: Path) -> Iterator[None]:
     """Within: what keeps a safetensors file from being read is told in a sentence.
 
     Raises:

@@ -62,19 +62,19 @@ def whole_value(value: Any, options: StateDictOptions) -> Any:
 
 
 @torch.no_grad()
-def model_state_dict(state: State, held: Held, plain: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
+def model_state_dict(state: State, held: Held, options: StateDictOptions) -> dict[str, Any]:
     """The plain module's state dict, with what is in the model; what hooks add to it stays as it is."""
     whole = {**held.ignored, **held.buffers, **held.states}
     frozen = {name for name, param in held.plan.by_name.items() if not param.requires_grad}
     frozen |= {name for name, tensor in held.ignored.items() if not tensor.requires_grad}
     found: dict[str, Any] = {}
     made: dict[str, Tensor] = {}  # by path: a tied parameter is gathered once
-    for name in plain:
+    for name, plain in held.plain.items():
         if options.ignore_frozen_params and name in frozen:
             continue
         param = held.plan.by_name.get(name)
         if param is None:
-            found[name] = whole_value(whole.get(name, plain[name]), options)
+            found[name] = whole_value(whole.get(name, plain), options)
             continue
         if param.path not in made:
             made[param.path] = rows_value(state, param, held.shards[param.path], options)
@@ -112,7 +112,7 @@ def read_model(
     Args:
         state: the model's state.
         held: what this rank holds of the model.
-        module: the plain module, whose names these are, and whose submodules take states of their own.
+        module: the plain module, whose submodules take states of their own.
         values: by name.
         options: whose they are, and whether names may differ.
 
@@ -120,7 +120,7 @@ def read_model(
         RuntimeError: names differ, and ``options.strict``; another rank refused.
         ValueError: no tensor, another shape, or what cannot be copied.
     """
-    names, targets = list(module.state_dict()), targets_of(held)
+    names, targets = list(held.plain), targets_of(held)
     values = values if counts(state, options) else {}
     told: Any = None
     with all_or_none(state.group, "to load"):
@@ -283,7 +283,8 @@ def received(
     if options.broadcast_from_rank0:
         full = torch.empty(shape, dtype=dtype, device=state.device)
         if state.group.rank() == 0:
-            full.copy_(value)  # type: ignore[arg-type]
+            assert value is not None, "it was required"
+            full.copy_(value)
         agree.broadcast(full, 0, state.group, state.device)
         return _rows(state, param, full)
     assert value is not None

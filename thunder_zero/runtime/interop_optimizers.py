@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from thunder_zero.plan import Param
 from thunder_zero.runtime import agree
 from thunder_zero.runtime.agree import Pending, all_or_none
-from thunder_zero.runtime.contents import GROUPS, STATE, Held, Named, all_names, names_of, state_lines
+from thunder_zero.runtime.contents import GROUPS, STATE, Held, Named, all_names, names_of, state_lines, states_of
 from thunder_zero.runtime.interop import (
     as_sent,
     counts,
@@ -87,7 +87,7 @@ def optimizers_state_dict(
         all_names(held, optimizers)  # refused before any steps
         for optimizer in optimizers:
             make_states(optimizer)
-        of_all = [(named, optimizer.state.get(named.tensor, {})) for optimizer, named in _members(held, optimizers)]
+        of_all = states_of(held, optimizers)
         lines = state_lines(held, optimizers)
     agree.require_same(lines, state.group)
     states = {
@@ -104,11 +104,6 @@ def optimizers_state_dict(
     if not keeps(state, options):
         return {}
     return flattened(states, groups) if options.flatten_optimizer_state_dict else {STATE: states, GROUPS: groups}
-
-
-def _members(held: Held, optimizers: Iterable[Optimizer]) -> list[tuple[Optimizer, Named]]:
-    """What optimizers step, one group after the other."""
-    return [(one, named) for one in optimizers for group in names_of(held, one) for named in group]
 
 
 def flattened(states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -146,7 +141,7 @@ def read_optimizers(
     told: dict[str, dict[str, Any]] = {}
     sent: Any = None
     with all_or_none(state.group, "to load"):
-        members = {named.name: named for _, named in _members(held, optimizers)}
+        members = {named.name: named for named, _ in states_of(held, optimizers)}
         if counts(state, options):
             by_name, states = by_parameter(held, values, members)
             for optimizer in optimizers:
@@ -164,12 +159,12 @@ def read_optimizers(
         name: {key: _own(state, members[name], was, states.get(name, {}).get(key), options) for key, was in of.items()}
         for name, of in told.items()
     }
-    states_of = []
+    pending = []
     for optimizer in optimizers:
         mine, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
         saved = packed(mine, names_of(held, optimizer), loaded)
-        states_of.append((optimizer, partial(load_state, optimizer, saved)))
-    return Pending([], states_of)
+        pending.append((optimizer, partial(load_state, optimizer, saved)))
+    return Pending([], pending)
 
 
 def by_parameter(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from thunder_zero import manifest
 from thunder_zero.manifest import File, Manifest
 from thunder_zero.runtime import dcp, folder
-from thunder_zero.runtime.contents import MODEL, OPTIM, STATE
+from thunder_zero.runtime.contents import MODEL, OPTIM, STATE, owner_of
 from thunder_zero.runtime.dcp import Item
 from thunder_zero.runtime.onefile import Whole
 
@@ -80,9 +80,9 @@ class Checkpoint:
         """What each rank has for itself of the model and of the optimizer: keys by name, such as ``"model.router"``."""
         found: dict[str, list[str]] = {}
         for key in self.metadata.state_dict_metadata:
-            rank, _, name = key.partition(".")
-            if rank.startswith("rank") and name.startswith((f"{MODEL}.", f"{OPTIM}.")):
-                found.setdefault(name, []).append(key)
+            owner = owner_of(key)
+            if owner is not None and owner[1].startswith((f"{MODEL}.", f"{OPTIM}.")):
+                found.setdefault(owner[1], []).append(key)
         return found
 
     def optimizer_step(self) -> int | None:

@@ -7,7 +7,6 @@ storages, and a record of bytes for each (https://docs.pytorch.org/docs/stable/n
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -24,6 +23,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from thunder_zero.runtime.folder import telling
+
+STAYS = "what was there before stays"
 SAFETENSORS = ".safetensors"
 INDEX = ".index.json"
 DTYPES = {
@@ -101,7 +103,7 @@ def together() -> Iterator[Create]:
     def create(path: Path) -> Iterator[BinaryIO]:
         beside = path.with_name(f".{path.name}.writing")
         written.append((beside, path))
-        with _telling(path), beside.open("wb") as stream:
+        with telling(str(path), STAYS), beside.open("wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
@@ -109,20 +111,11 @@ def together() -> Iterator[Create]:
     try:
         yield create
         for beside, path in written:
-            with _telling(path):
+            with telling(str(path), STAYS):
                 beside.replace(path)
     finally:
         for beside, _ in written:
             beside.unlink(missing_ok=True)
-
-
-@contextmanager
-def _telling(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
-        raise OSError(f"{path} could not be written: {reason}; what was there before stays") from error
 
 
 def write_safetensors(stream: BinaryIO, wholes: Iterable[Whole], read: Read, notes: Mapping[str, str]) -> None:

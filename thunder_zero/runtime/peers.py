@@ -48,11 +48,11 @@ def suspects(group: ProcessGroup, rank: int | None, seconds: float) -> list[int]
 
     gloo tells which connections are closed, but not after a time-out: then it closes all by itself.
     """
-    waited_for = [peer for peer in range(group.size()) if peer != group.rank()] if rank is None else [rank]
+    peers = [peer for peer in range(group.size()) if peer != group.rank()]
+    waited_for = peers if rank is None else [rank]
     if GLOO not in dist.get_backend_config(group).split(",") or seconds >= timeout_of(group, CPU).total_seconds():
         return waited_for
-    closed = [peer for peer in range(group.size()) if peer != group.rank() and _refuses(peer, group)]
-    return closed or waited_for
+    return [peer for peer in peers if _refuses(peer, group)] or waited_for
 
 
 def _refuses(peer: int, group: ProcessGroup) -> bool:

@@ -5,7 +5,6 @@ The other way of ``contents.py``. Everything is read into new memory; whoever ca
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -28,12 +27,11 @@ from thunder_zero.runtime.contents import (
     Named,
     all_names,
     names_of,
+    owner_of,
     part,
     rows_of,
 )
 from thunder_zero.runtime.dcp import Item, Path_
-
-OWN = re.compile(rf"rank(\d+)\.(?:{MODEL}|{OPTIM})\.")  # keys of what is one rank's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +42,13 @@ class Found:
         tensors: pairs of what is in the model and what shall be in it, of one shape.
         states: what modules take by ``set_extra_state``, by name.
         optimizers: a state dict for ``Optimizer.load_state_dict`` of each.
+        extras: what each rank that saved gave beside these, by name.
     """
 
     tensors: list[tuple[Tensor, Tensor]]
     states: dict[str, Any]
     optimizers: list[dict[str, Any]]
+    extras: tuple[dict[str, Any], ...]
 
 
 def read_model(folder: Any, metadata: Metadata, held: Held) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any]]:
@@ -62,8 +62,9 @@ def read_model(folder: Any, metadata: Metadata, held: Held) -> tuple[list[tuple[
     places = dcp.places_of(metadata)
 
     def take(path: Path_, target: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-        items.append(Item(path, torch.empty_like(target, device="cpu"), start, shape))
-        return items[-1].value  # type: ignore[return-value]
+        room = torch.empty_like(target, device="cpu")
+        items.append(Item(path, room, start, shape))
+        return room
 
     for param in held.plan.params:
         mine = part(held, param, (MODEL, param.path), held.shards[param.path])
@@ -100,7 +101,7 @@ def require_model(held: Held, stored: Mapping[str, Any]) -> None:
     expected |= {(MODEL, name): (tuple(tensor.shape), tensor.dtype) for name, tensor in held.buffers.items()}
     expected |= {(held.own, MODEL, name): (tuple(tensor.shape), tensor.dtype) for name, tensor in held.ignored.items()}
     by_key = {dcp.key_of(path): what for path, what in expected.items()}
-    ranks = {int(key[1]) for key in map(OWN.match, stored) if key is not None}
+    ranks = {owner[0] for owner in map(owner_of, stored) if owner and owner[1].startswith((f"{MODEL}.", f"{OPTIM}."))}
     if ranks and ranks != set(range(plan.ranks)):
         raise ValueError(
             f"each rank of the checkpoint has parameters of its own, which the policy ignored, and it is of "
@@ -279,11 +280,9 @@ def read_extras(folder: Any, metadata: Metadata, ranks: int = 0) -> tuple[dict[s
     Raises:
         ValueError: it is damaged.
     """
-    paths = {}
-    for key in metadata.state_dict_metadata:
-        rank, _, rest = key.partition(".")
-        if rank.startswith("rank") and rest.startswith(f"{EXTRA}."):
-            paths[key] = (int(rank.removeprefix("rank")), rest.removeprefix(f"{EXTRA}."))
+    owners = {key: owner for key in metadata.state_dict_metadata if (owner := owner_of(key)) is not None}
+    extra = f"{EXTRA}."
+    paths = {key: (rank, rest.removeprefix(extra)) for key, (rank, rest) in owners.items() if rest.startswith(extra)}
     values = dcp.read(folder, metadata, [], list(paths))
     most = max((rank + 1 for rank, _ in paths.values()), default=0)
     of_rank: list[dict[str, Any]] = [{} for _ in range(max(most, ranks))]

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,8 +82,6 @@ def save(
     wait: bool,
 ) -> Future[Path]:
     """Save on all ranks; the future has the path. See :func:`thunder_zero.save`."""
-    with all_or_none(state.group, "to save"):  # it may have failed on one rank alone
-        finish_last(state)
     agree.require_same(
         [
             Line("the path to save at", str(path), ALIKE),
@@ -94,6 +91,7 @@ def save(
         state.group,
     )
     with all_or_none(state.group, "to save"):
+        finish_last(state)  # it may have failed on one rank alone
         if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
             raise ValueError(f"keep is {keep!r}; give a number of checkpoints, 1 or more, or None to keep all")
         require_closed(state, "a checkpoint does not have them; save")
@@ -175,14 +173,6 @@ def publish(path: Path, parts: Sequence[Part], keep: int | None) -> None:
         folder.prune(path, keep)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What one rank has read, before anything has changed."""
-
-    found: Found
-    extras: tuple[dict[str, Any], ...]
-
-
 def load(
     state: State,
     path: Path,
@@ -205,8 +195,8 @@ def load(
     where, written = located(path, group, check=check)
     with all_or_none(group, "to load"):
         with undisturbed(where, written):
-            loaded = read(where, held, optimizers, 0 if written is None else written.ranks)
-        found, mine = loaded.found, extras_of(loaded.extras, group.rank(), group.size(), into)
+            found = read(where, held, optimizers, 0 if written is None else written.ranks)
+        mine = extras_of(found.extras, group.rank(), group.size(), into)
     pairs = zip(optimizers, found.optimizers, strict=True)
     states = [
         *((thing, partial(thing.load_state_dict, mine[name])) for name, thing in into.items()),
@@ -214,7 +204,7 @@ def load(
         *((optimizer, partial(load_exactly, optimizer, saved)) for optimizer, saved in pairs),
     ]
     agree.put([Pending(found.tensors, states)], group)
-    return loaded.extras
+    return found.extras
 
 
 def located(path: Path, group: dist.ProcessGroup, *, check: bool) -> tuple[Path, Manifest | None]:
@@ -305,7 +295,7 @@ def require_whole(where: Path, written: Manifest, rank: int, ranks: int) -> None
         raise ValueError(f"{where} is damaged: {'; '.join(wrong)}; nothing was loaded, take another checkpoint")
 
 
-def read(where: Path, held: Held, optimizers: Sequence[Optimizer], ranks: int) -> Loaded:
+def read(where: Path, held: Held, optimizers: Sequence[Optimizer], ranks: int) -> Found:
     """Everything for one rank, into new memory; ``ranks`` is how many saved it, if known.
 
     Raises:
@@ -315,7 +305,7 @@ def read(where: Path, held: Held, optimizers: Sequence[Optimizer], ranks: int) -
     extras = reading.read_extras(where, metadata, ranks)
     tensors, states = reading.read_model(where, metadata, held)
     packed = reading.read_optimizers(where, metadata, held, optimizers) if optimizers else []
-    return Loaded(Found(tensors, states, packed), extras)
+    return Found(tensors, states, packed, extras)
 
 
 def extras_of(extras: Sequence[Mapping[str, Any]], rank: int, ranks: int, names: Mapping[str, Any]) -> dict[str, Any]:

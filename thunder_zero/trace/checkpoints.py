@@ -47,6 +47,7 @@ def held_by(model: ThunderModule) -> Held:
         states={name: value for name, value in found.items() if name.rpartition(".")[2] == EXTRA_STATE},
         rank=ranks.everyone.rank(),
         writes=ranks.across is None or ranks.across.rank() == 0,
+        plain=found,
     )
 
 
