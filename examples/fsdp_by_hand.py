@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from thunder_zero import layout, passes
+from thunder_zero import layout
 from thunder_zero.report.text import format_timeline
-from thunder_zero.runtime.executor import Rehearsal, ZeroExecutor
-from thunder_zero.timeline import gathered_bytes
+from thunder_zero.schedule import passes
+from thunder_zero.schedule.timeline import gathered_bytes
 from thunder_zero.trace.emit import emit
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs
 from thunder_zero.trace.lift import lift, lift_halves
+from thunder_zero.trace.symbols import Rehearsal, ZeroExecutor
 
 import thunder
 from thunder.core.compile_data import compile_data_and_stats
@@ -256,7 +257,7 @@ def show(heading: str, body: str) -> None:
 
 def code(trace: TraceCtx) -> str:
     """The lines of a trace that do something, each with its result's shape."""
-    lines = trace.python(print_depth=1).replace("thunder_zero.runtime.executor.", "").splitlines()
+    lines = trace.python(print_depth=1).replace("thunder_zero.trace.symbols.", "").splitlines()
     start = next(at for at, line in enumerate(lines) if line.startswith("def "))
     wanted = [line for line in lines[start:] if line.strip() and not line.lstrip().startswith("# /")]
     return "\n".join(line.partition("  # ")[0] if '"FUTURE ' in line else line for line in wanted)

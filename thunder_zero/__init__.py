@@ -1,22 +1,22 @@
 """DDP and ZeRO-1/2/3 for Lightning Thunder, as traces that can be read. Import before Thunder."""
 
 from thunder_zero import _compat  # noqa: F401  # lets Thunder import
+from thunder_zero.checkpoint.api import load, save
+from thunder_zero.convert.consolidate import consolidate
+from thunder_zero.convert.shard import shard_safetensors
+from thunder_zero.dry_run import trace
+from thunder_zero.measure import measure_times
+from thunder_zero.module import ZeroModule, clip_grad_norm_, global_mean
 from thunder_zero.plan import Param, Plan, make_plan
+from thunder_zero.plugin import Recipe, Zero, zero
 from thunder_zero.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.precision import MixedPrecision
-from thunder_zero.runtime.consolidate import consolidate
-from thunder_zero.runtime.fromfile import shard_safetensors
-from thunder_zero.state_dict import full_state_dict
-from thunder_zero.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.verify import ScheduleError, check
+from thunder_zero.show import print_trace
+from thunder_zero.state_dict.api import full_state_dict
 from thunder_zero.times import Times
-from thunder_zero.trace.checkpoints import load, save
-from thunder_zero.trace.measure import measure_times
-from thunder_zero.trace.module import ZeroModule, clip_grad_norm_, global_mean
-from thunder_zero.trace.plugin import Recipe, Zero, zero
-from thunder_zero.trace.rehearse import trace
-from thunder_zero.trace.show import print_trace
-from thunder_zero.trace.transform import Traces, ZeroTransform, traces_of
-from thunder_zero.verify import ScheduleError, check
+from thunder_zero.transform import Traces, ZeroTransform, traces_of
 
 __all__ = [
     "DDP",

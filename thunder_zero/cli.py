@@ -16,13 +16,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from thunder_zero import manifest
-from thunder_zero.manifest import Manifest
-from thunder_zero.runtime import folder, ondisk
-from thunder_zero.runtime.consolidate import consolidate
-from thunder_zero.runtime.fromfile import shard_safetensors
-from thunder_zero.runtime.ondisk import Checkpoint
-from thunder_zero.runtime.onefile import FLOATS
+from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint.manifest import Manifest
+from thunder_zero.convert import reader
+from thunder_zero.convert.consolidate import consolidate
+from thunder_zero.convert.formats import FLOATS
+from thunder_zero.convert.reader import Checkpoint
+from thunder_zero.convert.shard import shard_safetensors
 
 WIDTH = 100  # columns, where no terminal says
 
@@ -103,16 +103,16 @@ def inspect(path: Path, *, check: bool = False) -> None:
         ValueError: it is damaged; there is nothing to check it by.
     """
     path = folder.locate(path)
-    written = ondisk.manifest_of(path)
+    written = reader.manifest_of(path)
     wrong = manifest.faults_of_size(path, written.files) if written else []
-    source = ondisk.opened(path, check=False)
+    source = reader.opened(path, check=False)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(_table(source))
     console.print(_summary(source, written, whole=not wrong), highlight=False)
     if wrong:
         raise ValueError(f"{path} is damaged: {wrong[0]}")
     if check:
-        ondisk.opened(path, check=True)
+        reader.opened(path, check=True)
 
 
 def _table(source: Checkpoint) -> Table:

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from thunder_zero.comm.group import hybrid_mesh
+from thunder_zero.module import ZeroModule, clip_grad_norm_
+from thunder_zero.plugin import zero
 from thunder_zero.policy import Policy
-from thunder_zero.runtime import checkpoint
-from thunder_zero.runtime.group import hybrid_mesh
-from thunder_zero.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from thunder_zero.trace.module import ZeroModule, clip_grad_norm_
-from thunder_zero.trace.plugin import zero
-from thunder_zero.trace.transform import DEFAULT_STAGE, ZeroTransform, policy_of
+from thunder_zero.state_dict import full_state
+from thunder_zero.state_dict.api import StateDictOptions, get_model_state_dict, set_model_state_dict
+from thunder_zero.transform import DEFAULT_STAGE, ZeroTransform, policy_of
 
 import thunder
 from thunder.core.module import ThunderModule
@@ -175,8 +175,8 @@ class ZeroStrategy(DDPStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let the optimizer step the shards, whichever parameters it was built on, and load full state dicts."""
-        checkpoint.step_shards(optimizer)
-        optimizer.register_load_state_dict_pre_hook(checkpoint.shard_optimizer_state_dict)
+        full_state.step_shards(optimizer)
+        optimizer.register_load_state_dict_pre_hook(full_state.shard_optimizer_state_dict)
         return optimizer
 
     def clip_gradients_norm(
@@ -210,7 +210,7 @@ class ZeroStrategy(DDPStrategy):
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's full state dict on rank 0, on the CPU, and an empty one on others; a collective."""
-        return checkpoint.full_optimizer_state_dict(optimizer, keep=self.is_global_zero)
+        return full_state.full_optimizer_state_dict(optimizer, keep=self.is_global_zero)
 
 
 class NoBackwardSync:

@@ -34,8 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import thunder_zero  # noqa: F401  # before thunder
 from examples.bench.contestants import contestants
 from examples.bench.model import Size, make_batch
-from thunder_zero.runtime.exchange import Exchange
-from thunder_zero.runtime.handle import Handle
+from thunder_zero.comm.handle import Handle
+from thunder_zero.comm.pairwise import Exchange
 
 MiB = 1 << 20
 STAGES = (2, 3)

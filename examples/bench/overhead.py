@@ -35,9 +35,9 @@ from torch import nn
 import thunder_zero as tz  # before thunder
 from examples.bench.contestants import trains
 from examples.bench.model import Size, make_batch, make_model
-from thunder_zero import passes
-from thunder_zero.trace.schedule import Mend, Schedule
-from thunder_zero.trace.transform import ZeroTransform
+from thunder_zero.schedule import passes
+from thunder_zero.trace.executors import Mend, Schedule
+from thunder_zero.transform import ZeroTransform
 
 import thunder
 
@@ -171,7 +171,7 @@ def summary(overhead: dict[str, Any]) -> list[str]:
 
 def passes_sentence(operations: int = 10_000, repeats: int = 5) -> str:
     """How long all passes and all checks take on a GPT's timeline of at least so many operations."""
-    from tests.pure.timelines import gpt
+    from tests.harness.timelines import gpt
 
     policy, layers = tz.ZERO3, 1
     while len((timeline := gpt(layers, policy)).ops) < operations:

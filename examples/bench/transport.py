@@ -32,10 +32,10 @@ from torch import Tensor
 
 import thunder_zero  # noqa: F401  # first of its imports
 from thunder_zero import layout
+from thunder_zero.comm import pairwise
+from thunder_zero.comm.native import Plain
+from thunder_zero.comm.pairwise import Exchange
 from thunder_zero.plan import Param
-from thunder_zero.runtime import exchange
-from thunder_zero.runtime.exchange import Exchange
-from thunder_zero.runtime.native import Plain
 from thunder_zero.runtime.shards import side_by_side
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -170,9 +170,9 @@ def _collective(transport: Any, collective: str, tensors: Sequence[Tensor], para
 
 def _packing_below(nbytes: int, run: Run) -> Run:
     def packing() -> None:
-        usual, exchange.PACK_BELOW_BYTES = exchange.PACK_BELOW_BYTES, nbytes
+        usual, pairwise.PACK_BELOW_BYTES = pairwise.PACK_BELOW_BYTES, nbytes
         run()
-        exchange.PACK_BELOW_BYTES = usual
+        pairwise.PACK_BELOW_BYTES = usual
 
     return packing
 

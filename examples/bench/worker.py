@@ -31,7 +31,7 @@ from examples.bench.contestants import Step, contestants, kept_bytes
 from examples.bench.memory import added_at_peak, alive, held_bytes
 from examples.bench.model import Size, make_batch
 from examples.bench.network import bytes_sent
-from thunder_zero.runtime.handle import Handle
+from thunder_zero.comm.handle import Handle
 
 WARM_UP = 3  # steps: the first one compiles, DDP lays its buckets anew after it
 MESSAGE_BYTES = 8 << 20  # of the bare exchange

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.ranks.models import LENGTH, VOCABULARY, Gpt, error, fresh
+from tests.harness.models import LENGTH, VOCABULARY, Gpt, error, fresh
 
 import thunder
 

@@ -15,7 +15,7 @@ import torch
 
 import thunder_zero as tz
 from examples import fsdp_by_hand as tutorial
-from thunder_zero import passes
+from thunder_zero.schedule import passes
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/fsdp_by_hand.py"

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from thunder_zero import Kind, Op, Policy, Traces
-from thunder_zero.runtime.transport import Alone
-from thunder_zero.trace.module import transform_of
+from thunder_zero.comm.transport import Alone
+from thunder_zero.module import transform_of
 
 import thunder
 

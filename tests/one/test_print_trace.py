@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import thunder_zero as tz
-from thunder_zero.timeline import gathered_bytes
+from thunder_zero.schedule.timeline import gathered_bytes
 
 import thunder
 

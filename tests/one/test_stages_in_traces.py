@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.pure.timelines import in_flight_bytes
-from tests.ranks.models import (
+from tests.harness.models import (
     LENGTH,
     PATTERNS_AGAIN,
     VOCABULARY,
@@ -32,7 +31,8 @@ from tests.ranks.models import (
     parameter_inputs,
     saved,
 )
-from thunder_zero.timeline import Kind, gathered_bytes
+from tests.harness.timelines import in_flight_bytes
+from thunder_zero.schedule.timeline import Kind, gathered_bytes
 
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy

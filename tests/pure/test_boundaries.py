@@ -26,8 +26,8 @@ class May(IntEnum):
 
 NOT, TYPES, IMPORT = May
 
-DATA = frozenset({"manifest", "layout", "times", "precision", "policy", "plan", "timeline", "cone"})
-PURE = DATA | {"verify", "passes"}
+DATA = frozenset({"layout", "times", "precision", "policy", "plan"})
+PURE = DATA | {"schedule"}
 NOTHING: frozenset[str] = frozenset()
 ALL = frozenset({"every room"})  # but for extras
 EXTRAS = frozenset({"lightning"})  # libraries that the base install lacks: each for the room of its name alone
@@ -46,22 +46,25 @@ class Room:
 ROOMS = (
     # file or folder            torch    torch.d. thunder  reads
     Room("layout.py",           NOT,     NOT,     NOT,     NOTHING),
-    Room("manifest.py",         NOT,     NOT,     NOT,     NOTHING),
     Room("times.py",            NOT,     NOT,     NOT,     NOTHING),
     Room("precision.py",        IMPORT,  NOT,     NOT,     NOTHING),
     Room("policy.py",           TYPES,   NOT,     NOT,     frozenset({"times", "precision"})),
     Room("plan.py",             TYPES,   NOT,     NOT,     frozenset({"layout", "precision", "policy"})),
-    Room("timeline.py",         TYPES,   NOT,     NOT,     frozenset({"layout", "policy", "plan"})),
-    Room("cone.py",             NOT,     NOT,     NOT,     DATA),
-    Room("verify.py",           NOT,     NOT,     NOT,     DATA),
-    Room("passes/",             NOT,     NOT,     NOT,     PURE),
+    Room("schedule/",           TYPES,   NOT,     NOT,     DATA),
     Room("report/",             NOT,     NOT,     NOT,     PURE),
-    Room("runtime/executor.py", IMPORT,  IMPORT,  IMPORT,  PURE),
-    Room("runtime/",            IMPORT,  IMPORT,  NOT,     PURE),
-    Room("trace/show.py",       NOT,     NOT,     IMPORT,  frozenset({"report"})),
-    Room("trace/",              IMPORT,  TYPES,   IMPORT,  PURE | {"runtime"}),
-    Room("lightning.py",        IMPORT,  NOT,     IMPORT,  PURE | {"runtime", "trace", "state_dict"}),
-    Room("state_dict.py",       IMPORT,  IMPORT,  TYPES,   PURE | {"runtime", "trace"}),
+    Room("comm/",               IMPORT,  IMPORT,  NOT,     DATA | {"runtime"}),
+    Room("trace/",              IMPORT,  NOT,     IMPORT,  PURE | {"comm"}),
+    Room("runtime/",            IMPORT,  IMPORT,  NOT,     DATA | {"comm"}),
+    Room("state_dict/",         IMPORT,  IMPORT,  TYPES,   DATA | {"comm", "runtime", "checkpoint", "module"}),
+    Room("checkpoint/",         IMPORT,  IMPORT,  IMPORT,  DATA | {"comm", "runtime", "module"}),
+    Room("convert/",            IMPORT,  IMPORT,  NOT,     DATA | {"checkpoint"}),
+    Room("transform.py",        IMPORT,  TYPES,   IMPORT,  ALL),
+    Room("module.py",           TYPES,   NOT,     IMPORT,  frozenset({"runtime", "transform"})),
+    Room("plugin.py",           TYPES,   TYPES,   IMPORT,  frozenset({"policy", "transform"})),
+    Room("dry_run.py",          IMPORT,  NOT,     IMPORT,  ALL),
+    Room("measure.py",          NOT,     NOT,     IMPORT,  ALL),
+    Room("show.py",             NOT,     NOT,     IMPORT,  frozenset({"report", "transform"})),
+    Room("lightning.py",        IMPORT,  NOT,     IMPORT,  ALL),
     Room("_compat.py",          IMPORT,  NOT,     IMPORT,  NOTHING),
     Room("cli.py",              NOT,     NOT,     NOT,     ALL),
     Room("__init__.py",         NOT,     NOT,     NOT,     ALL),
@@ -137,14 +140,14 @@ def test_a_room_imports_only_what_it_may(path: str) -> None:
         ("layout.py", "import torch", "layout.py imports torch"),
         ("policy.py", "from torch import nn", "policy.py imports torch.nn"),
         ("layout.py", "if TYPE_CHECKING:\n    import torch", "layout.py imports torch for types"),
-        ("passes/wait.py", "def f():\n    import thunder.core.trace", "passes/wait.py imports thunder.core.trace"),
+        ("schedule/free.py", "def f():\n    import thunder.core.trace", "schedule/free.py imports thunder.core.trace"),
         ("report/html.py", "from thunder_zero.trace import lift", "report/html.py imports thunder_zero.trace.lift"),
         ("runtime/state.py", "from thunder import jit", "runtime/state.py imports thunder.jit"),
         ("trace/lift.py", "from torch.distributed import barrier", "trace/lift.py imports torch.distributed.barrier"),
         ("trace/lift.py", "import torch\ntorch.distributed.barrier()", "trace/lift.py imports torch.distributed"),
         ("trace/lift.py", "from torch import distributed as dist", "trace/lift.py imports torch.distributed"),
         ("runtime/state.py", "import thunder_zero.trace.lift", "runtime/state.py imports thunder_zero.trace.lift"),
-        ("trace/module.py", "from lightning.fabric import Fabric", "trace/module.py imports lightning.fabric.Fabric"),
+        ("trace/casts.py", "from lightning.fabric import Fabric", "trace/casts.py imports lightning.fabric.Fabric"),
         ("__init__.py", "import thunder_zero.lightning", "__init__.py imports thunder_zero.lightning"),
         ("attic/old.py", "", "attic/old.py has no row in ROOMS"),
     ],
@@ -155,5 +158,5 @@ def test_a_forbidden_import_is_found(path: str, source: str, fault: str) -> None
 
 def test_allowed_imports_pass() -> None:
     assert faults("policy.py", "if TYPE_CHECKING:\n    from torch import nn") == []
-    assert faults("trace/lift.py", "import torch, thunder\nfrom thunder_zero.runtime.executor import x") == []
-    assert faults("passes/wait.py", "from thunder_zero.passes.bucket import x\nfrom thunder_zero import layout") == []
+    assert faults("trace/lift.py", "import torch, thunder\nfrom thunder_zero.trace.symbols import x") == []
+    assert faults("schedule/free.py", "from thunder_zero.schedule import cone\nfrom thunder_zero import layout") == []

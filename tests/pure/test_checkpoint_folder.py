@@ -12,9 +12,8 @@ from unittest import mock
 
 import pytest
 
-from thunder_zero import manifest
-from thunder_zero.manifest import File, Manifest, Stored
-from thunder_zero.runtime import folder
+from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint.manifest import File, Manifest, Stored
 
 CONTENT = b"what was saved"
 

@@ -14,18 +14,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pure.timelines import Terms, Use, gpt, in_flight_bytes, interpret, lifted, make_param, timelines, with_rank
-from thunder_zero.passes import PASSES, run
-from thunder_zero.passes.bucket import bucket
-from thunder_zero.passes.free import free
-from thunder_zero.passes.keep import keep
-from thunder_zero.passes.launch import ended_before, launch
-from thunder_zero.passes.wait import wait
+from tests.harness.timelines import (
+    Terms,
+    Use,
+    gpt,
+    in_flight_bytes,
+    interpret,
+    lifted,
+    make_param,
+    timelines,
+    with_rank,
+)
 from thunder_zero.plan import Plan
 from thunder_zero.policy import MiB, Policy
-from thunder_zero.timeline import Kind, Op, Timeline, gathered_bytes
+from thunder_zero.schedule.bucket import bucket
+from thunder_zero.schedule.free import free
+from thunder_zero.schedule.passes import PASSES, run
+from thunder_zero.schedule.prefetch import ended_before, launch
+from thunder_zero.schedule.regather import keep
+from thunder_zero.schedule.sink_waits import wait
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
+from thunder_zero.schedule.verify import check
 from thunder_zero.times import Times
-from thunder_zero.verify import check
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction

@@ -10,13 +10,13 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.pure.timelines import Terms, Use, gpt, interpret, lifted, make_param, timelines
-from thunder_zero.cone import frees_of_gathered
-from thunder_zero.passes import run
+from tests.harness.timelines import Terms, Use, gpt, interpret, lifted, make_param, timelines
 from thunder_zero.plan import Plan
 from thunder_zero.policy import Policy
-from thunder_zero.timeline import Kind, Op, Timeline, Value
-from thunder_zero.verify import ScheduleError, check
+from thunder_zero.schedule.cone import frees_of_gathered
+from thunder_zero.schedule.passes import run
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
+from thunder_zero.schedule.verify import ScheduleError, check
 
 USES = (
     Use("a.w", ("view",)),

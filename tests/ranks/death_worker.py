@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 import thunder_zero as tz
-from tests.ranks.models import Mlp, fresh, sharded
-from thunder_zero.runtime import dcp, exchange
-from thunder_zero.runtime.exchange import Exchange
+from tests.harness.models import Mlp, fresh, sharded
+from thunder_zero.checkpoint import dcp
+from thunder_zero.comm import pairwise
+from thunder_zero.comm.pairwise import Exchange
 
 WORLD, VICTIM = 3, 1
 TIMEOUT_SECONDS = 6.0  # of the process group; the ranks compile one before, on a busy machine not at one time
@@ -37,14 +38,14 @@ def in_transport(method: str) -> Callable[[Die], None]:
     """Dies in this collective of the model, right after the first of its messages has left."""
 
     def arm(die: Die) -> None:
-        launch, send = getattr(Exchange, method), exchange.send
+        launch, send = getattr(Exchange, method), pairwise.send
 
         def send_and_die(*args: Any) -> Any:
             send(*args)
             die()
 
         def armed(*args: Any, **kwargs: Any) -> Any:
-            exchange.send = send_and_die
+            pairwise.send = send_and_die
             return launch(*args, **kwargs)
 
         setattr(Exchange, method, armed)

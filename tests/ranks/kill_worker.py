@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 
 import thunder_zero as tz
-from tests.ranks.models import Mlp, fresh, sharded
-from thunder_zero import manifest
-from thunder_zero.runtime import dcp, folder
+from tests.harness.models import Mlp, fresh, sharded
+from thunder_zero.checkpoint import dcp, folder, manifest
 
 WORLD = 2
 EVENTS = {"os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir"}  # audit events, raised before they happen

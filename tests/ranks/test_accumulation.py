@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from tests.harness.models import count_sends, error, fresh, sharded
 from tests.harness.ranks import RanksPool
-from tests.ranks.models import count_sends, error, fresh, sharded
-from thunder_zero.trace.module import transform_of
+from thunder_zero.module import transform_of
 
 STAGES = (0, 1, 2, 3)
 MICRO, ROWS, STEPS = 3, 6, 4  # micro-batches of a step, rows of one over all ranks, steps

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
-from tests.harness.ranks import RanksPool
-from tests.ranks.models import (
+from tests.harness.models import (
     LENGTH,
     WIDTH,
     Block,
@@ -25,7 +24,8 @@ from tests.ranks.models import (
     saved,
     sharded,
 )
-from thunder_zero.timeline import Kind, gathered_bytes
+from tests.harness.ranks import RanksPool
+from thunder_zero.schedule.timeline import Kind, gathered_bytes
 
 import thunder.torch as ltorch
 

@@ -28,10 +28,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thunder_zero as tz
+from tests.harness.models import Mlp, Small, Zoo, error, fresh, sharded
 from tests.harness.ranks import RanksPool
-from tests.ranks.models import Mlp, Small, Zoo, error, fresh, sharded
-from thunder_zero import manifest
-from thunder_zero.runtime import dcp
+from thunder_zero.checkpoint import dcp, manifest
 
 import thunder
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from tests.harness.models import Small, fresh, raised, sharded
 from tests.harness.ranks import RanksPool
-from tests.ranks.models import Small, fresh, raised, sharded
 from thunder_zero import cli
-from thunder_zero.runtime.ondisk import Checkpoint
+from thunder_zero.convert.reader import Checkpoint
 
 WORLD, STEPS = 3, 2
 TOKENS = torch.arange(6).view(2, 3)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
+from tests.harness.models import error
 from tests.harness.ranks import example_environment
-from tests.ranks.models import error
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import thunder_zero as tz
+from tests.harness.models import Mlp, fresh, raised, sharded
 from tests.harness.ranks import RanksPool
-from tests.ranks.models import Mlp, fresh, raised, sharded
 from thunder_zero.runtime.clock import Clock, Moment, Waited, computed
-from thunder_zero.timeline import Kind
+from thunder_zero.schedule.timeline import Kind
 
 # Each parameter is a bucket, and nothing is kept: more gathers, and other orders.
 POLICY = replace(tz.ZERO3, bucket_bytes=0, keep_last=False)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from examples.gpt import GPT, GPTConfig
+from tests.harness.models import count_sends, error, fresh, raised, saved, sharded, whole
 from tests.harness.ranks import RanksPool
-from tests.ranks.models import count_sends, error, fresh, raised, saved, sharded, whole
-from thunder_zero.trace.module import transform_of
+from thunder_zero.module import transform_of
 
 import thunder
 from thunder.core.dtypes import to_torch_dtype

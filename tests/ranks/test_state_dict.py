@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import thunder_zero as tz
+from tests.harness.models import Mlp, Small, Zoo, fresh, sharded
 from tests.harness.ranks import RanksPool
-from tests.ranks.models import Mlp, Small, Zoo, fresh, sharded
 from tests.ranks.test_checkpoints import adamw, full_of, plain, refusal, same, state_of, stepped
 from thunder_zero import state_dict as ours
 from thunder_zero.runtime.state import State

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import thunder_zero as tz
+from tests.harness.models import LENGTH, VOCABULARY, Gpt, error, fresh, sharded, whole
 from tests.harness.ranks import RanksPool, run_ranks
-from tests.ranks.models import LENGTH, VOCABULARY, Gpt, error, fresh, sharded, whole
 from thunder_zero.plan import make_plan
 
 STEPS = 20

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tests.harness.ranks import RanksPool
 from thunder_zero import layout
+from thunder_zero.comm import pairwise
+from thunder_zero.comm.native import Grouped, Plain
+from thunder_zero.comm.pairwise import AVERAGER, PACK_BELOW_BYTES, TAG, Exchange, in_background, mean_into, messages
+from thunder_zero.comm.transport import Alone, Handle, Transport, transport_for
 from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import Policy
-from thunder_zero.runtime import exchange
-from thunder_zero.runtime.exchange import AVERAGER, PACK_BELOW_BYTES, TAG, Exchange, in_background, mean_into, messages
-from thunder_zero.runtime.native import Grouped, Plain
-from thunder_zero.runtime.transport import Alone, Handle, Transport, transport_for
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
@@ -113,13 +113,13 @@ def carry(
     rank: int, world_size: int, name: str, kind: str, shapes: Shapes, dtype: torch.dtype, transposed: bool = False
 ) -> Seen:
     sent: list[int] = []
-    real_send = exchange.send
+    real_send = pairwise.send
 
-    def counting(message: Tensor, *where: object) -> exchange.Wait:
+    def counting(message: Tensor, *where: object) -> pairwise.Wait:
         sent.append(message.nbytes)
         return real_send(message, *where)  # type: ignore[arg-type]
 
-    with mock.patch.object(exchange, "send", counting):
+    with mock.patch.object(pairwise, "send", counting):
         results = launch(transport_named(name), kind, shapes, dtype, transposed).wait()
     params = tuple(param(shape, dtype, kind != "all_reduce") for shape in shapes)
     plan = Plan(Policy(), world_size, rank, params)
@@ -557,7 +557,7 @@ def test_native_transports_on_eight_fake_ranks(ranks_pool: RanksPool) -> None:
 
 def calls_of_grouped(rank: int, world_size: int) -> tuple[list[Shape], list[str], int]:
     """What NCCL would be given for one bucket: the calls' inputs, their operations, and the launches."""
-    from thunder_zero.runtime import native
+    from thunder_zero.comm import native
 
     transport = Grouped(dist.group.WORLD)
     inputs: list[Tensor] = []

@@ -18,7 +18,7 @@ import torch
 import thunder_zero as tz
 from examples.bench.network import Seat, can_limit, seats
 from examples.bench.ranks import PORT, environment
-from tests.ranks.models import fresh
+from tests.harness.models import fresh
 from tests.ranks.wire_worker import NOT_AGAIN, ROWS, RUNS, SKIPPED, Net
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from examples.bench.network import bytes_sent
-from tests.ranks.models import fresh, sharded
+from tests.harness.models import fresh, sharded
 from thunder_zero.runtime.state import State
 
 ROWS = (1001, 767, 1535, 257)  # of the weights; neither 2 nor 4 divides them

@@ -20,7 +20,7 @@ from thunder_zero.plan import Plan
 from thunder_zero.policy import STAGES
 from thunder_zero.report.code import clip, fill, fold
 from thunder_zero.report.rows import Gap, Row, label, total
-from thunder_zero.timeline import Kind
+from thunder_zero.schedule.timeline import Kind
 
 WIDTH = 100  # columns, where no terminal says
 NARROWEST, WIDEST = 80, 140

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from thunder_zero.cone import cone
 from thunder_zero.plan import Plan
-from thunder_zero.timeline import LAUNCHES, Kind, Timeline, gathered_bytes
+from thunder_zero.schedule.cone import cone
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline, gathered_bytes
 
 
 @dataclass(frozen=True, slots=True)

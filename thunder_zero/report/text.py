@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from thunder_zero.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 BORDER = "-- backward --"
 VALUES_WIDTH = 32  # fixed, so that the texts of two timelines can be compared line by line

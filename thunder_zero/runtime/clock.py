@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thunder_zero.runtime.handle import Waitable
-from thunder_zero.runtime.peers import told_by_all
+from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.peers import told_by_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class _Watched:
         self._clock, self._waits = clock, waits
 
     def wait(self) -> tuple[Tensor, ...]:
-        """See :meth:`thunder_zero.runtime.handle.Handle.wait`."""
+        """See :meth:`thunder_zero.comm.handle.Handle.wait`."""
         called = self._clock.now()
         results = self._handle.wait()
         self._waits.append(Waited(self._path, self._gather, called, self._clock.now()))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from thunder_zero import layout
+from thunder_zero.comm.handle import Waitable
 from thunder_zero.plan import Param, Plan
-from thunder_zero.runtime.handle import Waitable
 
 Gather = Callable[..., Waitable]  # of shards, their parameters and, as ``into``, buffers of padded shape
 

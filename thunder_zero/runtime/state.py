@@ -16,19 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from thunder_zero.comm import agree
+from thunder_zero.comm.group import Ranks
+from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.hybrid import Hybrid
+from thunder_zero.comm.peers import answered
+from thunder_zero.comm.staging import Staging, is_staged, needs_staging, rest_device
+from thunder_zero.comm.transport import Transport, transport_for
 from thunder_zero.plan import Param, Plan
-from thunder_zero.runtime import agree, optimizers
+from thunder_zero.runtime import optimizer_hooks
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.clock import Clock
-from thunder_zero.runtime.group import Ranks
-from thunder_zero.runtime.handle import Waitable
-from thunder_zero.runtime.hybrid import Hybrid
 from thunder_zero.runtime.intact import Intact
-from thunder_zero.runtime.peers import answered
 from thunder_zero.runtime.resident import Buffers, Held, Versions, padded, rows_in
 from thunder_zero.runtime.shards import own_rows, placeholder, side_by_side
-from thunder_zero.runtime.staging import Staging, is_staged, needs_staging, rest_device
-from thunder_zero.runtime.transport import Transport, transport_for
 
 
 class State:
@@ -87,8 +88,8 @@ class State:
         self._resident = Buffers(buffers, shared, versions)
         self._held = Held(versions)
         for path, original in originals.items():
-            optimizers.replace(original, self.placeholders[path], path, self)
-        optimizers.watch(self)
+            optimizer_hooks.replace(original, self.placeholders[path], path, self)
+        optimizer_hooks.watch(self)
 
     def pin(self, model: Any) -> None:
         """Remember the jitted model, with shards and placeholders in their places, as it has to stay, and the

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thunder_zero.runtime.executor import ZeroExecutor
-from thunder_zero.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.trace.lift import PREAMBLE, Line, lines_of, read_by, written_by
+from thunder_zero.trace.symbols import ZeroExecutor
 
 from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag, Symbol

@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import Any
 
 from thunder_zero.plan import Param
-from thunder_zero.runtime.executor import Program, ZeroExecutor
 from thunder_zero.trace.lift import proxies_in
+from thunder_zero.trace.symbols import Program, ZeroExecutor
 
 from thunder.core import prims
 from thunder.core.dtypes import to_dtype, to_weak_dtype

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_zero.cone import frees_of_gathered
-from thunder_zero.runtime.executor import Program, ZeroExecutor, dtype_name
-from thunder_zero.timeline import Kind, Op, Timeline, Value
-from thunder_zero.verify import ScheduleError
+from thunder_zero.schedule.cone import frees_of_gathered
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
+from thunder_zero.schedule.verify import ScheduleError
+from thunder_zero.trace.symbols import Program, ZeroExecutor, dtype_name
 
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy

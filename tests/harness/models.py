@@ -1,0 +1,269 @@
+"""Small models, and how tests compare tensors, count bytes and read traces."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from thunder_zero.comm import pairwise
+
+import thunder
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_iter
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+VOCABULARY = 29
+WIDTH = 8
+LENGTH = 5
+Tensors = dict[str, Tensor]
+
+
+# Most of these models call their modules' ``forward``: what ``nn.Module.__call__`` does about hooks is interpreted by
+# Thunder, and takes half of the time of a compile. Zoo and the examples call modules as usual.
+
+
+class Block(nn.Module):
+    """A transformer block. Its key bias has a gradient of zero in exact arithmetic: softmax does not see a shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.key = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm.forward(x)
+        x = x + F.softmax(y @ self.key.forward(y).transpose(-2, -1) / WIDTH**0.5, -1) @ y
+        return x + self.down.forward(F.gelu(self.up.forward(x)))
+
+
+class Gpt(nn.Module):
+    """Two blocks and a tied embedding, with parameters of every awkward shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.few = nn.Parameter(torch.randn(2, WIDTH))
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed.forward(tokens) + self.few.sum(0) * self.frozen
+        for block in self.blocks:
+            x = block.forward(x)
+        return self.head.forward(self.norm.forward(x) * self.scale)
+
+
+class Patterns(nn.Module):
+    """The ways in which something computed from parameters alone tends to be saved for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.w = nn.Parameter(torch.randn(WIDTH + 3, WIDTH) / 3)
+        self.v = nn.Parameter(torch.randn(WIDTH, WIDTH + 3))
+        self.g = nn.Parameter(torch.randn(WIDTH))
+        self.bias = nn.Parameter(torch.randn(VOCABULARY))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed.forward(tokens) + self.positions.weight
+        for layer in self.layers:
+            x = torch.tanh(layer.forward(x))
+        x = torch.tanh(x @ self.w.t())
+        norm = self.v.square().sum(dim=1, keepdim=True).sqrt()
+        x = F.linear(x, self.v / norm * self.g[:, None])  # weight norm
+        return x @ self.embed.weight.t() + self.bias
+
+
+# What backward of Patterns reads again: every factor of a product; no bias, and of the embeddings only the tied one.
+PATTERNS_AGAIN = {"embed.weight", "layers.0.weight", "layers.1.weight", "layers.2.weight", "w", "v", "g"}
+
+
+class Zoo(nn.Module):
+    """Parameters of every kind: rows (9, 2, 1, none, 0-dim) that few worlds divide, dtypes, strides, ties, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(9, 9) for _ in range(3)])
+        self.layers[2].weight = self.layers[0].weight  # tied across units
+        self.norm = nn.BatchNorm1d(9)
+        self.lower = nn.Linear(9, 9).bfloat16()
+        self.turned = nn.Parameter(torch.randn(7, 9).t())  # (9, 7), not contiguous
+        self.two_rows = nn.Parameter(torch.randn(2, 9))
+        self.one_row = nn.Parameter(torch.randn(1, 9))
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.empty = nn.Parameter(torch.empty(0, 9))
+        self.frozen = nn.Parameter(torch.randn(9), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(4))
+        self.register_buffer("offset", torch.randn(9))
+        self.register_buffer("not_saved", torch.arange(9) / 9, persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.norm(inputs)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        x = x * self.scalar + torch.cat((self.two_rows, self.empty)).sum(0) * self.frozen + self.one_row + self.offset
+        x = x + self.lower(inputs.bfloat16()).float() + self.not_saved
+        return x @ self.turned
+
+
+ZOO_WITHOUT_GRAD = {"frozen", "unused"}
+
+
+class Mlp(nn.Module):
+    """Layers in a chain, each a unit; their rows are not divisible by 2, 3 or 4."""
+
+    def __init__(self, width: int = 7, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer.forward(x))
+        return x
+
+
+class Small(nn.Module):
+    """Quick to compile: a tied embedding, rows that few worlds divide, a scalar, one row, one frozen, one unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 5)
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
+        self.head = nn.Linear(5, 9, bias=False)
+        self.head.weight = self.embed.weight
+        self.row = nn.Parameter(torch.randn(1, 5))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed.forward(tokens) * self.frozen + self.row
+        for layer in self.layers:
+            x = torch.tanh(layer.forward(x))
+        return self.head.forward(x * self.scale)
+
+
+def fresh(factory: Any, *args: Any) -> Any:
+    """The same module on every rank and in every call."""
+    torch.manual_seed(0)
+    return factory(*args)
+
+
+def sharded(module: nn.Module, policy: tz.Policy | int, **options: Any) -> Any:
+    """A jitted copy of the module, under a policy or a stage."""
+    return thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(policy)], **options)
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """What a call raises, ``"ValueError: its sentence"``, or "nothing"."""
+    try:
+        call()
+    except (RuntimeError, TypeError, ValueError) as failure:
+        return f"{type(failure).__name__}: {failure}"
+    return "nothing"
+
+
+def whole(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -> Tensor:
+    """A full tensor from all ranks' shards of it, or from all ranks' copies.
+
+    Raises:
+        AssertionError: copies that are not equal bit for bit; padding that is not zero.
+    """
+    if not sharded:
+        assert all(torch.equal(part, parts[0]) for part in parts), "replicas differ"
+        return parts[0]
+    rows = torch.cat(list(parts))
+    assert not rows[shape[0] :].any(), "padding is not zero"
+    return rows[: shape[0]]
+
+
+def error(found: Tensor, right: Tensor) -> float:
+    """Norm of the difference over the norm of ``right``; shapes and dtypes must agree."""
+    assert found.shape == right.shape, (found.shape, right.shape)
+    assert found.dtype == right.dtype, (found.dtype, right.dtype)
+    return float((found.double() - right.double()).norm() / max(float(right.double().norm()), 1e-30))
+
+
+def storages() -> dict[int, int]:
+    """Bytes of the memory of every tensor in this process, by address (compilers leave fake ones: not those)."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu" and thing.layout is torch.strided:
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return {address: nbytes for address, nbytes in found.items() if address}
+
+
+@contextmanager
+def count_sends() -> Iterator[list[int]]:
+    """The bytes of each message that this rank sends meanwhile.
+
+    Messages leave from a background thread, but before the wait that ends their bucket.
+    """
+    sent: list[int] = []
+    send = pairwise.send
+
+    def counted(message: Tensor, rank: int, group: Any, tag: int) -> Any:
+        sent.append(message.nbytes)
+        return send(message, rank, group, tag)
+
+    with mock.patch.object(pairwise, "send", counted):
+        yield sent
+
+
+# What a trace says, read from Thunder's own lines
+
+
+def names(proxies: Iterable[Any]) -> set[str]:
+    return {proxy.name for proxy in proxies if isinstance(proxy, Proxy)}
+
+
+def lines(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
+    """The lines of a trace; those of a fused region one by one."""
+    for bsym in bsyms:
+        if bsym.sym.is_fusion:
+            yield from lines(bsym.subsymbols)
+        else:
+            yield bsym
+
+
+def parameter_inputs(result: tz.Traces) -> set[str]:
+    spelled = {f"t_{path.replace('.', '_')}" for param in result.plan.params for path in param.names}
+    return names(result.forward.args) & spelled
+
+
+def saved(forward: TraceCtx) -> set[str]:
+    """The tensors that forward's return hands to backward."""
+    return names(proxy for proxy in tree_iter(forward.bound_symbols[-1].args[1]) if isinstance(proxy, TensorProxy))
+
+
+def from_parameters_alone(forward: TraceCtx, parameters: set[str]) -> set[str]:
+    """Values that are computed from parameters, and from no data; the parameters' shards themselves are not."""
+    depends: dict[str, frozenset[str]] = {
+        name: frozenset({"parameter" if name in parameters else "data"}) for name in names(forward.args)
+    }
+    for bsym in lines(forward.bound_symbols):
+        read = frozenset[str]().union(*(depends[name] for name in names(bsym.flat_proxy_args)))
+        for name in names(bsym.flat_proxy_outs):
+            depends.setdefault(name, read)
+    return {name for name, on in depends.items() if on == {"parameter"}} - parameters

@@ -1,0 +1,287 @@
+"""Lifted timelines for tests, as ``trace/lift.py`` makes them, and an interpreter that says what they compute."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from hypothesis import strategies as st
+
+from thunder_zero.layout import is_sharded
+from thunder_zero.plan import Param, Plan
+from thunder_zero.policy import STAGES, MiB, Policy
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Value
+
+
+def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **fields: object) -> Param:
+    """A parameter as ``make_plan`` plans it; ``fields`` replace what it says."""
+    stage = STAGES[policy.stage]
+    sharded = stage.sharded and is_sharded(shape)
+    kept = not sharded or stage.kept
+    dtype = fields.get("dtype", torch.float32)
+    compute = fields.get("compute_dtype", dtype)
+    reduce = fields.get("reduce_dtype", compute)
+    regather = sharded and not kept and policy.regather
+    resident = sharded and stage.resident
+    param = Param(path, (), shape, dtype, compute, reduce, True, unit, sharded, resident, kept, regather)  # type: ignore[arg-type]
+    return replace(param, **fields)  # type: ignore[arg-type]
+
+
+def in_flight_bytes(timeline: Timeline, *kinds: Kind) -> tuple[int, ...]:
+    """Full bytes launched and not yet waited for after each operation, of launches of these kinds (default: both)."""
+    under_way, counts = 0, []
+    wanted = kinds or LAUNCHES
+    for op in timeline.ops:
+        if op.kind in wanted:
+            under_way += timeline.full_bytes(op)
+        elif any(timeline.ends(op, kind) for kind in wanted):
+            under_way -= timeline.full_bytes(op)
+        counts.append(under_way)
+    return tuple(counts)
+
+
+@dataclass(frozen=True)
+class Use:
+    """One computation of forward, ``y <- x, w``, and its two of backward, ``gx <- gy, w`` and ``gw <- gy, x``.
+
+    ``steps`` lie between the parameter and the computation: "view" of the last value, "pair" makes two values at once,
+    "constant" reads a constant too, a path reads that parameter too, "random" leaves the cone. ``needed``: backward
+    reads the last value, through a view made in backward if ``view_in_backward``. ``random`` puts a random operation
+    behind the computation; ``returned`` makes the last value of the steps an output of forward.
+    """
+
+    path: str
+    steps: tuple[str, ...] = ()
+    needed: bool = True
+    view_in_backward: bool = False
+    random: bool = False
+    returned: bool = False
+
+
+@dataclass
+class Builder:
+    """Appends operations as ``lift`` orders them: gathers at first use, reductions where gradients are made."""
+
+    plan: Plan
+    ops: list[Op] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+    full: dict[str, str] = field(default_factory=dict)  # path -> value of the full parameter
+    backward: bool = False
+
+    def add(
+        self,
+        kind: Kind,
+        reads: Iterable[str],
+        *writes: str,
+        params: tuple[str, ...] = (),
+        repeatable: bool = True,
+    ) -> None:
+        for name in (*reads, *writes):
+            self.values.setdefault(name, Value(8, "float32"))
+        repeatable = repeatable and kind is Kind.COMPUTE
+        self.ops.append(Op(kind, tuple(reads), writes, params, self.backward, repeatable, source=(len(self.ops),)))
+
+    def weigh(self, param: Param, *names: str) -> None:
+        self.values.update(dict.fromkeys(names, Value(param.full_bytes, str(param.compute_dtype))))
+
+    def use(self, path: str) -> str:
+        """The full parameter, gathered if this is its first use."""
+        param = self.plan.by_name[path]
+        if path not in self.full and not param.sharded:
+            self.full[path] = f"t_{path}"
+            if param.is_cast:
+                self.weigh(param, path)
+                self.add(Kind.COMPUTE, (f"t_{path}",), path, repeatable=True)
+                self.full[path] = path
+        if path not in self.full:
+            self.weigh(param, f"fut_{path}", path)
+            self.values[f"t_{path}"] = Value(self.plan.shard_bytes(param), str(param.dtype))
+            self.add(Kind.GATHER, (f"t_{path}",), f"fut_{path}", params=(path,))
+            self.add(Kind.WAIT, (f"fut_{path}",), path, params=(path,))
+            self.full[path] = path
+        return self.full[path]
+
+    def through_cone(self, number: int, use: Use) -> str:
+        value = self.use(use.path)
+        for depth, step in enumerate(use.steps):
+            name = f"c{number}.{depth}"
+            if step == "view":
+                self.add(Kind.COMPUTE, (value,), name)
+            elif step == "pair":
+                self.add(Kind.COMPUTE, (value,), f"{name}'", name)
+            elif step == "random":
+                self.add(Kind.COMPUTE, (value,), name, repeatable=False)
+            elif step == "constant":
+                self.add(Kind.COMPUTE, (), f"k{number}.{depth}")
+                self.add(Kind.COMPUTE, (value, f"k{number}.{depth}"), name)
+            else:
+                self.add(Kind.COMPUTE, dict.fromkeys((value, self.use(step))), name)
+            value = name
+        return value
+
+    def reduce(self, param: Param) -> str:
+        handle, full, mean = f"red_{param.path}", f"g_{param.path}", f"mean_{param.path}"
+        self.weigh(param, handle, full, mean)
+        self.add(Kind.REDUCE, (full,), handle, params=(param.path,))
+        self.add(Kind.WAIT, (handle,), mean, params=(param.path,))
+        return mean
+
+
+def lifted(plan: Plan, uses: Sequence[Use], *, training: bool = True) -> Timeline:
+    """The timeline of a model that uses its parameters in this order."""
+    builder = Builder(plan)
+    x, last = "x", []
+    outputs: dict[str, None] = {}
+    for number, use in enumerate(uses):
+        value = builder.through_cone(number, use)
+        last.append((x, value))
+        builder.add(Kind.COMPUTE, (x, value), f"y{number}")
+        x = f"y{number}"
+        if use.random:
+            builder.add(Kind.COMPUTE, (x,), f"d{number}", repeatable=False)
+            x = f"d{number}"
+        if use.returned:
+            outputs[value] = None
+    outputs[x] = None
+    gradients: list[tuple[str, str]] = []
+    if training:
+        gradients, last_gradient = _backward(builder, uses, last)
+        outputs |= dict.fromkeys([*(mean for _, mean in gradients), last_gradient])
+    builder.add(Kind.COMPUTE, outputs, repeatable=False)
+    inputs = {"x": None, "gy": None, **{f"t_{param.path}": param.path for param in plan.params}}
+    return Timeline(tuple(builder.ops), builder.values, plan, inputs, tuple(gradients))
+
+
+def _backward(
+    builder: Builder, uses: Sequence[Use], last: Sequence[tuple[str, str]]
+) -> tuple[list[tuple[str, str]], str]:
+    """Appends backward; returns the gradients of parameters with their paths, and the gradient of ``x``."""
+    builder.backward = True
+    builder.add(Kind.COMPUTE, ("gy",), "g", repeatable=False)  # Thunder's get_grad
+    left = Counter(use.path for use in uses)
+    made: dict[str, list[str]] = {}
+    g = "g"
+    reduced: list[tuple[str, str]] = []
+    for number, (use, (x, value)) in reversed(list(enumerate(zip(uses, last, strict=True)))):
+        param = builder.plan.by_name[use.path]
+        if use.needed and use.view_in_backward:
+            builder.add(Kind.COMPUTE, (value,), f"b{number}")
+            value = f"b{number}"
+        if param.requires_grad:
+            builder.add(Kind.COMPUTE, dict.fromkeys((g, x)), f"gw{number}")
+            made.setdefault(use.path, []).append(f"gw{number}")
+        builder.add(Kind.COMPUTE, (g, value) if use.needed else (g,), f"gx{number}")
+        g = f"gx{number}"
+        left[use.path] -= 1
+        if param.requires_grad and not left[use.path]:
+            builder.add(Kind.COMPUTE, made[use.path], f"g_{use.path}")
+            reduced.append((param.path, builder.reduce(param)))
+    return reduced, g
+
+
+def gpt(layers: int, policy: Policy, *, world_size: int = 4, training: bool = True, **fields: object) -> Timeline:
+    """A small GPT: embedding tied with the head through a transpose, blocks of twelve parameters."""
+    shapes = {"ln1.w": (8,), "ln1.b": (8,), "qkv.w": (24, 8), "qkv.b": (24,), "proj.w": (8, 8), "proj.b": (8,)}
+    shapes |= {"ln2.w": (8,), "ln2.b": (8,), "fc.w": (32, 8), "fc.b": (32,), "out.w": (8, 32), "out.b": (8,)}
+    params = [make_param("wte", (64, 8), "", policy, **fields), make_param("wpe", (16, 8), "", policy, **fields)]
+    uses = [Use("wte", needed=False), Use("wpe", needed=False)]
+    for layer in range(layers):
+        for name, shape in shapes.items():
+            path = f"h.{layer}.{name}"
+            params.append(make_param(path, shape, f"h.{layer}", policy, **fields))
+            is_weight = name.endswith(".w")
+            uses.append(Use(path, ("view",) if len(shape) == 2 else (), needed=is_weight))
+    params.append(make_param("ln_f", (8,), "", policy, **fields))
+    uses += [Use("ln_f"), Use("wte", ("view",))]
+    return lifted(Plan(policy, world_size, 0, tuple(params)), uses, training=training)
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> Timeline:
+    """Lifted timelines of random models: several units, ties, cones, frozen and unused parameters, all stages."""
+    policy = Policy(
+        stage=draw(st.integers(0, 3)),
+        bucket_bytes=draw(st.sampled_from((0, 16, 64, 200, MiB))),
+        prefetch=draw(st.integers(0, 4)),
+        in_flight_bytes=draw(st.sampled_from((0, 16, 64, 200, MiB))),
+        regather=draw(st.booleans()),
+        keep_last=draw(st.booleans()),
+    )
+    params = []
+    for unit in range(draw(st.integers(1, 4))):
+        for number in range(draw(st.integers(1, 4))):
+            shape = draw(st.lists(st.integers(0, 5), max_size=2).map(tuple))
+            fields: dict[str, object] = {
+                name: draw(st.sampled_from((torch.float32, torch.bfloat16)))
+                for name in ("dtype", "compute_dtype", "reduce_dtype")
+            }
+            fields["requires_grad"] = draw(st.integers(0, 3)) > 0
+            if policy.stage == 3 and draw(st.integers(0, 4)) == 0:
+                fields |= {"kept": True}
+            params.append(make_param(f"u{unit}.p{number}", shape, f"u{unit}" if unit else "", policy, **fields))
+    plan = Plan(policy, draw(st.integers(1, 8)), 0, tuple(params))
+    paths = [param.path for param in params]
+    order = [path for path in paths if draw(st.integers(0, 5)) > 0]  # the others are not used
+    for _ in range(draw(st.integers(0, 3))):  # ties
+        order.insert(draw(st.integers(0, len(order))), draw(st.sampled_from(paths)))
+    steps = st.lists(st.sampled_from(("view", "pair", "constant", "random", *paths)), max_size=3).map(tuple)
+    often, seldom = st.integers(0, 2).map(bool), st.integers(0, 5).map(lambda number: number == 0)
+    flags = st.tuples(often, st.booleans(), seldom, seldom)
+    uses = [Use(path, draw(steps), *draw(flags)) for path in order]
+    return lifted(plan, uses, training=draw(often))
+
+
+def with_rank(timeline: Timeline, rank: int) -> Timeline:
+    """The same timeline seen from another rank."""
+    return replace(timeline, plan=replace(timeline.plan, rank=rank))
+
+
+Terms = dict[object, int]
+
+
+def interpret(timeline: Timeline, terms: Terms | None = None) -> tuple[int, ...]:
+    """What the return reads, each as the number of its expression in ``terms`` (equal expressions, equal numbers).
+
+    Raises:
+        AssertionError: a value is read before it is there, or after its memory was freed.
+    """
+    terms = {} if terms is None else terms
+    value: dict[str, int] = {}
+    pending: dict[str, list[int]] = {}
+    memory: dict[str, frozenset[str]] = {}  # value -> gathered values whose memory it may be
+    freed: set[str] = set()
+    runs: Counter[int] = Counter()
+    written = {name for op in timeline.ops for name in op.writes}
+
+    def term(*parts: object) -> int:
+        return terms.setdefault(parts, len(terms))
+
+    def read(name: str) -> int:
+        assert memory.get(name, frozenset()).isdisjoint(freed), f"{name} is read after its free"
+        assert name in value or name not in written, f"{name} is read before it is there"
+        return value.get(name, term("input", name))
+
+    for op in timeline.ops:
+        if op.kind in (Kind.GATHER, Kind.REDUCE):
+            work = [term(op.kind, path, read(name)) for name, path in zip(op.reads, op.params, strict=True)]
+            pending[op.writes[0]] = work
+        elif op.kind is Kind.WAIT:
+            is_gather = timeline.launches[op.reads[0]].kind is Kind.GATHER
+            value.update(zip(op.writes, pending.pop(op.reads[0]), strict=True))
+            memory.update({name: frozenset((name,)) for name in op.writes if is_gather})
+        elif op.kind is Kind.FREE:
+            assert freed.isdisjoint(op.reads), f"{op.reads} is freed twice"
+            freed.update(op.reads)
+        else:
+            reads = tuple(read(name) for name in op.reads)
+            runs[op.source[0]] += not op.repeatable
+            value |= {
+                name: term("op", op.source, reads, number, runs[op.source[0]]) for number, name in enumerate(op.writes)
+            }
+            if op.repeatable and all(name in memory or name in timeline.replicated for name in op.reads):
+                held = frozenset[str]().union(*(memory.get(name, frozenset()) for name in op.reads))
+                memory.update(dict.fromkeys(op.writes, held))
+    assert not pending, f"{sorted(pending)} is never waited for"
+    return tuple(read(name) for name in timeline.ops[-1].reads)

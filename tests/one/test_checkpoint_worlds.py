@@ -1,0 +1,232 @@
+"""A checkpoint goes from any number of ranks and any stage to any other: all pairs, with simulated ranks.
+
+What a rank saves and loads follows from its plan, its shards and its optimizer, so one process can be all ranks. The
+reference is one plain module that trains without interruption; optimizers work element by element, so that every
+number is equal bit for bit. Real ranks: ``tests/ranks/test_checkpoints.py``.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from tests.harness.models import Small, fresh, whole
+from thunder_zero.checkpoint import contents, dcp, folder, manifest, reading, saving
+from thunder_zero.checkpoint.contents import Held
+from thunder_zero.plan import make_plan
+from thunder_zero.runtime.optimizer_hooks import load_exactly
+from thunder_zero.runtime.shards import own_rows
+
+WORLDS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)
+BEFORE, AFTER = 3, 10  # steps
+
+
+@dataclass
+class Simulated:
+    """One rank of several in this process."""
+
+    held: Held
+    optimizer: torch.optim.Optimizer
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    params = list(params)
+    return torch.optim.AdamW([{"params": params[:3]}, {"params": params[3:], "lr": 0.02}], 0.05, foreach=False)
+
+
+def ranks_of(module: nn.Module, world_size: int, stage: int) -> list[Simulated]:
+    ranks = []
+    for rank in range(world_size):
+        plan = make_plan(module, tz.Policy(stage=stage), world_size, rank)
+        values = {param.path: module.get_parameter(param.path).detach() for param in plan.params}
+        shards = {
+            param.path: nn.Parameter(own_rows(values[param.path], param, plan).clone(), param.requires_grad)
+            for param in plan.params
+        }
+        ranks.append(Simulated(Held(plan, shards, {}, {}, {}, rank), adamw(shards.values())))
+    return ranks
+
+
+def batch(step: int) -> Tensor:
+    return torch.randint(0, 9, (4, 3), generator=torch.Generator().manual_seed(step))
+
+
+def step_plain(module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Tensor]:
+    """One step; its gradients."""
+    optimizer.zero_grad()
+    module(batch(step)).square().mean().backward()
+    optimizer.step()
+    return {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
+
+
+def step_ranks(ranks: Sequence[Simulated], module: nn.Module, step: int) -> None:
+    """The same on ranks: gather, compute, cut the gradients, step the shards."""
+    put_together(ranks, module)
+    module.zero_grad()
+    module(batch(step)).square().mean().backward()
+    for rank in ranks:
+        for param in rank.held.plan.params:
+            grad = module.get_parameter(param.path).grad
+            shard = rank.held.shards[param.path]
+            shard.grad = None if grad is None else own_rows(grad, param, rank.held.plan)
+        rank.optimizer.step()
+
+
+@torch.no_grad()
+def put_together(ranks: Sequence[Simulated], module: nn.Module) -> None:
+    for param in ranks[0].held.plan.params:
+        parts = [rank.held.shards[param.path].detach() for rank in ranks]
+        module.get_parameter(param.path).copy_(whole(parts, param.shape, sharded=param.sharded))
+
+
+def save(path: Path, ranks: Sequence[Simulated], keep: int | None = None) -> None:
+    """What :func:`thunder_zero.checkpoint.saving.write` does, for all ranks."""
+    folder.prepare(path)
+    parts = [
+        dcp.write(
+            folder.staging_of(path),
+            number,
+            contents.model_items(rank.held)
+            + contents.optimizer_items(rank.held, [rank.optimizer])
+            + saving.extra_items(rank.held, {"position": 100 + number}),
+        )
+        for number, rank in enumerate(ranks)
+    ]
+    saving.publish(path, parts, keep)
+
+
+def load(path: Path, ranks: Sequence[Simulated]) -> None:
+    for number, rank in enumerate(ranks):
+        saving.require_whole(path, manifest.read(path), number, len(ranks))
+        found = saving.read(path, rank.held, [rank.optimizer], 0)
+        (saved,) = found.optimizers
+        load_exactly(rank.optimizer, saved)
+        with torch.no_grad():
+            for target, value in found.tensors:
+                target.copy_(value)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint of each world and stage, and what uninterrupted training ends with."""
+    root = tmp_path_factory.mktemp("runs")
+    plain = fresh(Small)
+    optimizer = adamw(plain.parameters())
+    for step in range(BEFORE + AFTER):
+        step_plain(plain, optimizer, step)
+    for world_size, stage in product(WORLDS, STAGES):
+        module = fresh(Small)
+        ranks = ranks_of(module, world_size, stage)
+        for step in range(BEFORE):
+            step_ranks(ranks, module, step)
+        save(root / f"{world_size}-{stage}", ranks)
+    return root, plain.state_dict()
+
+
+@pytest.mark.parametrize("to_world", WORLDS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_next_steps_equal_an_uninterrupted_run(runs: Any, world: int, to_world: int) -> None:
+    """For each pair of stages, too."""
+    root, right = runs
+    for stage, to_stage in product(STAGES, STAGES):
+        module = fresh(Small)
+        with torch.no_grad():
+            for param in module.parameters():
+                param.fill_(7)  # what is not loaded is seen
+        ranks = ranks_of(module, to_world, to_stage)
+        for rank in ranks:
+            for group in rank.optimizer.param_groups:
+                group["lr"] = 9.0
+        load(root / f"{world}-{stage}", ranks)
+        for step in range(BEFORE, BEFORE + AFTER):
+            step_ranks(ranks, module, step)
+        put_together(ranks, module)
+        for name, value in module.state_dict().items():
+            assert torch.equal(value, right[name]), (stage, to_stage, name)
+
+
+def test_no_padding_and_no_copy_is_written(runs: Any) -> None:
+    """Whole shapes, each row once, a tied weight under both names at one place in one file."""
+    root, right = runs
+    for world, stage in product(WORLDS, STAGES):
+        path = root / f"{world}-{stage}"
+        metadata = dcp.read_metadata(path)
+        stored = metadata.state_dict_metadata
+        assert {key.removeprefix("model.") for key in stored if key.startswith("model.")} == right.keys()
+        for name, value in right.items():
+            found = stored[f"model.{name}"]
+            assert tuple(found.size) == tuple(value.shape)
+            assert sum(chunk.sizes.numel() for chunk in found.chunks) == value.numel(), (world, stage, name)
+        places = {index: place for index, place in metadata.storage_data.items() if index.offset is not None}
+        for index, place in places.items():
+            if index.fqn == "model.head.weight":
+                twin = type(index)("model.embed.weight", index.offset)
+                assert (place.relative_path, place.offset) == (places[twin].relative_path, places[twin].offset)
+        listed = {tensor.key: tensor.shape for tensor in manifest.read(path).tensors}
+        assert listed["optim.state.embed.weight.exp_avg"] == (9, 5)
+        assert manifest.read(path).ranks == world
+
+
+class Command:
+    """Unpickled, it runs a command."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+def test_nothing_that_is_read_runs(tmp_path: Path) -> None:
+    """Neither DCP's metadata nor a value, which DCP itself unpickles."""
+    done = tmp_path / "done"
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Command(done)))
+    with pytest.raises(ValueError, match=r"\.metadata is damaged \(the metadata names posix\.mkdir"):
+        dcp.read_metadata(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps([1]))
+    with pytest.raises(ValueError, match="it is no metadata"):
+        dcp.read_metadata(tmp_path)
+    value = io.BytesIO()
+    torch.save(Command(done), value)
+    part = dcp.write(tmp_path / "a", 0, [dcp.Item(("rank0", "extra", "bad"), value.getvalue())])
+    dcp.finish(tmp_path / "a", [part])
+    with pytest.raises(ValueError, match="cannot be read, it is damaged: Weights only load failed"):
+        reading.read_extras(tmp_path / "a", dcp.read_metadata(tmp_path / "a"))
+    assert not done.exists()
+
+
+def test_rows_that_are_in_no_file(tmp_path: Path) -> None:
+    half = dcp.Item(("w",), torch.ones(2, 3), 0, (4, 3))
+    part = dcp.write(tmp_path, 0, [half])
+    with pytest.raises(ValueError, match=r"ranks gave 6 elements of w, and its shape \(4, 3\) has other rows, too"):
+        dcp.finish(tmp_path, [part])
+    with mock.patch.object(dcp, "_require_rows"):  # another tool's
+        dcp.finish(tmp_path, [part])
+    wanted = dcp.Item(("w",), torch.zeros(3, 3), 1, (4, 3))
+    with pytest.raises(ValueError, match="lacks rows of w"):
+        dcp.read(tmp_path, dcp.read_metadata(tmp_path), [wanted])
+
+
+def test_the_extras_of_each_rank(runs: Any) -> None:
+    root, _ = runs
+    extras = reading.read_extras(root / "3-2", dcp.read_metadata(root / "3-2"))
+    assert extras == ({"position": 100}, {"position": 101}, {"position": 102})
+    assert saving.extras_of(extras, 1, 3, {"position": None}) == {"position": 101}
+    with pytest.raises(ValueError, match="'position' differs between the 3 ranks that saved, and there are 2 now"):
+        saving.extras_of(extras, 1, 2, {"position": None})
+    alike = ({"epoch": 4}, {"epoch": 4})
+    assert saving.extras_of(alike, 4, 5, {"epoch": None}) == {"epoch": 4}
+    with pytest.raises(ValueError, match="no extra 'rng'"):
+        saving.extras_of(extras, 0, 3, {"rng": None})

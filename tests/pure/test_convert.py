@@ -1,0 +1,271 @@
+"""Single files and checkpoints without ranks: what is read and refused, what is left beside, and the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+
+import thunder_zero as tz
+from thunder_zero import cli
+from thunder_zero.convert import reader
+from thunder_zero.convert.formats import Whole, in_files
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def weights() -> dict[str, Tensor]:
+    """Rows for three ranks, odd numbers of bytes, a scalar, an empty one."""
+    return {
+        "flags": torch.tensor([True, False, True]),
+        "scale": torch.tensor(3.0),
+        "wide": torch.arange(15, dtype=torch.float64).view(5, 3),
+        "half": torch.arange(6).view(3, 2).bfloat16(),
+        "none": torch.empty(0, 4),
+    }
+
+
+def same(found: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return found.keys() == right.keys() and all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in right.items()
+    )
+
+
+def data_bytes(path: Path) -> list[int]:
+    return [file.stat().st_size for file in sorted(path.glob("*.distcp"))]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A folder with one checkpoint, ``start``."""
+    save_file(weights(), tmp_path / "in.safetensors")
+    tz.shard_safetensors(tmp_path / "in.safetensors", tmp_path / "runs/start", ranks=3)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command line: the exit code, and what was printed to stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = cli.main([str(argument) for argument in arguments])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+# From files
+
+
+@pytest.mark.parametrize("source", ["model.safetensors.index.json", "."])
+def test_several_files_are_read_by_their_index(runs: Path, tmp_path: Path, source: str) -> None:
+    (tmp_path / "hub").mkdir()
+    files = tz.consolidate(runs / "start", tmp_path / "hub/model.safetensors", max_file_bytes=10)
+    assert len(files) > 3
+    tz.shard_safetensors(tmp_path / "hub" / source, runs / "again", ranks=2)
+    (one,) = tz.consolidate(runs / "again", tmp_path / "one.safetensors")
+    assert same(load_file(one), weights())
+
+
+def test_a_folder_without_an_index_has_one_file(runs: Path, tmp_path: Path) -> None:
+    shutil.copy(tmp_path / "in.safetensors", tmp_path / "model.safetensors")
+    tz.shard_safetensors(tmp_path, runs / "again")
+    assert same(torch.load(tz.consolidate(runs / "again", tmp_path / "one.pt")[0]), weights())
+
+
+def test_floats_are_cast(tmp_path: Path, command: Command) -> None:
+    save_file(weights(), tmp_path / "in.safetensors")
+    assert command("shard", tmp_path / "in.safetensors", tmp_path / "start", "--ranks", 2, "--dtype", "float32")[0] == 0
+    (one,) = tz.consolidate(tmp_path / "start", tmp_path / "one.safetensors")
+    right = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights().items()}
+    assert same(load_file(one), right)
+    save_file(right, tmp_path / "right.safetensors")
+    tz.shard_safetensors(tmp_path / "right.safetensors", tmp_path / "right", ranks=2)
+    assert data_bytes(tmp_path / "start") == data_bytes(tmp_path / "right")  # readers cast, so their values say nothing
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("in.safetensors", b"no tensors, no tensors", "in.safetensors cannot be read as a safetensors file: "),
+        ("in.safetensors", save(weights(), {"aliases": "{"}), "in.safetensors cannot be read as a safetensors file: "),
+        ("in.safetensors", save(weights(), {"aliases": "[]"}), "in.safetensors cannot be read as a safetensors file: "),
+        ("in.pt", b"PK", "in.pt cannot be read as a safetensors file: "),
+        ("in.json", b"[1]", "in.json is no index of safetensors files (TypeError"),
+        ("in.json", b"{", "in.json is no index of safetensors files (JSONDecodeError"),
+        ("in.json", b'{"weight_map": {"no": "good.safetensors"}}', "good.safetensors cannot be read as a safetensors"),
+        ("in.json", b'{"weight_map": {"no": "none.safetensors"}}', "No such file or directory: "),
+        ("folder/in", b"", "folder has neither model.safetensors.index.json nor model.safetensors; give the file"),
+    ],
+)
+def test_garbage_is_one_sentence(tmp_path: Path, command: Command, name: str, content: bytes, sentence: str) -> None:
+    save_file(weights(), tmp_path / "good.safetensors")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / name).write_bytes(content)
+    source = tmp_path / name.removesuffix("/in")
+    code, out, err = command("shard", source, tmp_path / "start")
+    assert (code, out) == (1, "")
+    assert err.startswith("thunder-zero: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "start").exists()
+
+
+def test_latest_stays_where_training_goes_on(runs: Path, tmp_path: Path) -> None:
+    assert not (runs / "latest").is_symlink()
+    (runs / "latest").symlink_to("start")
+    tz.shard_safetensors(tmp_path / "in.safetensors", runs / "other")
+    assert (runs / "latest").readlink() == Path("start")
+
+
+# To files
+
+
+def test_tensors_are_aligned_in_safetensors_files(runs: Path, tmp_path: Path) -> None:
+    (one,) = tz.consolidate(runs / "start", tmp_path / "one.safetensors")
+    content = one.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    header.pop("__metadata__")
+    assert header.keys() == weights().keys()
+    assert all(
+        (8 + length + header[name]["data_offsets"][0]) % tensor.itemsize == 0 for name, tensor in weights().items()
+    )
+    assert same(load_file(one), weights())
+
+
+def test_files_are_cut_in_linear_time() -> None:
+    asked = 0
+
+    def nbytes(whole: Whole) -> int:
+        nonlocal asked
+        asked += 1
+        return 8
+
+    wholes = [Whole(str(number), (2,), torch.float32, str(number)) for number in range(100)]
+    with mock.patch.object(Whole, "nbytes", property(nbytes)):
+        assert [len(file) for file in in_files(wholes, 400)] == [50, 50]
+    assert asked <= 3 * len(wholes)
+
+
+def test_what_an_earlier_call_left_is_removed(runs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    others = ["m.pt", "m2.safetensors", "xm-00001-of-00002.safetensors", "m-1-of-2.safetensors", "m.safetensors.txt"]
+    others += ["m-00001-of-00009.safetensors", "m.optimizer.safetensors.index.json"]  # somebody else's of that name
+    for name in others:
+        (out / name).touch()
+    (ours,) = tz.consolidate(runs / "start", tmp_path / "ours.safetensors")
+    for name in ("m.optimizer.safetensors", "m.optimizer-00001-of-00002.safetensors"):
+        ours.with_name(name).write_bytes(ours.read_bytes())
+        ours.with_name(name).rename(out / name)
+    for limit in (10, 20, None, 10):
+        files = tz.consolidate(runs / "start", out / "m.safetensors", max_file_bytes=limit)
+        assert {path.name for path in out.iterdir()} == {*others, *(file.name for file in files)}
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
+def test_what_was_there_stays_if_it_fails(runs: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    limit = 20 if name == "m.safetensors" else None
+    tz.consolidate(runs / "start", out / name, max_file_bytes=limit)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with (
+        mock.patch.object(reader.Checkpoint, "read", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(OSError, match=re.escape("could not be written: the disk is full; what was there before stays")),
+    ):
+        tz.consolidate(runs / "start", out / name)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+# The command line
+
+
+def test_damage_is_shown(runs: Path, command: Command) -> None:
+    file = next((runs / "start").glob("__0_*"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert command("inspect", runs / "start")[0] == 0  # it compares sizes only
+    code, out, err = command("inspect", runs / "start", "--check")
+    assert (code, err) == (
+        1,
+        f"thunder-zero: {runs / 'start'} is damaged: {file.name} was changed: its SHA-256 is another\n",
+    )
+    assert "wide" in out
+    file.write_bytes(content[:-1])
+    code, out, err = command("inspect", runs / "start")
+    assert code == 1
+    assert f"is damaged: {file.name} has {len(content) - 1:,} bytes and was saved with {len(content):,}\n" in err
+    file.unlink()
+    code, out, err = command("inspect", runs / "start")
+    assert (code, err) == (1, f"thunder-zero: {runs / 'start'} is damaged: {file.name} is missing\n")
+    assert "wide" in out
+    code, _, err = command("consolidate", runs / "start", runs / "m.safetensors")
+    assert (code, err) == (1, f"thunder-zero: {runs / 'start'} is damaged: {file.name} is missing\n")
+    code, _, err = command("consolidate", runs / "start", runs / "m.safetensors", "--no-check")
+    assert code == 1
+    assert "cannot be read, it is damaged" in err
+    (runs / "start/manifest.json").write_text("{}")
+    assert "manifest.json is damaged" in command("inspect", runs / "start")[2]
+    assert command("inspect", runs / "none")[2].startswith("thunder-zero: there is no checkpoint at ")
+    assert command("inspect", runs) == (1, "", f"thunder-zero: {runs} has no .metadata, so it is no checkpoint\n")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("state", [{"model": weights()}, weights()], ids=["nested", "flat"])
+def test_what_another_tool_wrote_is_shown(tmp_path: Path, command: Command, state: dict[str, Tensor]) -> None:
+    dcp.save(state, checkpoint_id=tmp_path / "other", no_dist=True)
+    code, out, err = command("inspect", tmp_path / "other")
+    assert (code, err) == (0, "")
+    assert "│ wide " in out
+    assert "other: no manifest.json, so damage is not seen; 0 tensors of an optimizer; 2 files" in out
+    code, _, err = command("inspect", tmp_path / "other", "--check")
+    assert code == 1
+    assert "has no manifest.json" in err
+    nested = "model" in state
+    for options, right in (((), 1), (("--no-check",), 0 if nested else 1)):
+        assert command("consolidate", tmp_path / "other", tmp_path / "m.safetensors", *options)[0] == right
+    assert not nested or same(load_file(tmp_path / "m.safetensors"), weights())
+
+
+def test_several_files_by_command(runs: Path, command: Command) -> None:
+    code, out, err = command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", 130)
+    names = [f"m-0000{number}-of-00002.safetensors" for number in (1, 2)] + ["m.safetensors.index.json"]
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [f"{runs / name}  {(runs / name).stat().st_size:,} B" for name in names]
+    code, _, err = command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", 0)
+    assert (code, err) == (
+        1,
+        "thunder-zero: max_file_bytes is 0; give 1 or more, and a name that ends in .safetensors\n",
+    )
+
+
+def test_bars_are_on_stderr_and_come_to_their_ends(
+    runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as if it was a terminal
+    _, out, err = command("consolidate", runs / "start", runs / "m.pt")
+    assert out == f"{runs / 'm.pt'}  {(runs / 'm.pt').stat().st_size:,} B\n"
+    assert last(err, "check start") == "100%"
+    assert last(err, "write m.pt") == "100%"
+    _, out, err = command("shard", runs.parent / "in.safetensors", runs / "again", "--ranks", 2)
+    assert out == f"{runs / 'again'}\n"
+    assert last(err, "write again") == "100%"
+
+
+def last(printed: str, bar: str) -> str:
+    """The last percentage of a bar."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", printed)
+    return str(re.findall(rf"{bar} \S+ +(\d+%)", plain)[-1])

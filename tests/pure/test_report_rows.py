@@ -1,0 +1,293 @@
+"""The printed trace, on timelines and lines written by hand."""
+
+from __future__ import annotations
+
+from io import StringIO
+from keyword import iskeyword
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tests.harness.timelines import make_param
+from thunder_zero.plan import Plan
+from thunder_zero.policy import Policy
+from thunder_zero.report.code import fold
+from thunder_zero.report.printer import print_rows, print_total, size
+from thunder_zero.report.rows import Gap, Line, Row, label, rows, select, total
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
+
+POLICY = Policy(stage=3)
+PLAN = Plan(
+    POLICY,
+    4,
+    0,
+    (
+        make_param("embedding.weight", (8, 4), "", POLICY),  # 128 B
+        make_param("h.0.w", (8, 8), "h.0", POLICY),  # 256 B
+        make_param("h.0.b", (8,), "h.0", POLICY),  # 32 B
+    ),
+)
+FORWARD = (
+    "# x: input",
+    "f = zero_all_gather_coalesced((t_w, t_b), ('h.0.w', 'h.0.b'))",
+    "c = torch.cos(x)",
+    "(w, b) = zero_wait_coalesced(f)",
+    "del f",
+    "wt = torch.permute(w, (1, 0))",
+    "del w",
+    "y = torch.matmul(c, wt)",
+    "del c, wt",
+    "z = torch.add(y, b)",
+    "del b",
+    "return z",
+)
+BACKWARD = (
+    "f2 = zero_reduce_scatter(gw, 'h.0.w')",
+    "g = zero_wait(f2)",
+    "gw = torch.sin(g)",
+    "f3 = zero_reduce_scatter(gw, 'h.0.b')",
+    "return g",
+)
+
+
+def op(kind: Kind, reads: str, writes: str, at: int, *params: str, backward: bool = False) -> Op:
+    repeatable = kind is Kind.COMPUTE and bool(writes)
+    return Op(kind, tuple(reads.split()), tuple(writes.split()), params, backward, repeatable, source=(at,))
+
+
+TIMELINE = Timeline(
+    (
+        op(Kind.GATHER, "t_w t_b", "f", 1, "h.0.w", "h.0.b"),
+        op(Kind.COMPUTE, "x", "c", 2),
+        op(Kind.WAIT, "f", "w b", 3, "h.0.w", "h.0.b"),
+        op(Kind.COMPUTE, "w", "wt", 5),
+        op(Kind.COMPUTE, "c wt", "y", 7),
+        op(Kind.FREE, "w", "", 8, "h.0.w"),
+        op(Kind.COMPUTE, "y b", "z", 9),
+        op(Kind.FREE, "b", "", 10, "h.0.b"),
+        op(Kind.COMPUTE, "z", "", 11),
+        op(Kind.REDUCE, "gw0", "f2", 0, "h.0.w", backward=True),
+        op(Kind.WAIT, "f2", "g", 1, "h.0.w", backward=True),
+        op(Kind.COMPUTE, "g", "gw", 2, backward=True),
+        op(Kind.REDUCE, "gw", "f3", 3, "h.0.b", backward=True),
+        op(Kind.COMPUTE, "g", "", 4, backward=True),
+    ),
+    {},
+    PLAN,
+)
+
+
+def half(*, backward: bool) -> tuple[Row, ...]:
+    code = BACKWARD if backward else FORWARD
+    lines = [Line(text, at) for at, text in enumerate(code) if not text.startswith("#")]
+    return rows(lines, TIMELINE, backward=backward)
+
+
+def printed(*shown: tuple[Row | Gap, ...], color: bool = False) -> str:
+    file = StringIO()
+    console = Console(file=file, force_terminal=True, width=100) if color else Console(file=file)
+    for each in shown:
+        print_rows(each, PLAN, "forward", console)
+    print_total(shown[-1], console)
+    return file.getvalue()
+
+
+def test_each_line_gets_kind_parameters_bytes_and_what_is_alive() -> None:
+    found = [(row.kind, row.params, row.sent, row.alive) for row in half(backward=False)]
+    both = ("h.0.w", "h.0.b")
+    # rank 0 of 4 owns 64 + 8 B of them, and sends those to 3 others
+    assert found == [
+        (Kind.GATHER, both, 216, 288),
+        (Kind.COMPUTE, (), None, 288),
+        (Kind.WAIT, both, None, 288),
+        (None, (), None, 288),  # del f
+        (Kind.COMPUTE, ("h.0.w",), None, 288),
+        (None, (), None, 288),  # del w: the view holds its memory
+        (Kind.COMPUTE, ("h.0.w",), None, 288),  # through the view
+        (Kind.FREE, ("h.0.w",), None, 32),
+        (Kind.COMPUTE, ("h.0.b",), None, 32),
+        (Kind.FREE, ("h.0.b",), None, 0),
+        (Kind.COMPUTE, (), None, 0),
+    ]
+
+
+def test_gradients_are_named_as_such() -> None:
+    found = [(row.kind, row.params, row.gradients) for row in half(backward=True)]
+    assert found == [
+        (Kind.REDUCE, ("h.0.w",), True),
+        (Kind.WAIT, ("h.0.w",), True),
+        (Kind.COMPUTE, ("h.0.b",), True),  # makes the gradient that is reduced next
+        (Kind.REDUCE, ("h.0.b",), True),
+        (Kind.COMPUTE, (), False),
+    ]
+
+
+def test_backward_begins_with_what_forward_left() -> None:
+    kept = Timeline((TIMELINE.ops[0], op(Kind.COMPUTE, "gz", "gy", 3, backward=True)), {}, PLAN)
+    lines = [Line("unpack()", 0), Line("gy = torch.sin(gz)", 3)]
+    assert [row.alive for row in rows(lines, kept, backward=True)] == [288, 288]
+
+
+def test_several_frees_of_one_line_are_one_row() -> None:
+    timeline = TIMELINE.with_ops(
+        [TIMELINE.ops[0], op(Kind.FREE, "w", "", 2, "h.0.w"), op(Kind.FREE, "b", "", 2, "h.0.b")]
+    )
+    freed = rows([Line(FORWARD[1], 1), Line("del w, b", 2)], timeline, backward=False)[1]
+    assert (freed.kind, freed.params, freed.alive) == (Kind.FREE, ("h.0.w", "h.0.b"), 0)
+
+
+def test_one_value_may_be_the_gradient_of_two_parameters() -> None:
+    ops = [
+        op(Kind.COMPUTE, "gy", "g", 0, backward=True),
+        op(Kind.REDUCE, "g", "f", 1, "h.0.w", "h.0.b", backward=True),
+    ]
+    lines = [Line("g = torch.sin(gy)", 0), Line("f = zero_reduce_scatter_coalesced((g, g), ('h.0.w', 'h.0.b'))", 1)]
+    assert rows(lines, TIMELINE.with_ops(ops), backward=True)[0].params == ("h.0.w", "h.0.b")
+
+
+def test_operations_without_a_line_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the timeline has operations at \[11\], where the trace has no line"):
+        rows([Line("x", at) for at in range(11)], TIMELINE, backward=False)
+
+
+def test_total_is_the_timeline_s() -> None:
+    both = half(backward=False) + half(backward=True)
+    sent = sum(map(TIMELINE.bytes_sent, TIMELINE.ops))
+    assert sent == 216 + 192 + 24
+    assert total(both) == "3 collectives (1 gather, 2 reduce), 432 B sent by this rank, 288 B gathered at most"
+    assert total(both[:1]).startswith("1 collective (1 gather, 0 reduce), 216 B")
+    assert total(()) == "0 collectives (0 gather, 0 reduce), 0 B sent by this rank, 0 B gathered at most"
+
+
+def test_a_unit_s_rows_leave_out_the_others() -> None:
+    shown = select(half(backward=False), PLAN, "h.0", only_parameters=False)
+    assert [each.line.position if isinstance(each, Row) else each for each in shown] == [1, *range(2, 11)]
+    assert select(half(backward=False), PLAN, "", only_parameters=False) == ()
+
+
+def test_lines_that_concern_no_parameter_become_one() -> None:
+    lines = [Line(f"t{at} = torch.sin(x)", at) for at in range(20)]
+    ops = [
+        op(Kind.COMPUTE, "x", f"t{at}", at) if at not in (3, 12, 14) else op(Kind.GATHER, "t_w", f"f{at}", at, "h.0.w")
+        for at in range(20)
+    ]
+    shown = select(rows(lines, TIMELINE.with_ops(ops), backward=False), PLAN, None, only_parameters=True)
+    assert [each.line.position if isinstance(each, Row) else each for each in shown] == [3, Gap(8), 12, 13, 14]
+
+
+def test_an_unknown_unit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"unit is 'h\.7'; the units of this module are '', 'h\.0'"):
+        select((), PLAN, "h.7", only_parameters=False)
+
+
+@pytest.mark.parametrize(
+    ("params", "gradients", "expected"),
+    [
+        ((), False, ""),
+        (("h.0.w",), False, "h.0.w"),
+        (("h.0.w",), True, "grad h.0.w"),
+        (("h.0.w", "h.0.b"), False, "h.0.w, b"),
+        (("embedding.weight", "h.0.b"), False, "embedding.weight, h.0.b"),
+        (("h.0.w", "h.0.b", "h.0.w"), False, "h.0: 3 parameters"),
+        (("h.0.w", "h.0.b", "h.0.w"), True, "h.0: 3 gradients"),
+        (("embedding.weight", "h.0.w", "h.0.b"), False, "embedding.weight, 2 more"),
+        (("embedding.weight",) * 3, True, "grad embedding.weight, 2 more"),  # the root unit has no name
+    ],
+)
+def test_label(params: tuple[str, ...], gradients: bool, expected: str) -> None:
+    assert label(params, PLAN, gradients=gradients) == expected
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.98 KiB"),
+        (1536, "1.50 KiB"),
+        (10 * 1024, "10.0 KiB"),
+        (999 * 1024, "999 KiB"),
+        (1023 * 1024, "1.00 MiB"),
+        (5 << 30, "5.00 GiB"),
+    ],
+)
+def test_size(nbytes: int, expected: str) -> None:
+    assert size(nbytes) == expected
+
+
+@given(st.integers(0, 1 << 55))
+def test_a_size_fits_its_column(nbytes: int) -> None:
+    assert len(size(nbytes)) <= 8
+
+
+def test_plain_text() -> None:
+    assert printed(half(backward=False)).splitlines() == [
+        "# forward, ZeRO-3, rank 0 of 4                   does    parameters                    sent gathered",
+        "f = zero_all_gather_coalesced((t_w, t_b),        gather  h.0.w, b                     216 B    288 B",
+        "    ('h.0.w', 'h.0.b'))",
+        "c = torch.cos(x)                                 compute                                       288 B",
+        "(w, b) = zero_wait_coalesced(f)                  wait    h.0.w, b                              288 B",
+        "del f                                                                                          288 B",
+        "wt = torch.permute(w, (1, 0))                    compute h.0.w                                 288 B",
+        "del w                                                                                          288 B",
+        "y = torch.matmul(c, wt)                          compute h.0.w                                 288 B",
+        "del c, wt                                        free    h.0.w                                  32 B",
+        "z = torch.add(y, b)                              compute h.0.b                                  32 B",
+        "del b                                            free    h.0.b                                   0 B",
+        "return z                                         compute                                         0 B",
+        "",
+        "1 collective (1 gather, 0 reduce), 216 B sent by this rank, 288 B gathered at most",
+    ]
+
+
+def test_a_terminal_gets_colours_and_the_same_text() -> None:
+    colored = printed(half(backward=False), color=True)
+    assert "\x1b[" in colored
+    assert Console(file=StringIO()).render_str(colored).plain  # markup-safe
+    plain = "".join(part.partition("m")[2] if number else part for number, part in enumerate(colored.split("\x1b[")))
+    assert [line.rstrip() for line in plain.splitlines()] == printed(half(backward=False)).splitlines()
+
+
+def test_origins_stand_above_their_lines_once() -> None:
+    lines = [Line("a = f(x)", 0, "m.py:3  y = f(x)"), Line("del x", 1), Line("b = f(a)", 2, "m.py:3  y = f(x)")]
+    text = printed(rows(lines, TIMELINE.with_ops(()), backward=False)).splitlines()
+    assert [line.split("  ")[0] for line in text[1:5]] == ["# m.py:3", "a = f(x)", "del x", "b = f(a)"]
+
+
+LONG = "t_transformer_h_0_attention_projection_of_the_output_with_a_very_long_name_weight"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ('a = f(x)  # a: "cpu f32[2]"', ["a = f(x)"]),
+        ("# only a comment\n(a, b) = f(x)", ["(a, b) = f(x)"]),
+        ("a = torch.linear(tokens, weight, bias)", ["a = torch.linear(tokens,", "    weight, bias)"]),
+        (
+            "a = reshape_impl(tokens, (2, 8, 16))",
+            ["a = reshape_impl(tokens,", "    (2, 8, 16))"],
+        ),  # a shape stays whole
+        ("(aa, bb, cc, dd, ee, ff, gg, hh, ii, jj, kk, ll) = wait(f)", ["(aa, ... 11 more) = wait(f)"]),
+        ("del aaaaaaaa, bbbbbbbb, cccccccc, dddddddd, eeeeeeee, ffffffff", ["del aaaaaaaa, ... 5 more"]),
+        ("a = f('x, y(z, w', 'it\\'s')", ["a = f('x, y(z, w', \"it's\")"]),
+        (f"a = {LONG}", [f"a = {LONG[:25]}…"]),
+    ],
+)
+def test_code_folds_to_its_width(code: str, expected: list[str]) -> None:
+    assert fold(code, 30) == expected
+
+
+NAMES = st.from_regex(r"[a-z]{1,40}", fullmatch=True).filter(lambda name: not iskeyword(name))
+TUPLES = st.lists(NAMES, min_size=2, max_size=20).map(lambda names: f"({', '.join(names)})")
+
+
+@given(NAMES, st.lists(NAMES | TUPLES, max_size=20), st.integers(20, 60))
+def test_no_line_of_code_is_too_long(target: str, args: list[str], width: int) -> None:
+    code = f"{target} = f({', '.join(args)})"
+    lines = fold(code, width)
+    assert max(map(len, lines)) <= width
+    assert "... 1 more" not in " ".join(lines)
+    if len(code) <= width:
+        assert lines == [code]

@@ -1,0 +1,95 @@
+"""Hybrid sharding: a model is sharded among some ranks, and there are several such copies of it.
+
+Rows are gathered inside of a copy. A gradient is reduce-scattered inside of it, and its rows then averaged over the
+ranks of the other copies that hold the same rows (Zhao et al., PyTorch FSDP, 2023, section 3.2.2)::
+
+    ranks 0 1 | 2 3     reduce_scatter  0-1, 2-3        all_reduce of the rows  0-2, 1-3
+
+What is replicated anyway is averaged over all ranks at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from thunder_zero.comm.handle import Result, Waitable
+from thunder_zero.comm.transport import Transport
+from thunder_zero.plan import Param, Plan
+from thunder_zero.runtime.shards import real_rows
+
+
+class Hybrid:
+    """The transport of one copy of several. See :class:`thunder_zero.comm.transport.Transport`."""
+
+    def __init__(self, inside: Transport, across: Transport, everyone: Transport, plan: Plan) -> None:
+        self._inside, self._across, self._everyone = inside, across, everyone
+        self._plan = plan
+        self._pending: set[Averaged] = set()
+
+    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
+        """As inside of the copy."""
+        return self._inside.neighbours(params)
+
+    def all_gather(
+        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+    ) -> Waitable:
+        """Gather inside of the copy."""
+        return self._inside.all_gather(shards, params, into)
+
+    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+        """Average inside of the copy and then, without anybody waiting for that, this rank's rows over all copies."""
+        reduced = self._inside.reduce_scatter(grads, params)
+
+        def average() -> tuple[Sequence[Tensor], Waitable]:
+            means = reduced.wait()
+            rows = [real_rows(mean, param, self._plan) for mean, param in zip(means, params, strict=True)]
+            return means, self._across.all_reduce(rows, params)
+
+        return Averaged(self._across.soon(average), params, self._plan, self._pending)
+
+    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+        """Average over all ranks."""
+        return self._everyone.all_reduce(grads, params)
+
+    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """As inside of the copy."""
+        return self._inside.soon(start)
+
+    def drain(self) -> None:
+        """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
+        while self._pending:
+            next(iter(self._pending)).wait()
+        for transport in (self._inside, self._across, self._everyone):
+            transport.drain()
+
+
+Started = tuple[Sequence[Tensor], Waitable]  # means inside of a copy, and what averages their rows
+
+
+class Averaged:
+    """The handle of gradients that are averaged inside of a copy, then over the copies."""
+
+    def __init__(
+        self, started: Callable[[], Started], params: Sequence[Param], plan: Plan, pending: set[Averaged]
+    ) -> None:
+        self._started, self._params, self._plan = started, params, plan
+        self._pending = pending
+        pending.add(self)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def wait(self) -> tuple[Tensor, ...]:
+        """This rank's rows of the means over all ranks, with padding."""
+        self._pending.discard(self)
+        means, handle = self._started()
+        results = []
+        for mean, rows, param in zip(means, handle.wait(), self._params, strict=True):
+            if rows.shape == mean.shape:
+                results.append(rows)  # not written into the mean, which may be the gradient itself
+            else:
+                real_rows(mean, param, self._plan).copy_(rows)
+                results.append(mean)
+        return tuple(results)

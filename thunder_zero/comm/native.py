@@ -1,0 +1,154 @@
+"""The backend's own collectives: grouped in one launch on NCCL, one by one elsewhere.
+
+The tensors travel as they are. Only a gradient whose rows do not divide by the number of ranks is
+copied, into a buffer with zeros at its end, since these collectives send chunks of one size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+# Private in name; it is how torch itself groups calls (batch_isend_irecv), and there is no public way.
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from thunder_zero import layout
+from thunder_zero.comm.handle import Handle, Result, Step, drain
+from thunder_zero.plan import Param
+
+# torch 2.13 renamed both, and warns under the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Native:
+    """What both have in common: buffers, padding, handles."""
+
+    _op: dist.ReduceOp.RedOpType
+
+    def __init__(self, group: ProcessGroup, role: int = 0) -> None:
+        self._group = group
+        self._world_size = dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+        self._pending: set[Handle] = set()
+
+    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
+        """No tensor is packed."""
+        return []
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def all_gather(
+        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+    ) -> Handle:
+        """See :meth:`thunder_zero.comm.transport.Transport.all_gather`."""
+        if into is None:
+            own = [shard.detach() for shard in shards]
+            fulls = [shard.new_empty(self._padded(param)) for shard, param in zip(shards, params, strict=True)]
+        else:
+            fulls = [full.detach() for full in into]
+            own = [self._own_rows(full) for full in fulls]
+        steps = self._launch(_all_gather_single, [(full, rows, {}) for full, rows in zip(fulls, own, strict=True)])
+        unpadded = tuple(full[: param.shape[0]] for full, param in zip(fulls, params, strict=True))
+        return Handle(steps, unpadded, self._pending)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+        """See :meth:`thunder_zero.comm.transport.Transport.reduce_scatter`."""
+        shares = [self._share(grad.detach(), self._padded(param)) for grad, param in zip(grads, params, strict=True)]
+        shapes = [layout.shard_shape(param.shape, self._world_size) for param in params]
+        means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
+        options = {"op": self._op}
+        calls = [(mean, share, options) for mean, share in zip(means, shares, strict=True)]
+        return Handle(self._launch(_reduce_scatter_single, calls), means, self._pending)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+        """See :meth:`thunder_zero.comm.transport.Transport.all_reduce`."""
+        # A copy each: the collective works in place, and others may still read the gradient.
+        means = tuple(grad.new_empty(grad.shape) for grad in grads)
+        for mean, grad in zip(means, grads, strict=True):
+            self._write_share(mean, grad)
+        steps = self._launch(dist.all_reduce, [(mean, {"op": self._op}) for mean in means])
+        return Handle(steps, means, self._pending)
+
+    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """When it is waited for; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
+        return start
+
+    def drain(self) -> None:
+        """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
+        drain(self._pending)
+
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Step]:
+        """Start ``collective(*tensors, **options)`` for each ``(*tensors, options)``."""
+        raise NotImplementedError
+
+    def _share(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
+        """What this rank puts into the reduction, contiguous, with zero rows where ranks do not divide it."""
+        share = grad.new_empty(padded_shape)
+        self._write_share(share[: grad.shape[0]], grad)
+        share[grad.shape[0] :].zero_()
+        return share
+
+    def _write_share(self, out: Tensor, grad: Tensor) -> None:
+        """Write into ``out`` what ``_op`` turns into the mean."""
+        raise NotImplementedError
+
+    def _own_rows(self, padded: Tensor) -> Tensor:
+        return padded.tensor_split(self._world_size)[self._rank]
+
+    def _padded(self, param: Param) -> tuple[int, ...]:
+        return layout.padded_shape(param.shape, self._world_size)
+
+
+class Grouped(_Native):
+    """NCCL: the calls of a bucket in one launch; the mean is taken inside the collective.
+
+    ``wait`` makes the current stream wait for the collectives, not the host.
+    """
+
+    _op = dist.ReduceOp.AVG
+
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Step]:
+        with _coalescing_manager(self._group, async_ops=True) as launched:
+            for *tensors, options in calls:
+                collective(*tensors, group=self._group, **options)
+        return [Step((launched.wait,), _keep_alive(calls))]
+
+    def _share(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
+        return grad.contiguous() if grad.shape == padded_shape else super()._share(grad, padded_shape)
+
+    def _write_share(self, out: Tensor, grad: Tensor) -> None:
+        out.copy_(grad)
+
+
+class Plain(_Native):
+    """Any backend: one collective a tensor, and a sum of gradients that were divided before.
+
+    Dividing first keeps float16 from overflowing where the mean would not, as NCCL's average does.
+    """
+
+    _op = dist.ReduceOp.SUM
+
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Step]:
+        works = [collective(*tensors, group=self._group, async_op=True, **options) for *tensors, options in calls]
+        return [Step(tuple(work.wait for work in works), _keep_alive(calls))]
+
+    def _write_share(self, out: Tensor, grad: Tensor) -> None:
+        torch.div(grad, self._world_size, out=out)
+
+    def _own_rows(self, padded: Tensor) -> Tensor:
+        return super()._own_rows(padded).clone()  # MPI forbids an input that lies inside the output
+
+
+def _keep_alive(tensors: object) -> Callable[[], object]:
+    """Holds ``tensors`` until it is called and dropped."""
+    return lambda: tensors

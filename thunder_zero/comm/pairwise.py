@@ -1,0 +1,345 @@
+"""Collectives by direct exchange: each rank sends every other rank just the rows that it needs.
+
+gloo's reduce-scatter is an all-reduce of which most is thrown away, and its sums are in the dtype
+that travels. Messages between pairs of ranks send the least possible, in the background, straight
+from and into the tensors' own memory (rows of dim 0 are contiguous)::
+
+    all_gather       own rows -> every peer                              (W - 1) / W of the bytes
+    reduce_scatter   every peer's rows -> that peer, which adds up       (W - 1) / W
+    all_reduce       reduce_scatter of equal parts, all_gather of means  2 (W - 1) / W
+                     W = 2: both send all they have and add up           the same, one message
+
+Padding never travels, and an empty range is no message. Both ends derive the messages from
+shapes and paths alone. Sums are taken in rank order, of half precision in float32, and divided once.
+
+Two background threads, which mostly sleep: COURIER tells gloo what to receive and what to send.
+gloo copies as much as the socket takes before a send returns (milliseconds, for large ones), and
+who announces a receive must wait for that. The announcement is a message too, so receives come
+before the sends of their bucket, or it would leave behind their bytes. AVERAGER starts the second
+half of an all-reduce when the first has ended, and in hybrid sharding the averaging over copies when
+that inside of one has, so that neither waits for somebody to wait. Each
+sends under a tag of its own: among messages of one tag and pair, the n-th sent is the n-th received.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from functools import cache, partial
+from itertools import chain
+from math import prod
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from thunder_zero import layout
+from thunder_zero.comm.handle import Handle, Result, Step, drain
+from thunder_zero.comm.peers import answered
+from thunder_zero.plan import Param
+
+End = Callable[[], object]  # waits for the end of a message
+# Messages smaller than this (bytes to one peer) travel packed: below it a message costs more than
+# two copies of its bytes. Measured on loopback, docs/performance.md.
+PACK_BELOW_BYTES = 64 << 10
+TAG = 0x7A65726F  # "zero": user messages will hardly carry it; and one more for the second half of an all-reduce
+COURIER, AVERAGER = "courier", "averager"  # the background threads
+EXIT_SECONDS = 1.0  # how long a rank that failed waits for them
+BLOCK = 1 << 16  # elements of half precision that are added up at once, so that their float32 sums stay in the cache
+
+
+class Exchange:
+    """The transport for gloo. See :class:`thunder_zero.comm.transport.Transport`."""
+
+    def __init__(self, group: ProcessGroup, role: int = 0) -> None:
+        self._group = group
+        # Of a hybrid's transports, two may have one group, and are used by two threads.
+        self._tag, self._tag_of_means = TAG + 2 * role, TAG + 2 * role + 1
+        self._world_size = dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+        # Each rank starts with its successor, so that not all send to the same peer at once.
+        self._peers = tuple((self._rank + step) % self._world_size for step in range(1, self._world_size))
+        self._pending: set[Handle] = set()
+
+    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
+        """The small ones of a unit and dtype; see :meth:`thunder_zero.comm.transport.Transport.neighbours`."""
+        packed: dict[tuple[str, torch.dtype], list[Param]] = {}
+        for param in sorted(params, key=packing_order):
+            if prod(layout.shard_shape(param.shape, self._world_size)) * param.dtype.itemsize < PACK_BELOW_BYTES:
+                packed.setdefault((param.unit, param.dtype), []).append(param)
+        return [together for together in packed.values() if len(together) > 1]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def all_gather(
+        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+    ) -> Handle:
+        """Gather; see :meth:`thunder_zero.comm.transport.Transport.all_gather`."""
+        if into is None:
+            fulls = [shard.new_empty(param.shape) for shard, param in zip(shards, params, strict=True)]
+        else:
+            fulls = [full.detach()[: param.shape[0]] for full, param in zip(into, params, strict=True)]
+        cuts = [self._cut_rows(full) for full in fulls]  # [member][rank] -> flat rows of that rank
+        own = [shard.detach().view(-1)[: cut[self._rank].numel()] for shard, cut in zip(shards, cuts, strict=True)]
+        steps, outgoing = [], []
+        for members in messages(shards, self._world_size, sharded=True):
+            members.sort(key=lambda at: packing_order(params[at]))
+            columns = {rank: [cuts[at][rank] for at in members] for rank in self._peers}
+            slots = {rank: _one_buffer(column) for rank, column in columns.items()}
+            receives = self._receive_soon(slots, self._tag)
+            outgoing.append(dict.fromkeys(self._peers, _pack([own[at] for at in members])))
+            unpack = _unpacking((slots[rank], columns[rank]) for rank in self._peers) if len(members) > 1 else None
+            steps.append(Step(receives, unpack))
+        sends = self._send_soon(outgoing)
+        if into is None:
+            for rows, cut in zip(own, cuts, strict=True):
+                cut[self._rank].copy_(rows)
+        return Handle([*steps, *sends], tuple(fulls), self._pending)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+        """Average; see :meth:`thunder_zero.comm.transport.Transport.reduce_scatter`."""
+        shapes = [layout.shard_shape(param.shape, self._world_size) for param in params]
+        means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
+        cuts = [self._cut_rows(grad.detach().contiguous()) for grad in grads]
+        own = [mean.view(-1)[: cut[self._rank].numel()] for mean, cut in zip(means, cuts, strict=True)]
+        steps, outgoing = [], []
+        for members in messages(means, self._world_size, sharded=True):
+            parts = [_pack([cuts[at][rank] for at in members]) for rank in range(self._world_size)]
+            mean = _one_buffer([own[at] for at in members])
+            steps.append(self._reduce(parts, mean))
+            outgoing.append({rank: parts[rank] for rank in self._peers})
+            if len(members) > 1:
+                steps.append(Step((), _unpacking([(mean, [own[at] for at in members])])))
+        sends = self._send_soon(outgoing)
+        for mean, rows in zip(means, own, strict=True):
+            mean.view(-1)[rows.numel() :].zero_()
+        return Handle([*steps, *sends], means, self._pending)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
+        """Average; see :meth:`thunder_zero.comm.transport.Transport.all_reduce`."""
+        means = tuple(grad.new_empty(grad.shape) for grad in grads)
+        steps, outgoing = [], []
+        for members in messages(means, self._world_size, sharded=False):
+            flat = _pack([grads[at].detach().contiguous().view(-1) for at in members])
+            slots = [means[at].view(-1) for at in members]
+            mean = _one_buffer(slots)
+            parts = [flat, flat] if self._world_size == 2 else self._cut_rows(flat)
+            steps += [self._reduce(parts, mean)] if self._world_size == 2 else self._reduce_and_spread(parts, mean)
+            outgoing.append({rank: parts[rank] for rank in self._peers})
+            if len(members) > 1:
+                steps.append(Step((), _unpacking([(mean, slots)])))
+        return Handle([*steps, *self._send_soon(outgoing)], means, self._pending)
+
+    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """In the averager; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
+        return in_background(AVERAGER, start).result
+
+    def drain(self) -> None:
+        """End what is under way; see :meth:`thunder_zero.comm.transport.Transport.drain`."""
+        drain(self._pending)
+
+    def _reduce(self, parts: Sequence[Tensor], mean: Tensor) -> Step:
+        """The step writes the mean of what all ranks have for this one into ``mean``.
+
+        Whoever calls has ``parts[r]`` sent to rank r.
+        """
+        lowest = min(self._peers)  # its part is the first or second one, so its place may be where the mean goes
+        arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
+        receives = self._receive_soon(arrived, self._tag)
+        arrived[self._rank] = parts[self._rank]
+        in_rank_order = [arrived[rank] for rank in range(self._world_size)]
+        return Step(receives, lambda: mean_into(mean, in_rank_order))
+
+    def _reduce_and_spread(self, parts: Sequence[Tensor], mean: Tensor) -> list[Step]:
+        """As ``_reduce``, for this rank's part of ``mean``, which it then sends to the others, as they send theirs."""
+        slots = self._cut_rows(mean)
+        receives = self._receive_soon({rank: slots[rank] for rank in self._peers}, self._tag_of_means)
+        reduce = self._reduce(parts, slots[self._rank])
+        sent: list[End] = []
+
+        def average_then_send() -> None:
+            reduce.finish()
+            sent.extend(self._send(dict.fromkeys(self._peers, slots[self._rank]), self._tag_of_means))
+
+        averaged = in_background(AVERAGER, average_then_send)
+        return [Step((averaged.result,)), Step(receives), Step(sent)]
+
+    def _cut_rows(self, tensor: Tensor) -> list[Tensor]:
+        """The flat rows of each rank, in rank order; ``tensor`` is contiguous."""
+        ranges = [layout.row_range(tensor.shape[0], self._world_size, rank) for rank in range(self._world_size)]
+        return [tensor[start:stop].view(-1) for start, stop in ranges]
+
+    def _send_soon(self, outgoing: Sequence[dict[int, Tensor]]) -> list[Step]:
+        """Have a bucket's messages sent, each by rank, under the first tag; the steps end the sending."""
+        sent: list[End] = []
+
+        def post() -> None:
+            for messages in outgoing:
+                sent.extend(self._send(messages, self._tag))
+
+        posted = in_background(COURIER, post)
+        return [Step((posted.result,)), Step(sent)]
+
+    def _send(self, messages: dict[int, Tensor], tag: int) -> list[End]:
+        return [send(message, rank, self._group, tag) for rank, message in messages.items() if message.numel()]
+
+    def _receive_soon(self, slots: dict[int, Tensor], tag: int) -> Iterable[End]:
+        """Have messages received, by rank; the waits, in their order, end the receiving."""
+        pairs = [(slot, rank) for rank, slot in slots.items() if slot.numel()]
+        received: list[End] = []
+        posted = in_background(
+            COURIER, lambda: received.extend(receive(slot, rank, self._group, tag) for slot, rank in pairs)
+        )
+        return chain((posted.result,), received)
+
+
+def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> End:
+    """Start sending to a rank of the group; the one place that sends. Returns what waits for its end."""
+    with answered(group, rank):
+        work = dist.isend(message, group=group, group_dst=rank, tag=tag)
+    return partial(_end, work, group, rank)
+
+
+def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> End:
+    """Start receiving from a rank of the group into ``slot``. Returns what waits for its end."""
+    with answered(group, rank):
+        work = dist.irecv(slot, group=group, group_src=rank, tag=tag)
+    return partial(_end, work, group, rank)
+
+
+def _end(work: dist.Work | None, group: ProcessGroup, rank: int) -> None:
+    assert work is not None, "every rank of the group takes part"
+    with answered(group, rank):
+        work.wait()
+
+
+def messages(tensors: Sequence[Tensor], world_size: int, *, sharded: bool) -> list[list[int]]:
+    """Which tensors of a bucket share messages: each large one by itself, all small ones together.
+
+    Args:
+        tensors: shards, or (``sharded=False``) full tensors that are cut into one part a rank.
+        world_size: number of ranks.
+        sharded: see ``tensors``.
+
+    Returns:
+        Positions in ``tensors``, in an order that depends on their shapes and dtype only.
+    """
+    parts = 1 if sharded else world_size
+    small = [at for at, tensor in enumerate(tensors) if tensor.nbytes < PACK_BELOW_BYTES * parts]
+    alone = [[at] for at in range(len(tensors)) if at not in set(small)]
+    return [small, *alone] if small else alone
+
+
+def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write the mean of two or more 1-D ``parts`` into ``out``, added up in their order; half precision in float32.
+
+    ``out`` may be the first or the second part.
+    """
+    first, second, *others = parts
+    if out.itemsize >= 4:
+        torch.add(first, second, out=out)
+        for other in others:
+            out.add_(other)
+        out.div_(len(parts))
+        return
+    for block, *pieces in zip(*(torch.split(tensor, BLOCK) for tensor in (out, *parts)), strict=True):
+        total = pieces[0].float()
+        for piece in pieces[1:]:
+            total.add_(piece)
+        block.copy_(total.div_(len(parts)))
+
+
+def in_background(thread: str, task: Callable[[], Result]) -> Future[Result]:
+    """Run a task in the named thread, after all tasks that the thread was given before."""
+    future: Future[Result] = Future()
+    _tasks_of(thread).put((task, future))
+    return future
+
+
+@cache
+def _tasks_of(thread: str) -> SimpleQueue[tuple[Callable[[], Any], Future[Any]]]:
+    """The queue of a background thread, which is started when it is first needed.
+
+    One thread for all transports of the process: messages of a tag must leave in the same order on
+    all ranks. A daemon: a rank that fails must be able to exit while the thread waits for its peers.
+    """
+    tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+    threading.Thread(target=_serve, args=(tasks,), name=f"thunder_zero {thread}", daemon=True).start()
+    atexit.register(_let_end, thread)
+    return tasks
+
+
+def _serve(tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
+    while True:
+        task, future = tasks.get()
+        result, failure = None, None
+        try:
+            result = task()
+        except BaseException as error:
+            failure = error
+        del task  # before anybody hears of its end: what it held must be free by then
+        if failure is None:
+            future.set_result(result)
+        else:
+            future.set_exception(failure)
+        del future, result, failure
+
+
+def _let_end(thread: str) -> None:
+    """At exit: give the thread time to see that its peers are gone; the interpreter cannot stop it cleanly later."""
+    futures.wait([in_background(thread, lambda: None)], timeout=EXIT_SECONDS)
+
+
+def packing_order(param: Param) -> tuple[str, str]:
+    """Sorts by the last part of the path first: backward gathers a unit's weights without its biases."""
+    module, _, attribute = param.path.rpartition(".")
+    return attribute, module
+
+
+def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
+    """What contiguous 1-D tensors are together, without a copy: each begins in memory where the one before it ends.
+
+    None if they do not.
+    """
+    end = tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end:
+            return None
+        end += tensor.nbytes
+    if tensors[0].untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
+        return None
+    return tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+
+
+def _pack(tensors: Sequence[Tensor]) -> Tensor:
+    """One 1-D message: the tensors' own memory if they lie in it side by side, else a copy, one after the other."""
+    message = tensors[0] if len(tensors) == 1 else adjoining(tensors)
+    return torch.cat(list(tensors)) if message is None else message
+
+
+def _one_buffer(tensors: Sequence[Tensor]) -> Tensor:
+    """A 1-D buffer for such a message: the tensor itself if there is only one, else new memory."""
+    return tensors[0] if len(tensors) == 1 else tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+
+
+def _unpacking(arrived: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> Callable[[], None]:
+    """Copies each packed message into the tensors that it was packed for."""
+    pairs = list(arrived)
+
+    def unpack() -> None:
+        for message, tensors in pairs:
+            pieces = torch.split(message, [tensor.numel() for tensor in tensors])
+            for tensor, piece in zip(tensors, pieces, strict=True):
+                tensor.copy_(piece)
+
+    return unpack

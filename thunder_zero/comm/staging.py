@@ -1,0 +1,113 @@
+"""Between what rests and what travels: casts (mixed precision), and copies out of host memory and back (CPU offload).
+
+Both come before the gather, so that only shards are cast or copied, and a copy lives no longer than its bytes travel;
+and after the reduction. On CUDA shards in host memory are pinned, and what is cast is cast on the device, since a copy
+that casts as well makes the host wait; the copies stand in the stream of compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from thunder_zero.comm.handle import Result, Waitable
+from thunder_zero.comm.transport import Transport
+from thunder_zero.plan import Param, Plan
+from thunder_zero.runtime.resident import rows_in
+
+HOST = torch.device("cpu")
+
+
+def rest_device(param: Param, plan: Plan, device: torch.device) -> torch.device:
+    """Where a parameter's shard, its gradient and the optimizer's state are; what is replicated is never offloaded."""
+    return HOST if plan.policy.cpu_offload and param.sharded else device
+
+
+def is_staged(param: Param, plan: Plan, device: torch.device) -> bool:
+    """Whether what is gathered is another tensor than the shard."""
+    return param.is_cast or rest_device(param, plan, device) != device
+
+
+def needs_staging(plan: Plan, device: torch.device) -> bool:
+    """Whether anything travels otherwise than it rests."""
+    return any(is_staged(param, plan, device) or param.reduce_dtype is not param.dtype for param in plan.params)
+
+
+class Staging:
+    """A transport that casts and copies in front of another. See :class:`thunder_zero.comm.transport.Transport`."""
+
+    def __init__(self, inner: Transport, plan: Plan, device: torch.device) -> None:
+        self._inner = inner
+        self._plan = plan
+        self._device = device
+
+    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
+        """Those that are gathered as they are: the others are copied anyway."""
+        return self._inner.neighbours([param for param in params if not is_staged(param, self._plan, self._device)])
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def all_gather(
+        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+    ) -> Waitable:
+        """Gather in the dtype and on the device of compute; own rows of ``into`` are written, too."""
+        if into is None:
+            staged = [
+                shard.detach().to(self._device, non_blocking=True).to(param.compute_dtype)
+                for shard, param in zip(shards, params, strict=True)
+            ]
+            return self._inner.all_gather(staged, params)
+        own = [rows_in(buffer, self._plan) for buffer in into]
+        for rows, shard, param in zip(own, shards, params, strict=True):
+            if is_staged(param, self._plan, self._device):
+                rows.copy_(shard.detach().to(self._device, non_blocking=True))
+        return self._inner.all_gather(own, params, into=into)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+        """Average in ``reduce_dtype``; the means have the shards' dtypes, and are where the shards are."""
+        return self._back(self._inner.reduce_scatter(_as_reduced(grads, params), params), params)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+        """Average in ``reduce_dtype``; the means have the parameters' dtypes."""
+        return self._back(self._inner.all_reduce(_as_reduced(grads, params), params), params)
+
+    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """See :meth:`thunder_zero.comm.transport.Transport.soon`."""
+        return self._inner.soon(start)
+
+    def drain(self) -> None:
+        """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
+        self._inner.drain()
+
+    def _back(self, handle: Waitable, params: Sequence[Param]) -> Waitable:
+        return PutBack(handle, [(rest_device(param, self._plan, self._device), param.dtype) for param in params])
+
+
+class PutBack:
+    """The handle of means that go where the shards are, in their dtypes, once they are there.
+
+    A copy to host memory has not ended when ``wait`` returns: ``State.land`` waits for all of them.
+    """
+
+    def __init__(self, handle: Waitable, places: Sequence[tuple[torch.device, torch.dtype]]) -> None:
+        self._handle = handle
+        self._places = places
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def wait(self) -> tuple[Tensor, ...]:
+        """The means."""
+        return tuple(
+            mean.to(dtype).to(device, non_blocking=True)
+            for mean, (device, dtype) in zip(self._handle.wait(), self._places, strict=True)
+        )
+
+
+def _as_reduced(grads: Sequence[Tensor], params: Sequence[Param]) -> list[Tensor]:
+    return [grad.detach().to(param.reduce_dtype) for grad, param in zip(grads, params, strict=True)]

@@ -1,0 +1,152 @@
+"""A checkpoint on disk as whole tensors, without a process group: what is in it, what is wrong with it, a bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from thunder_zero.checkpoint import dcp, folder, manifest
+from thunder_zero.checkpoint.contents import MODEL, OPTIM, STATE, owner_of
+from thunder_zero.checkpoint.dcp import Item
+from thunder_zero.checkpoint.manifest import File, Manifest
+from thunder_zero.convert.formats import Whole
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk.
+
+    Attributes:
+        path: its folder.
+        metadata: DCP's, of all that is in it.
+    """
+
+    path: Path
+    metadata: Metadata
+
+    def tensors(self, prefix: str) -> dict[str, TensorStorageMetadata]:
+        """The tensors whose names begin so, by the rest of their names."""
+        found = self.metadata.state_dict_metadata.items()
+        return {
+            key.removeprefix(prefix): stored
+            for key, stored in found
+            if key.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
+        }
+
+    def values(self, prefix: str) -> dict[str, Any]:
+        """The values that are no tensors, by the rest of their names."""
+        found = self.metadata.state_dict_metadata.items()
+        keys = [
+            key for key, stored in found if key.startswith(prefix) and not isinstance(stored, TensorStorageMetadata)
+        ]
+        read = dcp.read(self.path, self.metadata, [], keys)
+        return {key.removeprefix(prefix): value for key, value in read.items()}
+
+    def read(self, key: str, dtype: torch.dtype) -> Tensor:
+        """All of one tensor, in a dtype."""
+        stored = self.metadata.state_dict_metadata[key]
+        assert isinstance(stored, TensorStorageMetadata), "it is listed as one"
+        value = torch.empty(stored.size, dtype=stored.properties.dtype)
+        dcp.read(self.path, self.metadata, [Item((key,), value, 0, tuple(stored.size))])
+        return value.to(dtype)
+
+    def wholes(self, prefix: str, dtype: torch.dtype | None = None) -> list[Whole]:
+        """The tensors under a prefix, floats in a dtype; those that lie in the same bytes are one with aliases."""
+        places = dcp.places_of(self.metadata)
+        by_place: dict[Any, Whole] = {}
+        for name, stored in self.tensors(prefix).items():
+            key = prefix + name
+            place = places.get(key, key)
+            if place in by_place:
+                first = by_place[place]
+                by_place[place] = replace(first, aliases=(*first.aliases, name))
+            else:
+                found = stored.properties.dtype
+                kept = dtype if dtype is not None and found.is_floating_point else found
+                by_place[place] = Whole(name, tuple(stored.size), kept, key)
+        return list(by_place.values())
+
+    def ranks_own(self) -> dict[str, list[str]]:
+        """What each rank has for itself of the model and of the optimizer: keys by name, such as ``"model.router"``."""
+        found: dict[str, list[str]] = {}
+        for key in self.metadata.state_dict_metadata:
+            owner = owner_of(key)
+            if owner is not None and owner[1].startswith((f"{MODEL}.", f"{OPTIM}.")):
+                found.setdefault(owner[1], []).append(key)
+        return found
+
+    def optimizer_step(self) -> int | None:
+        """How many steps the optimizer has taken; None if it does not count, or is not there."""
+        prefix = f"{OPTIM}.{STATE}."
+        stored = self.metadata.state_dict_metadata.items()
+        counts = [(key, what) for key, what in stored if key.startswith(prefix) and key.endswith(".step")]
+        for key, what in counts[:1]:  # they are alike
+            if isinstance(what, TensorStorageMetadata):
+                return int(self.read(key, torch.int64))
+            return int(dcp.read(self.path, self.metadata, [], [key])[key])
+        return None
+
+
+def opened(path: Path, *, check: bool) -> Checkpoint:
+    """A checkpoint, checked against its manifest.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, or has no manifest and ``check`` is asked for.
+    """
+    path = folder.locate(path)
+    if check:
+        written = manifest_of(path)
+        if written is None:
+            raise ValueError(
+                f"{path} has no {manifest.NAME}, as what another tool wrote; pass check=False (--no-check) to read it"
+            )
+        require_intact(path, written.files)
+    return Checkpoint(path, dcp.read_metadata(path))
+
+
+def manifest_of(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None of what another tool wrote.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        return manifest.read(path)
+    except FileNotFoundError:
+        return None
+
+
+def require_intact(path: Path, files: Iterable[File]) -> None:
+    """Raise unless these files of a checkpoint are what was saved; they are read to their ends, under a bar.
+
+    Raises:
+        ValueError: one is missing, or was changed.
+    """
+    files = list(files)
+    with progress(f"check {path.name}", sum(file.size for file in files)) as done:
+        wrong = manifest.faults(path, files, done)
+    if wrong:
+        raise ValueError(f"{path} is damaged: {wrong[0]}")
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr where that is a terminal; what it yields is told how many of ``total`` bytes came on."""
+    console = Console(stderr=True)
+    if not console.is_terminal:  # rich would print an empty line
+        yield lambda count: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task(what, total=total)
+        yield lambda count: bars.advance(task, count)

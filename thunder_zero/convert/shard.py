@@ -1,0 +1,183 @@
+"""From safetensors files to a checkpoint, one rank's rows at a time, without a process group."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from thunder_zero import layout
+from thunder_zero.checkpoint import dcp, folder
+from thunder_zero.checkpoint.contents import MODEL
+from thunder_zero.checkpoint.dcp import Item
+from thunder_zero.checkpoint.manifest import Manifest
+from thunder_zero.convert.formats import INDEX, SAFETENSORS, require_float
+from thunder_zero.convert.reader import progress
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of a safetensors file.
+
+    Attributes:
+        name: in the file.
+        shape: of all of it.
+        dtype: in the checkpoint.
+        aliases: its other names (tied weights).
+        file: which is open.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    aliases: tuple[str, ...]
+    file: Any
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """These rows; all of what has none."""
+        value: Tensor = self.file.get_slice(self.name)[start:stop] if self.shape else self.file.get_tensor(self.name)
+        return value.to(self.dtype)
+
+
+def shard_safetensors(
+    source: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str],
+    ranks: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Make a checkpoint of a model out of safetensors files, as so many ranks would have saved it.
+
+    The other way of :func:`consolidate`; needs no process group, and memory for one rank's rows at most. Any number of
+    ranks loads it. The link ``latest`` beside it stays as it is, since it leads to where training goes on.
+
+    >>> tz.shard_safetensors("model.safetensors", "runs/start", ranks=8, dtype=torch.float32)
+
+    Args:
+        source: the file; or the index of several (``model.safetensors.index.json``); or a folder that has either under
+            the name ``model.safetensors``. Other names of tied weights are read from ``aliases`` in the metadata.
+        checkpoint: the folder to write.
+        ranks: into how many files the rows are cut.
+        dtype: of the floating-point tensors (default None: as they are).
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: ``ranks`` or ``dtype`` is out of its range; a name that means something else; no safetensors file.
+        OSError: it cannot be read, or written.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; give the number of files, 1 or more")
+    require_float(dtype)
+    path = Path(checkpoint)
+    with ExitStack() as files:
+        sources = _sources(Path(source), dtype, files)
+        folder.prepare(path)
+        try:
+            _write(path, sources, ranks)
+        except BaseException:
+            folder.abandon(path)
+            raise
+    return path
+
+
+def _write(path: Path, sources: list[Source], ranks: int) -> None:
+    by_name = {source.name: source for source in sources}
+    staging = folder.staging_of(path)
+    total = sum(prod(source.shape) * source.dtype.itemsize for source in sources)
+    with progress(f"write {path.name}", total) as done:
+
+        def value_of(item: Item) -> Tensor:
+            assert isinstance(item.value, Tensor), "a safetensors file has tensors only"
+            rows = by_name[str(item.path[1])].rows(item.start, item.start + (len(item.value) if item.shape else 1))
+            done(rows.nbytes)
+            return rows
+
+        parts = [dcp.write(staging, rank, _items(sources, ranks, rank), value_of) for rank in range(ranks)]
+    written, tensors = dcp.finish(staging, parts)
+    folder.publish(path, Manifest(folder.next_number(path), ranks, written, tensors), latest=False)
+
+
+def _items(sources: list[Source], ranks: int, rank: int) -> list[Item]:
+    """What a rank writes: shapes and dtypes only, on the meta device."""
+    items = []
+    for source in sources:
+        start, stop = 0, source.shape[0] if source.shape else 1
+        if layout.is_sharded(source.shape):
+            start, stop = layout.row_range(source.shape[0], ranks, rank)
+            mine = start < stop
+        else:
+            mine = rank == 0
+        if mine:
+            shape = (stop - start, *source.shape[1:]) if source.shape else ()
+            also = tuple((MODEL, alias) for alias in source.aliases)
+            rows = torch.empty(shape, dtype=source.dtype, device="meta")
+            items.append(Item((MODEL, source.name), rows, start, source.shape, also))
+    return items
+
+
+def _sources(path: Path, dtype: torch.dtype | None, files: ExitStack) -> list[Source]:
+    """The tensors of a file, of those that an index names, or of those in a folder; the files stay open."""
+    path = _within(path) if path.is_dir() else path
+    if path.suffix != ".json":
+        return _of_file(path, None, dtype, files)
+    return [source for file, names in _named_by(path).items() for source in _of_file(file, names, dtype, files)]
+
+
+def _within(parent: Path) -> Path:
+    """The file or the index in a folder, as Hugging Face names them."""
+    for name in (f"model{SAFETENSORS}{INDEX}", f"model{SAFETENSORS}"):
+        if (parent / name).is_file():
+            return parent / name
+    raise ValueError(
+        f"{parent} has neither model{SAFETENSORS}{INDEX} nor model{SAFETENSORS}; give the file itself, or its index"
+    )
+
+
+def _named_by(index: Path) -> dict[Path, list[str]]:
+    """Which tensors an index expects in which file."""
+    found: dict[Path, list[str]] = {}
+    try:
+        for name, file in json.loads(index.read_bytes())["weight_map"].items():
+            found.setdefault(index.parent / file, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of safetensors files ({error!r})") from None
+    return found
+
+
+def _of_file(path: Path, names: list[str] | None, dtype: torch.dtype | None, files: ExitStack) -> list[Source]:
+    """The tensors of one file: all, or those of these names."""
+    with _reading(path):
+        file = files.enter_context(safe_open(path, framework="pt"))
+        aliases: dict[str, str] = json.loads((file.metadata() or {}).get("aliases", "{}"))
+        sources = []
+        for name in file.keys() if names is None else names:
+            shape = tuple(file.get_slice(name).get_shape())
+            found = (file.get_slice(name)[:0] if shape else file.get_tensor(name)).dtype
+            kept = dtype if dtype is not None and found.is_floating_point else found
+            also = tuple(alias for alias, first in aliases.items() if first == name)
+            sources.append(Source(name, shape, kept, also, file))
+    return sources
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Within: what keeps a safetensors file from being read is told in a sentence.
+
+    Raises:
+        ValueError: it is something else, damaged, or lacks a tensor.
+    """
+    try:
+        yield
+    except (SafetensorError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read as a safetensors file: {error}") from None

@@ -1,0 +1,112 @@
+"""Traces without running: for any rank of any world, in one process, without a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from thunder_zero.plan import Plan, make_plan
+from thunder_zero.policy import ZERO3, Policy
+from thunder_zero.runtime.shards import placeholder, set_tensor
+from thunder_zero.trace.casts import casting_borders
+from thunder_zero.trace.symbols import Rehearsal
+from thunder_zero.transform import Traces, ZeroTransform
+
+import thunder
+from thunder import compile_data, compile_stats
+from thunder.core import langctxs
+from thunder.core.module import ThunderModule
+from thunder.extend import TemporaryExecutor
+
+
+class _Rehearsed(ZeroTransform):
+    """Plans for a rank of a world that need not exist, and leaves the module as it is."""
+
+    def __init__(self, policy: Policy, synced: bool, *world: int) -> None:
+        super().__init__(policy)
+        self._world = world
+        self._synced = synced
+
+    def transform_module(self, model: ThunderModule) -> None:
+        self.plan = make_plan(model._model, self.policy, *self._world)
+        self.install(model, self.plan, Rehearsal(self._synced))
+
+
+def trace(
+    module: nn.Module,
+    *args: Any,
+    policy: Policy = ZERO3,
+    world_size: int = 8,
+    rank: int = 0,
+    replicas: int = 1,
+    synced: bool = True,
+    **kwargs: Any,
+) -> Traces:
+    """What one rank of ``world_size`` would run for these arguments.
+
+    Needs no process group, no other process and no GPU, allocates nothing for parameters, and
+    leaves ``torch.distributed`` and the module as they are.
+
+    Args:
+        module: a plain module; on the meta device too (tensors among the arguments are then taken
+            as their shapes and dtypes).
+        args, kwargs: of its forward.
+        policy: how to shard.
+        world_size: number of ranks, among which one copy of the model is sharded.
+        rank: which of them.
+        replicas: copies of the sharded model, each with as many ranks (hybrid sharding).
+        synced: what runs outside of ``no_sync``; False: inside, where gradients are kept.
+
+    Returns:
+        The forward and backward traces, their timeline and the plan.
+
+    Raises:
+        TypeError: not a plain module.
+        ValueError: ``world_size``, ``rank`` or ``replicas`` out of range, a module without parameters.
+    """
+    if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
+        raise TypeError(
+            f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
+        )
+    transform = _Rehearsed(policy, synced, world_size, rank, replicas)
+    jitted = thunder.jit(module, transforms=[transform])
+    if any(parameter.is_meta for parameter in module.parameters()):
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+    with _as_computed(module, transform.plan):
+        return transform.traces(_compile(jitted, args, kwargs))
+
+
+@contextmanager
+def _as_computed(module: nn.Module, plan: Plan) -> Iterator[None]:
+    """The module with parameters in the dtypes of compute, casting at its borders, inside of the block."""
+    swapped = [(name, module.get_parameter(name), param) for name, param in plan.by_name.items() if param.is_cast]
+    with casting_borders(module, plan.policy.mixed_precision):
+        for name, original, param in swapped:
+            set_tensor(module, name, placeholder(original, param.compute_dtype, original.device))
+        try:
+            yield
+        finally:
+            for name, original, _ in swapped:
+                set_tensor(module, name, original)
+
+
+def _compile(jitted: ThunderModule, args: Any, kwargs: Any) -> Any:
+    """Thunder's cache entry for these arguments: all that a call does but running it."""
+    data, stats = compile_data(jitted), compile_stats(jitted)
+    (ad_hoc,) = (executor for executor in data.executors_list if isinstance(executor, TemporaryExecutor))
+
+    @langctxs.langctx(data.langctx)
+    @thunder._with_cache_info_ctx
+    def compile_entry() -> Any:
+        info = thunder._get_cache_info()
+        data.populate_cache_info(info, *args, **kwargs)
+        info["alias_tensor_indices"] = ""  # tensors on meta all have address 0, which is no alias
+        traces = data.acquire_initial_trace(data.fn, args, kwargs, data, stats, ad_hoc)
+        return data.apply_transforms_and_build_cache_entry(data, stats, info, *traces)
+
+    return compile_entry()

@@ -1,0 +1,116 @@
+"""The other ways in: ``tz.zero`` after thunder.jit, and the plugin and recipe of ``thunder.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from thunder_zero.policy import Policy
+from thunder_zero.transform import DEFAULT_STAGE, ZeroTransform, policy_of, refuse_transformed, sources_of
+
+import thunder
+from thunder import Plugin, compile_stats
+from thunder.core.module import ThunderModule
+from thunder.core.recipe import Recipe as ThunderRecipe
+from thunder.core.transforms import add_transform
+from thunder.extend import Executor
+from thunder.plugins import register_plugin
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def zero(
+    model: ThunderModule,
+    policy: Policy | int | None = None,
+    *,
+    stage: int = DEFAULT_STAGE,
+    process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+    init: Callable[[torch.nn.Module], object] | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    **changes: Any,
+) -> ThunderModule:
+    """Shard a jitted module, where ``thunder.distributed.fsdp`` or ``ddp`` stood.
+
+    >>> model = tz.zero(thunder.jit(module), stage=3)
+
+    Takes what :class:`ZeroTransform` takes, and returns a new jitted module; use it in place of ``model``.
+
+    Raises:
+        TypeError: ``model`` is not a jitted module.
+        RuntimeError: it was called already, or is transformed already; and what ZeroTransform raises.
+    """
+    if not isinstance(model, ThunderModule):
+        raise TypeError(f"zero takes a jitted module, got {type(model).__name__}; call it on thunder.jit(module)")
+    where: dict[str, Any] = {"process_group": process_group, "mesh": mesh, "device": device}
+    transform = ZeroTransform(policy, stage=stage, init=init, weights=weights, **where, **changes)
+    refuse_transformed(model, transform)
+    if compile_stats(model).calls:
+        raise RuntimeError(
+            f"{type(model._model).__name__} was called before it was sharded, so its traces are made; apply zero "
+            f"right after thunder.jit"
+        )
+    return add_transform(model, transform=transform)
+
+
+class Zero(Plugin):
+    """ZeroTransform as a plugin of ``thunder.compile``.
+
+    >>> model = thunder.compile(module, plugins=[tz.Zero(stage=2)], recipe=tz.Recipe())
+
+    ``plugins="zero1"``, ``"zero2"`` and ``"zero3"`` name it too. Takes what :class:`ZeroTransform` takes.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | int | None = None,
+        *,
+        stage: int = DEFAULT_STAGE,
+        process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        init: Callable[[torch.nn.Module], object] | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        **changes: Any,
+    ) -> None:
+        self._policy = policy_of(policy, stage, changes)
+        self._arguments: dict[str, Any] = {"process_group": process_group, "mesh": mesh, "device": device}
+        self._arguments |= {"init": init, "weights": weights}
+        sources_of(init, weights)  # refused here, and not where a module is compiled one day
+
+    def setup_transforms(self) -> list[ZeroTransform]:
+        """A transform of its own for every module that is compiled."""
+        return [ZeroTransform(self._policy, **self._arguments)]
+
+
+class Recipe(ThunderRecipe):
+    """Thunder's default executors, whatever the machine has.
+
+    Thunder 0.2.6's own default recipe puts None in the list of executors where nvFuser is missing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(plugins=None)
+
+    def setup_executors(self) -> list[Executor]:
+        """Thunder's default executors."""
+        return list(thunder.get_default_executors())
+
+    def add_plugins(self, plugins: list[Plugin]) -> None:
+        """Replace the plugins: a recipe that serves a second module must not bring the first one's along."""
+        self.plugins = list(plugins)
+
+
+def _named(name: str, stage: int) -> type[Zero]:
+    def construct(self: Zero) -> None:
+        Zero.__init__(self, stage=stage)
+
+    return type(name, (Zero,), {"__init__": construct, "__doc__": f"ZeRO-{stage} with the default policy."})
+
+
+for _stage in (1, 2, 3):
+    register_plugin(f"zero{_stage}", _named(f"Zero{_stage}", _stage))

@@ -1,0 +1,36 @@
+"""When each gathered parameter is freed: right after its last use.
+
+::
+
+    wait    w   <- fut                      wait    w   <- fut
+    compute wt  <- w                        compute wt  <- w
+    compute y   <- x, wt             -->    compute y   <- x, wt
+    compute z   <- y                        free    w
+                                            compute z   <- y
+
+Its last use is the last read of it or of anything in its cone, which may be a view of it (``cone.py``).
+What is not kept has its last use within its half (``regather.py``), what is kept mostly in backward.
+Resident and replicated parameters are never freed, nor is what the return reads: it escapes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from thunder_zero.schedule.cone import cone, last_reads
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
+
+
+def free(timeline: Timeline) -> Timeline:
+    """Inserts a FREE after the last use of each gathered parameter."""
+    last = last_reads(timeline, cone(timeline))
+    end = len(timeline.ops) - 1
+    after: defaultdict[int, list[Op]] = defaultdict(list)
+    for op in timeline.ops:
+        if not timeline.ends(op, Kind.GATHER):
+            continue
+        for name, param in zip(op.writes, timeline.params_of(op), strict=True):
+            at = last[name]
+            if at != end and not param.resident:
+                after[at].append(Op(Kind.FREE, (name,), params=(param.path,), backward=timeline.ops[at].backward))
+    return timeline.with_ops(new for at, op in enumerate(timeline.ops) for new in (op, *after.get(at, ())))

@@ -1,0 +1,105 @@
+"""What forward keeps although the stage would free it.
+
+Backward begins with the units that forward ends with. While it has nothing else gathered, keeping
+them takes no bytes that gathers do not take at their peak anyway, and saves a gather each::
+
+    forward   a  b  c  d            peak: three units (one computes, two are under way)
+    backward           d  c  b  a   c and d may stay gathered from forward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from thunder_zero.plan import Plan
+from thunder_zero.schedule.bucket import bucket
+from thunder_zero.schedule.cone import cone, not_kept
+from thunder_zero.schedule.free import free
+from thunder_zero.schedule.prefetch import launch
+from thunder_zero.schedule.regather import keep
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
+
+
+def keep_last(timeline: Timeline) -> Timeline:
+    """Keeps the last units of forward, as many as do not raise the peak of gathered bytes (``policy.keep_last``)."""
+    if not timeline.plan.policy.keep_last:
+        return timeline
+    short = timeline.with_ops(_touching(timeline))
+    bound = _peak(short)
+    runs = _runs_from_the_last(short)
+
+    def plan(number: int) -> Plan:
+        return _keeping(timeline.plan, runs[:number])
+
+    def fits(number: int) -> bool:
+        return _peak(replace(short, plan=plan(number))) <= bound
+
+    return replace(timeline, plan=plan(largest(fits, len(runs))))
+
+
+def _keeping(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:
+    """The plan with the parameters of these runs kept, too."""
+    paths = frozenset().union(*runs)
+    return replace(plan, params=tuple(replace(param, kept=param.kept or param.path in paths) for param in plan.params))
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to ``limit`` that fits, where all up to some number do; 0 always does.
+
+    Tried in steps that double, then by halves, so that a try may be expensive.
+
+    >>> largest(lambda number: number * number <= 30, limit=100)
+    5
+    """
+    low, high = 0, 1
+    while high <= limit and fits(high):
+        low, high = high, 2 * high
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _touching(timeline: Timeline) -> list[Op]:
+    """The operations that the peak of gathered bytes depends on, which is tried out several times: all but what
+    computes from other values than gathered parameters and reduced gradients."""
+    inside = cone(timeline)
+    waited = {name for op in timeline.ops if op.kind is Kind.WAIT for name in op.writes}
+    feeding: set[str] = set()  # constants that the cone reads
+    ops = [timeline.ops[-1]]
+    for op in reversed(timeline.ops[:-1]):
+        makes = not feeding.isdisjoint(op.writes) or any(name in inside for name in op.writes)
+        if op.kind is not Kind.COMPUTE or makes or any(name in inside or name in waited for name in op.reads):
+            ops.append(op)
+        if makes:
+            feeding.update(op.reads)
+    return ops[::-1]
+
+
+def _peak(timeline: Timeline) -> int:
+    """The most gathered bytes that are alive at once, were it scheduled as it is."""
+    return max(gathered_bytes(free(launch(bucket(keep(timeline))))), default=0)
+
+
+def _runs_from_the_last(timeline: Timeline) -> list[frozenset[str]]:
+    """The units that backward would gather again, the one that forward gathers last first, with all their parameters.
+
+    All, because a fuser may let backward compute from those too that it would not read otherwise (a bias). The root
+    unit comes in several runs: its embedding at the end, its head at the start.
+    """
+    chain = {name: at for name, at in not_kept(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
+    needed: set[str] = set()
+    reads = [read for op in timeline.ops[:-1] if op.backward for read in op.reads]
+    while reads:
+        name = reads.pop()
+        if name in chain and name not in needed:
+            needed.add(name)
+            reads += timeline.ops[chain[name]].reads
+    gathers = [op for op in reversed(timeline.ops) if op.kind is Kind.GATHER and not op.backward]
+    runs = [list(run) for _, run in groupby(gathers, key=lambda op: timeline.params_of(op)[0].unit)]
+    return [
+        frozenset(path for op in run for path in op.params) for run in runs if any(op.writes[0] in needed for op in run)
+    ]

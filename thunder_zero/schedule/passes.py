@@ -1,0 +1,35 @@
+"""The passes: pure functions from timeline to timeline, in the order in which they run."""
+
+from __future__ import annotations
+
+from thunder_zero.schedule.bucket import bucket
+from thunder_zero.schedule.free import free
+from thunder_zero.schedule.last_units import keep_last
+from thunder_zero.schedule.prefetch import launch
+from thunder_zero.schedule.regather import keep
+from thunder_zero.schedule.sink_waits import wait
+from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.schedule.verify import check
+
+PASSES = (
+    keep_last,  # decide which units forward keeps without more being gathered at once
+    keep,  # gather again what forward frees: for backward, and for each unit if asked to
+    bucket,  # merge gathers, and reductions, of one unit and dtype
+    launch,  # start gathers ahead of their use, within the bytes in flight
+    wait,  # end reductions late, within the bytes in flight
+    free,  # free each gathered parameter after its last use: last, since uses do not move any more
+)
+
+
+def run(timeline: Timeline) -> Timeline:
+    """The schedule of a lifted timeline: every pass in turn, with a check before the first and after each.
+
+    Raises:
+        ScheduleError: a pass, or what was lifted, broke a rule (:mod:`thunder_zero.schedule.verify`).
+    """
+    lifted = timeline
+    check(lifted, complete=False)
+    for step in PASSES:
+        timeline = step(timeline)
+        check(timeline, complete=step is PASSES[-1], reference=lifted)
+    return timeline

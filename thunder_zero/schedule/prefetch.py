@@ -1,0 +1,199 @@
+"""When each gather starts.
+
+The gathers of a half start in the order of their waits, the first one at the start of the half and each other right
+after the wait of an earlier one, so that what is computed between two waits stays one region::
+
+    gather a            gather a
+    wait   a            wait   a
+    compute ..          gather b
+    gather b     -->    compute ..       prefetch=1
+    wait   b            wait   b
+    compute ..          gather c
+    gather c            compute ..
+    wait   c            wait   c
+    compute ..          compute ..
+
+Which wait that is, ``policy.prefetch`` says in buckets, or ``policy.times`` in seconds: the latest one from which the
+gather can still end before compute waits for it, when the wire carries one after the other::
+
+    gather a            gather a
+    wait   a            wait   a
+    compute 3 s         gather b            1 s on the wire, 0 s to 1 s after this wait at the latest
+    gather b            gather c            2 s on the wire, 1 s to 3 s
+    wait   b            compute 3 s
+    compute 1 s  -->    wait   b
+    gather c            gather d            2 s on the wire, 3 s to 5 s
+    wait   c            compute 1 s
+    compute 1 s         wait   c
+    gather d            compute 1 s
+    wait   d            wait   d
+
+Reductions that start between two waits take the wire as well, before the second one's gather. What forward kept for
+backward counts as gathered ahead, and its first read as the wait.
+
+Never before its shards are there, nor across the border between forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+
+from thunder_zero.schedule.cone import cone
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
+
+
+def launch(timeline: Timeline) -> Timeline:
+    """Starts each gather as early as ``policy.prefetch`` allows, or as late as ``policy.times`` do.
+
+    No start puts more than ``policy.in_flight_bytes`` under way. The first one of a half has the wire to itself: what
+    nobody needs yet would only delay it.
+    """
+    ops, policy = timeline.ops, timeline.plan.policy
+    if policy.in_flight_bytes == 0 or (policy.prefetch == 0 and policy.times is None):
+        return timeline
+    border = next((at for at, op in enumerate(ops) if op.backward), len(ops))
+    after: defaultdict[int, list[Op]] = defaultdict(list)  # position -> the gathers that start after it
+    for start, stop in ((0, border), (border, len(ops))):
+        for at, op in _starts(timeline, start, stop):
+            after[at].append(op)
+    moved = after.pop(-1, [])
+    for at, op in enumerate(ops):
+        if op.kind is not Kind.GATHER:
+            moved.append(op)
+        moved += after.get(at, ())
+    return timeline.with_ops(moved)
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """Where one half first needs a bucket of gathered parameters.
+
+    Attributes:
+        at: others may start after this position: the wait, or what stands before the first read of what forward kept.
+        gather: what gathers it.
+        is_kept: forward gathered it, and backward has it from the start.
+        nbytes: that take the wire for it: of the gather, and of the reductions since the use before.
+    """
+
+    at: int
+    gather: Op
+    is_kept: bool
+    nbytes: int
+
+
+def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
+    """The gathers of one half, each with the position after which it starts."""
+    written = {name: at for at in range(start, stop) for name in timeline.ops[at].writes}
+    uses = _uses(timeline, start, stop)
+    starts: list[tuple[int, Op]] = []
+    earliest = start - 1
+    for use, ended in zip(uses, _ended(timeline, uses), strict=True):
+        if not use.is_kept:
+            shards = max(written.get(read, earliest) for read in use.gather.reads)
+            earliest = max(earliest, shards, uses[ended - 1].at if ended else earliest)
+            starts.append((earliest, use.gather))
+    return starts
+
+
+def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
+    """The buckets that one half needs, in order."""
+    kept = _kept(timeline, start)
+    seen: set[str] = set()  # handles of kept buckets
+    uses: list[_Use] = []
+    reduced = 0
+    for at in range(start, stop):
+        op = timeline.ops[at]
+        for gather in [kept[read] for read in op.reads if read in kept]:
+            if gather.writes[0] not in seen:
+                seen.add(gather.writes[0])
+                uses.append(_Use(at - 1, gather, True, 0))
+        if op.kind is Kind.REDUCE:
+            reduced += timeline.wire_bytes(op)
+        elif timeline.ends(op, Kind.GATHER):
+            gather = timeline.launches[op.reads[0]]
+            uses.append(_Use(at, gather, False, reduced + timeline.wire_bytes(gather)))
+            reduced = 0
+    return uses
+
+
+def _kept(timeline: Timeline, border: int) -> dict[str, Op]:
+    """What forward gathers and keeps for backward, and what it makes of it alone, each value with its gather.
+
+    Empty for forward, and where backward gathers nothing.
+    """
+    if border == 0 or not any(op.kind is Kind.GATHER for op in timeline.ops[border:]):
+        return {}
+    inside = cone(timeline)
+    kept: dict[str, Op] = {}
+    for op in timeline.ops[:border]:
+        if timeline.ends(op, Kind.GATHER):
+            params = zip(op.writes, timeline.params_of(op), strict=True)
+            names = [name for name, param in params if param.kept and not param.resident]
+            kept.update(dict.fromkeys(names, timeline.launches[op.reads[0]]))
+        elif read := [name for name in op.reads if name in kept]:
+            kept.update((name, kept[read[0]]) for name in op.writes if name in inside)
+    return kept
+
+
+def _ended(timeline: Timeline, uses: Sequence[_Use]) -> list[int]:
+    """For each bucket of a half, how many of them must have been used before its gather starts."""
+    policy = timeline.plan.policy
+    in_bound = ended_before([timeline.full_bytes(use.gather) for use in uses], policy.in_flight_bytes)
+    if policy.times is None:
+        ahead = [number + 1 - policy.prefetch for number in range(len(uses))]
+    else:
+        # What forward kept has no wait in backward that could be timed. Forward's time stands for it: backward computes
+        # longer, so that what follows starts rather too early than too late.
+        halves = policy.times.forward, policy.times.backward
+        computed = [halves[use.gather.backward].get(use.gather.params[0], 0.0) for use in uses]
+        ahead = ended_in_time(computed, [use.nbytes / policy.times.bytes_per_second for use in uses])
+    return [max(*bounds, min(number, 1)) for number, bounds in enumerate(zip(in_bound, ahead, strict=True))]
+
+
+def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:
+    """For each of several gathers in turn, how many of them must have ended before it may start.
+
+    The fewest that keep the bytes under way within ``bound``; one may always be under way.
+
+    >>> ended_before([4, 4, 4, 9, 1], bound=8)
+    [0, 0, 1, 3, 4]
+    """
+    ended, under_way, counts = 0, 0, []
+    for number, size in enumerate(nbytes):
+        under_way += size
+        while under_way > bound and ended < number:
+            under_way -= nbytes[ended]
+            ended += 1
+        counts.append(ended)
+    return counts
+
+
+def ended_in_time(computed: Sequence[float], on_wire: Sequence[float]) -> list[int]:
+    """For each of several gathers in turn, how many of them have ended at its latest start.
+
+    The latest start is a moment of a run in which compute waits for nothing: all gathers from this one on, one after
+    the other, then end before the moments of their waits. A gather starts right after a wait, or before all of them.
+
+    Args:
+        computed: seconds from the wait for each gather to the next one.
+        on_wire: seconds that each takes, with the reductions that the wire carries before it.
+
+    >>> ended_in_time([3.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0])  # waits at 0, 3, 4, 5 s; starts at -1, 2, 3, 4 s
+    [0, 1, 2, 3]
+    >>> ended_in_time([3.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 2.0])  # starts at -1, 0, 1, 3 s
+    [0, 1, 1, 2]
+    """
+    waits = list(accumulate(computed, initial=0.0))
+    counts: list[int] = []
+    start, ended = inf, len(on_wire)
+    for number in reversed(range(len(on_wire))):
+        start = min(waits[number], start) - on_wire[number]
+        ended = min(ended, number)
+        while ended and waits[ended - 1] > start:
+            ended -= 1
+        counts.append(ended)
+    return counts[::-1]

@@ -1,0 +1,140 @@
+"""What is gathered again.
+
+A parameter that is not kept is freed in forward, so nothing of its cone (``cone.py``) may cross to
+backward. What backward reads of it is gathered and computed again, right before its first reader::
+
+    gather  fut <- t_w                      gather  fut <- t_w
+    wait    w   <- fut                      wait    w   <- fut
+    compute wt  <- w                        compute wt  <- w
+    compute y   <- x, wt                    compute y   <- x, wt
+    ... backward ...               -->      ... backward ...
+                                            gather  fut_again <- t_w
+                                            wait    w_again   <- fut_again
+                                            compute wt_again  <- w_again
+    compute gx  <- gy, wt                   compute gx  <- gy, wt_again
+
+A parameter with ``regather`` is treated so within forward too: where another unit has gathered since it was gathered,
+its next use reads a gather of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from thunder_zero.schedule.cone import cone, not_kept
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
+
+NOT_A_TENSOR = Value(0, "")
+
+
+def keep(timeline: Timeline) -> Timeline:
+    """Gathers again, for backward and for each unit in forward, what is not kept."""
+    return _again_in_forward(_again_in_backward(timeline))  # so that backward copies originals, one for all readers
+
+
+def _again_in_backward(timeline: Timeline) -> Timeline:
+    chain = {name: at for name, at in not_kept(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
+    values = dict(timeline.values)
+    names: dict[str, str] = {}
+    ops: list[Op] = []
+    for op in timeline.ops[:-1]:
+        if op.backward:
+            for read in op.reads:
+                ops += _copies(timeline, read, chain, names, values, backward=True)
+            op = _reads_renamed(op, names)
+        ops.append(op)
+    return timeline.with_ops([*ops, timeline.ops[-1]], values)  # what the return reads of forward is forward's output
+
+
+def _again_in_forward(timeline: Timeline) -> Timeline:
+    if not any(param.regather for param in timeline.plan.params) or not (chains := _regathered(timeline)):
+        return timeline
+    unit_of = {name: unit for unit, chain in chains.items() for name in chain}
+    values = dict(timeline.values)
+    born: dict[str, int] = {}  # value -> borders of its unit when it was written
+    copied: dict[str, tuple[int, dict[str, str]]] = {}  # unit -> its borders so far, names of the copies made since
+    gathers: Counter[str] = Counter()  # by unit
+    ops: list[Op] = []
+    for op in timeline.ops[:-1]:
+        if op.backward:
+            ops.append(op)
+            continue
+        gathers.update(param.unit for param in timeline.params_of(op) if op.kind is Kind.GATHER)
+        renamed: dict[str, str] = {}
+        for read in op.reads:
+            unit = unit_of.get(read)
+            if unit is None or (borders := gathers.total() - gathers[unit]) == born[read]:
+                continue
+            if unit not in copied or copied[unit][0] != borders:
+                copied[unit] = borders, {}
+            names = copied[unit][1]
+            ops += _copies(timeline, read, chains[unit], names, values, backward=False)
+            renamed[read] = names[read]
+        born |= {name: gathers.total() - gathers[unit_of[name]] for name in op.writes if name in unit_of}
+        ops.append(_reads_renamed(op, renamed))
+    return timeline.with_ops([*ops, timeline.ops[-1]], values)
+
+
+def _regathered(timeline: Timeline) -> dict[str, dict[str, int]]:
+    """By unit, the values of forward's cone (and handles) that its ``regather`` parameters lead to, each with the
+    position of its writer. A value that mixes several units is left out: it is computed once."""
+    inside = not_kept(timeline, cone(timeline))
+    unit_of: dict[str, str] = {}
+    chains: dict[str, dict[str, int]] = {}
+    for at, op in enumerate(timeline.ops):
+        if op.kind is Kind.GATHER:
+            units = {param.unit for param in timeline.params_of(op) if param.regather and not param.kept}
+        else:
+            units = {unit_of[read] for read in op.reads if read in unit_of}
+        if len(units) == 1 and not op.backward:
+            (unit,) = units
+            for name in op.writes:
+                if name in inside:
+                    unit_of[name] = unit
+                    chains.setdefault(unit, {})[name] = at
+    return chains
+
+
+def _copies(
+    timeline: Timeline,
+    value: str,
+    chain: Mapping[str, int],
+    names: dict[str, str],
+    values: dict[str, Value],
+    *,
+    backward: bool,
+) -> list[Op]:
+    """Copies of the operations of ``chain`` that lead to ``value`` and are not in ``names`` yet, in order.
+
+    Adds the names that the copies write to ``names``, and what they weigh to ``values``.
+    """
+    positions: set[int] = set()
+    needed = [value]
+    while needed:
+        name = needed.pop()
+        if name in chain and name not in names and chain[name] not in positions:
+            positions.add(chain[name])
+            needed += timeline.ops[chain[name]].reads
+    copies = []
+    for at in sorted(positions):
+        op = timeline.ops[at]
+        for name in op.writes:
+            names[name] = _unused(f"{name}_again", values)
+            values[names[name]] = values.get(name, NOT_A_TENSOR)
+        writes = tuple(names[name] for name in op.writes)
+        copies.append(replace(_reads_renamed(op, names), writes=writes, backward=backward, again=True))
+    return copies
+
+
+def _reads_renamed(op: Op, names: Mapping[str, str]) -> Op:
+    reads = tuple(names.get(read, read) for read in op.reads)
+    return op if reads == op.reads else replace(op, reads=reads)
+
+
+def _unused(name: str, values: Mapping[str, Value]) -> str:
+    number = 1
+    while (candidate := name if number == 1 else f"{name}{number}") in values:
+        number += 1
+    return candidate

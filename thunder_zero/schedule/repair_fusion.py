@@ -1,0 +1,83 @@
+"""What fusion undid.
+
+A fuser may recompute in backward from what a region of forward reads, and that may be a gathered
+parameter. Backward then reads the copy that it has anyway, waited for earlier if need be, or one
+that is gathered for it::
+
+    wait    w  <- fut                      wait    w  <- fut
+    ... backward ...                       ... backward ...
+    compute gx <- gy, w             -->    wait    w_again <- fut_again
+    wait    w_again <- fut_again           compute gx <- gy, w_again
+    compute gz <- gx, w_again              compute gz <- gx, w_again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from thunder_zero.schedule.cone import cone, not_kept
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
+
+
+def mend(timeline: Timeline) -> Timeline:
+    """Lets backward read its own gathers; the same timeline where it does already."""
+    chain = {name: at for name, at in not_kept(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
+    if not any(read in chain for op in timeline.ops[:-1] if op.backward for read in op.reads):
+        return timeline
+    ends = (op for op in timeline.ops if op.backward and timeline.ends(op, Kind.GATHER))
+    mended = _Mended(timeline, chain, {path: op for op in ends for path in op.params})
+    for op in timeline.ops[:-1]:
+        mended.add(op)
+    return timeline.with_ops([*mended.ops, timeline.ops[-1]], mended.values)
+
+
+@dataclass
+class _Mended:
+    """The operations so far. ``names`` gives what backward reads instead of a value of forward's cone."""
+
+    timeline: Timeline
+    chain: Mapping[str, int]  # forward's cone -> where it is written
+    waits: Mapping[str, Op]  # parameter -> the wait of backward's own gather
+    ops: list[Op] = field(default_factory=list)
+    done: set[tuple[str, ...]] = field(default_factory=set)  # by what they write
+    names: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
+
+    def add(self, op: Op) -> None:
+        if op.writes and op.writes in self.done:
+            return
+        if op.backward:
+            op = replace(op, reads=tuple(self.copy(read) if read in self.chain else read for read in op.reads))
+        self.ops.append(op)
+        self.done.add(op.writes)
+
+    def copy(self, name: str) -> str:
+        """The name of backward's copy of a value of forward's cone, made now if it is not there yet."""
+        if name not in self.names:
+            op = self.timeline.ops[self.chain[name]]
+            self.names[name] = self._gathered(name, op) if op.kind is Kind.WAIT else self._computed(name, op)
+        return self.names[name]
+
+    def _gathered(self, name: str, forward: Op) -> str:
+        at = forward.writes.index(name)
+        path = forward.params[at]
+        if path in self.waits:
+            wait = self.waits[path]
+            self.add(self.timeline.launches[wait.reads[0]])
+            self.add(wait)
+            return wait.writes[wait.params.index(path)]
+        launch = self.timeline.launches[forward.reads[0]]
+        handle = f"{launch.writes[0]}_{at}_mended"
+        self.values[handle] = self.values[f"{name}_mended"] = self.timeline.values[name]
+        alone = replace(launch, params=(path,), backward=True, again=True)
+        self.add(replace(alone, reads=(launch.reads[at],), writes=(handle,)))
+        self.add(replace(alone, kind=Kind.WAIT, reads=(handle,), writes=(f"{name}_mended",)))
+        return f"{name}_mended"
+
+    def _computed(self, name: str, op: Op) -> str:
+        self.values.update((f"{out}_mended", self.timeline.values[out]) for out in op.writes)
+        self.names.update((out, f"{out}_mended") for out in op.writes)
+        writes = tuple(f"{out}_mended" for out in op.writes)
+        self.add(replace(op, writes=writes, backward=True, again=True))
+        return f"{name}_mended"

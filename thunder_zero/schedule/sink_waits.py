@@ -1,0 +1,62 @@
+"""When each reduction must have ended.
+
+A reduction starts where its gradient is made. Its wait comes at the end, right before the return, unless the full
+gradients, those that still travel and those that are made next, would exceed ``policy.in_flight_bytes``: then the
+oldest ends before the next is made::
+
+    reduce a            reduce a
+    wait   a            compute ..
+    compute ..          reduce b         in_flight_bytes holds two
+    reduce b            wait   a
+    wait   b     -->    compute ..       makes the gradient of c
+    compute ..          reduce c
+    reduce c            wait   b
+    wait   c            wait   c
+    return a, b, c      return a, b, c
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
+
+
+def wait(timeline: Timeline) -> Timeline:
+    """Moves the waits of reductions as far back as their readers and the bound allow."""
+    bound = timeline.plan.policy.in_flight_bytes
+    last = len(timeline.ops) - 1
+    making = _making(timeline)
+    made = 0  # bytes of gradients that are not yet on their way
+    pending: deque[Op] = deque()  # the waits of what is under way, oldest first
+    number: dict[str, int] = {}  # reduced gradient -> how many reductions end before its own
+    ended = under_way = 0
+    ops: list[Op] = []
+    for at, op in enumerate(timeline.ops):
+        if timeline.ends(op, Kind.REDUCE):
+            number.update(dict.fromkeys(op.writes, ended + len(pending)))
+            pending.append(op)
+            continue
+        made += making.get(at, 0)
+        grows = at in making or op.kind is Kind.REDUCE
+        due = max((number[read] for read in op.reads if read in number), default=-1)
+        while pending and (at == last or ended <= due or (grows and under_way + made > bound)):
+            ops.append(pending.popleft())
+            under_way -= timeline.full_bytes(ops[-1])
+            ended += 1
+        if op.kind is Kind.REDUCE:
+            made -= timeline.full_bytes(op)
+            under_way += timeline.full_bytes(op)
+        ops.append(op)
+    return timeline.with_ops(ops)
+
+
+def _making(timeline: Timeline) -> dict[int, int]:
+    """Positions where the first gradient of a reduction is made, with the bytes of all its gradients."""
+    written = {name: at for at, op in enumerate(timeline.ops) for name in op.writes}
+    making: dict[int, int] = {}
+    for at, op in enumerate(timeline.ops):
+        if op.kind is Kind.REDUCE:
+            first = min(written.get(read, at) for read in op.reads)
+            making[first] = making.get(first, 0) + timeline.full_bytes(op)
+    return making

@@ -1,0 +1,373 @@
+"""What must hold after every pass, proved from the timeline itself.
+
+``check`` raises on the first rule that a timeline breaks; each rule is one function below. It reads sizes and
+orders only, in near-linear time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+
+from thunder_zero.schedule.cone import cone, last_reads, not_kept, returned
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+
+NAMED = 8  # values or parameters of an operation that an error names
+
+
+class ScheduleError(Exception):
+    """A timeline breaks a rule. One sentence that names the operation, its parameters and the rule."""
+
+
+def check(
+    timeline: Timeline,
+    complete: bool = True,
+    reference: Timeline | None = None,
+    trained: Collection[str] = (),
+) -> None:
+    """Prove a timeline right.
+
+    Args:
+        timeline: what to prove.
+        complete: all passes ran, so gathered lifetimes must end where the plan says.
+        reference: the lifted timeline that this one was made from; each of its operations must be there exactly
+            once, and every operation must read the same values, up to copies.
+        trained: paths of parameters whose gradients must be among those that backward returns; those whose gradients
+            the ``reference`` returns must be, too.
+
+    Raises:
+        ScheduleError: the first rule that does not hold.
+    """
+    _check_order(timeline)
+    _check_launches(timeline)
+    _check_waits(timeline)
+    _check_reductions(timeline)
+    _check_in_flight(timeline)
+    _check_copies(timeline)
+    if reference is not None:
+        _check_same(timeline, reference)
+        trained = {*trained, *(path for path, _ in reference.gradients)}
+    if complete and reference is not None:
+        _check_making(timeline)
+    _check_gradients(timeline, trained)
+    _check_inputs(timeline)
+    inside = cone(timeline)
+    if complete:
+        _check_gathered_again(timeline)
+        _check_saved(timeline, inside)
+    _check_frees(timeline, inside, complete)
+
+
+def _fail(timeline: Timeline, at: int, rule: str) -> ScheduleError:
+    op = timeline.ops[at]
+    names = op.params or op.writes or op.reads
+    what = ", ".join(names if len(names) <= NAMED else (*names[:NAMED], "..."))
+    return ScheduleError(f"op {at} ({op.kind} {what}) {rule}")
+
+
+def _check_order(timeline: Timeline) -> None:
+    """The return is last, backward follows forward, values are written once and before they are read."""
+    ops = timeline.ops
+    if not ops or ops[-1].kind is not Kind.COMPUTE or ops[-1].writes:
+        raise ScheduleError(f"op {len(ops) - 1} is the last one and not the return: a compute that writes nothing")
+    written: dict[str, int] = {}
+    first_read: dict[str, int] = {}
+    backward = False
+    for at, op in enumerate(ops):
+        if unknown := [path for path in op.params if path not in timeline.plan.by_name]:
+            raise _fail(timeline, at, f"names {unknown[0]}, which is no parameter of the plan")
+        if backward and not op.backward:
+            raise _fail(timeline, at, "belongs to forward and stands in backward")
+        backward = op.backward
+        for name in op.reads:
+            first_read.setdefault(name, at)
+        for name in op.writes:
+            if name in written:
+                raise _fail(timeline, at, f"writes {name}, which op {written[name]} has written already")
+            if name in first_read:
+                raise _fail(timeline, at, f"writes {name}, which op {first_read[name]} reads before")
+            written[name] = at
+
+
+def _check_inputs(timeline: Timeline) -> None:
+    """A tensor is written by an operation, or it is an input."""
+    there = {name for op in timeline.ops for name in op.writes}.union(timeline.inputs)
+    for at, op in enumerate(timeline.ops):
+        if inputs := [name for name in op.writes if name in timeline.inputs]:
+            raise _fail(timeline, at, f"writes {inputs[0]}, which is an input")
+        if missing := [name for name in op.reads if name in timeline.values and name not in there]:
+            raise _fail(timeline, at, f"reads {missing[0]}, which nothing writes and which is no input")
+
+
+def _check_launches(timeline: Timeline) -> None:
+    """A bucket holds shards or gradients of one dtype, kind and size limit; only gathers use shards."""
+    limit = timeline.plan.policy.bucket_bytes
+    by_name = timeline.plan.by_name
+    shards = {name: path for name, path in timeline.inputs.items() if path is not None and by_name[path].sharded}
+    for at, op in enumerate(timeline.ops):
+        if op.kind not in LAUNCHES:
+            continue
+        if len(op.writes) != 1 or not 0 < len(op.reads) == len(op.params) == len(set(op.params)):
+            raise _fail(timeline, at, "must read one value for each of its parameters, and write one handle")
+        params = timeline.params_of(op)
+        if not all(name in timeline.values for name in (*op.reads, *op.writes)):
+            raise _fail(timeline, at, "reads or writes a value whose bytes and dtype are not known")
+        read = [timeline.values[name].dtype for name in op.reads]
+        if len({*zip(read, (timeline.travels_in(op, param) for param in params), strict=True)}) > 1:
+            raise _fail(timeline, at, "mixes dtypes in one bucket")
+        if len({(param.sharded, param.resident) for param in params}) > 1:
+            raise _fail(timeline, at, "mixes sharded, resident and replicated parameters in one bucket")
+        if len(params) > 1 and timeline.full_bytes(op) > limit:
+            raise _fail(timeline, at, f"is a bucket of {timeline.full_bytes(op)} bytes; bucket_bytes is {limit}")
+        if op.kind is Kind.GATHER:
+            if not params[0].sharded:
+                raise _fail(timeline, at, "gathers a replicated parameter, which is there already")
+            for name, path in zip(op.reads, op.params, strict=True):
+                if shards.get(name) != path:
+                    what = f"the shard of {shards[name]}" if name in shards else "no shard"
+                    raise _fail(timeline, at, f"gathers {name} as {path}; it is {what}")
+    for at, op in enumerate(timeline.ops):
+        if op.kind is Kind.COMPUTE and op.writes and (used := [name for name in op.reads if name in shards]):
+            raise _fail(timeline, at, f"reads {used[0]}, the shard of {shards[used[0]]}, not the gathered parameter")
+
+
+def _check_waits(timeline: Timeline) -> None:
+    """Each launch is waited for exactly once, after it and in its half, and only waits read handles."""
+    under_way: dict[str, int] = {}
+    for at, op in enumerate(timeline.ops):
+        if op.kind is Kind.WAIT:
+            launched = under_way.pop(op.reads[0], None) if len(op.reads) == 1 else None
+            if launched is None:
+                raise _fail(timeline, at, f"waits for {', '.join(op.reads) or 'nothing'}, which is not under way")
+            launch = timeline.ops[launched]
+            if op.params != launch.params or len(op.writes) != len(op.params):
+                raise _fail(timeline, at, f"waits for other parameters than op {launched} launched")
+            if op.backward != launch.backward:
+                raise _fail(timeline, at, f"waits in backward for what op {launched} launched in forward")
+        elif handles := [name for name in op.reads if name in timeline.launches]:
+            raise _fail(timeline, at, f"reads {handles[0]}, a handle that only a wait may read")
+        if op.kind in LAUNCHES:
+            under_way[op.writes[0]] = at
+    for launched in under_way.values():
+        raise _fail(timeline, launched, "is never waited for")
+
+
+def _check_reductions(timeline: Timeline) -> None:
+    """Gradients of trainable parameters are reduced once, in backward, or all of them are deferred to a later one."""
+    verbs = {Kind.REDUCE: ("reduces", "reduced"), Kind.DEFER: ("defers", "deferred")}
+    handled: dict[str, int] = {}
+    kinds: dict[Kind, int] = {}
+    for at, op in enumerate(timeline.ops):
+        if op.kind not in verbs:
+            continue
+        verb, participle = verbs[op.kind]
+        kinds.setdefault(op.kind, at)
+        if len(kinds) > 1:
+            raise _fail(timeline, at, f"{verb} a gradient, and op {min(kinds.values())} does otherwise")
+        if not op.backward:
+            raise _fail(timeline, at, f"{verb} a gradient in forward")
+        for param in timeline.params_of(op):
+            if not param.requires_grad:
+                raise _fail(timeline, at, f"{verb} a gradient of {param.path}, which is frozen")
+            if param.path in handled:
+                raise _fail(
+                    timeline, at, f"{verb} {param.path}, which op {handled[param.path]} has {participle} already"
+                )
+            handled[param.path] = at
+
+
+def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
+    """Backward returns, as the gradient of a parameter, what its reduction gives (the mean) or what stands for the one
+    that is deferred, and all of those."""
+    means = {
+        (path, name): at
+        for at, op in enumerate(timeline.ops)
+        if timeline.ends(op, Kind.REDUCE) or op.kind is Kind.DEFER
+        for path, name in zip(op.params, op.writes, strict=True)
+    }
+    read = set(timeline.ops[-1].reads)
+    returned: set[str] = set()
+    for path, name in timeline.gradients:
+        if path in returned:
+            raise ScheduleError(f"backward returns a second gradient of {path}, {name}, which is added to the first")
+        if (path, name) not in means:
+            raise ScheduleError(f"backward returns {name} as the gradient of {path}; no reduction of {path} gives it")
+        if name not in read:
+            raise ScheduleError(f"backward's return does not read {name}, the gradient of {path}")
+        returned.add(path)
+    for (path, name), at in means.items():
+        if path not in returned:
+            what = "ends the reduction of" if timeline.ops[at].kind is Kind.WAIT else "defers the gradient of"
+            raise _fail(timeline, at, f"{what} {path}, and {name} is not returned as its gradient")
+    if lost := sorted(set(trained) - returned):
+        raise ScheduleError(f"backward returns no gradient of {lost[0]}, which is trained")
+
+
+def _check_in_flight(timeline: Timeline) -> None:
+    """Gathers under way, and reductions under way, stay within the bounds; one alone, or one that is waited for at
+    once, may exceed them."""
+    policy = timeline.plan.policy
+    bound, prefetch = policy.in_flight_bytes, policy.prefetch
+    under_way: Counter[Kind] = Counter()
+    launches: Counter[Kind] = Counter()
+    for at, op in enumerate(timeline.ops):
+        if op.kind in LAUNCHES:
+            size = timeline.full_bytes(op)
+            under_way[op.kind] += size
+            launches[op.kind] += size > 0
+            if timeline.ops[at + 1].reads == op.writes:
+                continue
+            if size > 0 and launches[op.kind] > 1 and under_way[op.kind] > bound:
+                raise _fail(timeline, at, f"puts {under_way[op.kind]} bytes in flight; in_flight_bytes is {bound}")
+            if op.kind is Kind.GATHER and policy.times is None and launches[op.kind] > max(prefetch, 1):
+                raise _fail(timeline, at, f"puts {launches[op.kind]} gathers in flight; prefetch is {prefetch}")
+        elif op.kind is Kind.WAIT:
+            kind = timeline.launches[op.reads[0]].kind
+            under_way[kind] -= timeline.full_bytes(op)
+            launches[kind] -= timeline.full_bytes(op) > 0
+
+
+def _check_making(timeline: Timeline) -> None:
+    """Full gradients that travel, with those that are being made and will, stay within the bound, or nothing travels
+    while they are made. A rule for what is emitted only: a fuser makes several gradients at once."""
+    bound = timeline.plan.policy.in_flight_bytes
+    written = {name: at for at, op in enumerate(timeline.ops) for name in op.writes}
+    begun: Counter[int] = Counter()
+    for at, op in enumerate(timeline.ops):
+        if op.kind is Kind.REDUCE:
+            begun[min(written.get(name, at) for name in op.reads)] += timeline.full_bytes(op)
+    made = under_way = 0
+    for at, op in enumerate(timeline.ops):
+        made += begun[at]
+        if (begun[at] or op.kind is Kind.REDUCE) and under_way and under_way + made > bound:
+            raise _fail(
+                timeline,
+                at,
+                f"makes {made} bytes of gradients beside {under_way} that travel; in_flight_bytes is {bound}",
+            )
+        if op.kind is Kind.REDUCE:
+            under_way += timeline.full_bytes(op)
+            made -= timeline.full_bytes(op)
+        elif timeline.ends(op, Kind.REDUCE):
+            under_way -= timeline.full_bytes(op)
+
+
+def _check_copies(timeline: Timeline) -> None:
+    """Only gathers, their waits and repeatable computations are done again."""
+    for at, op in enumerate(timeline.ops):
+        if op.again and not (op.kind is Kind.GATHER or op.repeatable or timeline.ends(op, Kind.GATHER)):
+            raise _fail(timeline, at, "is done again, and is neither a gather, its wait nor a repeatable computation")
+
+
+def _check_frees(timeline: Timeline, inside: Mapping[str, int], complete: bool) -> None:
+    """Nothing is read after its free, itself or through a view; when complete, all is freed after its last use."""
+    last = last_reads(timeline, inside)
+    freed: dict[str, int] = {}
+    before = -1  # position of the latest operation that is not a FREE
+    for at, op in enumerate(timeline.ops):
+        if op.kind is not Kind.FREE:
+            before = at
+            continue
+        gathered = _gathered(timeline, inside, op)
+        if gathered is None or timeline.params_of(op)[0].resident:
+            raise _fail(timeline, at, "frees what is not the memory of a gathered parameter")
+        if gathered in freed:
+            raise _fail(timeline, at, f"frees {gathered}, which op {freed[gathered]} has freed")
+        if last[gathered] > at:
+            raise _fail(timeline, at, f"frees {gathered}, which op {last[gathered]} reads, itself or a view of it")
+        if complete and last[gathered] < before:
+            raise _fail(timeline, at, f"frees {gathered} too late: op {last[gathered]} was the last to read it")
+        freed[gathered] = at
+    escaped = returned(timeline, inside)
+    for at, op in enumerate(timeline.ops) if complete else ():
+        if not timeline.ends(op, Kind.GATHER):
+            continue
+        for name, param in zip(op.writes, timeline.params_of(op), strict=True):
+            if name not in freed and name not in escaped and not param.resident:
+                raise _fail(timeline, at, f"gathers {param.path} as {name}, which is never freed")
+
+
+def _gathered(timeline: Timeline, inside: Mapping[str, int], free: Op) -> str | None:
+    """The gathered value whose memory a FREE ends: what it reads, or what that was computed from."""
+    needed = list(free.reads) if len(free.reads) == len(free.params) == 1 else []
+    seen: set[str] = set()
+    while needed:
+        name = needed.pop()
+        if name in seen or name not in inside:
+            continue
+        seen.add(name)
+        op = timeline.ops[inside[name]]
+        if op.kind is Kind.WAIT:
+            if op.params[op.writes.index(name)] == free.params[0]:
+                return name
+        else:
+            needed += op.reads
+    return None
+
+
+def _check_gathered_again(timeline: Timeline) -> None:
+    """What is kept is gathered once; the rest once in each half, or in forward as often as it is regathered."""
+    gathered: dict[tuple[str, bool], int] = {}
+    for at, op in enumerate(timeline.ops):
+        for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
+            half = (param.path, op.backward and not param.kept)
+            if half in gathered and (op.backward or param.kept or not param.regather):
+                why = "is kept" if param.kept else "needs one gather in each half"
+                raise _fail(timeline, at, f"gathers {param.path} again after op {gathered[half]}; it {why}")
+            gathered[half] = at
+
+
+def _check_saved(timeline: Timeline, inside: Mapping[str, int]) -> None:
+    """Backward reads nothing of forward's that depends on parameters alone, unless they are kept."""
+    crossing = {name for name, at in not_kept(timeline, inside).items() if not timeline.ops[at].backward}
+    for at, op in enumerate(timeline.ops[:-1]):
+        if op.backward and (saved := [name for name in op.reads if name in crossing]):
+            raise _fail(timeline, at, f"reads forward's {saved[0]}, which depends on parameters that are not kept")
+
+
+def _check_same(timeline: Timeline, lifted: Timeline) -> None:
+    """Every lifted operation is there once; all of them, and all copies, read what the lifted ones read."""
+    originals = {op.source[0]: op for op in lifted.ops}
+    canonical: dict[str, str] = {}  # name that a copy writes -> name that its original writes
+    seen: set[int] = set()
+    for at, op in enumerate(timeline.ops):
+        for part in _parts(timeline, at, op) if op.kind is not Kind.FREE else ():
+            (source,) = part.source
+            original = originals.get(source)
+            if original is None or not _is_copy(part, original):
+                raise _fail(timeline, at, f"is not what stands at position {source} of the lifted trace")
+            if op.again:
+                canonical.update(zip(part.writes, original.writes, strict=True))
+            elif source in seen:
+                raise _fail(timeline, at, f"runs position {source} of the lifted trace twice")
+            elif op.backward != original.backward:
+                raise _fail(timeline, at, f"is in another half than position {source} of the lifted trace")
+            elif op.kind not in LAUNCHES and part.writes != original.writes:
+                raise _fail(timeline, at, f"writes other values than position {source} of the lifted trace")
+            else:
+                seen.add(source)
+            if op.kind is not Kind.WAIT and tuple(canonical.get(name, name) for name in part.reads) != original.reads:
+                raise _fail(timeline, at, f"reads other values than position {source} of the lifted trace")
+    if lost := sorted(originals.keys() - seen):
+        what = " ".join((originals[lost[0]].kind, *originals[lost[0]].params))
+        raise ScheduleError(f"position {lost[0]} ({what}) of the lifted trace is lost")
+    if timeline.ops[-1].source != lifted.ops[-1].source:
+        raise _fail(timeline, len(timeline.ops) - 1, "is the last one and not the return")
+
+
+def _is_copy(op: Op, original: Op) -> bool:
+    same = (op.kind, op.params, op.repeatable) == (original.kind, original.params, original.repeatable)
+    return same and len(op.writes) == len(original.writes)
+
+
+def _parts(timeline: Timeline, at: int, op: Op) -> Iterator[Op]:
+    """An operation as it was before bucketing: one for each parameter."""
+    if len(op.source) == 1:
+        yield op
+        return
+    if op.kind is Kind.COMPUTE or not 0 < len(op.source) == len(op.params):
+        raise _fail(timeline, at, "must come from one line of the trace, or a bucket from one for each parameter")
+    for number, (source, path) in enumerate(zip(op.source, op.params, strict=True)):
+        reads = op.reads if op.kind is Kind.WAIT else (op.reads[number],)
+        writes = (op.writes[number],) if op.kind is Kind.WAIT else op.writes
+        yield Op(op.kind, reads, writes, (path,), op.backward, op.repeatable, op.again, (source,))

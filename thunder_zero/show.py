@@ -1,0 +1,88 @@
+"""``print_trace``: Thunder's traces as text, beside what their timeline says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+
+from thunder_zero.report.printer import print_rows, print_total
+from thunder_zero.report.rows import Gap, Line, Row, rows, select
+from thunder_zero.transform import Traces, traces_of
+
+import thunder
+from thunder.core.codeutils import get_source_line
+from thunder.core.module import ThunderModule
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+
+THUNDER = Path(thunder.__file__).parent
+HALVES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
+
+
+def print_trace(
+    model_or_traces: ThunderModule | Traces,
+    stage: str = "both",
+    file: IO[str] | None = None,
+    *,
+    unit: str | None = None,
+    fold: bool = False,
+) -> None:
+    """Print the trace that runs, and beside each line what it means.
+
+    A line gathers, waits, computes, frees or reduces; beside that stand the parameters, the bytes that this rank
+    sends, and the bytes of gathered parameters alive after the line. The last line sums up what is printed.
+    Highlighted on a terminal; plain text of 100 columns elsewhere.
+
+    >>> tz.print_trace(model, "forward", unit="blocks.0")
+    >>> tz.print_trace(tz.traces_of(model, synced=False))  # what runs under no_sync, with the bytes that it keeps
+
+    Args:
+        model_or_traces: a model with ZeroTransform that was called, or what :func:`thunder_zero.trace` returns.
+        stage: "forward", "backward" or "both".
+        file: where to print; the standard output if None.
+        unit: print only where this unit computes, and its collectives.
+        fold: print only the lines that handle or read a parameter; of the others, how many there are.
+
+    Raises:
+        ValueError: no such stage or unit.
+        RuntimeError: the model was not called yet.
+        TypeError: not a model with ZeroTransform.
+    """
+    if stage not in HALVES:
+        raise ValueError(f"stage is {stage!r}; choose 'forward', 'backward' or 'both'")
+    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    console = Console(file=file)
+    printed: list[Row | Gap] = []
+    for half in HALVES[stage]:
+        trace = traces.forward if half == "forward" else traces.backward
+        if trace is None:
+            console.print("# no backward: nothing here needs a gradient\n", highlight=False)
+            continue
+        whole = rows(_lines(trace, half), traces.timeline, backward=half == "backward")
+        shown = select(whole, traces.plan, unit, only_parameters=fold)
+        print_rows(shown, traces.plan, half if traces.synced else f"{half} under no_sync", console)
+        printed += shown
+    print_total(printed, console)
+
+
+def _lines(trace: TraceCtx, half: str) -> Iterator[Line]:
+    """The lines of a trace, without the comments that name its inputs.
+
+    Few lines of a backward have an origin in the user's program, and it is forward's; they go without.
+    """
+    with tracectx(trace):
+        for position, bsym in enumerate(trace.bound_symbols):
+            code = "\n".join(bsym.python(indent=0, print_depth=1))
+            if any(not line.startswith("#") for line in code.splitlines()):
+                yield Line(code, position, _origin(bsym) if half == "forward" else "")
+
+
+def _origin(bsym: BoundSymbol) -> str:
+    """``gpt.py:98  x = self.embedding(tokens)``; "" for a line of Thunder's own."""
+    name, positions = bsym.source_filename, bsym.source_positions
+    if name is None or positions is None or positions.lineno is None or Path(name).is_relative_to(THUNDER):
+        return ""
+    return f"{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"

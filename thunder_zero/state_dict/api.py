@@ -1,0 +1,238 @@
+"""The functions of ``torch.distributed.checkpoint.state_dict``, under their names, for models with ZeroTransform.
+
+torch's own cannot serve a Thunder module, whose parameters are padded rows. These take the same arguments and return
+the same things, so that scripts and tools that are written for FSDP2 change one import::
+
+    from thunder_zero.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+Not supported, with a sentence: submodules and ``keep_submodule_prefixes=False``, which torch deprecates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.optim import Optimizer
+
+from thunder_zero.checkpoint.api import held_by, several
+from thunder_zero.comm.agree import Line, all_or_none, put, require_same
+from thunder_zero.module import transform_of
+from thunder_zero.state_dict import model_state, optimizer_state
+
+if TYPE_CHECKING:
+    from thunder_zero.checkpoint.contents import Held
+    from thunder_zero.runtime.state import State
+
+    from thunder.core.module import ThunderModule
+
+__all__ = [
+    "StateDictOptions",
+    "full_state_dict",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
+
+Optimizers = Optimizer | Iterable[Optimizer]
+
+
+class Incompatible(NamedTuple):
+    """What did not fit, as ``nn.Module.load_state_dict`` returns it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def get_model_state_dict(
+    model: ThunderModule, *, submodules: object = None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """Parameters and buffers by the plain module's names; a collective if they are full.
+
+    >>> full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    Args:
+        model: a model with ZeroTransform.
+        submodules: None; others are refused.
+        options: ``full_state_dict`` for full tensors, gathered one at a time; otherwise DTensors of whole shapes, of
+            which each rank has its rows, and plain tensors of what is not sharded, both views of the model.
+            ``cpu_offload`` puts them on the CPU; of full ones only rank 0 then has any. ``ignore_frozen_params``.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        ValueError: an option that is not supported.
+    """
+    state, held, options = _prepared(model, options, submodules)
+    return model_state.model_state_dict(state, held, options)
+
+
+def full_state_dict(model: ThunderModule) -> dict[str, Tensor]:
+    """Every parameter and buffer of the plain module: full, unpadded, under its names, on every rank.
+
+    A collective: all ranks must call it. The tensors are copies, on the device of the shards.
+
+    >>> torch.save(tz.full_state_dict(model), "model.pt")
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+    """
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def get_optimizer_state_dict(
+    model: ThunderModule,
+    optimizers: Optimizers,
+    *,
+    submodules: object = None,
+    options: StateDictOptions | None = None,
+) -> dict[str, Any]:
+    """``{"state": {name: ...}, "param_groups": [...]}`` with parameters' names; a collective if it is full.
+
+    An optimizer that never stepped, and has no gradients, makes its state first, as with torch's function, so that it
+    can be loaded into.
+
+    >>> get_optimizer_state_dict(model, optimizer)["state"]["0.weight"]["exp_avg"]  # a DTensor
+
+    Args:
+        model: a model with ZeroTransform.
+        optimizers: one or several, built on ``model.parameters()``.
+        submodules: None; others are refused.
+        options: as for :func:`get_model_state_dict`. ``flatten_optimizer_state_dict`` gives
+            ``{"state.0.weight.exp_avg": ..., "param_groups.0.weight.lr": ...}``.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        ValueError: an option that is not supported; an optimizer of another model; a state of a sharded parameter that
+            is neither of the shard's shape nor one number.
+        RuntimeError: another rank refused, or its optimizer has other states.
+    """
+    state, held, options = _prepared(model, options, submodules)
+    return optimizer_state.optimizers_state_dict(state, held, several(optimizers), options)
+
+
+def get_state_dict(
+    model: ThunderModule,
+    optimizers: Optimizers,
+    *,
+    submodules: object = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both: :func:`get_model_state_dict` and :func:`get_optimizer_state_dict`, which see.
+
+    >>> in_model, in_optimizer = get_state_dict(model, optimizer)
+    >>> torch.distributed.checkpoint.save({"model": in_model, "optim": in_optimizer}, checkpoint_id=path)
+    """
+    return (
+        get_model_state_dict(model, submodules=submodules, options=options),
+        get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
+    )
+
+
+def set_model_state_dict(
+    model: ThunderModule, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
+) -> Incompatible:
+    """Put a state dict into the model: full tensors on each rank, DTensors, or full tensors of rank 0 alone.
+
+    A collective. Nothing has changed if it raises.
+
+    >>> options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    >>> set_model_state_dict(model, torch.load(path) if rank == 0 else {}, options=options)
+
+    Args:
+        model: a model with ZeroTransform.
+        model_state_dict: by the plain module's names.
+        options: ``broadcast_from_rank0`` sends rank 0's, one tensor at a time; ``strict``.
+
+    Returns:
+        ``missing_keys`` and ``unexpected_keys``; both empty if ``strict``.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        RuntimeError: names differ, and ``strict``; another rank refused.
+        ValueError: no tensor, another shape, or what cannot be copied; an option that is not supported.
+        Exception: what a module's ``set_extra_state`` raises.
+    """
+    state, held, options = _prepared(model, options, None)
+    missing, unknown, part = model_state.read_model(state, held, model._model, model_state_dict, options)
+    put([part], state.group)
+    return Incompatible(missing, unknown)
+
+
+def set_optimizer_state_dict(
+    model: ThunderModule,
+    optimizers: Optimizers,
+    optim_state_dict: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """Put a state dict into optimizers, as :func:`get_optimizer_state_dict` has it, in full or as DTensors.
+
+    A collective. Nothing has changed if it raises.
+
+    >>> set_optimizer_state_dict(model, optimizer, in_optimizer)
+
+    Args:
+        model: a model with ZeroTransform.
+        optimizers: one or several, built on ``model.parameters()``.
+        optim_state_dict: states by parameter name and groups with names, or flattened; of these optimizers' parameters
+            and of any others.
+        options: ``broadcast_from_rank0`` sends rank 0's, one tensor at a time; not ``strict`` takes states of some of
+            the parameters that an optimizer trains.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        ValueError: no group of a parameter, or groups that differ within one of these; a state of another shape; an
+            option that is not supported.
+        RuntimeError: a state is missing, and ``strict``; another rank refused.
+    """
+    state, held, options = _prepared(model, options, None)
+    part = optimizer_state.read_optimizers(state, held, several(optimizers), optim_state_dict, options)
+    put([part], state.group)
+
+
+def set_state_dict(
+    model: ThunderModule,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> Incompatible:
+    """Both: :func:`set_model_state_dict` and :func:`set_optimizer_state_dict`, which see. Nothing of either has changed
+    if it raises.
+
+    >>> set_state_dict(model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer)
+    """
+    state, held, options = _prepared(model, options, None)
+    missing, unknown, part = model_state.read_model(state, held, model._model, model_state_dict, options)
+    other = optimizer_state.read_optimizers(state, held, several(optimizers), optim_state_dict, options)
+    put([part, other], state.group)
+    return Incompatible(missing, unknown)
+
+
+def _prepared(
+    model: ThunderModule, options: StateDictOptions | None, submodules: object
+) -> tuple[State, Held, StateDictOptions]:
+    """The model as ranks agree that it is asked for."""
+    state = transform_of(model).state
+    with all_or_none(state.group, "the state dict"):
+        held, options = held_by(model), _supported(options, submodules)
+    require_same([Line("the options of the state dict", str(options), "give every rank the same")], state.group)
+    return state, held, options
+
+
+def _supported(options: StateDictOptions | None, submodules: object) -> StateDictOptions:
+    options = StateDictOptions() if options is None else options
+    for name, asked in {
+        "submodules": submodules is not None,
+        "keep_submodule_prefixes=False": not options.keep_submodule_prefixes,
+        "broadcast_from_rank0 without full_state_dict": options.broadcast_from_rank0 and not options.full_state_dict,
+    }.items():
+        if asked:
+            raise ValueError(f"{name} is not supported; take the whole state dict and choose from it")
+    return options

@@ -1,0 +1,263 @@
+"""The executor: the symbols that stand in the traces, and what they run.
+
+Every model gets an executor of its own, so that a line of a trace needs no process group and no
+handle to state; it names tensors and parameter paths, nothing else::
+
+    t5 = zero_all_gather(t_h_0_w, 'h.0.w')                # launch
+    t6 = zero_wait(t5)                                    # the full parameter
+    t9 = zero_reduce_scatter_coalesced((g0, g1), ('h.0.w', 'h.0.b'))
+    (s0, s1) = zero_wait_coalesced(t9)
+
+``zero_synchronize(t_h_0_w, 'h.0.w')`` is what the forward trace says before autodiff: *the full
+parameter, whose gradient is the mean over ranks*. Its gradient rule and its lowering below are the
+only places that turn a parameter into collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from thunder_zero.comm import staging
+from thunder_zero.plan import Param, Plan
+
+import thunder.core.dtypes as dtypes
+from thunder.core import prims
+from thunder.core.devices import Device, to_device
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.extend import OperatorExecutor
+
+
+class Runtime(Protocol):
+    """What the symbols call when a trace runs."""
+
+    def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Any:
+        """Start gathering; returns a handle with ``wait() -> tuple of full parameters``."""
+
+    def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
+        """Start reducing; returns a handle with ``wait() -> tuple of reduced gradients``."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where compute is; None: where the parameters are."""
+
+    @property
+    def synced(self) -> bool:
+        """Whether what is compiled now reduces gradients; otherwise it defers that (``no_sync``)."""
+
+    def check_synced(self, synced: bool) -> None:
+        """Raise if a program that was compiled with this ``synced`` does not fit now."""
+
+    def defer(self, grad: Tensor, path: str) -> None:
+        """Keep a full gradient; the next reduction of the parameter adds it."""
+
+    def reduce_deferred(self, paths: Sequence[str]) -> None:
+        """Reduce what was deferred of these parameters, which this backward does not reach, into ``.grad``."""
+
+    def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
+        """Raise on every rank if any gradient on any rank is not finite."""
+
+    def land(self, grads: Sequence[Tensor]) -> None:
+        """Wait until gradients have arrived in host memory."""
+
+    def share_overflow(self, grads: Sequence[Tensor], apart: Sequence[Tensor], others: Sequence[str]) -> None:
+        """Put Inf into one of ``grads`` on every rank if any gradient on any rank is not finite."""
+
+    def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
+        """Raise on every rank if another rank is about to run other collectives."""
+
+
+class Rehearsal:
+    """The runtime of a trace that is only looked at: no process group, nothing runs."""
+
+    device = None
+
+    def __init__(self, synced: bool) -> None:
+        self.synced = synced
+
+    def _refuse(self, *args: Any) -> Any:
+        raise RuntimeError(
+            "this trace was made by thunder_zero.trace, without a process group; it can be read, not run"
+        )
+
+    all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = land = share_overflow = _refuse
+
+    def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
+        """There is no other rank."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What was found out while one kind of input was compiled.
+
+    Attributes:
+        plan: what each parameter is, with what the schedule keeps.
+        inputs: inputs of the trace that are parameters, with their paths.
+        apart: inputs of the trace that are parameters which the policy ignores.
+        trained: paths of the parameters to which autodiff gives a gradient.
+        synced: gradients are reduced; otherwise that is deferred.
+    """
+
+    plan: Plan
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    apart: frozenset[str] = frozenset()
+    trained: frozenset[str] = frozenset()
+    synced: bool = True
+
+
+class ZeroExecutor(OperatorExecutor):
+    """The symbols of one model.
+
+    Attributes:
+        plan: what each parameter is.
+        program: what is being compiled, or was compiled last.
+        synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: one tensor each.
+        check_finite, reduce_deferred, land, share_overflow: stand before backward's return.
+        check_synced: stands in the prologue, where a program is chosen.
+    """
+
+    def __init__(self, plan: Plan, runtime: Runtime) -> None:
+        super().__init__("thunder_zero")
+        self.plan = plan
+        self.program = Program(plan)
+        self.runtime = runtime
+        self.all_gather = self._register("zero_all_gather", self._gather_meta, _one(runtime.all_gather))
+        self.all_reduce = self._register("zero_all_reduce", self._reduce_meta, _one(runtime.reduce))
+        self.reduce_scatter = self._register("zero_reduce_scatter", self._reduce_meta, _one(runtime.reduce))
+        self.wait = self._register("zero_wait", _wait_meta, lambda handle: handle.wait()[0])
+        self.coalesced = {
+            self.all_gather: self._register("zero_all_gather_coalesced", _no_meta, _many(runtime.all_gather)),
+            self.all_reduce: self._register("zero_all_reduce_coalesced", _no_meta, _many(runtime.reduce)),
+            self.reduce_scatter: self._register("zero_reduce_scatter_coalesced", _no_meta, _many(runtime.reduce)),
+            self.wait: self._register("zero_wait_coalesced", _no_meta, lambda handle: handle.wait()),
+        }
+        self.defer = self._register("zero_defer_reduction", self._defer_meta, runtime.defer)
+        tags = (prims.OpTags.DONT_DCE,)
+        self.check_synced = self._register("zero_check_synced", _no_meta, runtime.check_synced, tags=tags)
+        self.reduce_deferred = self._register("zero_reduce_deferred", _no_meta, runtime.reduce_deferred, tags=tags)
+        self.check_finite = self._register("zero_check_finite", _no_meta, runtime.check_finite, tags=tags)
+        self.land = self._register("zero_land", _no_meta, runtime.land, tags=tags)
+        self.share_overflow = self._register("zero_share_overflow", _no_meta, runtime.share_overflow, tags=tags)
+        self.cast = self._register("zero_cast", self._synchronize_meta, self._cast)
+        self.synchronize = self._register("zero_synchronize", self._synchronize_meta, None)
+        self.register_implementation(
+            self.synchronize,
+            self.synchronize,
+            execution_transform=self.lower_synchronize,
+            grad_transform=self._synchronize_grad,
+        )
+
+    def _register(
+        self, name: str, meta: Callable[..., Any], fn: Callable[..., Any] | None, tags: tuple[Any, ...] | None = None
+    ) -> Symbol:
+        return self.register_operator(name, meta=meta, fn=fn, tags=tags)
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        """Never; Thunder would find out by looking at all that a line calls, for every line."""
+        return False
+
+    def reduction(self, param: Param) -> Symbol:
+        """The symbol that reduces the parameter's gradient."""
+        return self.reduce_scatter if param.sharded else self.all_reduce
+
+    @cached_property
+    def launches(self) -> dict[str, Symbol]:
+        """Launching symbols by name, with the one-tensor symbol that each stands for."""
+        singles = (self.all_gather, self.all_reduce, self.reduce_scatter)
+        return {name.name: single for single in singles for name in (single, self.coalesced[single])}
+
+    @cached_property
+    def waits(self) -> frozenset[str]:
+        """The names of the symbols that wait."""
+        return frozenset((self.wait.name, self.coalesced[self.wait].name))
+
+    # What tracing needs to know: shapes, dtypes, devices.
+
+    def _synchronize_meta(self, shard: TensorProxy, path: str) -> TensorProxy:
+        param = self.plan.by_name[path]
+        dtype = dtypes.to_dtype(param.compute_dtype)
+        return TensorProxy(like=shard, shape=param.shape, dtype=dtype, device=self._device_of(shard))
+
+    def _gather_meta(self, shard: TensorProxy, path: str) -> FutureTensorProxy:
+        param = self.plan.by_name[path]
+        dtype = dtypes.to_dtype(param.compute_dtype)
+        return FutureTensorProxy(shape=param.shape, device=self._device_of(shard), dtype=dtype)
+
+    def _reduce_meta(self, grad: TensorProxy, path: str) -> FutureTensorProxy:
+        param = self.plan.by_name[path]
+        shape, dtype = self.plan.shard_shape(param), dtypes.to_dtype(param.dtype)
+        return FutureTensorProxy(shape=shape, device=self.device_at_rest(param) or grad.device, dtype=dtype)
+
+    def device_at_rest(self, param: Param) -> Device | None:
+        """Where its shard is; None: where it is computed with."""
+        device = self.runtime.device
+        return None if device is None else to_device(staging.rest_device(param, self.plan, device))
+
+    def _device_of(self, shard: TensorProxy) -> Device:
+        return shard.device if self.runtime.device is None else to_device(self.runtime.device)
+
+    def _defer_meta(self, grad: TensorProxy, path: str) -> TensorProxy:
+        """The gradient that the shard will have; as long as it is deferred there is none, and None is returned."""
+        param = self.plan.by_name[path]
+        shape, dtype = self.plan.shard_shape(param), dtypes.to_dtype(param.dtype)
+        device = self.device_at_rest(param) or grad.device
+        return TensorProxy(like=grad, shape=shape, dtype=dtype, device=device, requires_grad=False)
+
+    def handle_of(self, single: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str]) -> FutureTensorProxy:
+        """The handle of a launch; of several tensors it is flat, since their shapes differ."""
+        if len(tensors) == 1:
+            return single.meta(tensors[0], paths[0])
+        handles = [single.meta(tensor, path) for tensor, path in zip(tensors, paths, strict=True)]
+        numel = sum(prod(handle.shape) for handle in handles)
+        return FutureTensorProxy(shape=(numel,), device=handles[0].device, dtype=handles[0].dtype)
+
+    # What a synchronise becomes.
+
+    def _cast(self, full: Tensor, path: str) -> Tensor:
+        return full.to(self.plan.by_name[path].compute_dtype)
+
+    def lower_synchronize(self, shard: TensorProxy, path: str) -> TensorProxy:
+        """Gather and wait. A replicated parameter is cast; where that is nothing to do, its synchronise stays, and is
+        dropped by the schedule."""
+        param = self.plan.by_name[path]
+        if param.sharded:
+            return self.wait(self.all_gather(shard, path))
+        return self.cast(shard, path) if param.is_cast else self.synchronize(shard, path)
+
+    def _synchronize_grad(self, shard: TensorProxy, path: str) -> TensorProxy:
+        full = self.lower_synchronize(shard, path)
+        grad = prims.get_grad(full)
+        if self.program.synced:
+            prims.put_grad(shard, self.wait(self.reduction(self.plan.by_name[path])(grad, path)))
+        else:
+            prims.put_grad(shard, self.defer(grad, path))
+        return full
+
+
+def _one(launch: Callable[[Sequence[Tensor], Sequence[str]], Any]) -> Callable[[Tensor, str], Any]:
+    return lambda tensor, path: launch((tensor,), (path,))
+
+
+def _many(launch: Callable[[Sequence[Tensor], Sequence[str]], Any]) -> Callable[..., Any]:
+    return lambda tensors, paths: launch(tensors, paths)
+
+
+def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:
+    return TensorProxy(shape=handle.shape, device=handle.device, dtype=handle.dtype, requires_grad=False)
+
+
+def _no_meta(*args: Any) -> None:
+    return None
+
+
+@cache
+def dtype_name(dtype: dtypes.dtype) -> str:
+    """``"float32"`` for Thunder's ``float32``, weak or strong."""
+    return str(dtypes.to_torch_dtype(dtype)).removeprefix("torch.")
