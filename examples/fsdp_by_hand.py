@@ -50,7 +50,7 @@ class TwoLayers(nn.Module):
 
 WORLD_SIZE = 2
 # Each layer's parameters travel together; all are freed in forward, as the textbook has it. Step 12 is the default.
-POLICY = tz.Policy(stage=3, unit_of=lambda module: ("up", "down"), keep_last=False)
+POLICY = tz.Policy(stage=3, unit_of=lambda module: ("up", "down"), gather_last_units_once=False)
 
 
 # 1. Thunder runs the module once under its interpreter and writes down every operation. In that functional trace
@@ -232,18 +232,18 @@ def check_numbers(module: nn.Module, x: Tensor, plan: tz.Plan, output: Tensor, g
     show("11. It is right", "output and gradients equal those of the plain module, in this rank's rows")
 
 
-# 12. That was the textbook. By default the policy also says keep_last: the last units of forward stay gathered for
+# 12. That was the textbook. By default the policy also says gather_last_units_once: the last units of forward stay gathered for
 #     backward, which begins with them, as many as do not raise the peak. Here down is gathered while up computes, so
 #     that both are there at the peak anyway.
 
 
 def keep(textbook: tz.Timeline, module: nn.Module, x: Tensor) -> None:
-    kept = tz.trace(module, x, policy=replace(POLICY, keep_last=True), world_size=WORLD_SIZE).timeline
+    kept = tz.trace(module, x, policy=replace(POLICY, gather_last_units_once=True), world_size=WORLD_SIZE).timeline
     peaks = [max(gathered_bytes(timeline)) for timeline in (textbook, kept)]
     diff = list(difflib.unified_diff(communication(textbook), communication(kept), n=0, lineterm=""))[2:]
     lines = [line for line in diff if not line.startswith("@@")]
     lines.append("the most gathered bytes at one time: {}, and {} with it".format(*peaks))
-    show("12. What keep_last changes", "\n".join(lines))
+    show("12. What gather_last_units_once changes", "\n".join(lines))
 
 
 # How the steps above print.

@@ -193,7 +193,9 @@ class Trainer:
         config = GPTConfig(size.blocks, size.width, size.heads, options.context, options.tied)
         module = GPT(config).to(ranks.device)
         precision = tz.MixedPrecision(DTYPES[options.dtype])
-        policy = tz.Policy(options.stage, keep_last=options.keep_last, mixed_precision=precision)
+        policy = tz.Policy(
+            options.stage, gather_last_units_once=options.gather_last_units_once, mixed_precision=precision
+        )
         self.model = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=options.lr or size.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
@@ -228,7 +230,7 @@ class Trainer:
         every, steps = self.options.save_every, self.options.steps
         if every and (done % every == 0 or done == steps):
             path = self.checkpoints / f"step-{done}"
-            tz.save(path, self.model, self.optimizer, keep=2, step=done, schedule=self.schedule)
+            tz.save(path, self.model, self.optimizer, max_to_keep=2, step=done, schedule=self.schedule)
 
     def held(self) -> tuple[int, int, int]:
         """Bytes of parameters, gradients and optimizer state that this rank holds now."""
@@ -301,7 +303,7 @@ def traffic_of(traces: tz.Traces, stage: int, ranks: Ranks) -> Traffic:
         return Traffic(sent, 2 * u, f"2u; u = {u:,.0f}")
     needed = [param for param in plan.params if needed_again(param.names)]
     not_read = u - share * sum(param.full_bytes for param in needed)
-    kept = share * sum(param.full_bytes for param in needed if param.kept)
+    kept = share * sum(param.full_bytes for param in needed if param.gathered_once)
     words = f"3u - {not_read:,.0f} not read by backward - {kept:,.0f} kept for it; u = {u:,.0f}"
     return Traffic(sent, 3 * u - not_read - kept, words)
 
@@ -317,9 +319,9 @@ def needed_again(names: tuple[str, ...]) -> bool:
 
 def kept_for_backward(plan: tz.Plan) -> str:
     """The modules whose parameters forward leaves gathered, but for those that backward does not read."""
-    if len(plan.kept) == len(plan.params):
+    if len(plan.gathered_once) == len(plan.params):
         return "all of the model"
-    owners = (plan.by_name[path].unit or path.rpartition(".")[0] for path in plan.kept)
+    owners = (plan.by_name[path].unit or path.rpartition(".")[0] for path in plan.gathered_once)
     return ", ".join(dict.fromkeys(owners)) or "nothing"
 
 

@@ -39,9 +39,9 @@ class Param:
         unit: path of its unit, ``""`` for the root unit.
         sharded: each rank owns rows; otherwise it is replicated.
         resident: sharded, and yet the full parameter is there at rest (ZeRO-1; not DDP, where nothing is sharded).
-        kept: gathered once, for forward and backward; otherwise freed and gathered again. A new plan of ZeRO-3 says
-            False; the schedule decides which of the last units it keeps (``Policy.keep_last``).
-        regather: gathered anew for each unit that uses it in forward.
+        gathered_once: gathered once, for forward and backward; otherwise freed and gathered again. A new plan of ZeRO-3 says
+            False; the schedule decides which of the last units it keeps (``Policy.gather_last_units_once``).
+        gather_per_unit: gathered anew for each unit that uses it in forward.
     """
 
     path: str
@@ -54,8 +54,8 @@ class Param:
     unit: str
     sharded: bool
     resident: bool
-    kept: bool
-    regather: bool = False
+    gathered_once: bool
+    gather_per_unit: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -107,13 +107,15 @@ class Plan:
         return {name: param for param in self.params for name in param.names}
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def gathered_once(self) -> tuple[str, ...]:
         """Paths of the sharded parameters that are gathered once, for forward and backward.
 
         Of ZeRO-3 they are known once a step is scheduled, so ask ``traces_of(model).plan``. They make up whole units;
         those that backward does not read (biases) are freed in forward all the same.
         """
-        return tuple(param.path for param in self.params if param.sharded and param.kept and not param.resident)
+        return tuple(
+            param.path for param in self.params if param.sharded and param.gathered_once and not param.resident
+        )
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -245,7 +247,7 @@ def _is_ignored(path: str, policy: Policy) -> bool:
 
 def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, unit: str) -> Param:
     stage = STAGES[policy.stage]
-    is_small = param.nbytes < policy.keep_full_below_bytes
+    is_small = param.nbytes < policy.replicate_below_bytes
     sharded = stage.sharded and layout.is_sharded(tuple(param.shape)) and not is_small
     precision = _precision_of(names, policy.mixed_precision) if param.is_floating_point() else MixedPrecision()
     compute_dtype = precision.param_dtype or param.dtype
@@ -260,8 +262,8 @@ def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, uni
         unit=unit,
         sharded=sharded,
         resident=sharded and stage.resident,
-        kept=not sharded or stage.kept,
-        regather=sharded and not stage.kept and policy.regather,
+        gathered_once=not sharded or stage.gathered_once,
+        gather_per_unit=sharded and not stage.gathered_once and policy.gather_per_unit,
     )
 
 

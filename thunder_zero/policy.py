@@ -25,7 +25,7 @@ class Stage:
     name: str
     sharded: bool  # the optimizer sees this rank's rows, gradients are reduce-scattered
     resident: bool  # the full parameter is there at rest
-    kept: bool  # gathered once; alive from its first use in forward to its last in backward (ZeRO-3: keep_last)
+    gathered_once: bool  # gathered once; alive from its first use in forward to its last in backward (ZeRO-3: gather_last_units_once)
 
 
 #                     sharded  resident  kept
@@ -38,7 +38,7 @@ STAGES: tuple[Stage, ...] = (
 
 
 COUNTS = {  # fields that count something, with their units
-    "keep_full_below_bytes": "bytes",
+    "replicate_below_bytes": "bytes",
     "bucket_bytes": "bytes",
     "in_flight_bytes": "bytes",
     "prefetch": "buckets",
@@ -56,7 +56,7 @@ class Policy:
             repeated blocks (:func:`thunder_zero.plan.repeated_blocks`).
         ignored: paths of parameters, or of submodules with all of theirs, that are neither sharded, gathered nor
             reduced; each rank trains its own (default none).
-        keep_full_below_bytes: parameters smaller than this stay full on every rank, and their gradients are all-reduced
+        replicate_below_bytes: parameters smaller than this stay full on every rank, and their gradients are all-reduced
             (bytes of the full parameter, default 0: all are sharded).
         mixed_precision: in which dtypes the module computes and its gradients travel (default: in those that its
             parameters have).
@@ -71,11 +71,11 @@ class Policy:
         times: with them, a gather starts after the latest earlier wait from which it can still end before
             compute waits for it, if the wire carries one collective after the other. ``prefetch`` does not
             apply then, ``in_flight_bytes`` does (:func:`thunder_zero.measure_times` makes them; default None).
-        regather: a parameter that is used by several units in forward (tied weights) is gathered
+        gather_per_unit: a parameter that is used by several units in forward (tied weights) is gathered
             once for each of them and freed between, instead of once for all (default False); once, if it is kept.
-        keep_last: ZeRO-3 only: keep the last units of forward gathered for backward, which needs them first, as many
-            as do not raise the peak of gathered bytes; ``Plan.kept`` lists them (default True; False keeps nothing).
-        hold_gathered: ZeRO-2 only: parameters that a forward under ``no_sync`` has gathered stay until the micro-batch
+        gather_last_units_once: ZeRO-3 only: keep the last units of forward gathered for backward, which needs them first, as many
+            as do not raise the peak of gathered bytes; ``Plan.gathered_once`` lists them (default True; False keeps nothing).
+        gather_once_per_accumulation: ZeRO-2 only: parameters that a forward under ``no_sync`` has gathered stay until the micro-batch
             that reduces has read them, since they do not change in an accumulation (default False: each micro-batch
             gathers). Needs the memory of the gathered model.
         cpu_offload: sharded parameters' shards, and with them gradients and optimizer state, rest in host memory; each
@@ -94,15 +94,15 @@ class Policy:
     stage: int = 3
     unit_of: Callable[[nn.Module], tuple[str, ...]] | None = None
     ignored: tuple[str, ...] = ()
-    keep_full_below_bytes: int = 0
+    replicate_below_bytes: int = 0
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     bucket_bytes: int = 16 * MiB
     prefetch: int = 2
     in_flight_bytes: int = 32 * MiB
     times: Times | None = None
-    regather: bool = False
-    keep_last: bool = True
-    hold_gathered: bool = False
+    gather_per_unit: bool = False
+    gather_last_units_once: bool = True
+    gather_once_per_accumulation: bool = False
     cpu_offload: bool = False
     broadcast_from: int | None = None
     check_gradients: bool = False
@@ -113,7 +113,13 @@ class Policy:
         for name, unit in COUNTS.items():
             if not _is_count(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give a number of {unit}, 0 or more")
-        for name in ("regather", "keep_last", "hold_gathered", "cpu_offload", "check_gradients"):
+        for name in (
+            "gather_per_unit",
+            "gather_last_units_once",
+            "gather_once_per_accumulation",
+            "cpu_offload",
+            "check_gradients",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
         if not isinstance(self.ignored, tuple) or not all(isinstance(path, str) for path in self.ignored):

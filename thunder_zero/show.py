@@ -9,7 +9,7 @@ from typing import IO
 from rich.console import Console
 
 from thunder_zero.report.printer import print_rows, print_total
-from thunder_zero.report.rows import Gap, Line, Row, rows, select
+from thunder_zero.report.rows import Gap, Row, SourceLine, rows, select
 from thunder_zero.transform import Traces, traces_of
 
 import thunder
@@ -24,7 +24,7 @@ HALVES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward"
 
 def print_trace(
     model_or_traces: ThunderModule | Traces,
-    stage: str = "both",
+    half: str = "both",
     file: IO[str] | None = None,
     *,
     unit: str | None = None,
@@ -41,34 +41,34 @@ def print_trace(
 
     Args:
         model_or_traces: a model with ZeroTransform that was called, or what :func:`thunder_zero.trace` returns.
-        stage: "forward", "backward" or "both".
+        half: "forward", "backward" or "both".
         file: where to print; the standard output if None.
         unit: print only where this unit computes, and its collectives.
         fold: print only the lines that handle or read a parameter; of the others, how many there are.
 
     Raises:
-        ValueError: no such stage or unit.
+        ValueError: no such half or unit.
         RuntimeError: the model was not called yet.
         TypeError: not a model with ZeroTransform.
     """
-    if stage not in HALVES:
-        raise ValueError(f"stage is {stage!r}; choose 'forward', 'backward' or 'both'")
+    if half not in HALVES:
+        raise ValueError(f"half is {half!r}; choose 'forward', 'backward' or 'both'")
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     console = Console(file=file)
     printed: list[Row | Gap] = []
-    for half in HALVES[stage]:
-        trace = traces.forward if half == "forward" else traces.backward
+    for name in HALVES[half]:
+        trace = traces.forward if name == "forward" else traces.backward
         if trace is None:
             console.print("# no backward: nothing here needs a gradient\n", highlight=False)
             continue
-        whole = rows(_lines(trace, half), traces.timeline, backward=half == "backward")
+        whole = rows(_lines(trace, name), traces.timeline, backward=name == "backward")
         shown = select(whole, traces.plan, unit, only_parameters=fold)
-        print_rows(shown, traces.plan, half if traces.synced else f"{half} under no_sync", console)
+        print_rows(shown, traces.plan, name if traces.synced else f"{name} under no_sync", console)
         printed += shown
     print_total(printed, console)
 
 
-def _lines(trace: TraceCtx, half: str) -> Iterator[Line]:
+def _lines(trace: TraceCtx, half: str) -> Iterator[SourceLine]:
     """The lines of a trace, without the comments that name its inputs.
 
     Few lines of a backward have an origin in the user's program, and it is forward's; they go without.
@@ -77,7 +77,7 @@ def _lines(trace: TraceCtx, half: str) -> Iterator[Line]:
         for position, bsym in enumerate(trace.bound_symbols):
             code = "\n".join(bsym.python(indent=0, print_depth=1))
             if any(not line.startswith("#") for line in code.splitlines()):
-                yield Line(code, position, _origin(bsym) if half == "forward" else "")
+                yield SourceLine(code, position, _origin(bsym) if half == "forward" else "")
 
 
 def _origin(bsym: BoundSymbol) -> str:

@@ -247,7 +247,7 @@ def place(model: ThunderModule, state: State, others: Iterable[Other], device: t
     """Shards into the jitted module, placeholders into the plain one; buffers in the dtype, and with ignored parameters
     on the device, that were asked for, with the values that were made or read for them."""
     for other in others:
-        put(model, other)
+        set_value(model, other)
     for param in state.plan.params:
         for name in param.names:
             model._overrides_parameters[name] = state.shards[param.path]
@@ -265,7 +265,7 @@ def place(model: ThunderModule, state: State, others: Iterable[Other], device: t
             model.set_buffer(name, model._model.get_buffer(name))
 
 
-def put(model: ThunderModule, other: Other) -> None:
+def set_value(model: ThunderModule, other: Other) -> None:
     """A value into the tensor of a module, or a tensor that has it in place of one on the meta device."""
     if not other.tensor.is_meta:
         with torch.no_grad():

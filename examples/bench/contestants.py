@@ -78,8 +78,8 @@ def build_thunder(size: Size, compiled: bool) -> tuple[nn.Module, Step]:
     return trains(thunder.jit(make_model(size), **executors(compiled)))
 
 
-def build_zero(size: Size, stage: int, compiled: bool, keep_last: bool = True) -> tuple[nn.Module, Step]:
-    transform = tz.ZeroTransform(stage=stage, keep_last=keep_last)
+def build_zero(size: Size, stage: int, compiled: bool, gather_last_units_once: bool = True) -> tuple[nn.Module, Step]:
+    transform = tz.ZeroTransform(stage=stage, gather_last_units_once=gather_last_units_once)
     return trains(thunder.jit(make_model(size), transforms=[transform], **executors(compiled)))
 
 
@@ -90,7 +90,7 @@ def kept_bytes(model: nn.Module) -> int:
     ):
         return 0
     plan = tz.traces_of(model).plan
-    kept = [plan.by_name[path] for path in plan.kept if plan.policy.stage == 3 and not is_spared(path)]
+    kept = [plan.by_name[path] for path in plan.gathered_once if plan.policy.stage == 3 and not is_spared(path)]
     return sum(param.full_bytes for param in kept)
 
 
@@ -203,7 +203,7 @@ def contestants() -> dict[str, Contestant]:
             f"zero3-regather{word}",
             3,
             "thunder_zero 3, nothing kept",
-            partial(zero, compiled=compiled, keep_last=False),
+            partial(zero, compiled=compiled, gather_last_units_once=False),
         )
         for word, compiled in (("", False), ("+tc", True))
     ]

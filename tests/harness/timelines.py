@@ -19,13 +19,13 @@ def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **f
     """A parameter as ``make_plan`` plans it; ``fields`` replace what it says."""
     stage = STAGES[policy.stage]
     sharded = stage.sharded and is_sharded(shape)
-    kept = not sharded or stage.kept
+    kept = not sharded or stage.gathered_once
     dtype = fields.get("dtype", torch.float32)
     compute = fields.get("compute_dtype", dtype)
     reduce = fields.get("reduce_dtype", compute)
-    regather = sharded and not kept and policy.regather
+    gather_per_unit = sharded and not kept and policy.gather_per_unit
     resident = sharded and stage.resident
-    param = Param(path, (), shape, dtype, compute, reduce, True, unit, sharded, resident, kept, regather)  # type: ignore[arg-type]
+    param = Param(path, (), shape, dtype, compute, reduce, True, unit, sharded, resident, kept, gather_per_unit)  # type: ignore[arg-type]
     return replace(param, **fields)  # type: ignore[arg-type]
 
 
@@ -206,8 +206,8 @@ def timelines(draw: st.DrawFn) -> Timeline:
         bucket_bytes=draw(st.sampled_from((0, 16, 64, 200, MiB))),
         prefetch=draw(st.integers(0, 4)),
         in_flight_bytes=draw(st.sampled_from((0, 16, 64, 200, MiB))),
-        regather=draw(st.booleans()),
-        keep_last=draw(st.booleans()),
+        gather_per_unit=draw(st.booleans()),
+        gather_last_units_once=draw(st.booleans()),
     )
     params = []
     for unit in range(draw(st.integers(1, 4))):
@@ -219,7 +219,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
             }
             fields["requires_grad"] = draw(st.integers(0, 3)) > 0
             if policy.stage == 3 and draw(st.integers(0, 4)) == 0:
-                fields |= {"kept": True}
+                fields |= {"gathered_once": True}
             params.append(make_param(f"u{unit}.p{number}", shape, f"u{unit}" if unit else "", policy, **fields))
     plan = Plan(policy, draw(st.integers(1, 8)), 0, tuple(params))
     paths = [param.path for param in params]

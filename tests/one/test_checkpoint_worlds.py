@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.models import Small, fresh, whole
 from thunder_zero.checkpoint import contents, dcp, folder, manifest, reading, saving
-from thunder_zero.checkpoint.contents import Held
+from thunder_zero.checkpoint.contents import ModelContents
 from thunder_zero.plan import make_plan
 from thunder_zero.runtime.optimizer_hooks import load_exactly
 from thunder_zero.runtime.shards import own_rows
@@ -37,7 +37,7 @@ BEFORE, AFTER = 3, 10  # steps
 class Simulated:
     """One rank of several in this process."""
 
-    held: Held
+    held: ModelContents
     optimizer: torch.optim.Optimizer
 
 
@@ -55,7 +55,7 @@ def ranks_of(module: nn.Module, world_size: int, stage: int) -> list[Simulated]:
             param.path: nn.Parameter(own_rows(values[param.path], param, plan).clone(), param.requires_grad)
             for param in plan.params
         }
-        ranks.append(Simulated(Held(plan, shards, {}, {}, {}, rank), adamw(shards.values())))
+        ranks.append(Simulated(ModelContents(plan, shards, {}, {}, {}, rank), adamw(shards.values())))
     return ranks
 
 

@@ -217,7 +217,7 @@ def shard_in_its_place(lines: Lines) -> Lines:
 def test_forward_is_proved_with_backward_and_without(
     training: bool, fault: Fault, sentence: str, emit: Callable[..., None]
 ) -> None:
-    policy = replace(tz.ZERO3, bucket_bytes=0, keep_last=False)
+    policy = replace(tz.ZERO3, bucket_bytes=0, gather_last_units_once=False)
     emit(fault, False)
     with torch.set_grad_enabled(training), pytest.raises(tz.ScheduleError, match=sentence):
         tz.trace(fresh(Mlp), X, policy=policy, world_size=2)
@@ -241,14 +241,14 @@ def alone() -> Iterator[None]:
 
 def test_forward_alone_keeps_nothing_after_a_step_that_keeps(alone: None) -> None:
     """What the training schedule keeps is gathered for each unit where there is no backward to keep it for."""
-    model = sharded(fresh(Twice), replace(tz.ZERO3, regather=True))
+    model = sharded(fresh(Twice), replace(tz.ZERO3, gather_per_unit=True))
     model(X).sum().backward()
-    kept = tz.traces_of(model).plan.kept
+    kept = tz.traces_of(model).plan.gathered_once
     with torch.no_grad():
         model(X)
     paths = [path for op in tz.traces_of(model).timeline.ops if op.kind is tz.Kind.GATHER for path in op.params]
     assert "layers.0.weight" in kept
-    assert tz.traces_of(model).plan.kept == ()
+    assert tz.traces_of(model).plan.gathered_once == ()
     model(X).sum().backward()
-    assert tz.traces_of(model).plan.kept == kept, "what ran last was compiled before"
+    assert tz.traces_of(model).plan.gathered_once == kept, "what ran last was compiled before"
     assert paths.count("layers.0.weight") == 2

@@ -204,7 +204,7 @@ def most_ahead(traces: Traces) -> int:
 def stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is gathered, and when again."""
     counts = []
-    for policy in (tz.DDP, tz.ZERO1, tz.ZERO2, replace(tz.ZERO3, keep_last=False)):
+    for policy in (tz.DDP, tz.ZERO1, tz.ZERO2, replace(tz.ZERO3, gather_last_units_once=False)):
         traces = traced(policy)
         counts.append([len(launches(traces, Kind.GATHER, backward)) for backward in (False, True)])
     # seven parameters in four units; ZeRO-3 gathers again what backward reads: three weights, in three units
@@ -232,10 +232,10 @@ def ignored(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {path for paths in launches(result, kind, backward=backward) for path in paths} == planned
 
 
-def keep_full_below_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def replicate_below_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sharded: here weights only, and from one byte more not even those."""
     for limit, is_sharded in ((7 * ROW_BYTES, {"weight"}), (7 * ROW_BYTES + 1, set())):
-        params = traced(replace(tz.ZERO2, keep_full_below_bytes=limit)).plan.params
+        params = traced(replace(tz.ZERO2, replicate_below_bytes=limit)).plan.params
         assert {param.path.rpartition(".")[2] for param in params if param.sharded} == is_sharded
 
 
@@ -288,27 +288,29 @@ def times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [most_ahead(traced(replace(tz.ZERO3, prefetch=0, times=times))) for times in measured] == [1, 3]
 
 
-def regather(monkeypatch: pytest.MonkeyPatch) -> None:
+def gather_per_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the tied weight is gathered for each of its units (it need not be while it is kept)."""
-    freed = replace(tz.ZERO3, keep_last=False)
+    freed = replace(tz.ZERO3, gather_last_units_once=False)
     times = [
-        sum("layers.0.weight" in paths for paths in launches(traced(replace(freed, regather=each)), Kind.GATHER))
+        sum("layers.0.weight" in paths for paths in launches(traced(replace(freed, gather_per_unit=each)), Kind.GATHER))
         for each in (False, True)
     ]
     assert times == [1, 2]
 
 
-def keep_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def gather_last_units_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether backward's first units are gathered again: at the peak three are alive, and so the last three are kept
     that backward reads (of the fourth, its tied weight)."""
-    usual, textbook = traced(tz.ZERO3), traced(replace(tz.ZERO3, keep_last=False))
-    assert usual.plan.kept == tuple(f"layers.{number}.{name}" for number in range(3) for name in ("weight", "bias"))
-    assert textbook.plan.kept == ()
+    usual, textbook = traced(tz.ZERO3), traced(replace(tz.ZERO3, gather_last_units_once=False))
+    assert usual.plan.gathered_once == tuple(
+        f"layers.{number}.{name}" for number in range(3) for name in ("weight", "bias")
+    )
+    assert textbook.plan.gathered_once == ()
     assert launches(usual, Kind.GATHER, backward=True) == []
     assert launches(textbook, Kind.GATHER, backward=True) == [(f"layers.{number}.weight",) for number in (0, 2, 1)]
 
 
-def hold_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+def gather_once_per_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the second micro-batch of an accumulation gathers; the bytes: tests/ranks/test_accumulation.py."""
     gathers: list[int] = []
     real = Alone.all_gather
@@ -317,7 +319,9 @@ def hold_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for hold in (False, True):
-            model: Any = thunder.jit(Net(), transforms=[tz.ZeroTransform(replace(tz.ZERO2, hold_gathered=hold))])
+            model: Any = thunder.jit(
+                Net(), transforms=[tz.ZeroTransform(replace(tz.ZERO2, gather_once_per_accumulation=hold))]
+            )
             with model.no_sync():
                 model(X).sum().backward()
                 first = len(gathers)
@@ -377,15 +381,15 @@ SEEN = {
         stage,
         unit_of,
         ignored,
-        keep_full_below_bytes,
+        replicate_below_bytes,
         mixed_precision,
         bucket_bytes,
         prefetch,
         in_flight_bytes,
         times,
-        regather,
-        keep_last,
-        hold_gathered,
+        gather_per_unit,
+        gather_last_units_once,
+        gather_once_per_accumulation,
         cpu_offload,
         broadcast_from,
         check_gradients,

@@ -78,7 +78,9 @@ def small() -> nn.Module:
 def traces(stage: int, world_size: int = 4, tied: bool = False) -> tz.Traces:
     torch.manual_seed(0)
     tokens = torch.zeros(2, 4, dtype=torch.int64)
-    policy = tz.Policy(stage=stage, keep_last=False)  # else ZeRO-3 would gather as little of it again as ZeRO-2
+    policy = tz.Policy(
+        stage=stage, gather_last_units_once=False
+    )  # else ZeRO-3 would gather as little of it again as ZeRO-2
     return tz.trace(GPT(tied=tied), tokens, policy=policy, world_size=world_size)
 
 
@@ -108,7 +110,7 @@ def test_the_last_line_is_the_timeline_s(stage: int) -> None:
 @STAGES
 def test_both_programs_of_an_accumulation_are_shown_with_bytes_and_memory(stage: int) -> None:
     """One model, called both ways; W = 1 here, so the bytes that are sent are those of a trace for four ranks."""
-    tokens, policy = torch.zeros(2, 4, dtype=torch.int64), tz.Policy(stage=stage, keep_last=False)
+    tokens, policy = torch.zeros(2, 4, dtype=torch.int64), tz.Policy(stage=stage, gather_last_units_once=False)
     inside = tz.trace(small(), tokens, policy=policy, world_size=4, synced=False)
     counts = [sum(op.kind is kind for op in inside.timeline.ops) for kind in (tz.Kind.GATHER, tz.Kind.REDUCE)]
     sent, peak = sum(map(inside.timeline.bytes_sent, inside.timeline.ops)), max(gathered_bytes(inside.timeline))
@@ -245,7 +247,7 @@ def test_without_a_backward() -> None:
 
 
 def test_a_stage_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match="stage is 'forwards'; choose 'forward', 'backward' or 'both'"):
+    with pytest.raises(ValueError, match="half is 'forwards'; choose 'forward', 'backward' or 'both'"):
         tz.print_trace(traces(3), "forwards")
 
 
@@ -279,7 +281,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_model_shows_what_ran() -> None:
-    model = thunder.jit(GPT(), transforms=[tz.ZeroTransform(stage=3, keep_last=False)])
+    model = thunder.jit(GPT(), transforms=[tz.ZeroTransform(stage=3, gather_last_units_once=False)])
     with pytest.raises(RuntimeError, match="the model was not called yet"):
         tz.print_trace(model)
     model(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()

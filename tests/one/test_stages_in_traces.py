@@ -43,7 +43,7 @@ from thunder.executors.torch_compile import torch_compile_ex
 from thunder.extend import add_default_executor, remove_default_executor
 
 WORLD_SIZE = 3  # no row count of the models is divisible by it
-TEXTBOOK = replace(tz.ZERO3, keep_last=False)
+TEXTBOOK = replace(tz.ZERO3, gather_last_units_once=False)
 TOKENS = torch.zeros((2, LENGTH), dtype=torch.long)
 COLLECTIVES = {
     f"zero_{name}{suffix}"
@@ -146,7 +146,9 @@ def test_each_trained_parameter_is_reduced_once(stage: int) -> None:
 
 def test_regather_serves_each_unit_by_itself() -> None:
     """The tied weight is used before and after the blocks; its gradient is still one sum, reduced once."""
-    once, twice = (traces(Gpt, replace(tz.ZERO3, regather=regather, prefetch=0)) for regather in (False, True))
+    once, twice = (
+        traces(Gpt, replace(tz.ZERO3, gather_per_unit=gather_per_unit, prefetch=0)) for gather_per_unit in (False, True)
+    )
     assert travels(once.forward, "zero_all_gather")["embed.weight"] == 1
     assert travels(twice.forward, "zero_all_gather")["embed.weight"] == 2
     for result in (once, twice):
@@ -255,7 +257,7 @@ def test_bytes_of_a_step_are_the_formula(policy: tz.Policy) -> None:
     )
     kept = {"w", "v", "g", "bias", "layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"}
     paths = {tz.ZERO3: PATTERNS_AGAIN - kept, TEXTBOOK: PATTERNS_AGAIN}.get(policy, set())
-    assert policy.stage != 3 or set(plan.kept) == (kept if policy.keep_last else set())
+    assert policy.stage != 3 or set(plan.gathered_once) == (kept if policy.gather_last_units_once else set())
     again = sum(gathers[path] for path in paths)
     sent = sum(map(result.timeline.bytes_sent, result.timeline.ops))
     assert sent == sum(gathers.values()) + sum(reductions.values()) + again
@@ -302,7 +304,7 @@ def test_a_fuser_lets_backward_gather_no_bias_of_what_is_kept() -> None:
     assert result.backward is not None
     assert sum(bsym.sym.is_fusion for bsym in result.forward.bound_symbols) == 7  # embedding, blocks, head
     last = {name for name, _ in fresh(Tower).named_parameters() if name.startswith(("blocks.4", "norm", "head"))}
-    assert set(result.plan.kept) == last
+    assert set(result.plan.gathered_once) == last
     weights = [tuple(f"blocks.{n}.{part}.weight" for part in ("down", "up", "key", "norm")) for n in (3, 2, 1, 0)]
     assert [paths for name, paths in collectives(result.backward) if name == "zero_all_gather"] == weights
     full = {

@@ -16,7 +16,7 @@ from thunder_zero.schedule.timeline import Kind, Timeline, gathered_bytes
 
 from .test_passes import gathered, lines, model
 
-LAST = Policy(stage=3, keep_last=True)
+LAST = Policy(stage=3, gather_last_units_once=True)
 UNITS = ("a.w", "b.w", "c.w", "d.w", "e.w")
 
 
@@ -31,7 +31,7 @@ UNITS = ("a.w", "b.w", "c.w", "d.w", "e.w")
 )
 def test_as_many_of_the_last_units_are_kept_as_the_peak_has_room_for(prefetch: int, kept: tuple[str, ...]) -> None:
     timeline = run(model(replace(LAST, prefetch=prefetch), *UNITS))
-    assert timeline.plan.kept == kept
+    assert timeline.plan.gathered_once == kept
     assert gathered(timeline, backward=True) == dict.fromkeys(set(UNITS) - set(kept), 1)
 
 
@@ -39,23 +39,23 @@ def test_as_many_of_the_last_units_are_kept_as_the_peak_has_room_for(prefetch: i
 def test_zero3_keeps_small_models_whole(units: int) -> None:
     """One computes and two are under way: as they come, up to three units are gathered once, and five save three."""
     small, five = run(model(Policy(), *UNITS[:units])), run(model(Policy(), *UNITS))
-    assert small.plan.kept == UNITS[:units]
+    assert small.plan.gathered_once == UNITS[:units]
     assert gathered(small, backward=True) == {}
-    assert five.plan.kept == UNITS[2:]
+    assert five.plan.gathered_once == UNITS[2:]
     assert gathered(five, backward=True) == {"b.w": 1, "a.w": 1}
 
 
 @pytest.mark.parametrize("units", range(1, 6))
 def test_keep_last_can_be_turned_off(units: int) -> None:
-    after = run(model(replace(LAST, keep_last=False), *UNITS[:units]))
-    assert after.plan.kept == ()
+    after = run(model(replace(LAST, gather_last_units_once=False), *UNITS[:units]))
+    assert after.plan.gathered_once == ()
     assert gathered(after, backward=True) == dict.fromkeys(UNITS[:units], 1)
 
 
 def test_a_unit_is_kept_with_all_its_parameters() -> None:
     """Though backward does not read the bias, and a unit's gather moves it along anyway: it is freed in forward."""
     after = run(model(replace(LAST, prefetch=0), "d.w", "d.v", "e.w", Use("e.bias", needed=False)))
-    assert after.plan.kept == ("e.w", "e.bias")
+    assert after.plan.gathered_once == ("e.w", "e.bias")
     assert gathered(after, backward=True) == {"d.w": 1, "d.v": 1}
     assert lines(after, Kind.FREE) == ["free d.w", "free d.v", "free e.bias", "free e.w", "free d.v", "free d.w"]
 
@@ -143,20 +143,24 @@ def test_the_largest_that_fits_takes_few_tries(fitting: int, limit: int) -> None
 def test_the_peak_is_that_of_keeping_nothing() -> None:
     """A unit has 4 bytes: one computes, ``prefetch`` are under way. In a GPT those are blocks of 3,488 bytes beside
     the tied embedding's 2,048."""
-    for keep_last in (True, False):
-        policies = [replace(LAST, prefetch=prefetch, keep_last=keep_last) for prefetch in (0, 1, 2, 3)]
+    for gather_last_units_once in (True, False):
+        policies = [
+            replace(LAST, prefetch=prefetch, gather_last_units_once=gather_last_units_once) for prefetch in (0, 1, 2, 3)
+        ]
         assert [max(gathered_bytes(run(model(policy, *UNITS)))) for policy in policies] == [4, 8, 12, 16]
-        assert max(gathered_bytes(run(gpt(9, Policy(keep_last=keep_last))))) == 2048 + 3 * 3488
+        assert (
+            max(gathered_bytes(run(gpt(9, Policy(gather_last_units_once=gather_last_units_once))))) == 2048 + 3 * 3488
+        )
 
 
 def test_what_backward_does_not_read_is_not_kept() -> None:
-    assert run(model(LAST, *UNITS, Use("f.bias", needed=False))).plan.kept == ("d.w", "e.w")
+    assert run(model(LAST, *UNITS, Use("f.bias", needed=False))).plan.gathered_once == ("d.w", "e.w")
 
 
 @given(timelines())
 def test_the_peak_does_not_rise(timeline: Timeline) -> None:
-    def peak(keep_last: bool) -> int:
-        policy = replace(timeline.plan.policy, keep_last=keep_last)
+    def peak(gather_last_units_once: bool) -> int:
+        policy = replace(timeline.plan.policy, gather_last_units_once=gather_last_units_once)
         return max(gathered_bytes(run(replace(timeline, plan=replace(timeline.plan, policy=policy)))))
 
     assert peak(True) <= peak(False)
@@ -164,8 +168,8 @@ def test_the_peak_does_not_rise(timeline: Timeline) -> None:
 
 @given(timelines())
 def test_the_same_units_are_kept_on_every_rank(timeline: Timeline) -> None:
-    policy = replace(timeline.plan.policy, keep_last=True)
+    policy = replace(timeline.plan.policy, gather_last_units_once=True)
     plans = [replace(timeline.plan, policy=policy, rank=rank) for rank in range(timeline.plan.world_size)]
-    assert len({run(replace(timeline, plan=plan)).plan.kept for plan in plans}) == 1
+    assert len({run(replace(timeline, plan=plan)).plan.gathered_once for plan in plans}) == 1
     ops = [[op for op in run(replace(timeline, plan=plan)).ops if op.kind is Kind.GATHER] for plan in plans]
     assert all(other == ops[0] for other in ops)

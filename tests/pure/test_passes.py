@@ -30,9 +30,9 @@ from thunder_zero.policy import MiB, Policy
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.passes import PASSES, run
-from thunder_zero.schedule.prefetch import ended_before, launch
-from thunder_zero.schedule.regather import keep
-from thunder_zero.schedule.sink_waits import wait
+from thunder_zero.schedule.prefetch import ended_before, prefetch
+from thunder_zero.schedule.regather import regather
+from thunder_zero.schedule.sink_waits import sink_waits
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
 from thunder_zero.schedule.verify import check
 from thunder_zero.times import Times
@@ -40,7 +40,9 @@ from thunder_zero.times import Times
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
-ALONE = Policy(stage=3, bucket_bytes=0, in_flight_bytes=0, keep_last=False)  # what is kept: test_keep_last.py
+ALONE = Policy(
+    stage=3, bucket_bytes=0, in_flight_bytes=0, gather_last_units_once=False
+)  # what is kept: test_keep_last.py
 
 
 def model(policy: Policy, *uses: Use | str, training: bool = True, **fields: dict[str, object]) -> Timeline:
@@ -74,7 +76,7 @@ def gathered(timeline: Timeline, *, backward: bool) -> Counter[str]:
 
 
 def test_keep_gathers_again_before_the_first_reader_in_backward() -> None:
-    after = keep(model(ALONE, Use("a.w", ("view",))))
+    after = regather(model(ALONE, Use("a.w", ("view",))))
     assert lines(after, backward=True) == [
         "g <- gy",
         "gw0 <- g x",
@@ -92,12 +94,12 @@ def test_keep_gathers_again_before_the_first_reader_in_backward() -> None:
 
 
 def test_keep_leaves_what_backward_does_not_read() -> None:
-    after = keep(model(ALONE, Use("a.embedding", needed=False), "a.w", Use("a.bias", ("view",), needed=False)))
+    after = regather(model(ALONE, Use("a.embedding", needed=False), "a.w", Use("a.bias", ("view",), needed=False)))
     assert gathered(after, backward=True) == {"a.w": 1}
 
 
 def test_keep_gathers_once_for_all_readers_in_backward() -> None:
-    after = keep(model(ALONE, "a.w", Use("a.w", ("view",)), Use("a.w", ("view",), view_in_backward=True)))
+    after = regather(model(ALONE, "a.w", Use("a.w", ("view",)), Use("a.w", ("view",), view_in_backward=True)))
     assert gathered(after, backward=True) == {"a.w": 1}
     assert [name for op in after.ops if op.again for name in op.writes] == [
         "fut_a.w_again",
@@ -108,57 +110,57 @@ def test_keep_gathers_once_for_all_readers_in_backward() -> None:
 
 
 def test_keep_gathers_nothing_again_that_is_kept_and_computes_again_what_mixes() -> None:
-    after = keep(model(ALONE, Use("a.w", ("a.scale",)), a_scale={"kept": True}))
+    after = regather(model(ALONE, Use("a.w", ("a.scale",)), a_scale={"gathered_once": True}))
     assert gathered(after, backward=True) == {"a.w": 1}
     (copy,) = [op for op in after.ops if op.again and op.kind is Kind.COMPUTE]
     assert copy.reads == ("a.w_again", "a.scale")
 
 
 def test_keep_copies_operations_with_several_outputs_whole() -> None:
-    after = keep(model(ALONE, Use("a.w", ("pair", "view"))))
+    after = regather(model(ALONE, Use("a.w", ("pair", "view"))))
     assert [op.writes for op in after.ops if op.again][2:] == [("c0.0'_again", "c0.0_again"), ("c0.1_again",)]
 
 
 def test_keep_reads_forwards_constants_and_replicated_parameters() -> None:
-    after = keep(model(ALONE, Use("a.w", ("constant", "a.scalar")), a_scalar={"shape": ()}))
+    after = regather(model(ALONE, Use("a.w", ("constant", "a.scalar")), a_scalar={"shape": ()}))
     assert [op.reads for op in after.ops if op.again][2:] == [("a.w_again", "k0.0"), ("c0.0_again", "t_a.scalar")]
 
 
 def test_keep_saves_what_is_random() -> None:
-    after = keep(model(ALONE, Use("a.w", ("random",))))
+    after = regather(model(ALONE, Use("a.w", ("random",))))
     assert gathered(after, backward=True) == {}
     assert "gx0 <- g c0.0" in lines(after)
 
 
 def test_keep_lets_forwards_outputs_alone() -> None:
-    after = keep(model(ALONE, Use("a.w", ("view",), returned=True)))
+    after = regather(model(ALONE, Use("a.w", ("view",), returned=True)))
     assert after.ops[-1].reads[0] == "c0.0"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_keep_changes_nothing_before_stage_3(stage: int) -> None:
     timeline = gpt(2, Policy(stage=stage))
-    assert keep(timeline) == timeline
+    assert regather(timeline) == timeline
 
 
 def test_keep_regathers_for_each_unit_in_forward() -> None:
     uses = ("root.tied", "a.w", "a.v", Use("root.tied", ("view",)), "root.tied", "b.w", "root.tied")
-    again = keep(model(replace(ALONE, regather=True), *uses, training=False))
+    again = regather(model(replace(ALONE, gather_per_unit=True), *uses, training=False))
     assert gathered(again, backward=False) == {"root.tied": 3, "a.w": 1, "a.v": 1, "b.w": 1}
-    once = keep(model(ALONE, *uses, training=False))
+    once = regather(model(ALONE, *uses, training=False))
     assert gathered(once, backward=False) == {"root.tied": 1, "a.w": 1, "a.v": 1, "b.w": 1}
 
 
 def test_backward_gathers_once_what_forward_regathers() -> None:
     uses = ("root.tied", "a.w", Use("root.tied", ("view", "a.w")), "root.tied")
-    after = run(model(replace(ALONE, regather=True), *uses))
+    after = run(model(replace(ALONE, gather_per_unit=True), *uses))
     assert gathered(after, backward=False) == {"root.tied": 2, "a.w": 1}
     assert gathered(after, backward=True) == {"root.tied": 1, "a.w": 1}
 
 
 def test_regather_lowers_what_is_gathered_at_once() -> None:
     uses = ("root.tied", "a.w", "b.w", "root.tied")
-    again = run(model(replace(ALONE, regather=True), *uses, training=False))
+    again = run(model(replace(ALONE, gather_per_unit=True), *uses, training=False))
     once = run(model(ALONE, *uses, training=False))
     assert max(gathered_bytes(once)) == 8  # root.tied beside a.w, then b.w
     assert max(gathered_bytes(again)) == 4  # one at a time
@@ -168,7 +170,7 @@ def test_regather_lowers_what_is_gathered_at_once() -> None:
 
 
 def test_bucket_merges_a_units_gathers_where_the_first_stood_and_reductions_where_the_last_stood() -> None:
-    after = bucket(keep(model(replace(ALONE, bucket_bytes=MiB), "a.w", "a.v", "b.w")))
+    after = bucket(regather(model(replace(ALONE, bucket_bytes=MiB), "a.w", "a.v", "b.w")))
     assert lines(after) == [
         "gather a.w a.v",
         "wait a.w a.v",
@@ -247,7 +249,7 @@ def test_bucket_does_not_delay_who_reads_a_reduced_gradient() -> None:
     at = next(at for at, op in enumerate(timeline.ops) if "mean_a.q" in op.writes)
     reader = Op(Kind.COMPUTE, ("mean_a.q",), ("norm",), backward=True, source=(99,))
     after = timeline.with_ops([*timeline.ops[: at + 1], reader, *timeline.ops[at + 1 :]])
-    assert lines(wait(bucket(after)), Kind.REDUCE) == ["reduce a.q", "reduce a.p"]
+    assert lines(sink_waits(bucket(after)), Kind.REDUCE) == ["reduce a.q", "reduce a.p"]
     assert lines(bucket(timeline), Kind.REDUCE) == ["reduce a.q a.p"]
 
 
@@ -256,7 +258,7 @@ def test_bucket_does_not_delay_who_reads_a_reduced_gradient() -> None:
 
 def test_launch_starts_gathers_at_the_borders_of_the_units_before() -> None:
     names = ("a.w", "b.w", "c.w", "d.w")
-    after = launch(model(replace(ALONE, in_flight_bytes=8), *names, training=False))
+    after = prefetch(model(replace(ALONE, in_flight_bytes=8), *names, training=False))
     assert lines(after) == [
         "gather a.w",  # alone: what is not needed yet would only delay it
         "wait a.w",
@@ -274,27 +276,27 @@ def test_launch_starts_gathers_at_the_borders_of_the_units_before() -> None:
     ]
 
 
-@pytest.mark.parametrize(("prefetch", "under_way"), [(0, 1), (1, 1), (2, 2), (3, 3), (9, 4)])
-def test_launch_puts_at_most_prefetch_buckets_under_way(prefetch: int, under_way: int) -> None:
-    policy = replace(ALONE, in_flight_bytes=MiB, prefetch=prefetch)
-    after = launch(model(policy, "a.w", "b.w", "c.w", "d.w", "e.w", training=False))
+@pytest.mark.parametrize(("buckets", "under_way"), [(0, 1), (1, 1), (2, 2), (3, 3), (9, 4)])
+def test_launch_puts_at_most_prefetch_buckets_under_way(buckets: int, under_way: int) -> None:
+    policy = replace(ALONE, in_flight_bytes=MiB, prefetch=buckets)
+    after = prefetch(model(policy, "a.w", "b.w", "c.w", "d.w", "e.w", training=False))
     assert max(in_flight_bytes(after, Kind.GATHER)) == 4 * under_way
 
 
 def test_launch_starts_each_gather_right_before_its_wait_when_nothing_may_be_ahead() -> None:
     timeline = model(ALONE, "a.w", "b.w")
-    assert launch(timeline) == timeline
+    assert prefetch(timeline) == timeline
 
 
 def test_launch_keeps_the_gathers_of_backward_in_backward() -> None:
-    after = launch(keep(model(replace(ALONE, in_flight_bytes=MiB), "a.w", "b.w")))
+    after = prefetch(regather(model(replace(ALONE, in_flight_bytes=MiB), "a.w", "b.w")))
     assert lines(after, backward=True)[:4] == ["gather b.w", "g <- gy", "gw1 <- g y0", "wait b.w"]
 
 
 def test_launch_waits_for_shards_that_are_computed() -> None:
     timeline = model(replace(ALONE, in_flight_bytes=MiB), "a.p", "a.q", training=False)
     cast = Op(Kind.COMPUTE, ("raw",), ("t_a.q",), repeatable=True, source=(99,))
-    after = launch(timeline.with_ops([*timeline.ops[:3], cast, *timeline.ops[3:]]))
+    after = prefetch(timeline.with_ops([*timeline.ops[:3], cast, *timeline.ops[3:]]))
     assert lines(after)[:5] == ["gather a.p", "wait a.p", "y0 <- x a.p", "t_a.q <- raw", "gather a.q"]
 
 
@@ -313,12 +315,12 @@ def test_gathers_start_as_early_as_the_bound_allows(nbytes: list[int], bound: in
 
 
 def test_wait_ends_reductions_before_the_return() -> None:
-    after = wait(model(Policy(stage=2, bucket_bytes=0), "a.w", "b.w"))
+    after = sink_waits(model(Policy(stage=2, bucket_bytes=0), "a.w", "b.w"))
     assert lines(after)[-4:-1] == ["reduce a.w", "wait b.w", "wait a.w"]
 
 
 def test_wait_ends_the_oldest_first_when_too_much_is_under_way() -> None:
-    after = wait(model(replace(ALONE, in_flight_bytes=8), "a.w", "b.w", "c.w", "d.w"))
+    after = sink_waits(model(replace(ALONE, in_flight_bytes=8), "a.w", "b.w", "c.w", "d.w"))
     assert lines(after, Kind.REDUCE, Kind.WAIT, backward=True) == [
         "reduce d.w",
         "reduce c.w",
@@ -333,7 +335,7 @@ def test_wait_ends_the_oldest_first_when_too_much_is_under_way() -> None:
 
 def test_wait_ends_the_oldest_before_the_next_gradient_is_made() -> None:
     """Each gradient has 4 bytes: 8 hold two, whether they travel or are only made."""
-    after = wait(model(replace(ALONE, in_flight_bytes=8), "a.w", "b.w", "c.w"))
+    after = sink_waits(model(replace(ALONE, in_flight_bytes=8), "a.w", "b.w", "c.w"))
     assert lines(after, backward=True) == [
         "g <- gy",
         "gw2 <- g y1",
@@ -358,7 +360,7 @@ def test_wait_ends_the_oldest_before_the_next_gradient_is_made() -> None:
 def test_wait_counts_all_gradients_of_the_next_reduction() -> None:
     """b's reduction takes 8 bytes from its first gradient on, beside c's 4."""
     policy = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=8)
-    after = wait(bucket(model(policy, "b.w", "b.v", "c.w")))
+    after = sink_waits(bucket(model(policy, "b.w", "b.v", "c.w")))
     assert lines(after, backward=True)[3:12] == [
         "g_c.w <- gw2",
         "reduce c.w",
@@ -374,7 +376,7 @@ def test_wait_counts_all_gradients_of_the_next_reduction() -> None:
 
 def test_wait_ends_what_nobody_reads() -> None:
     timeline = model(Policy(stage=2), "a.w")
-    after = wait(timeline.with_ops([*timeline.ops[:-1], replace(timeline.ops[-1], reads=("y0",))]))
+    after = sink_waits(timeline.with_ops([*timeline.ops[:-1], replace(timeline.ops[-1], reads=("y0",))]))
     assert lines(after)[-2:] == ["wait a.w", "return <- y0"]
 
 
@@ -382,7 +384,7 @@ def test_wait_comes_before_who_reads_a_reduced_gradient() -> None:
     timeline = model(Policy(stage=2, bucket_bytes=0), "a.w", "b.w")
     reader = Op(Kind.COMPUTE, ("mean_b.w",), backward=True, source=(99,))
     at = next(at for at, op in enumerate(timeline.ops) if op.kind is Kind.REDUCE and op.params == ("a.w",))
-    after = wait(timeline.with_ops([*timeline.ops[:at], reader, *timeline.ops[at:]]))
+    after = sink_waits(timeline.with_ops([*timeline.ops[:at], reader, *timeline.ops[at:]]))
     assert lines(after)[-5:-1] == ["wait b.w", "return <- mean_b.w", "reduce a.w", "wait a.w"]
 
 
@@ -408,7 +410,7 @@ def test_free_comes_after_the_last_read_of_what_may_be_a_view() -> None:
 
 @pytest.mark.parametrize(("stage", "frees"), [(0, 0), (1, 0), (2, 3), (3, 6)])
 def test_frees_of_each_stage(stage: int, frees: int) -> None:
-    after = run(model(Policy(stage=stage, keep_last=False), "a.w", "b.w", "c.w"))
+    after = run(model(Policy(stage=stage, gather_last_units_once=False), "a.w", "b.w", "c.w"))
     assert len(lines(after, Kind.FREE)) == frees
 
 
@@ -452,8 +454,8 @@ def test_counts_of_a_gpt() -> None:
 
     assert [collectives(stage, Kind.REDUCE) for stage in range(4)] == [5, 5, 5, 5]  # ln_f, three blocks, embeddings
     assert [collectives(stage, Kind.GATHER) for stage in range(4)] == [0, 5, 5, 5]  # ZeRO-3 has room for three blocks
-    assert collectives(3, Kind.GATHER, keep_last=False) == 5 + 4  # and in backward: no embeddings
-    assert collectives(3, Kind.GATHER, layers=9, keep_last=False) == 11 + 10
+    assert collectives(3, Kind.GATHER, gather_last_units_once=False) == 5 + 4  # and in backward: no embeddings
+    assert collectives(3, Kind.GATHER, layers=9, gather_last_units_once=False) == 11 + 10
     assert collectives(3, Kind.GATHER, layers=9) == 11 + 7  # the tied embedding and six blocks
 
 
@@ -487,7 +489,7 @@ def test_nothing_that_is_freed_crosses_to_backward(timeline: Timeline) -> None:
     alive = gathered_bytes(after)
     border = next((at for at, op in enumerate(after.ops) if op.backward), len(after.ops) - 1)
     returned = _roots(after, after.ops[-1].reads)
-    kept = {param.path for param in after.plan.params if param.kept}
+    kept = {param.path for param in after.plan.params if param.gathered_once}
     escaped = sum(_full(after, path) for path in returned)
     crossing = sum(_full(after, path) for path in gathered(after, backward=False) if path in kept)
     assert (alive[border - 1] if border else 0) <= crossing + escaped
@@ -518,8 +520,8 @@ def test_backward_gathers_again_just_what_it_needs(timeline: Timeline) -> None:
     for op in timeline.ops[:-1]:
         if op.backward:
             needed.update(_roots(forward, op.reads))
-    after = run(timeline)  # its plan says what keep_last kept
-    freed = {path for path in needed if not after.plan.by_name[path].kept}
+    after = run(timeline)  # its plan says what gather_last_units_once kept
+    freed = {path for path in needed if not after.plan.by_name[path].gathered_once}
     assert gathered(after, backward=True) == dict.fromkeys(freed, 1)
 
 
@@ -527,7 +529,7 @@ def test_backward_gathers_again_just_what_it_needs(timeline: Timeline) -> None:
 def test_forward_gathers_and_backward_reduces_each_once(timeline: Timeline) -> None:
     before, after = timeline, run(timeline)
     assert set(gathered(after, backward=False)) == set(gathered(before, backward=False))
-    if not timeline.plan.policy.regather:
+    if not timeline.plan.policy.gather_per_unit:
         assert gathered(after, backward=False) == gathered(before, backward=False)
     reduced = Counter(path for op in after.ops if op.kind is Kind.REDUCE for path in op.params)
     assert reduced == Counter(path for op in before.ops if op.kind is Kind.REDUCE for path in op.params)
@@ -559,7 +561,7 @@ def test_the_work_grows_in_proportion_to_the_operations(stage: int, times: Times
     """Counted in executed lines: four times the blocks may take at most 4.2 times the lines."""
 
     def executed(layers: int) -> int:
-        policy = Policy(stage=stage, bucket_bytes=2000, in_flight_bytes=8000, times=times, regather=True)
+        policy = Policy(stage=stage, bucket_bytes=2000, in_flight_bytes=8000, times=times, gather_per_unit=True)
         timeline, count = gpt(layers, policy), 0
 
         def trace(frame: FrameType, event: str, argument: object) -> TraceFunction:
@@ -592,11 +594,11 @@ def test_a_pass_changes_nothing_in_place() -> None:
         ("in_flight_bytes", 0),
         ("prefetch", 0),
         ("times", Times({}, {}, 1e9)),
-        ("regather", True),
-        ("keep_last", True),
+        ("gather_per_unit", True),
+        ("gather_last_units_once", True),
         ("stage", 2),
     ],
 )
 def test_each_field_that_the_passes_read_changes_the_schedule(name: str, value: object) -> None:
-    policy = Policy(stage=3, keep_last=False)
+    policy = Policy(stage=3, gather_last_units_once=False)
     assert run(gpt(2, replace(policy, **{name: value}))).ops != run(gpt(2, policy)).ops  # type: ignore[arg-type]

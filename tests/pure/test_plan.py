@@ -152,7 +152,7 @@ STAGES = {0: (False, False, True), 1: (True, True, True), 2: (True, False, True)
 @pytest.mark.parametrize(("policy", "stage"), [(DDP, 0), (ZERO1, 1), (ZERO2, 2), (ZERO3, 3)])
 def test_the_table_of_the_stages(policy: Policy, stage: int) -> None:
     plan = make_plan(on_meta(lambda: nn.Linear(6, 5)), policy, 4, 0)
-    assert {(param.sharded, param.resident, param.kept) for param in plan.params} == {STAGES[stage]}
+    assert {(param.sharded, param.resident, param.gathered_once) for param in plan.params} == {STAGES[stage]}
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -160,7 +160,7 @@ def test_the_table_of_the_stages(policy: Policy, stage: int) -> None:
 def test_zero_dimensional_and_empty_parameters_are_always_replicated(stage: int, shape: tuple[int, ...]) -> None:
     module = on_meta(lambda: nn.ParameterDict({"p": nn.Parameter(torch.zeros(shape))}))
     (param,) = make_plan(module, Policy(stage=stage), 4, 0).params
-    assert (param.sharded, param.resident, param.kept) == (False, False, True)
+    assert (param.sharded, param.resident, param.gathered_once) == (False, False, True)
 
 
 def test_shapes_dtypes_and_bytes() -> None:
@@ -187,9 +187,9 @@ def test_frozen_parameters_are_known() -> None:
 
 def test_regather_is_for_what_is_freed() -> None:
     module = on_meta(lambda: nn.Linear(4, 4))
-    assert make_plan(module, replace(ZERO3, regather=True), 2, 0).by_name["weight"].regather
-    for policy in (ZERO3, replace(ZERO1, regather=True), replace(DDP, regather=True)):
-        assert not make_plan(module, policy, 2, 0).by_name["weight"].regather
+    assert make_plan(module, replace(ZERO3, gather_per_unit=True), 2, 0).by_name["weight"].gather_per_unit
+    for policy in (ZERO3, replace(ZERO1, gather_per_unit=True), replace(DDP, gather_per_unit=True)):
+        assert not make_plan(module, policy, 2, 0).by_name["weight"].gather_per_unit
 
 
 def test_the_plan_is_the_same_for_all_ranks() -> None:

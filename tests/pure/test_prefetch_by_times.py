@@ -17,8 +17,8 @@ from tests.pure.test_passes import ALONE, lines, model
 from thunder_zero.policy import MiB, Policy
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.prefetch import ended_in_time, launch
-from thunder_zero.schedule.regather import keep
+from thunder_zero.schedule.prefetch import ended_in_time, prefetch
+from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.schedule.verify import ScheduleError, check
 from thunder_zero.times import Times
@@ -35,7 +35,7 @@ def times(seconds: dict[str, float], bytes_per_second: float = BYTES) -> Times:
 def scheduled(times: Times, *, in_flight: int = MiB, prefetch: int = 2, **fields: dict[str, object]) -> list[str]:
     """Forward of four units, as words."""
     policy = replace(ALONE, in_flight_bytes=in_flight, prefetch=prefetch, times=times)
-    return lines(launch(model(policy, *NAMES, training=False, **fields)))
+    return lines(prefetch(model(policy, *NAMES, training=False, **fields)))
 
 
 RIGHT_BEFORE = [
@@ -112,13 +112,13 @@ def test_a_moment_that_is_just_in_time_is_in_time() -> None:
 def test_on_a_slow_wire_they_start_as_early_as_the_bytes_in_flight_allow(in_flight: int, expected: list[str]) -> None:
     assert scheduled(times(SECONDS, 0.001), in_flight=in_flight) == expected
     policy = replace(ALONE, in_flight_bytes=in_flight, prefetch=99)
-    assert lines(launch(model(policy, *NAMES, training=False))) == expected
+    assert lines(prefetch(model(policy, *NAMES, training=False))) == expected
 
 
 def test_nothing_in_flight_is_right_before_its_use() -> None:
     policy = replace(ALONE, in_flight_bytes=0, times=times(SECONDS, 0.001))
     timeline = model(policy, *NAMES, training=False)
-    assert launch(timeline) == timeline
+    assert prefetch(timeline) == timeline
 
 
 def test_what_is_not_named_counts_as_no_compute() -> None:
@@ -131,7 +131,7 @@ def test_shards_that_are_computed_late_hold_their_gather_back() -> None:
     policy = replace(ALONE, in_flight_bytes=MiB, times=times({}))
     timeline = model(policy, *NAMES, training=False)
     cast = replace(timeline.ops[2], reads=("raw",), writes=("t_b.w",), source=(99,))
-    after = launch(timeline.with_ops([*timeline.ops[:3], cast, *timeline.ops[3:]]))
+    after = prefetch(timeline.with_ops([*timeline.ops[:3], cast, *timeline.ops[3:]]))
     assert lines(after)[:6] == [
         "gather a.w",
         "wait a.w",
@@ -148,7 +148,7 @@ def test_backward_has_times_of_its_own_and_its_reductions_take_the_wire_too() ->
     def backward(bytes_per_second: float) -> list[str]:
         seconds = {"d.w": 2.0, "c.w": 2.0, "b.w": 2.0}
         policy = replace(ALONE, in_flight_bytes=MiB, times=Times({}, seconds, bytes_per_second))
-        after = launch(bucket(keep(model(policy, *NAMES))))
+        after = prefetch(bucket(regather(model(policy, *NAMES))))
         halves = [op for op in after.ops if op.backward and (op.kind is Kind.GATHER or after.ends(op, Kind.GATHER))]
         return [f"{op.kind} {op.params[0]}" for op in halves]
 
@@ -187,7 +187,7 @@ def timed(draw: st.DrawFn) -> Timeline:
     )
     speed = draw(st.sampled_from((0.5, 1.0, 4.0, 16.0, math.inf)))
     forward, backward = draw(seconds), draw(seconds)
-    keeping = {param.unit for param in timeline.plan.params if param.kept and param.sharded}
+    keeping = {param.unit for param in timeline.plan.params if param.gathered_once and param.sharded}
     forward = {path: time for path, time in forward.items() if timeline.plan.by_name[path].unit not in keeping}
     policy = replace(timeline.plan.policy, times=Times(forward, backward, speed))
     return replace(timeline, plan=replace(timeline.plan, policy=policy))
@@ -230,7 +230,7 @@ def test_compute_waits_no_longer_than_if_all_started_as_early_as_they_may(timeli
 
 
 def bucketed(timeline: Timeline) -> Timeline:
-    return launch(bucket(keep(timeline)))
+    return prefetch(bucket(regather(timeline)))
 
 
 @given(timed())
@@ -271,7 +271,7 @@ def test_each_starts_at_the_latest_wait_that_suffices(pairs: list[tuple[int, int
 
 
 def test_the_limit_of_buckets_under_way_is_checked_without_times_only() -> None:
-    timeline = launch(model(replace(ALONE, in_flight_bytes=MiB, times=times({})), *NAMES, training=False))
+    timeline = prefetch(model(replace(ALONE, in_flight_bytes=MiB, times=times({})), *NAMES, training=False))
     check(timeline, complete=False)
     plan = replace(timeline.plan, policy=replace(timeline.plan.policy, times=None))
     with pytest.raises(ScheduleError, match="prefetch is 2"):

@@ -10,13 +10,13 @@ from tests.harness.timelines import Terms, Use, interpret
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.repair_fusion import mend
+from thunder_zero.schedule.repair_fusion import repair_fusion
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.schedule.verify import ScheduleError, check
 
 from .test_passes import gathered, model
 
-THREE = Policy(stage=3, keep_last=False)
+THREE = Policy(stage=3, gather_last_units_once=False)
 
 
 def fused(timeline: Timeline, reader: int, extra: str) -> Timeline:
@@ -30,7 +30,7 @@ def fused(timeline: Timeline, reader: int, extra: str) -> Timeline:
 
 def test_a_good_schedule_is_left_as_it_is() -> None:
     timeline = run(model(THREE, "a.w", "b.w"))
-    assert mend(timeline) is timeline
+    assert repair_fusion(timeline) is timeline
 
 
 @pytest.mark.parametrize("reader", [0, -1])
@@ -38,7 +38,7 @@ def test_backward_reads_the_gather_that_it_has(reader: int) -> None:
     broken = fused(run(model(THREE, "a.w", "b.w", "c.w")), reader, "a.w")
     with pytest.raises(ScheduleError, match=r"a\.w"):
         check(free(broken))
-    mended = mend(broken)
+    mended = repair_fusion(broken)
     check(free(mended))
     assert gathered(mended, backward=True) == {"a.w": 1, "b.w": 1, "c.w": 1}
     terms: Terms = {}
@@ -48,7 +48,7 @@ def test_backward_reads_the_gather_that_it_has(reader: int) -> None:
 def test_a_parameter_that_backward_did_not_need_is_gathered_alone() -> None:
     uses = (Use("a.embedding", needed=False), "a.w", "b.w")
     broken = fused(run(model(THREE, *uses)), 0, "a.embedding")
-    mended = mend(broken)
+    mended = repair_fusion(broken)
     check(free(mended))
     assert gathered(mended, backward=True) == {"a.embedding": 1, "a.w": 1, "b.w": 1}
     assert [op.params for op in mended.ops if op.kind is Kind.GATHER and op.params == ("a.embedding",)]
@@ -56,6 +56,6 @@ def test_a_parameter_that_backward_did_not_need_is_gathered_alone() -> None:
 
 def test_a_view_is_computed_again() -> None:
     broken = fused(run(model(THREE, Use("a.w", ("view",)), "b.w")), 0, "c0.0")
-    mended = mend(broken)
+    mended = repair_fusion(broken)
     check(free(mended))
     assert next(op.writes for op in mended.ops if op.again and op.kind is Kind.COMPUTE) == ("c0.0_mended",)

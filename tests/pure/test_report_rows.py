@@ -15,7 +15,7 @@ from thunder_zero.plan import Plan
 from thunder_zero.policy import Policy
 from thunder_zero.report.code import fold
 from thunder_zero.report.printer import print_rows, print_total, size
-from thunder_zero.report.rows import Gap, Line, Row, label, rows, select, total
+from thunder_zero.report.rows import Gap, Row, SourceLine, label, rows, select, total
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 POLICY = Policy(stage=3)
@@ -81,7 +81,7 @@ TIMELINE = Timeline(
 
 def half(*, backward: bool) -> tuple[Row, ...]:
     code = BACKWARD if backward else FORWARD
-    lines = [Line(text, at) for at, text in enumerate(code) if not text.startswith("#")]
+    lines = [SourceLine(text, at) for at, text in enumerate(code) if not text.startswith("#")]
     return rows(lines, TIMELINE, backward=backward)
 
 
@@ -126,7 +126,7 @@ def test_gradients_are_named_as_such() -> None:
 
 def test_backward_begins_with_what_forward_left() -> None:
     kept = Timeline((TIMELINE.ops[0], op(Kind.COMPUTE, "gz", "gy", 3, backward=True)), {}, PLAN)
-    lines = [Line("unpack()", 0), Line("gy = torch.sin(gz)", 3)]
+    lines = [SourceLine("unpack()", 0), SourceLine("gy = torch.sin(gz)", 3)]
     assert [row.alive for row in rows(lines, kept, backward=True)] == [288, 288]
 
 
@@ -134,7 +134,7 @@ def test_several_frees_of_one_line_are_one_row() -> None:
     timeline = TIMELINE.with_ops(
         [TIMELINE.ops[0], op(Kind.FREE, "w", "", 2, "h.0.w"), op(Kind.FREE, "b", "", 2, "h.0.b")]
     )
-    freed = rows([Line(FORWARD[1], 1), Line("del w, b", 2)], timeline, backward=False)[1]
+    freed = rows([SourceLine(FORWARD[1], 1), SourceLine("del w, b", 2)], timeline, backward=False)[1]
     assert (freed.kind, freed.params, freed.alive) == (Kind.FREE, ("h.0.w", "h.0.b"), 0)
 
 
@@ -143,13 +143,16 @@ def test_one_value_may_be_the_gradient_of_two_parameters() -> None:
         op(Kind.COMPUTE, "gy", "g", 0, backward=True),
         op(Kind.REDUCE, "g", "f", 1, "h.0.w", "h.0.b", backward=True),
     ]
-    lines = [Line("g = torch.sin(gy)", 0), Line("f = zero_reduce_scatter_coalesced((g, g), ('h.0.w', 'h.0.b'))", 1)]
+    lines = [
+        SourceLine("g = torch.sin(gy)", 0),
+        SourceLine("f = zero_reduce_scatter_coalesced((g, g), ('h.0.w', 'h.0.b'))", 1),
+    ]
     assert rows(lines, TIMELINE.with_ops(ops), backward=True)[0].params == ("h.0.w", "h.0.b")
 
 
 def test_operations_without_a_line_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the timeline has operations at \[11\], where the trace has no line"):
-        rows([Line("x", at) for at in range(11)], TIMELINE, backward=False)
+        rows([SourceLine("x", at) for at in range(11)], TIMELINE, backward=False)
 
 
 def test_total_is_the_timeline_s() -> None:
@@ -168,7 +171,7 @@ def test_a_unit_s_rows_leave_out_the_others() -> None:
 
 
 def test_lines_that_concern_no_parameter_become_one() -> None:
-    lines = [Line(f"t{at} = torch.sin(x)", at) for at in range(20)]
+    lines = [SourceLine(f"t{at} = torch.sin(x)", at) for at in range(20)]
     ops = [
         op(Kind.COMPUTE, "x", f"t{at}", at) if at not in (3, 12, 14) else op(Kind.GATHER, "t_w", f"f{at}", at, "h.0.w")
         for at in range(20)
@@ -251,7 +254,11 @@ def test_a_terminal_gets_colours_and_the_same_text() -> None:
 
 
 def test_origins_stand_above_their_lines_once() -> None:
-    lines = [Line("a = f(x)", 0, "m.py:3  y = f(x)"), Line("del x", 1), Line("b = f(a)", 2, "m.py:3  y = f(x)")]
+    lines = [
+        SourceLine("a = f(x)", 0, "m.py:3  y = f(x)"),
+        SourceLine("del x", 1),
+        SourceLine("b = f(a)", 2, "m.py:3  y = f(x)"),
+    ]
     text = printed(rows(lines, TIMELINE.with_ops(()), backward=False)).splitlines()
     assert [line.split("  ")[0] for line in text[1:5]] == ["# m.py:3", "a = f(x)", "del x", "b = f(a)"]
 

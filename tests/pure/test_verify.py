@@ -33,7 +33,9 @@ USES = (
 
 def plain(stage: int, **fields: int) -> Timeline:
     """What is lifted from three units a, b and c; each parameter has 4 bytes, ``a.half`` 2."""
-    policy = Policy(stage=stage, **{"bucket_bytes": 8, "in_flight_bytes": 12, "keep_last": False, **fields})  # type: ignore[arg-type]
+    policy = Policy(
+        stage=stage, **{"bucket_bytes": 8, "in_flight_bytes": 12, "gather_last_units_once": False, **fields}
+    )  # type: ignore[arg-type]
     special: dict[str, dict[str, object]] = {
         "a.half": {"dtype": torch.bfloat16},
         "a.scalar": {"shape": ()},
@@ -644,7 +646,7 @@ def test_an_error_names_the_operation_and_the_parameter() -> None:
 
 def test_the_lines_that_run_are_checked_too() -> None:
     """Read back from Thunder's traces, a free names the last view, copies have no mark, and forward has a return."""
-    good = run(gpt(2, Policy(stage=3, keep_last=False)))
+    good = run(gpt(2, Policy(stage=3, gather_last_units_once=False)))
     border = next(at for at, op in enumerate(good.ops) if op.backward)
     saved = Op(Kind.COMPUTE, ("y27", "y26", "t_wte"))  # forward's return
     ops = [replace(op, again=False, source=()) for op in good.ops]

@@ -107,7 +107,7 @@ def rank_of(rank: int, root: Path, value: float, name: str, deadly: int, wait: b
     said = "saved"
     with moments.counted():
         try:
-            tz.save(root / name, model, optimizer, keep=1, wait=wait, value=value).result()
+            tz.save(root / name, model, optimizer, max_to_keep=1, wait=wait, value=value).result()
         except (OSError, RuntimeError) as error:
             said = str(error)
     Path(f"{root}.said{rank}").write_text(json.dumps([said, moments.count]))

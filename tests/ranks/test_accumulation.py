@@ -19,8 +19,8 @@ from thunder_zero.module import transform_of
 STAGES = (0, 1, 2, 3)
 MICRO, ROWS, STEPS = 3, 6, 4  # micro-batches of a step, rows of one over all ranks, steps
 WAYS = ("reduced", "kept", "mixed")
-POLICIES = {f"stage {stage}": tz.Policy(stage=stage, keep_last=False) for stage in STAGES}
-POLICIES["stage 2 held"] = replace(tz.ZERO2, hold_gathered=True)
+POLICIES = {f"stage {stage}": tz.Policy(stage=stage, gather_last_units_once=False) for stage in STAGES}
+POLICIES["stage 2 held"] = replace(tz.ZERO2, gather_once_per_accumulation=True)
 
 
 class Paths(nn.Module):
@@ -203,7 +203,7 @@ def test_what_one_rank_alone_has_deferred_is_reduced_by_all(ranks_pool: RanksPoo
 
 def differ(rank: int, world_size: int) -> str:
     """Rank 0 only looks, rank 1 trains: in ZeRO-3 both forwards have the same lines."""
-    model = sharded(fresh(Paths), tz.Policy(stage=3, keep_last=False))
+    model = sharded(fresh(Paths), tz.Policy(stage=3, gather_last_units_once=False))
     try:
         with torch.no_grad() if rank == 0 else nullcontext():
             model(torch.ones(2, 4), "first").sum()

@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 def policies() -> dict[str, tz.Policy]:
     found = {f"stage {stage}": tz.Policy(stage=stage) for stage in STAGES}
-    found["stage 3, nothing kept"] = replace(tz.ZERO3, keep_last=False)
+    found["stage 3, nothing kept"] = replace(tz.ZERO3, gather_last_units_once=False)
     return found
 
 

@@ -216,7 +216,7 @@ def moving(rank: int, world_size: int, root: Path) -> Found:
 
 def save_again(path: Path, plan: tz.Plan) -> None:
     """As another job would, under the same name."""
-    items = saving.extra_items(contents.Held(plan, {}, {}, {}, {}, 0), {"a": 1})
+    items = saving.extra_items(contents.ModelContents(plan, {}, {}, {}, {}, 0), {"a": 1})
     folder.prepare(path)
     saving.publish(path, [dcp.write(folder.staging_of(path), 0, items)], None)
 

@@ -360,7 +360,7 @@ def refused_saves(rank: int, world_size: int, root: Path) -> dict[str, str]:
         told["full disk on rank 0"] = refusal(lambda: tz.save(root / "next", model, None))
     (root / "file").touch()
     told["a file"] = refusal(lambda: tz.save(root / "file", model, optimizer))
-    told["keep"] = refusal(lambda: tz.save(root / "next", model, optimizer, keep=0))
+    told["keep"] = refusal(lambda: tz.save(root / "next", model, optimizer, max_to_keep=0))
     told["an extra"] = refusal(lambda: tz.save(root / "next", model, optimizer, extra=object() if rank else 1))
     told["a model"] = refusal(lambda: tz.save(root / "next", model, optimizer, ema=model))
     told["an optimizer"] = refusal(lambda: tz.save(root / "next", model, second=optimizer))
@@ -407,7 +407,7 @@ def test_a_save_that_fails_leaves_what_was_there(ranks_pool: RanksPool, tmp_path
         "full disk on rank 1, first byte": "__1_0.distcp could not be written: the disk is full",
         "full disk on rank 0": "could not be written: the disk is full",
         "a file": "exists and is no checkpoint",
-        "keep": "keep is 0",
+        "keep": "max_to_keep is 0",
         "an extra": "the extra 'extra': an object of type object cannot be saved",
         "a model": "the extra 'ema' is a model",
         "an optimizer": "the extra 'second' is an optimizer of a sharded model",
@@ -450,7 +450,7 @@ def asynchronous(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         return whole(file, data)
 
     with mock.patch.object(dcp.HashedFile, "write", held_up):
-        saved = tz.save(root / "a", model, optimizer, wait=False, keep=1)
+        saved = tz.save(root / "a", model, optimizer, wait=False, max_to_keep=1)
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.ones(2, 7)).sum().backward()
@@ -469,12 +469,12 @@ def asynchronous(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     results["warned"] = [str(warning.message) for warning in heard if "asynchronous" in str(warning.message)]
     results["next"] = refusal(lambda: tz.save(root / "c", model, optimizer, wait=False))
     tz.save(root / "c1", model, optimizer, wait=False)
-    tz.save(root / "c2", model, optimizer, wait=False, keep=2).result()
+    tz.save(root / "c2", model, optimizer, wait=False, max_to_keep=2).result()
     with torch.no_grad():
         model.get_parameter("layers.0.weight").add_(1)
     before = state_of(model, optimizer)
     with mock.patch.object(dcp.HashedFile, "write", lambda *args: time.sleep(0.01) or whole(*args)):
-        tz.save(root / "c3", model, optimizer, wait=False, keep=2)
+        tz.save(root / "c3", model, optimizer, wait=False, max_to_keep=2)
         stepped(model, optimizer)
         tz.load(root / "latest", model, optimizer)  # of all ranks the one that is being saved
     results["loaded while saving"] = same(state_of(model, optimizer), before)

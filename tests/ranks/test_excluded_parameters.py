@@ -38,7 +38,7 @@ SMALL = 4 * 7 * 3  # bytes: the experts' weights are not smaller, their biases a
 
 
 def policy_of(stage: int) -> tz.Policy:
-    return tz.Policy(stage=stage, ignored=("router",), keep_full_below_bytes=SMALL, keep_last=False)
+    return tz.Policy(stage=stage, ignored=("router",), replicate_below_bytes=SMALL, gather_last_units_once=False)
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -109,7 +109,7 @@ def run_shared(rank: int, world_size: int) -> list[dict[str, Tensor]]:
     """Trained with a router that is not ignored, so that one process can be compared."""
     results = []
     for stage in STAGES:
-        model = sharded(fresh(Lora), tz.Policy(stage=stage, keep_full_below_bytes=SMALL))
+        model = sharded(fresh(Lora), tz.Policy(stage=stage, replicate_below_bytes=SMALL))
         train(model, [[batch(step, rank)] for step in range(STEPS)])
         results.append(tz.full_state_dict(model))
     return results

@@ -20,7 +20,7 @@ import thunder
 
 STAGES, SHAPE, ROWS, MICRO, STEPS = (0, 1, 2, 3), (2, 2), 8, 2, 2
 WAYS = ("reduced", "deferred")
-SMALL = {"keep_full_below_bytes": 21, "keep_last": False}
+SMALL = {"replicate_below_bytes": 21, "gather_last_units_once": False}
 
 
 def tokens(step: int, micro: int) -> Tensor:
@@ -131,7 +131,7 @@ def other_shapes(rank: int, world_size: int) -> dict[str, Any]:
     found = {}
     policies = {
         "1-D": ((4,), tz.ZERO3),
-        "no shards": ((4, 1), replace(tz.ZERO2, keep_full_below_bytes=60, bucket_bytes=0)),
+        "no shards": ((4, 1), replace(tz.ZERO2, replicate_below_bytes=60, bucket_bytes=0)),
         "no copies": ((1, 4), tz.ZERO3),
         "mixed": ((2, 2), replace(tz.ZERO1, mixed_precision=tz.MixedPrecision(torch.bfloat16, torch.float32))),
     }

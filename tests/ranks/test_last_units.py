@@ -23,9 +23,9 @@ class Five(Mlp):
 
 
 FIVE = tuple(
-    Case(Five, replace(tz.ZERO3, prefetch=prefetch, keep_last=keep_last))
+    Case(Five, replace(tz.ZERO3, prefetch=prefetch, gather_last_units_once=gather_last_units_once))
     for prefetch in (0, 1, 2)
-    for keep_last in (True, False)
+    for gather_last_units_once in (True, False)
 )
 
 
@@ -41,7 +41,7 @@ def test_the_peak_of_live_memory_is_the_timelines(five: list[list[dict[str, Any]
     case = FIVE[at]
     check_numbers([rank[at] for rank in five], case)
     units = 1 + case.policy.prefetch
-    kept = range(5 - units, 5) if case.policy.keep_last else range(0)
+    kept = range(5 - units, 5) if case.policy.gather_last_units_once else range(0)
     for rank in five:
         result = rank[at]
         assert result["peak"] == result["planned peak"] == units * UNIT
@@ -54,9 +54,9 @@ def test_the_peak_of_live_memory_is_the_timelines(five: list[list[dict[str, Any]
 def train_gpt(rank: int, world_size: int) -> list[dict[str, Any]]:
     """Twenty steps with each optimizer, once as it comes and once keeping nothing; the bytes of one more step."""
     results = []
-    for keep_last in (True, False):
+    for gather_last_units_once in (True, False):
         plain = fresh(Gpt)
-        model = sharded(plain, replace(tz.ZERO3, prefetch=1, keep_last=keep_last))
+        model = sharded(plain, replace(tz.ZERO3, prefetch=1, gather_last_units_once=gather_last_units_once))
         result: dict[str, Any] = {"records": []}
         for name in OPTIMIZERS:
             model.load_original_state_dict(plain.state_dict())
@@ -79,10 +79,10 @@ def test_training_is_the_same_to_the_bit_and_sends_less(ranks_pool: RanksPool) -
         assert_same_bits(*([result["records"][number] for result in results] for results in (kept, textbook)))
     for ours, theirs in zip(kept, textbook, strict=True):
         plan = ours["plan"]
-        assert {plan.by_name[path].unit for path in plan.kept} == {"blocks.0", "blocks.1", ""}
-        assert {path for path in plan.kept if "blocks" not in path} == {"norm.weight", "norm.bias"}
-        assert theirs["plan"].kept == ()
-        again = [path for path in plan.kept if path.endswith("weight")]  # backward reads no bias
+        assert {plan.by_name[path].unit for path in plan.gathered_once} == {"blocks.0", "blocks.1", ""}
+        assert {path for path in plan.gathered_once if "blocks" not in path} == {"norm.weight", "norm.bias"}
+        assert theirs["plan"].gathered_once == ()
+        again = [path for path in plan.gathered_once if path.endswith("weight")]  # backward reads no bias
         assert len(again) == 4 + 4 + 1
         assert theirs["sent"] - ours["sent"] == sum(plan.gather_bytes(plan.by_name[path]) for path in again)
         assert theirs["by the timeline"] - ours["by the timeline"] == theirs["sent"] - ours["sent"]

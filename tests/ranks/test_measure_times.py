@@ -19,7 +19,7 @@ from thunder_zero.runtime.clock import Clock, Moment, Waited, computed
 from thunder_zero.schedule.timeline import Kind
 
 # Each parameter is a bucket, and nothing is kept: more gathers, and other orders.
-POLICY = replace(tz.ZERO3, bucket_bytes=0, keep_last=False)
+POLICY = replace(tz.ZERO3, bucket_bytes=0, gather_last_units_once=False)
 
 
 def trainer(model: Any, rank: int, losses: list[Tensor] | None = None) -> Callable[[], None]:

@@ -80,7 +80,7 @@ def train(rank: int, world_size: int) -> dict[int, Any]:
     """By stage: the weights after some steps, what a step sends, and what is seen on the way."""
     found = {}
     for stage in STAGES:
-        model = sharded(fresh(Layers), tz.Policy(stage=stage, mixed_precision=MIXED, keep_last=False))
+        model = sharded(fresh(Layers), tz.Policy(stage=stage, mixed_precision=MIXED, gather_last_units_once=False))
         optimizer = torch.optim.AdamW(model.parameters(), 0.05)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -180,7 +180,7 @@ def test_no_cast_copy_is_saved_for_backward() -> None:
     """What forward hands to backward of parameters are float32 inputs: shards, or what is there in full anyway."""
     x, chosen = inputs(0, 0, 1)
     for stage in (0, 3):
-        policy = tz.Policy(stage=stage, mixed_precision=MIXED, keep_last=False)
+        policy = tz.Policy(stage=stage, mixed_precision=MIXED, gather_last_units_once=False)
         result = tz.trace(fresh(Layers), x, chosen=chosen, policy=policy, world_size=3)
         handed = saved(result.forward)
         made = {

@@ -84,7 +84,7 @@ def step_zoo(rank: int, world_size: int, policies: tuple[tz.Policy, ...]) -> lis
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_kind_of_parameter(ranks_pool: RanksPool, world_size: int) -> None:
-    policies = (tz.DDP, tz.ZERO1, tz.ZERO2, tz.ZERO3, replace(tz.ZERO3, regather=True, bucket_bytes=0))
+    policies = (tz.DDP, tz.ZERO1, tz.ZERO2, tz.ZERO3, replace(tz.ZERO3, gather_per_unit=True, bucket_bytes=0))
     ranks = ranks_pool.run(world_size, step_zoo, policies, timeout=110)
     copies = [fresh(Zoo) for _ in range(world_size)]
     inputs = [rows_of(rank, 9).requires_grad_() for rank in range(world_size)]
@@ -103,7 +103,9 @@ def test_every_kind_of_parameter(ranks_pool: RanksPool, world_size: int) -> None
             compare_state(results[at]["full"], copy.state_dict())
         moved = ranks[0][at]["moved"]
         assert sorted(moved[Kind.REDUCE]) == sorted(right.keys() - ZOO_WITHOUT_GRAD)
-        tied_gathers = {0: 0, 1: 1, 2: 1, 3: 3 if policy.regather else 2}[policy.stage]  # in both halves together
+        tied_gathers = {0: 0, 1: 1, 2: 1, 3: 3 if policy.gather_per_unit else 2}[
+            policy.stage
+        ]  # in both halves together
         assert moved[Kind.GATHER].count("layers.0.weight") == tied_gathers
 
 

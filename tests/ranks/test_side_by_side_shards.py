@@ -136,7 +136,9 @@ def test_training_is_right_and_small_shards_travel_from_where_they_lie(
 
 def orders(rank: int, world_size: int) -> list[list[str]]:
     def param(path: str, rows: int, dtype: torch.dtype = torch.float32, unit: str = "") -> Param:
-        return Param(path, (), (rows,), dtype, dtype, dtype, True, unit, sharded=True, resident=False, kept=False)
+        return Param(
+            path, (), (rows,), dtype, dtype, dtype, True, unit, sharded=True, resident=False, gathered_once=False
+        )
 
     limit = world_size * PACK_BELOW_BYTES // 4  # rows whose shards are just too large to be packed
     params = [

@@ -39,7 +39,7 @@ from thunder_zero.schedule.timeline import Kind, gathered_bytes
 
 from thunder.executors.torch_compile import torch_compile_ex
 
-TEXTBOOK = replace(tz.ZERO3, keep_last=False)
+TEXTBOOK = replace(tz.ZERO3, gather_last_units_once=False)
 ROWS = 2  # of each rank's batch
 STEPS = 2
 
@@ -161,7 +161,7 @@ def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
             "planned peak": max(gathered_bytes(traces.timeline)),
             "in flight": max(in_flight_bytes(traces.timeline, Kind.GATHER)),
             "at reductions": at_reductions,
-            "listed as kept": traces.plan.kept,
+            "listed as kept": traces.plan.gathered_once,
             "again": {path for op in traces.backward_timeline.ops if op.kind is Kind.GATHER for path in op.params},
             "spread": spread(traces.forward_timeline),
             "saved of parameters": saved(traces.forward)
@@ -209,7 +209,7 @@ def check_numbers(ranks: list[dict[str, Any]], case: Case) -> None:
 
 CASES = (
     Case(Patterns, TEXTBOOK),
-    Case(Patterns, replace(TEXTBOOK, regather=True)),
+    Case(Patterns, replace(TEXTBOOK, gather_per_unit=True)),
     Case(Patterns, TEXTBOOK, autocast=True),
     Case(Patterns, tz.ZERO2),
     Case(Patterns, tz.ZERO2, autocast=True),
@@ -242,14 +242,14 @@ def test_what_is_alive(results: list[list[dict[str, Any]]], at: int) -> None:
     for rank in results:
         result = rank[at]
         listed = set(result["listed as kept"])
-        assert case.policy.stage == 2 or listed == (KEPT_BY_ZERO3 if case.policy.keep_last else set())
+        assert case.policy.stage == 2 or listed == (KEPT_BY_ZERO3 if case.policy.gather_last_units_once else set())
         # What backward does not read (biases) is gone.
         kept = listed & PATTERNS_AGAIN if case.policy.stage == 3 else KEPT_BY_ZERO2[case.autocast]
         assert result["after forward"] == kept
         assert result["after backward"] == result["after inference"] == set()
         assert result["again"] == (PATTERNS_AGAIN - kept if case.policy.stage == 3 else set())
         assert bool(result["saved of parameters"]) == bool(kept)
-        assert bool(kept) == (case.policy.stage == 2 or case.policy.keep_last)
+        assert bool(kept) == (case.policy.stage == 2 or case.policy.gather_last_units_once)
         if case.policy.stage == 2 and case.autocast:
             assert result["peak"] <= result["planned peak"]
         else:
@@ -289,7 +289,7 @@ def test_a_fusing_executor_keeps_the_stage(fused: list[list[dict[str, Any]]], at
     check_numbers([rank[at] for rank in fused], case)
     for rank in fused:
         result = rank[at]
-        kept = {"layers.1.weight", "layers.2.weight"} if case.policy.keep_last else set()
+        kept = {"layers.1.weight", "layers.2.weight"} if case.policy.gather_last_units_once else set()
         assert result["after forward"] == kept
         assert result["after backward"] == result["after inference"] == set()
         assert result["peak"] == result["planned peak"]

@@ -50,7 +50,7 @@ def param(shape: Shape, dtype: torch.dtype = torch.float32, sharded: bool = True
         unit="",
         sharded=sharded,
         resident=False,
-        kept=False,
+        gathered_once=False,
     )
 
 

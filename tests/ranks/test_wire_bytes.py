@@ -102,8 +102,8 @@ def test_a_step_sends_the_least_possible(replies: list[Reply], name: str) -> Non
     once = (world_size - 1) * model_bytes()  # W u: what all ranks send together to gather, or to reduce
     least = 2 * once
     if policy.stage == 3:
-        kept = set(tz.trace(fresh(Net), torch.arange(8), policy=policy, world_size=world_size).plan.kept)
-        assert bool(kept) == policy.keep_last
+        kept = set(tz.trace(fresh(Net), torch.arange(8), policy=policy, world_size=world_size).plan.gathered_once)
+        assert bool(kept) == policy.gather_last_units_once
         least += (world_size - 1) * model_bytes(but=NOT_AGAIN | kept)
     sent = [reply[name]["sent"] for reply in replies]
     assert LEAST <= sum(sent) / least <= MOST, sum(sent) / least

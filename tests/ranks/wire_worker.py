@@ -36,7 +36,7 @@ RUNS: dict[str, tz.Policy] = {
     "ddp": tz.DDP,
     "zero1": tz.ZERO1,
     "zero2": tz.ZERO2,
-    "zero3": replace(tz.ZERO3, keep_last=False),
+    "zero3": replace(tz.ZERO3, gather_last_units_once=False),
     "zero3 that keeps": tz.ZERO3,
     "a reduction is missing": replace(tz.ZERO2, bucket_bytes=0),
 }

@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint import saving
-from thunder_zero.checkpoint.contents import Held
+from thunder_zero.checkpoint.contents import ModelContents
 from thunder_zero.comm.agree import OwnState, all_or_none
 from thunder_zero.module import transform_of
 from thunder_zero.plan import Param
@@ -24,7 +24,7 @@ EXTRA_STATE = "_extra_state"  # the end of such a name in a state dict; what els
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
 
-def held_by(model: ThunderModule) -> Held:
+def held_by(model: ThunderModule) -> ModelContents:
     """What this rank holds of a model, by the names of its state dict. They are the plan's, but for what stands in a
     wrapper that takes its own name out of the state dict (torch's checkpoint_wrapper)."""
     state, plain = transform_of(model).state, model._model
@@ -39,7 +39,7 @@ def held_by(model: ThunderModule) -> Held:
             names.setdefault(plan.by_name[path], []).append(name)
     params = {param: replace(param, path=of[0], aliases=tuple(of[1:])) for param, of in names.items()}
     at_rest, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
-    return Held(
+    return ModelContents(
         plan=replace(plan, params=tuple(params.values())),
         shards={param.path: state.shards[of_plan.path] for of_plan, param in params.items()},
         ignored={name: at_rest[path] for name, path in paths.items() if path in at_rest and path not in plan.by_name},
@@ -56,7 +56,7 @@ def save(
     model: ThunderModule,
     optimizer: Optimizers = None,
     *,
-    keep: int | None = None,
+    max_to_keep: int | None = None,
     wait: bool = True,
     **extra: Any,
 ) -> Future[Path]:
@@ -65,7 +65,7 @@ def save(
     A collective: all ranks must call it. The folder becomes visible at once and whole, and ``latest`` beside it leads
     to it; whatever dies before, the checkpoints that were there stay as they are.
 
-    >>> tz.save(f"runs/step-{step}", model, optimizer, keep=3, scheduler=scheduler, rng=torch.get_rng_state())
+    >>> tz.save(f"runs/step-{step}", model, optimizer, max_to_keep=3, scheduler=scheduler, rng=torch.get_rng_state())
 
     The files are those of ``torch.distributed.checkpoint`` (DCP), as ``dcp.save({"model": ..., "optim": ...})`` writes
     FSDP2's ``get_state_dict``: names and shapes of the plain module. ``manifest.json`` has the SHA-256 of each.
@@ -75,7 +75,7 @@ def save(
         model: a model with ZeroTransform.
         optimizer: one or several, built on ``model.parameters()``; state and hyper-parameters are saved under parameter
             names.
-        keep: how many checkpoints stay whose names differ from this one's in the last number only: older ones
+        max_to_keep: how many checkpoints stay whose names differ from this one's in the last number only: older ones
             beside it are deleted once this one is there.
         wait: False copies everything to the CPU and writes it in a thread, while training goes on.
         extra: what else each rank has: anything with ``state_dict`` and ``load_state_dict``, or that
@@ -87,7 +87,7 @@ def save(
 
     Raises:
         TypeError: not a model with ZeroTransform; an extra that is a model.
-        ValueError: ``keep`` is below 1; a name that means something else; an extra, or an optimizer's state, that
+        ValueError: ``max_to_keep`` is below 1; a name that means something else; an extra, or an optimizer's state, that
             cannot be saved.
         FileExistsError: something that is no checkpoint has that name.
         OSError: it cannot be written.
@@ -99,7 +99,7 @@ def save(
             if isinstance(value, ThunderModule):
                 raise TypeError(f"the extra {name!r} is a model; save it as a checkpoint of its own, beside this one")
         held, optimizers = held_by(model), several(optimizer)
-    return saving.save(state, Path(path), held, optimizers, extra, keep=keep, wait=wait)
+    return saving.save(state, Path(path), held, optimizers, extra, max_to_keep=max_to_keep, wait=wait)
 
 
 def load(

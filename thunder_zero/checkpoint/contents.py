@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from thunder_zero import layout
 from thunder_zero.checkpoint import dcp
 from thunder_zero.checkpoint.dcp import Item, Path_
-from thunder_zero.comm.agree import Line
+from thunder_zero.comm.agree import Fact
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime.shards import SIMPLE, real_rows, state_is_rows
 
@@ -30,7 +30,7 @@ OWN = re.compile(r"rank(\d+)\.(.*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ModelContents:
     """What one rank holds of a model.
 
     Attributes:
@@ -84,20 +84,20 @@ def owner_of(key: str) -> tuple[int, str] | None:
     return None if found is None else (int(found[1]), found[2])
 
 
-def rows_of(held: Held, param: Param) -> tuple[int, int]:
+def rows_of(held: ModelContents, param: Param) -> tuple[int, int]:
     """Which rows of a parameter, or of its state, are here: all of them, if it is replicated."""
     if not param.sharded:
         return 0, param.shape[0] if param.shape else 1
     return layout.row_range(param.shape[0], held.plan.world_size, held.plan.rank)
 
 
-def part(held: Held, param: Param, path: Path_, shard: Tensor, also: Iterable[Path_] = ()) -> Item:
+def part(held: ModelContents, param: Param, path: Path_, shard: Tensor, also: Iterable[Path_] = ()) -> Item:
     """The rows of a shard as an item, without padding: a view."""
     start, _ = rows_of(held, param)
     return Item(path, real_rows(shard.detach(), param, held.plan), start, param.shape, tuple(also))
 
 
-def model_items(held: Held) -> list[Item]:
+def model_items(held: ModelContents) -> list[Item]:
     """What this rank writes of the model."""
     items = []
     for number, param in enumerate(held.plan.params):
@@ -112,7 +112,7 @@ def model_items(held: Held) -> list[Item]:
     return items
 
 
-def optimizer_items(held: Held, optimizers: Sequence[Optimizer]) -> list[Item]:
+def optimizer_items(held: ModelContents, optimizers: Sequence[Optimizer]) -> list[Item]:
     """What this rank writes of the optimizers, whose groups are numbered one after the other.
 
     Raises:
@@ -133,7 +133,7 @@ def optimizer_items(held: Held, optimizers: Sequence[Optimizer]) -> list[Item]:
     return items
 
 
-def state_lines(held: Held, optimizers: Sequence[Optimizer]) -> list[Line]:
+def state_lines(held: ModelContents, optimizers: Sequence[Optimizer]) -> list[Fact]:
     """Which states there are of each parameter that ranks share, for them to compare: what one of them lacks, nobody
     can put together."""
     lines = []
@@ -142,11 +142,11 @@ def state_lines(held: Held, optimizers: Sequence[Optimizer]) -> list[Line]:
             rows = {key for key, value in values.items() if state_is_rows(str(key), value, named.param, held.plan)}
             shown = ", ".join(f"{key} by rows" if key in rows else str(key) for key in values)
             what = f"the optimizer's state of parameter {named.name!r}"
-            lines.append(Line(what, shown or "nothing", "step the optimizer on every rank alike"))
+            lines.append(Fact(what, shown or "nothing", "step the optimizer on every rank alike"))
     return lines
 
 
-def states_of(held: Held, optimizers: Iterable[Optimizer]) -> list[tuple[Named, Mapping[str, Any]]]:
+def states_of(held: ModelContents, optimizers: Iterable[Optimizer]) -> list[tuple[Named, Mapping[str, Any]]]:
     """What optimizers step, one group after the other, each with its states by name."""
     return [
         (named, optimizer.state.get(named.tensor, {}))
@@ -164,7 +164,7 @@ def _group_items(number: int, values: Mapping[str, Any]) -> Iterator[Item]:
             raise ValueError(f"the hyper-parameter {key!r} of the optimizer's group {number}: {error}") from None
 
 
-def _state_items(held: Held, named: Named, key: str, value: Any) -> list[Item]:
+def _state_items(held: ModelContents, named: Named, key: str, value: Any) -> list[Item]:
     param = named.param
     if not isinstance(key, str) or "." in key:
         raise ValueError(
@@ -187,7 +187,7 @@ def _state_items(held: Held, named: Named, key: str, value: Any) -> list[Item]:
     return [_whole(path, value) if isinstance(value, Tensor) else Item(path, dcp.pickled(value))]
 
 
-def names_of(held: Held, optimizer: Optimizer) -> list[list[Named]]:
+def names_of(held: ModelContents, optimizer: Optimizer) -> list[list[Named]]:
     """The parameters of each group of an optimizer.
 
     Raises:
@@ -211,7 +211,7 @@ def names_of(held: Held, optimizer: Optimizer) -> list[list[Named]]:
     return found
 
 
-def all_names(held: Held, optimizers: Sequence[Optimizer]) -> list[list[Named]]:
+def all_names(held: ModelContents, optimizers: Sequence[Optimizer]) -> list[list[Named]]:
     """The parameters of each group of all optimizers, one after the other.
 
     Raises:

@@ -331,7 +331,7 @@ class Reader(FileSystemReader):
         return metadata
 
 
-class Wanted(LoadPlanner):
+class RowsToRead(LoadPlanner):
     """Knows where what is read goes to."""
 
     def __init__(self, items: Sequence[Item]) -> None:
@@ -400,7 +400,7 @@ def read(folder: Path, metadata: Metadata, items: Sequence[Item], values: Sequen
     for key in values:
         index = MetadataIndex(key)
         reads.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
-    reader, wanted = Reader(folder), Wanted(items)
+    reader, wanted = Reader(folder), RowsToRead(items)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     try:
         reader.read_data(LoadPlan(reads), wanted).wait()

@@ -23,7 +23,7 @@ from thunder_zero.checkpoint.contents import (
     MODEL,
     OPTIM,
     STATE,
-    Held,
+    ModelContents,
     Named,
     all_names,
     names_of,
@@ -51,7 +51,9 @@ class Found:
     extras: tuple[dict[str, Any], ...]
 
 
-def read_model(folder: Any, metadata: Metadata, held: Held) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any]]:
+def read_model(
+    folder: Any, metadata: Metadata, held: ModelContents
+) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any]]:
     """A checkpoint's model for this rank.
 
     Raises:
@@ -89,7 +91,7 @@ def read_model(folder: Any, metadata: Metadata, held: Held) -> tuple[list[tuple[
     return pairs, {keys[key]: value for key, value in values.items()}
 
 
-def require_model(held: Held, stored: Mapping[str, Any]) -> None:
+def require_model(held: ModelContents, stored: Mapping[str, Any]) -> None:
     """Raise unless a checkpoint is of this model.
 
     Raises:
@@ -127,7 +129,7 @@ def require_model(held: Held, stored: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class StateRows:
     """A state of a parameter in a checkpoint.
 
     Attributes:
@@ -142,7 +144,7 @@ class Wanted:
 
 
 def read_optimizers(
-    folder: Any, metadata: Metadata, held: Held, optimizers: Sequence[Optimizer]
+    folder: Any, metadata: Metadata, held: ModelContents, optimizers: Sequence[Optimizer]
 ) -> list[dict[str, Any]]:
     """A checkpoint's optimizers for this rank, as ``Optimizer.load_state_dict`` of each takes it.
 
@@ -171,7 +173,7 @@ def read_optimizers(
     return [packed([saved.pop(0) for _ in own], own, states) for own in (names_of(held, each) for each in optimizers)]
 
 
-def states_wanted(held: Held, members: Sequence[Named], stored: Mapping[str, Any]) -> dict[str, Wanted]:
+def states_wanted(held: ModelContents, members: Sequence[Named], stored: Mapping[str, Any]) -> dict[str, StateRows]:
     """The states of these parameters in a checkpoint, by key.
 
     Raises:
@@ -187,7 +189,7 @@ def states_wanted(held: Held, members: Sequence[Named], stored: Mapping[str, Any
             prefix, dot, more = prefix.rpartition(".")
             name = f"{more}.{name}"
         if dot:
-            wanted[key] = Wanted(prefixes[prefix], name, _rows_wanted(held, prefixes[prefix], key, found))
+            wanted[key] = StateRows(prefixes[prefix], name, _rows_wanted(held, prefixes[prefix], key, found))
     return wanted
 
 
@@ -217,7 +219,7 @@ def packed(
     return {STATE: {at[name]: dict(states[name]) for name in names if name in states}, GROUPS: numbered}
 
 
-def _rows_wanted(held: Held, named: Named, key: str, found: Any) -> Item | None:
+def _rows_wanted(held: ModelContents, named: Named, key: str, found: Any) -> Item | None:
     if not isinstance(found, TensorStorageMetadata):
         return None
     param, shape, start = named.param, tuple(found.size), 0
@@ -234,7 +236,7 @@ def _rows_wanted(held: Held, named: Named, key: str, found: Any) -> Item | None:
     return Item((key,), torch.empty(rows, dtype=found.properties.dtype), start, shape)
 
 
-def _padded(held: Held, want: Wanted, value: Any) -> Any:
+def _padded(held: ModelContents, want: StateRows, value: Any) -> Any:
     param, item = want.named.param, want.item
     if item is None or param is None or not param.sharded or item.shape != param.shape:
         return value

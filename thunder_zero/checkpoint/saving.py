@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint import contents, dcp, folder, manifest, reading
-from thunder_zero.checkpoint.contents import Held
+from thunder_zero.checkpoint.contents import ModelContents
 from thunder_zero.checkpoint.dcp import Item, Part
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.checkpoint.reading import Found
 from thunder_zero.comm import agree
-from thunder_zero.comm.agree import Line, OwnState, Pending, all_or_none
+from thunder_zero.comm.agree import Fact, OwnState, Pending, all_or_none
 from thunder_zero.comm.peers import timeout_of, told_by_rank_0, told_to_rank_0
 from thunder_zero.runtime.optimizer_hooks import load_exactly, owners_of, parameters_of
 from thunder_zero.runtime.state import State
@@ -43,9 +43,9 @@ class Background:
         self.last: Future[Path] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="thunder_zero-save")
 
-    def start(self, path: Path, items: Sequence[Item], keep: int | None) -> Future[Path]:
+    def start(self, path: Path, items: Sequence[Item], max_to_keep: int | None) -> Future[Path]:
         """Save in the thread; an error is told at once, and raised by the next save, too."""
-        self.last = self._thread.submit(write, path, items, keep, self.group)
+        self.last = self._thread.submit(write, path, items, max_to_keep, self.group)
         self.last.add_done_callback(_warn)
         return self.last
 
@@ -74,26 +74,32 @@ def finish_last(state: State) -> None:
 def save(
     state: State,
     path: Path,
-    held: Held,
+    held: ModelContents,
     optimizers: Sequence[Optimizer],
     extra: Mapping[str, Any],
     *,
-    keep: int | None,
+    max_to_keep: int | None,
     wait: bool,
 ) -> Future[Path]:
     """Save on all ranks; the future has the path. See :func:`thunder_zero.save`."""
     agree.require_same(
         [
-            Line("the path to save at", str(path), ALIKE),
-            Line("the extras to save", str(sorted(extra)), ALIKE),
-            Line("keep, wait and how many optimizers there are", str((keep, wait, len(optimizers))), ALIKE),
+            Fact("the path to save at", str(path), ALIKE),
+            Fact("the extras to save", str(sorted(extra)), ALIKE),
+            Fact(
+                "max_to_keep, wait and how many optimizers there are", str((max_to_keep, wait, len(optimizers))), ALIKE
+            ),
         ],
         state.group,
     )
     with all_or_none(state.group, "to save"):
         finish_last(state)  # it may have failed on one rank alone
-        if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
-            raise ValueError(f"keep is {keep!r}; give a number of checkpoints, 1 or more, or None to keep all")
+        if max_to_keep is not None and (
+            not isinstance(max_to_keep, int) or isinstance(max_to_keep, bool) or max_to_keep < 1
+        ):
+            raise ValueError(
+                f"max_to_keep is {max_to_keep!r}; give a number of checkpoints, 1 or more, or None to keep all"
+            )
         require_closed(state, "a checkpoint does not have them; save")
         items = contents.model_items(held) + extra_items(held, extra)
         items += contents.optimizer_items(held, optimizers)
@@ -101,14 +107,14 @@ def save(
     agree.require_same(lines, state.group)
     if wait:
         done: Future[Path] = Future()
-        done.set_result(write(path, items, keep, state.group))
+        done.set_result(write(path, items, max_to_keep, state.group))
         return done
     background = _backgrounds.get(state)
     if background is None:
         background = _backgrounds[state] = Background(state.group, state.device)
     with all_or_none(state.group, "to save"):
         items = [contents.copied(item) for item in items]
-    return background.start(path, items, keep)
+    return background.start(path, items, max_to_keep)
 
 
 def require_closed(state: State, why: str) -> None:
@@ -121,7 +127,7 @@ def require_closed(state: State, why: str) -> None:
         raise RuntimeError(f"gradients that no_sync deferred are not reduced yet, and {why} after optimizer.step()")
 
 
-def extra_items(held: Held, extra: Mapping[str, Any]) -> list[Item]:
+def extra_items(held: ModelContents, extra: Mapping[str, Any]) -> list[Item]:
     """What a rank gives beside model and optimizer.
 
     Raises:
@@ -145,7 +151,7 @@ def extra_items(held: Held, extra: Mapping[str, Any]) -> list[Item]:
 
 
 @torch.no_grad()
-def write(path: Path, items: Sequence[Item], keep: int | None, group: dist.ProcessGroup) -> Path:
+def write(path: Path, items: Sequence[Item], max_to_keep: int | None, group: dist.ProcessGroup) -> Path:
     """Write, agree, publish."""
     rank = group.rank()
     try:
@@ -157,7 +163,7 @@ def write(path: Path, items: Sequence[Item], keep: int | None, group: dist.Proce
         parts = told_to_rank_0(part, group)
         with all_or_none(group, "to save"):
             if rank == 0:
-                publish(path, parts, keep)
+                finish_checkpoint(path, parts, max_to_keep)
     except BaseException:
         if rank == 0:
             folder.abandon(path)
@@ -165,18 +171,18 @@ def write(path: Path, items: Sequence[Item], keep: int | None, group: dist.Proce
     return path
 
 
-def publish(path: Path, parts: Sequence[Part], keep: int | None) -> None:
+def finish_checkpoint(path: Path, parts: Sequence[Part], max_to_keep: int | None) -> None:
     """What rank 0 does once all ranks have written."""
     files, tensors = dcp.finish(folder.staging_of(path), parts)
     folder.publish(path, Manifest(folder.next_number(path), len(parts), files, tensors))
-    if keep is not None:
-        folder.prune(path, keep)
+    if max_to_keep is not None:
+        folder.prune(path, max_to_keep)
 
 
 def load(
     state: State,
     path: Path,
-    held: Held,
+    held: ModelContents,
     optimizers: Sequence[Optimizer],
     into: Mapping[str, Stateful],
     owners: Mapping[str, OwnState],
@@ -187,7 +193,7 @@ def load(
     group = state.group
     what = str((len(optimizers), sorted(into), check))
     lines = [("the path to load from", str(path)), ("how many optimizers there are, the extras, and check", what)]
-    agree.require_same([Line(name, value, ALIKE) for name, value in lines], group)
+    agree.require_same([Fact(name, value, ALIKE) for name, value in lines], group)
     with all_or_none(group, "to load"):
         await_last(state)
         require_closed(state, "are of the weights before; load")
@@ -203,7 +209,7 @@ def load(
         *((owners[name], partial(owners[name].load_state_dict, value)) for name, value in found.states.items()),
         *((optimizer, partial(load_exactly, optimizer, saved)) for optimizer, saved in pairs),
     ]
-    agree.put([Pending(found.tensors, states)], group)
+    agree.write_all_or_none([Pending(found.tensors, states)], group)
     return found.extras
 
 
@@ -295,7 +301,7 @@ def require_whole(where: Path, written: Manifest, rank: int, ranks: int) -> None
         raise ValueError(f"{where} is damaged: {'; '.join(wrong)}; nothing was loaded, take another checkpoint")
 
 
-def read(where: Path, held: Held, optimizers: Sequence[Optimizer], ranks: int) -> Found:
+def read(where: Path, held: ModelContents, optimizers: Sequence[Optimizer], ranks: int) -> Found:
     """Everything for one rank, into new memory; ``ranks`` is how many saved it, if known.
 
     Raises:

@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Fact:
     """Something that has to agree.
 
     Attributes:
@@ -45,26 +45,26 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(_flat_bytes(tensor.detach().cpu()).numpy().data).hexdigest()[:16]
 
 
-def describe(module: nn.Module, plan: Plan, device: torch.device) -> list[Line]:
+def describe(module: nn.Module, plan: Plan, device: torch.device) -> list[Fact]:
     """What has to agree beside the values: the policy, the units, each parameter and buffer in order.
 
     Where values are comes in where no rank's are broadcast, since ranks make those of the meta device together.
     """
     lines = [
-        Line(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
+        Fact(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
         for field in fields(plan.policy)
         if field.name != "unit_of"  # a function; what it answers is compared
     ]
-    lines.append(Line("the device", device.type, "put the module on the same kind of device on every rank"))
+    lines.append(Fact("the device", device.type, "put the module on the same kind of device on every rank"))
     mesh = f"{plan.replicas} x {plan.world_size}"
-    lines.append(Line("the mesh (copies x ranks)", mesh, "give every rank the same mesh, or the same process_group"))
+    lines.append(Fact("the mesh (copies x ranks)", mesh, "give every rank the same mesh, or the same process_group"))
     for param in plan.params:
         what = f"shape {param.shape}, {param.dtype}, requires_grad={param.requires_grad}, unit {param.unit!r}"
         if plan.policy.broadcast_from is None and module.get_parameter(param.path).is_meta:
             what += ", on the meta device"
-        lines.append(Line(f"parameter {' = '.join(map(repr, param.names))}", what))
+        lines.append(Fact(f"parameter {' = '.join(map(repr, param.names))}", what))
     for name, buffer in module.named_buffers():
-        lines.append(Line(f"buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
+        lines.append(Fact(f"buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
     return lines
 
 
@@ -118,7 +118,7 @@ class OwnState:
 
 
 @torch.no_grad()
-def put(parts: Sequence[Pending], group: dist.ProcessGroup) -> None:
+def write_all_or_none(parts: Sequence[Pending], group: dist.ProcessGroup) -> None:
     """Write all of it, or nothing, if what takes a state refuses it on any rank; a collective.
 
     Raises:
@@ -161,7 +161,7 @@ def _restore(thing: Any, before: Any) -> None:
         thing.load_state_dict(before)
 
 
-def require_same(lines: Sequence[Line], group: dist.ProcessGroup) -> None:
+def require_same(lines: Sequence[Fact], group: dist.ProcessGroup) -> None:
     """Raise on every rank if any rank's lines differ from rank 0's; a collective.
 
     Raises:

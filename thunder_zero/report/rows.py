@@ -22,7 +22,7 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline, gathered_by
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SourceLine:
     """One line of a trace.
 
     Attributes:
@@ -49,7 +49,7 @@ class Row:
         alive: bytes of gathered parameters alive after the line.
     """
 
-    line: Line
+    line: SourceLine
     kind: Kind | None
     params: tuple[str, ...]
     gradients: bool
@@ -65,7 +65,7 @@ class Gap:
     lines: int
 
 
-def rows(lines: Iterable[Line], timeline: Timeline, *, backward: bool) -> tuple[Row, ...]:
+def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> tuple[Row, ...]:
     """The lines of one half of a timeline, each with its meaning.
 
     Raises:

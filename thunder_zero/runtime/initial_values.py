@@ -24,7 +24,7 @@ from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.transport import transport_for
 from thunder_zero.plan import Param, Plan
-from thunder_zero.runtime.shards import is_hollow, kept_of
+from thunder_zero.runtime.shards import at_rest_of, is_hollow
 
 CPU = torch.device("cpu")  # where values are drawn, whatever the device: a seed means the same on all machines
 
@@ -99,12 +99,12 @@ def initial_values(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.de
     return values
 
 
-def _given(plan: Plan, sources: Sources) -> list[agree.Line]:
+def _given(plan: Plan, sources: Sources) -> list[agree.Fact]:
     """What is given decides what ranks do together, unless one of them gives the values to all."""
     if plan.policy.broadcast_from is not None:
         return []
     return [
-        agree.Line(f"the argument {name}", "something" if there else "None", f"give {name} on every rank, or on none")
+        agree.Fact(f"the argument {name}", "something" if there else "None", f"give {name} on every rank, or on none")
         for name, there in (("init", sources.init is not None), ("weights", sources.weights is not None))
     ]
 
@@ -230,7 +230,7 @@ class _Maker:
     def _at_rest(self, full: Tensor, param: Param) -> Tensor:
         if self.source is None and self.group.size() > 1:
             self.digests[param.path] = agree.digest(full)
-        return kept_of(full.to(self.device), param, self.plan)
+        return at_rest_of(full.to(self.device), param, self.plan)
 
     def require_written(self) -> None:
         """Refuse what nothing gave a value."""
@@ -303,14 +303,14 @@ class _Maker:
         if self.source is None:
             agree.require_same([self._line(path, digest) for path, digest in self.digests.items()], self.group)
 
-    def _line(self, path: str, digest: str) -> agree.Line:
+    def _line(self, path: str, digest: str) -> agree.Fact:
         when = "before it builds the module"
         if self.module.get_parameter(path).is_meta:
             when = "before the transform, which draws them"
         remedy = f"seed every rank alike {when}, or pass broadcast_from=0"
         if self.weights is not None:
             remedy = "give every rank the same weights, or pass broadcast_from=0"
-        return agree.Line(f"the initial value of parameter {path!r}", f"weights with SHA-256 {digest}", remedy)
+        return agree.Fact(f"the initial value of parameter {path!r}", f"weights with SHA-256 {digest}", remedy)
 
 
 def _names(module: nn.Module) -> dict[Tensor, list[str]]:

@@ -87,8 +87,8 @@ def padded(full: Tensor, param: Param, plan: Plan) -> Tensor:
     return buffer
 
 
-class Held:
-    """ZeRO-2's gathered parameters that an accumulation goes on with (``policy.hold_gathered``)."""
+class HeldOver:
+    """ZeRO-2's gathered parameters that an accumulation goes on with (``policy.gather_once_per_accumulation``)."""
 
     def __init__(self, versions: Versions) -> None:
         self._held: dict[str, Tensor] = {}

@@ -76,7 +76,7 @@ def _seen(value: Any) -> str:
     return f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
 
 
-def kept_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
+def at_rest_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
     """What is there of a full parameter at rest: all of it (ZeRO-1, replicated ones), or this rank's rows."""
     return full if param.resident else own_rows(full, param, plan)
 

@@ -28,7 +28,7 @@ from thunder_zero.runtime import optimizer_hooks
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.clock import Clock
 from thunder_zero.runtime.intact import Intact
-from thunder_zero.runtime.resident import Buffers, Held, Versions, padded, rows_in
+from thunder_zero.runtime.resident import Buffers, HeldOver, Versions, padded, rows_in
 from thunder_zero.runtime.shards import own_rows, placeholder, side_by_side
 
 
@@ -86,7 +86,7 @@ class State:
         versions = Versions(self.shards)
         shared = tuple(path for path in buffers if not is_staged(plan.by_name[path], plan, device))
         self._resident = Buffers(buffers, shared, versions)
-        self._held = Held(versions)
+        self._held = HeldOver(versions)
         for path, original in originals.items():
             optimizer_hooks.replace(original, self.placeholders[path], path, self)
         optimizer_hooks.watch(self)
@@ -115,14 +115,14 @@ class State:
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start gathering. ZeRO-1 sends only what an optimizer has changed since the last time, ZeRO-2 under
-        ``policy.hold_gathered`` only what the accumulation has not gathered before."""
+        ``policy.gather_once_per_accumulation`` only what the accumulation has not gathered before."""
         return self.clock.watched(self._gather(shards, paths), paths[0], gather=True)
 
     def _gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         params = [self.plan.by_name[path] for path in paths]
         if params[0].resident:
             return self._resident.gather(shards, params, self._transport.all_gather)
-        if self.plan.policy.hold_gathered and params[0].kept:
+        if self.plan.policy.gather_once_per_accumulation and params[0].gathered_once:
             return self._held.gather(shards, params, self._transport.all_gather, last=self.synced)
         return self._transport.all_gather(shards, params)
 

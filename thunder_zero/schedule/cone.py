@@ -42,16 +42,16 @@ def cone(timeline: Timeline) -> dict[str, int]:
     return inside
 
 
-def not_kept(timeline: Timeline, inside: Mapping[str, int]) -> dict[str, int]:
+def regathered(timeline: Timeline, inside: Mapping[str, int]) -> dict[str, int]:
     """The values of the cone ``inside`` that depend on a parameter that is not kept, or on a cast copy, and the
     handles of its gathers, each with the position of the operation that writes it."""
     found: dict[str, int] = {}
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.GATHER:
-            writes = op.writes if any(not param.kept for param in timeline.params_of(op)) else ()
+            writes = op.writes if any(not param.gathered_once for param in timeline.params_of(op)) else ()
         elif timeline.ends(op, Kind.GATHER):
             params = timeline.params_of(op)
-            writes = tuple(name for name, param in zip(op.writes, params, strict=True) if not param.kept)
+            writes = tuple(name for name, param in zip(op.writes, params, strict=True) if not param.gathered_once)
         else:
             writes = () if found.keys().isdisjoint(op.reads) and timeline.cast.isdisjoint(op.reads) else op.writes
         found.update((name, at) for name in writes if name in inside or op.kind is Kind.GATHER)

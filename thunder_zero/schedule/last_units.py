@@ -15,16 +15,16 @@ from itertools import groupby
 
 from thunder_zero.plan import Plan
 from thunder_zero.schedule.bucket import bucket
-from thunder_zero.schedule.cone import cone, not_kept
+from thunder_zero.schedule.cone import cone, regathered
 from thunder_zero.schedule.free import free
-from thunder_zero.schedule.prefetch import launch
-from thunder_zero.schedule.regather import keep
+from thunder_zero.schedule.prefetch import prefetch
+from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
 
 
-def keep_last(timeline: Timeline) -> Timeline:
-    """Keeps the last units of forward, as many as do not raise the peak of gathered bytes (``policy.keep_last``)."""
-    if not timeline.plan.policy.keep_last:
+def gather_last_units_once(timeline: Timeline) -> Timeline:
+    """Keeps the last units of forward, as many as do not raise the peak of gathered bytes (``policy.gather_last_units_once``)."""
+    if not timeline.plan.policy.gather_last_units_once:
         return timeline
     short = timeline.with_ops(_touching(timeline))
     bound = _peak(short)
@@ -42,7 +42,10 @@ def keep_last(timeline: Timeline) -> Timeline:
 def _keeping(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:
     """The plan with the parameters of these runs kept, too."""
     paths = frozenset().union(*runs)
-    return replace(plan, params=tuple(replace(param, kept=param.kept or param.path in paths) for param in plan.params))
+    return replace(
+        plan,
+        params=tuple(replace(param, gathered_once=param.gathered_once or param.path in paths) for param in plan.params),
+    )
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
@@ -81,7 +84,7 @@ def _touching(timeline: Timeline) -> list[Op]:
 
 def _peak(timeline: Timeline) -> int:
     """The most gathered bytes that are alive at once, were it scheduled as it is."""
-    return max(gathered_bytes(free(launch(bucket(keep(timeline))))), default=0)
+    return max(gathered_bytes(free(prefetch(bucket(regather(timeline))))), default=0)
 
 
 def _runs_from_the_last(timeline: Timeline) -> list[frozenset[str]]:
@@ -90,7 +93,7 @@ def _runs_from_the_last(timeline: Timeline) -> list[frozenset[str]]:
     All, because a fuser may let backward compute from those too that it would not read otherwise (a bias). The root
     unit comes in several runs: its embedding at the end, its head at the start.
     """
-    chain = {name: at for name, at in not_kept(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
+    chain = {name: at for name, at in regathered(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
     needed: set[str] = set()
     reads = [read for op in timeline.ops[:-1] if op.backward for read in op.reads]
     while reads:

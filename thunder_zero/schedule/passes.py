@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
-from thunder_zero.schedule.last_units import keep_last
-from thunder_zero.schedule.prefetch import launch
-from thunder_zero.schedule.regather import keep
-from thunder_zero.schedule.sink_waits import wait
+from thunder_zero.schedule.last_units import gather_last_units_once
+from thunder_zero.schedule.prefetch import prefetch
+from thunder_zero.schedule.regather import regather
+from thunder_zero.schedule.sink_waits import sink_waits
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.verify import check
 
 PASSES = (
-    keep_last,  # decide which units forward keeps without more being gathered at once
-    keep,  # gather again what forward frees: for backward, and for each unit if asked to
+    gather_last_units_once,  # decide which units forward keeps without more being gathered at once
+    regather,  # gather again what forward frees: for backward, and for each unit if asked to
     bucket,  # merge gathers, and reductions, of one unit and dtype
-    launch,  # start gathers ahead of their use, within the bytes in flight
-    wait,  # end reductions late, within the bytes in flight
+    prefetch,  # start gathers ahead of their use, within the bytes in flight
+    sink_waits,  # end reductions late, within the bytes in flight
     free,  # free each gathered parameter after its last use: last, since uses do not move any more
 )
 

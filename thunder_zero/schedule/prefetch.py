@@ -46,7 +46,7 @@ from thunder_zero.schedule.cone import cone
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
-def launch(timeline: Timeline) -> Timeline:
+def prefetch(timeline: Timeline) -> Timeline:
     """Starts each gather as early as ``policy.prefetch`` allows, or as late as ``policy.times`` do.
 
     No start puts more than ``policy.in_flight_bytes`` under way. The first one of a half has the wire to itself: what
@@ -75,13 +75,13 @@ class _Use:
     Attributes:
         at: others may start after this position: the wait, or what stands before the first read of what forward kept.
         gather: what gathers it.
-        is_kept: forward gathered it, and backward has it from the start.
+        is_gathered_once: forward gathered it, and backward has it from the start.
         nbytes: that take the wire for it: of the gather, and of the reductions since the use before.
     """
 
     at: int
     gather: Op
-    is_kept: bool
+    is_gathered_once: bool
     nbytes: int
 
 
@@ -92,7 +92,7 @@ def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
     starts: list[tuple[int, Op]] = []
     earliest = start - 1
     for use, ended in zip(uses, _ended(timeline, uses), strict=True):
-        if not use.is_kept:
+        if not use.is_gathered_once:
             shards = max(written.get(read, earliest) for read in use.gather.reads)
             earliest = max(earliest, shards, uses[ended - 1].at if ended else earliest)
             starts.append((earliest, use.gather))
@@ -132,7 +132,7 @@ def _kept(timeline: Timeline, border: int) -> dict[str, Op]:
     for op in timeline.ops[:border]:
         if timeline.ends(op, Kind.GATHER):
             params = zip(op.writes, timeline.params_of(op), strict=True)
-            names = [name for name, param in params if param.kept and not param.resident]
+            names = [name for name, param in params if param.gathered_once and not param.resident]
             kept.update(dict.fromkeys(names, timeline.launches[op.reads[0]]))
         elif read := [name for name in op.reads if name in kept]:
             kept.update((name, kept[read[0]]) for name in op.writes if name in inside)

@@ -13,7 +13,7 @@ backward. What backward reads of it is gathered and computed again, right before
                                             compute wt_again  <- w_again
     compute gx  <- gy, wt                   compute gx  <- gy, wt_again
 
-A parameter with ``regather`` is treated so within forward too: where another unit has gathered since it was gathered,
+A parameter with ``gather_per_unit`` is treated so within forward too: where another unit has gathered since it was gathered,
 its next use reads a gather of its own.
 """
 
@@ -23,19 +23,19 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from thunder_zero.schedule.cone import cone, not_kept
+from thunder_zero.schedule.cone import cone, regathered
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
 
 NOT_A_TENSOR = Value(0, "")
 
 
-def keep(timeline: Timeline) -> Timeline:
+def regather(timeline: Timeline) -> Timeline:
     """Gathers again, for backward and for each unit in forward, what is not kept."""
     return _again_in_forward(_again_in_backward(timeline))  # so that backward copies originals, one for all readers
 
 
 def _again_in_backward(timeline: Timeline) -> Timeline:
-    chain = {name: at for name, at in not_kept(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
+    chain = {name: at for name, at in regathered(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
     values = dict(timeline.values)
     names: dict[str, str] = {}
     ops: list[Op] = []
@@ -49,7 +49,7 @@ def _again_in_backward(timeline: Timeline) -> Timeline:
 
 
 def _again_in_forward(timeline: Timeline) -> Timeline:
-    if not any(param.regather for param in timeline.plan.params) or not (chains := _regathered(timeline)):
+    if not any(param.gather_per_unit for param in timeline.plan.params) or not (chains := _regathered(timeline)):
         return timeline
     unit_of = {name: unit for unit, chain in chains.items() for name in chain}
     values = dict(timeline.values)
@@ -78,14 +78,16 @@ def _again_in_forward(timeline: Timeline) -> Timeline:
 
 
 def _regathered(timeline: Timeline) -> dict[str, dict[str, int]]:
-    """By unit, the values of forward's cone (and handles) that its ``regather`` parameters lead to, each with the
+    """By unit, the values of forward's cone (and handles) that its ``gather_per_unit`` parameters lead to, each with the
     position of its writer. A value that mixes several units is left out: it is computed once."""
-    inside = not_kept(timeline, cone(timeline))
+    inside = regathered(timeline, cone(timeline))
     unit_of: dict[str, str] = {}
     chains: dict[str, dict[str, int]] = {}
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.GATHER:
-            units = {param.unit for param in timeline.params_of(op) if param.regather and not param.kept}
+            units = {
+                param.unit for param in timeline.params_of(op) if param.gather_per_unit and not param.gathered_once
+            }
         else:
             units = {unit_of[read] for read in op.reads if read in unit_of}
         if len(units) == 1 and not op.backward:

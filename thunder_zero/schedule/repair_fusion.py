@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from thunder_zero.schedule.cone import cone, not_kept
+from thunder_zero.schedule.cone import cone, regathered
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
 
 
-def mend(timeline: Timeline) -> Timeline:
+def repair_fusion(timeline: Timeline) -> Timeline:
     """Lets backward read its own gathers; the same timeline where it does already."""
-    chain = {name: at for name, at in not_kept(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
+    chain = {name: at for name, at in regathered(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
     if not any(read in chain for op in timeline.ops[:-1] if op.backward for read in op.reads):
         return timeline
     ends = (op for op in timeline.ops if op.backward and timeline.ends(op, Kind.GATHER))

@@ -22,7 +22,7 @@ from collections import deque
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
-def wait(timeline: Timeline) -> Timeline:
+def sink_waits(timeline: Timeline) -> Timeline:
     """Moves the waits of reductions as far back as their readers and the bound allow."""
     bound = timeline.plan.policy.in_flight_bytes
     last = len(timeline.ops) - 1

@@ -180,7 +180,7 @@ def gathered_bytes(timeline: Timeline) -> tuple[int, ...]:
     A gathered parameter takes its full bytes from the launch of its gather, where the buffer is allocated, to its
     FREE. Resident parameters (ZeRO-1) are there anyway and do not count. On backends whose own collectives send chunks
     of one size (NCCL), a parameter whose rows W does not divide takes up to W - 1 rows more. What an accumulation holds
-    (``policy.hold_gathered``) stays when the step ends, and is not counted after it.
+    (``policy.gather_once_per_accumulation``) stays when the step ends, and is not counted after it.
     """
     alive, counts = 0, []
     for op in timeline.ops:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 
-from thunder_zero.schedule.cone import cone, last_reads, not_kept, returned
+from thunder_zero.schedule.cone import cone, last_reads, regathered, returned
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 
 NAMED = 8  # values or parameters of an operation that an error names
@@ -310,16 +310,16 @@ def _check_gathered_again(timeline: Timeline) -> None:
     gathered: dict[tuple[str, bool], int] = {}
     for at, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
-            half = (param.path, op.backward and not param.kept)
-            if half in gathered and (op.backward or param.kept or not param.regather):
-                why = "is kept" if param.kept else "needs one gather in each half"
+            half = (param.path, op.backward and not param.gathered_once)
+            if half in gathered and (op.backward or param.gathered_once or not param.gather_per_unit):
+                why = "is kept" if param.gathered_once else "needs one gather in each half"
                 raise _fail(timeline, at, f"gathers {param.path} again after op {gathered[half]}; it {why}")
             gathered[half] = at
 
 
 def _check_saved(timeline: Timeline, inside: Mapping[str, int]) -> None:
     """Backward reads nothing of forward's that depends on parameters alone, unless they are kept."""
-    crossing = {name for name, at in not_kept(timeline, inside).items() if not timeline.ops[at].backward}
+    crossing = {name for name, at in regathered(timeline, inside).items() if not timeline.ops[at].backward}
     for at, op in enumerate(timeline.ops[:-1]):
         if op.backward and (saved := [name for name in op.reads if name in crossing]):
             raise _fail(timeline, at, f"reads forward's {saved[0]}, which depends on parameters that are not kept")

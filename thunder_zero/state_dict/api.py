@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint.api import held_by, several
-from thunder_zero.comm.agree import Line, all_or_none, put, require_same
+from thunder_zero.comm.agree import Fact, all_or_none, require_same, write_all_or_none
 from thunder_zero.module import transform_of
 from thunder_zero.state_dict import model_state, optimizer_state
 
 if TYPE_CHECKING:
-    from thunder_zero.checkpoint.contents import Held
+    from thunder_zero.checkpoint.contents import ModelContents
     from thunder_zero.runtime.state import State
 
     from thunder.core.module import ThunderModule
@@ -158,8 +158,8 @@ def set_model_state_dict(
         Exception: what a module's ``set_extra_state`` raises.
     """
     state, held, options = _prepared(model, options, None)
-    missing, unknown, part = model_state.read_model(state, held, model._model, model_state_dict, options)
-    put([part], state.group)
+    missing, unknown, part = model_state.values_for_model(state, held, model._model, model_state_dict, options)
+    write_all_or_none([part], state.group)
     return Incompatible(missing, unknown)
 
 
@@ -191,8 +191,8 @@ def set_optimizer_state_dict(
         RuntimeError: a state is missing, and ``strict``; another rank refused.
     """
     state, held, options = _prepared(model, options, None)
-    part = optimizer_state.read_optimizers(state, held, several(optimizers), optim_state_dict, options)
-    put([part], state.group)
+    part = optimizer_state.values_for_optimizers(state, held, several(optimizers), optim_state_dict, options)
+    write_all_or_none([part], state.group)
 
 
 def set_state_dict(
@@ -209,20 +209,20 @@ def set_state_dict(
     >>> set_state_dict(model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer)
     """
     state, held, options = _prepared(model, options, None)
-    missing, unknown, part = model_state.read_model(state, held, model._model, model_state_dict, options)
-    other = optimizer_state.read_optimizers(state, held, several(optimizers), optim_state_dict, options)
-    put([part, other], state.group)
+    missing, unknown, part = model_state.values_for_model(state, held, model._model, model_state_dict, options)
+    other = optimizer_state.values_for_optimizers(state, held, several(optimizers), optim_state_dict, options)
+    write_all_or_none([part, other], state.group)
     return Incompatible(missing, unknown)
 
 
 def _prepared(
     model: ThunderModule, options: StateDictOptions | None, submodules: object
-) -> tuple[State, Held, StateDictOptions]:
+) -> tuple[State, ModelContents, StateDictOptions]:
     """The model as ranks agree that it is asked for."""
     state = transform_of(model).state
     with all_or_none(state.group, "the state dict"):
         held, options = held_by(model), _supported(options, submodules)
-    require_same([Line("the options of the state dict", str(options), "give every rank the same")], state.group)
+    require_same([Fact("the options of the state dict", str(options), "give every rank the same")], state.group)
     return state, held, options
 
 

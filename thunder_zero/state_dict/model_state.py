@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from thunder_zero.checkpoint.contents import Held
+from thunder_zero.checkpoint.contents import ModelContents
 from thunder_zero.comm import agree
-from thunder_zero.comm.agree import Line, OwnState, Pending, all_or_none
+from thunder_zero.comm.agree import Fact, OwnState, Pending, all_or_none
 from thunder_zero.comm.peers import told_by_rank_0
 from thunder_zero.plan import Param
 from thunder_zero.runtime.shards import own_rows, real_rows
@@ -62,7 +62,7 @@ def whole_value(value: Any, options: StateDictOptions) -> Any:
 
 
 @torch.no_grad()
-def model_state_dict(state: State, held: Held, options: StateDictOptions) -> dict[str, Any]:
+def model_state_dict(state: State, held: ModelContents, options: StateDictOptions) -> dict[str, Any]:
     """The plain module's state dict, with what is in the model; what hooks add to it stays as it is."""
     whole = {**held.ignored, **held.buffers, **held.states}
     frozen = {name for name, param in held.plan.by_name.items() if not param.requires_grad}
@@ -104,8 +104,8 @@ def counts(state: State, options: StateDictOptions) -> bool:
 
 
 @torch.no_grad()
-def read_model(
-    state: State, held: Held, module: nn.Module, values: Mapping[str, Any], options: StateDictOptions
+def values_for_model(
+    state: State, held: ModelContents, module: nn.Module, values: Mapping[str, Any], options: StateDictOptions
 ) -> tuple[list[str], list[str], Pending]:
     """What is missing in a state dict, what is unknown, and the rest for this rank; a collective.
 
@@ -142,7 +142,7 @@ def read_model(
     return missing, unknown, Pending(tensors, states)
 
 
-def targets_of(held: Held) -> dict[str, Target]:
+def targets_of(held: ModelContents) -> dict[str, Target]:
     """Everything that tensors of a state dict go into, by each of its names."""
     shards = {name: Target(held.shards[param.path], param) for name, param in held.plan.by_name.items()}
     return {**shards, **{name: Target(tensor, None) for name, tensor in {**held.ignored, **held.buffers}.items()}}
@@ -255,7 +255,7 @@ def require_same_gathers(state: State, gathers: Mapping[str, object]) -> None:
     """
     remedy = "give every rank its part of the same state dict"
     lines = [
-        Line(f"what of {name!r} in the state dict must be gathered", repr(what), remedy)
+        Fact(f"what of {name!r} in the state dict must be gathered", repr(what), remedy)
         for name, what in gathers.items()
     ]
     agree.require_same(lines, state.group)

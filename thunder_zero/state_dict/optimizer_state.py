@@ -14,7 +14,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from thunder_zero.checkpoint.contents import GROUPS, STATE, Held, Named, all_names, names_of, state_lines, states_of
+from thunder_zero.checkpoint.contents import (
+    GROUPS,
+    STATE,
+    ModelContents,
+    Named,
+    all_names,
+    names_of,
+    state_lines,
+    states_of,
+)
 from thunder_zero.checkpoint.reading import packed
 from thunder_zero.comm import agree
 from thunder_zero.comm.agree import Pending, all_or_none
@@ -73,7 +82,7 @@ def state_value(state: State, param: Param | None, key: str, value: Any, options
 
 @torch.no_grad()
 def optimizers_state_dict(
-    state: State, held: Held, optimizers: Sequence[Optimizer], options: StateDictOptions
+    state: State, held: ModelContents, optimizers: Sequence[Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
     """State by parameter name, and groups with names; or flattened. Nothing of no optimizer. A collective.
 
@@ -127,8 +136,12 @@ class Full:
 
 
 @torch.no_grad()
-def read_optimizers(
-    state: State, held: Held, optimizers: Sequence[Optimizer], values: Mapping[str, Any], options: StateDictOptions
+def values_for_optimizers(
+    state: State,
+    held: ModelContents,
+    optimizers: Sequence[Optimizer],
+    values: Mapping[str, Any],
+    options: StateDictOptions,
 ) -> Pending:
     """What a state dict has for optimizers; it may have more. A collective.
 
@@ -168,7 +181,7 @@ def read_optimizers(
 
 
 def by_parameter(
-    held: Held, values: Mapping[str, Any], wanted: Collection[str]
+    held: ModelContents, values: Mapping[str, Any], wanted: Collection[str]
 ) -> tuple[Mapping[str, Mapping[str, Any]], dict[str, Mapping[str, Any]]]:
     """Hyper-parameters and states of these parameters in a state dict, flattened or not, by their first names.
 

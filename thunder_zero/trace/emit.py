@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
-from thunder_zero.trace.lift import PREAMBLE, Line, lines_of, read_by, written_by
+from thunder_zero.trace.lift import PREAMBLE, TraceLine, lines_of, read_by, written_by
 from thunder_zero.trace.symbols import ZeroExecutor
 
 from thunder.core.proxies import Proxy, TensorProxy, variableify
@@ -35,7 +35,7 @@ def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCt
     return new
 
 
-def _line(op: Op, lines: Sequence[Line], proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
+def _line(op: Op, lines: Sequence[TraceLine], proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
     if op.kind in (Kind.COMPUTE, Kind.DEFER):
         bsym = _compute(op, lines[op.source[0]], proxies)
     elif op.kind is Kind.WAIT:
@@ -47,7 +47,7 @@ def _line(op: Op, lines: Sequence[Line], proxies: dict[str, Proxy], executor: Ze
     return bsym
 
 
-def _compute(op: Op, line: Line, proxies: dict[str, Proxy]) -> BoundSymbol:
+def _compute(op: Op, line: TraceLine, proxies: dict[str, Proxy]) -> BoundSymbol:
     """The lifted line, under the names that the timeline gives to what it reads and writes."""
     written = written_by(line)
     for name, original in zip(op.writes, written.values(), strict=True):

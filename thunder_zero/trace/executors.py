@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from thunder_zero.schedule import passes
-from thunder_zero.schedule.repair_fusion import mend
+from thunder_zero.schedule.repair_fusion import repair_fusion
 from thunder_zero.trace.emit import emit
 from thunder_zero.trace.lift import is_joint, lift, proxies_in
 from thunder_zero.trace.symbols import ZeroExecutor
@@ -68,7 +68,7 @@ class Mend(JointPass):
         if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
             return trace
         timeline = replace(lift(trace, self.executor), plan=self.executor.program.plan)
-        mended = mend(timeline)
+        mended = repair_fusion(timeline)
         return trace if mended is timeline else emit(trace, mended, self.executor)
 
 

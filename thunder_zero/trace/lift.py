@@ -75,7 +75,7 @@ def lift_halves(
     return frees_of_gathered(Timeline(tuple(_with_params(ops)), values, program.plan, inputs, returned))
 
 
-class Line(NamedTuple):
+class TraceLine(NamedTuple):
     """A line of a trace, with the proxies that it is called with and that it gives."""
 
     bsym: BoundSymbol
@@ -83,9 +83,11 @@ class Line(NamedTuple):
     gives: list[Proxy]
 
 
-def lines_of(trace: TraceCtx) -> list[Line]:
+def lines_of(trace: TraceCtx) -> list[TraceLine]:
     """The lines of a trace."""
-    return [Line(bsym, proxies_in((bsym.args, bsym.kwargs)), proxies_in(bsym.output)) for bsym in trace.bound_symbols]
+    return [
+        TraceLine(bsym, proxies_in((bsym.args, bsym.kwargs)), proxies_in(bsym.output)) for bsym in trace.bound_symbols
+    ]
 
 
 def _inputs(given: Any, program: Program) -> dict[str, str | None]:
@@ -99,7 +101,7 @@ def _gradients(given: Sequence[Any], returned: Sequence[Any], program: Program) 
     return tuple((program.inputs[name], grad) for name, grad in named if name in program.inputs)
 
 
-def _ops(line: Line, position: int, backward: bool, executor: ZeroExecutor) -> Iterator[Op]:
+def _ops(line: TraceLine, position: int, backward: bool, executor: ZeroExecutor) -> Iterator[Op]:
     bsym = line.bsym
     if bsym.sym.id in PREAMBLE or bsym.sym is clear_mutable_collection:
         return
@@ -128,7 +130,7 @@ def _require_right_symbol(single: Symbol, paths: Sequence[str], executor: ZeroEx
             raise ScheduleError(f"a line reduces {path} with {single.name}; by the plan it needs {right.name}")
 
 
-def read_by(line: Line) -> dict[str, Proxy]:
+def read_by(line: TraceLine) -> dict[str, Proxy]:
     """What a line reads, by name. A ``get_grad`` names an output of forward and reads its gradient; forward's
     return hands out outputs, and saves the rest for backward, where it is read."""
     bsym = line.bsym
@@ -139,7 +141,7 @@ def read_by(line: Line) -> dict[str, Proxy]:
     return {proxy.name: proxy for proxy in read}
 
 
-def written_by(line: Line) -> dict[str, Proxy]:
+def written_by(line: TraceLine) -> dict[str, Proxy]:
     """What a line writes, by name; an input that it hands through is not written."""
     inputs = {proxy.name for proxy in line.given}
     return {proxy.name: proxy for proxy in line.gives if proxy.name not in inputs}
@@ -175,7 +177,7 @@ def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
         yield replace(op, params=params[op.reads[0]]) if op.kind is Kind.WAIT else op
 
 
-def _values(lines: Sequence[Line]) -> dict[str, Value]:
+def _values(lines: Sequence[TraceLine]) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for line in lines:
         for proxy in (*line.gives, *line.given):
@@ -189,7 +191,7 @@ def dtype_bytes(proxy: TensorProxy | FutureTensorProxy) -> int:
     return int(proxy.dtype.bytes)
 
 
-def _forward_lines(lines: Sequence[Line]) -> list[bool]:
+def _forward_lines(lines: Sequence[TraceLine]) -> list[bool]:
     """Which lines forward's outputs need: Thunder's rule for the split, on positions."""
     result = lines[-1].bsym.args[0]
     if not is_joint(result):
