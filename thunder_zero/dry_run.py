@@ -15,7 +15,8 @@ from thunder_zero.policy import ZERO3, Policy
 from thunder_zero.runtime.shards import placeholder, set_tensor
 from thunder_zero.trace.casts import casting_borders
 from thunder_zero.trace.symbols import Rehearsal
-from thunder_zero.transform import Traces, ZeroTransform
+from thunder_zero.traces import Traces
+from thunder_zero.transform import ZeroTransform
 
 import thunder
 from thunder import compile_data, compile_stats
@@ -78,7 +79,7 @@ def trace(
     if any(parameter.is_meta for parameter in module.parameters()):
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
     with _as_computed(module, transform.plan):
-        return transform.traces(_compile(jitted, args, kwargs))
+        return transform.compiled.traces(_compile(jitted, args, kwargs))
 
 
 @contextmanager

@@ -14,15 +14,21 @@ transport allows uneven messages.
 from math import prod
 
 
-def chunk_rows(rows: int, world_size: int) -> int:
-    """Rows of one shard, padding included: ``ceil(rows / world_size)``."""
+def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The half-open range of real (unpadded) rows that ``rank`` owns; empty past the end."""
+    chunk = stored_rows(rows, world_size, rank)
+    return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+
+
+def stored_rows(rows: int, world_size: int, rank: int) -> int:
+    """Rows of the shard that ``rank`` stores, padding included: ``ceil(rows / world_size)``."""
     return -(-rows // world_size)
 
 
-def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """The half-open range of real (unpadded) rows that ``rank`` owns; empty past the end."""
-    chunk = chunk_rows(rows, world_size)
-    return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+def padding_rows(rows: int, world_size: int, rank: int) -> int:
+    """Rows of zeros at the end of the shard that ``rank`` stores."""
+    start, stop = row_range(rows, world_size, rank)
+    return stored_rows(rows, world_size, rank) - (stop - start)
 
 
 def is_sharded(shape: tuple[int, ...]) -> bool:
@@ -30,14 +36,16 @@ def is_sharded(shape: tuple[int, ...]) -> bool:
     return len(shape) > 0 and prod(shape) > 0
 
 
-def shard_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-    """Shape of every rank's shard, padding included."""
-    return (chunk_rows(shape[0], world_size), *shape[1:]) if is_sharded(shape) else shape
+def shard_shape(shape: tuple[int, ...], world_size: int, rank: int) -> tuple[int, ...]:
+    """Shape of the shard that ``rank`` stores, padding included."""
+    return (stored_rows(shape[0], world_size, rank), *shape[1:]) if is_sharded(shape) else shape
 
 
 def padded_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
-    """Shape of all shards side by side, padding included."""
-    return (chunk_rows(shape[0], world_size) * world_size, *shape[1:]) if is_sharded(shape) else shape
+    """Shape of all ranks' shards concatenated, padding included."""
+    if not is_sharded(shape):
+        return shape
+    return (sum(stored_rows(shape[0], world_size, rank) for rank in range(world_size)), *shape[1:])
 
 
 def owned_numel(shape: tuple[int, ...], world_size: int, rank: int) -> int:

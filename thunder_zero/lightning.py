@@ -20,13 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from thunder_zero.arguments import policy_of
 from thunder_zero.comm.group import hybrid_mesh
-from thunder_zero.module import ZeroModule, clip_grad_norm_
+from thunder_zero.module import ZeroModule
 from thunder_zero.plugin import zero
 from thunder_zero.policy import Policy
+from thunder_zero.runtime.clip import clip_grad_norm_
 from thunder_zero.state_dict import full_state
 from thunder_zero.state_dict.api import StateDictOptions, get_model_state_dict, set_model_state_dict
-from thunder_zero.transform import DEFAULT_STAGE, ZeroTransform, policy_of
+from thunder_zero.transform import ZeroTransform
 
 import thunder
 from thunder.core.module import ThunderModule
@@ -80,7 +82,7 @@ class ZeroStrategy(DDPStrategy):
         self,
         policy: Policy | int | None = None,
         *,
-        stage: int = DEFAULT_STAGE,
+        stage: int | None = None,
         mesh_shape: tuple[int, int] | None = None,
         init: Callable[[nn.Module], object] | None = None,
         weights: Mapping[str, Tensor] | None = None,
@@ -107,7 +109,9 @@ class ZeroStrategy(DDPStrategy):
         )
         if not isinstance(policy, Policy):
             changes.setdefault("broadcast_from", 0)
-        self.policy = policy_of(policy, stage, changes)
+        if stage is not None:
+            changes["stage"] = stage
+        self.policy = policy_of(policy, changes)
         self.mesh_shape = mesh_shape
         self._sources = {"init": init, "weights": weights}
         self.jit_options = dict(jit_options or {})
@@ -248,7 +252,7 @@ class Forward(nn.Module):
         """
         if self._forward_of() is not self._forward_then:
             raise RuntimeError(
-                f"a method of {type(self.model._model).__name__} was called through Fabric's wrapper in the place of "
+                f"a method of {type(self.model.plain).__name__} was called through Fabric's wrapper in the place of "
                 f"forward (mark_forward_method, training_step), and Thunder compiles forward alone; let forward do "
                 f"what the method does"
             )
@@ -261,7 +265,7 @@ class Forward(nn.Module):
         memo = set() if memo is None else memo
         if self in memo:
             return
-        plain = self.model._model
+        plain = self.model.plain
         memo.update((self, self.model, *plain.modules()))
         yield prefix, self
         root = f"{prefix}.model" if prefix else "model"

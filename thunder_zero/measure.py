@@ -7,12 +7,12 @@ from math import inf
 from statistics import median
 
 from thunder_zero.comm import agree
-from thunder_zero.module import transform_of
+from thunder_zero.module import traces_of
 from thunder_zero.runtime.clock import computed, mean_over_ranks
+from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.times import Times
-from thunder_zero.transform import traces_of
 
 from thunder import compile_stats
 from thunder.core.module import ThunderModule
@@ -37,7 +37,7 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
         ValueError: ``steps`` is out of its range.
         RuntimeError: the model was not called yet, or ``step`` does not run forward and backward of it once.
     """
-    state = transform_of(model).state
+    state = sharded_model(model).state
     with agree.all_or_none(state.group, "its arguments"):
         if not callable(step):
             raise TypeError(f"step is {step!r}; give a function that runs one forward and backward of the model")

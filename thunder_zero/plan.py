@@ -124,11 +124,15 @@ class Plan:
 
     def shard_shape(self, param: Param) -> tuple[int, ...]:
         """Shape that the optimizer sees: this rank's rows with padding, or the full shape."""
-        return layout.shard_shape(param.shape, self.world_size) if param.sharded else param.shape
+        return layout.shard_shape(param.shape, self.world_size, self.rank) if param.sharded else param.shape
 
     def shard_bytes(self, param: Param) -> int:
         """Bytes at rest of what the optimizer sees, padding included."""
         return prod(self.shard_shape(param)) * param.dtype.itemsize
+
+    def rests_on_host(self, param: Param) -> bool:
+        """Whether its shard, its gradient and the optimizer's state rest in host memory (``cpu_offload``)."""
+        return self.policy.cpu_offload and param.sharded
 
     def gather_bytes(self, param: Param) -> int:
         """Bytes that this rank sends to gather the parameter once."""

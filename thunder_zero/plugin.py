@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Unpack
 
+from thunder_zero.arguments import Arguments, given
 from thunder_zero.policy import Policy
-from thunder_zero.transform import DEFAULT_STAGE, ZeroTransform, policy_of, refuse_transformed, sources_of
+from thunder_zero.refusals import require_untransformed
+from thunder_zero.transform import ZeroTransform
 
 import thunder
 from thunder import Plugin, compile_stats
@@ -16,24 +17,8 @@ from thunder.core.transforms import add_transform
 from thunder.extend import Executor
 from thunder.plugins import register_plugin
 
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
-
-def zero(
-    model: ThunderModule,
-    policy: Policy | int | None = None,
-    *,
-    stage: int = DEFAULT_STAGE,
-    process_group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
-    device: torch.device | str | None = None,
-    init: Callable[[torch.nn.Module], object] | None = None,
-    weights: Mapping[str, torch.Tensor] | None = None,
-    **changes: Any,
-) -> ThunderModule:
+def zero(model: ThunderModule, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> ThunderModule:
     """Shard a jitted module, where ``thunder.distributed.fsdp`` or ``ddp`` stood.
 
     >>> model = tz.zero(thunder.jit(module), stage=3)
@@ -46,9 +31,8 @@ def zero(
     """
     if not isinstance(model, ThunderModule):
         raise TypeError(f"zero takes a jitted module, got {type(model).__name__}; call it on thunder.jit(module)")
-    where: dict[str, Any] = {"process_group": process_group, "mesh": mesh, "device": device}
-    transform = ZeroTransform(policy, stage=stage, init=init, weights=weights, **where, **changes)
-    refuse_transformed(model, transform)
+    transform = ZeroTransform(policy, **arguments)
+    require_untransformed(model, transform)
     if compile_stats(model).calls:
         raise RuntimeError(
             f"{type(model._model).__name__} was called before it was sharded, so its traces are made; apply zero "
@@ -65,22 +49,9 @@ class Zero(Plugin):
     ``plugins="zero1"``, ``"zero2"`` and ``"zero3"`` name it too. Takes what :class:`ZeroTransform` takes.
     """
 
-    def __init__(
-        self,
-        policy: Policy | int | None = None,
-        *,
-        stage: int = DEFAULT_STAGE,
-        process_group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        device: torch.device | str | None = None,
-        init: Callable[[torch.nn.Module], object] | None = None,
-        weights: Mapping[str, torch.Tensor] | None = None,
-        **changes: Any,
-    ) -> None:
-        self._policy = policy_of(policy, stage, changes)
-        self._arguments: dict[str, Any] = {"process_group": process_group, "mesh": mesh, "device": device}
-        self._arguments |= {"init": init, "weights": weights}
-        sources_of(init, weights)  # refused here, and not where a module is compiled one day
+    def __init__(self, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> None:
+        given(policy, **arguments)  # refused here, and not where a module is compiled one day
+        self._policy, self._arguments = policy, arguments
 
     def setup_transforms(self) -> list[ZeroTransform]:
         """A transform of its own for every module that is compiled."""

@@ -8,9 +8,10 @@ from typing import IO
 
 from rich.console import Console
 
+from thunder_zero.module import traces_of
 from thunder_zero.report.printer import print_rows, print_total
 from thunder_zero.report.rows import Gap, Row, SourceLine, rows, select
-from thunder_zero.transform import Traces, traces_of
+from thunder_zero.traces import Traces
 
 import thunder
 from thunder.core.codeutils import get_source_line

@@ -123,7 +123,7 @@ class Rank:
         """All three collectives, by our transport and by torch's own, of tensors of these shapes."""
         world = self.job.world_size
         fulls = [torch.randn(shape) for shape in shapes]
-        shards = [torch.randn(layout.shard_shape(shape, world)) for shape in shapes]
+        shards = [torch.randn(layout.shard_shape(shape, world, self.job.rank)) for shape in shapes]
         candidates: dict[str, Run] = {}
         floors = {}
         for collective, times in COLLECTIVES.items():

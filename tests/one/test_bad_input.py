@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from thunder_zero import _compat
-from thunder_zero.comm.transport import transport_for
+from thunder_zero.comm.backends import transport_for
 
 import thunder
 from thunder.distributed.transforms.ddp_v2 import DDPTransform

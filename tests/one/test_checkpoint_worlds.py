@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.models import Small, fresh, whole
-from thunder_zero.checkpoint import contents, dcp, folder, manifest, reading, saving
-from thunder_zero.checkpoint.contents import ModelContents
+from thunder_zero.checkpoint import dcp, folder, items, manifest, reading, saving
 from thunder_zero.plan import make_plan
+from thunder_zero.rows import own_rows
 from thunder_zero.runtime.optimizer_hooks import load_exactly
-from thunder_zero.runtime.shards import own_rows
+from thunder_zero.state_dict.contents import ModelContents
 
 WORLDS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)
 BEFORE, AFTER = 3, 10  # steps
@@ -98,8 +98,8 @@ def save(path: Path, ranks: Sequence[Simulated], keep: int | None = None) -> Non
         dcp.write(
             folder.staging_of(path),
             number,
-            contents.model_items(rank.held)
-            + contents.optimizer_items(rank.held, [rank.optimizer])
+            items.model_items(rank.held)
+            + items.optimizer_items(rank.held, [rank.optimizer])
             + saving.extra_items(rank.held, {"position": 100 + number}),
         )
         for number, rank in enumerate(ranks)

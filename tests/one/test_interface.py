@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from thunder_zero import Kind, Op, Policy, Traces
 from thunder_zero.comm.transport import Alone
-from thunder_zero.module import transform_of
+from thunder_zero.runtime.sharded_model import sharded_model
 
 import thunder
 
@@ -140,7 +140,7 @@ def test_all_ways_in_take_a_module_on_the_meta_device(with_weights: bool) -> Non
     ],
 )
 def test_the_policy_that_is_meant(make: Callable[..., Any], args: Any, kwargs: Any, policy: Policy) -> None:
-    assert transform_of(make(*args, **kwargs)).policy == policy
+    assert sharded_model(make(*args, **kwargs)).state.plan.policy == policy
 
 
 def test_the_ready_made_policies() -> None:

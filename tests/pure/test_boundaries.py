@@ -7,6 +7,7 @@ others. Imports inside functions count like those at the top.
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -26,11 +27,16 @@ class May(IntEnum):
 
 NOT, TYPES, IMPORT = May
 
-DATA = frozenset({"layout", "times", "precision", "policy", "plan"})
-PURE = DATA | {"schedule"}
 NOTHING: frozenset[str] = frozenset()
 ALL = frozenset({"every room"})  # but for extras
 EXTRAS = frozenset({"lightning"})  # libraries that the base install lacks: each for the room of its name alone
+
+
+def rooms(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+DATA = rooms("layout times precision policy plan")
 
 
 @dataclass(frozen=True)
@@ -43,31 +49,37 @@ class Room:
 
 
 # fmt: off
-ROOMS = (
-    # file or folder            torch    torch.d. thunder  reads
-    Room("layout.py",           NOT,     NOT,     NOT,     NOTHING),
-    Room("times.py",            NOT,     NOT,     NOT,     NOTHING),
-    Room("precision.py",        IMPORT,  NOT,     NOT,     NOTHING),
-    Room("policy.py",           TYPES,   NOT,     NOT,     frozenset({"times", "precision"})),
-    Room("plan.py",             TYPES,   NOT,     NOT,     frozenset({"layout", "precision", "policy"})),
-    Room("schedule/",           TYPES,   NOT,     NOT,     DATA),
-    Room("report/",             NOT,     NOT,     NOT,     PURE),
-    Room("comm/",               IMPORT,  IMPORT,  NOT,     DATA | {"runtime"}),
-    Room("trace/",              IMPORT,  NOT,     IMPORT,  PURE | {"comm"}),
-    Room("runtime/",            IMPORT,  IMPORT,  NOT,     DATA | {"comm"}),
-    Room("state_dict/",         IMPORT,  IMPORT,  TYPES,   DATA | {"comm", "runtime", "checkpoint", "module"}),
-    Room("checkpoint/",         IMPORT,  IMPORT,  IMPORT,  DATA | {"comm", "runtime", "module"}),
-    Room("convert/",            IMPORT,  IMPORT,  NOT,     DATA | {"checkpoint"}),
-    Room("transform.py",        IMPORT,  TYPES,   IMPORT,  ALL),
-    Room("module.py",           TYPES,   NOT,     IMPORT,  frozenset({"runtime", "transform"})),
-    Room("plugin.py",           TYPES,   TYPES,   IMPORT,  frozenset({"policy", "transform"})),
-    Room("dry_run.py",          IMPORT,  NOT,     IMPORT,  ALL),
-    Room("measure.py",          NOT,     NOT,     IMPORT,  ALL),
-    Room("show.py",             NOT,     NOT,     IMPORT,  frozenset({"report", "transform"})),
-    Room("lightning.py",        IMPORT,  NOT,     IMPORT,  ALL),
-    Room("_compat.py",          IMPORT,  NOT,     IMPORT,  NOTHING),
-    Room("cli.py",              NOT,     NOT,     NOT,     ALL),
-    Room("__init__.py",         NOT,     NOT,     NOT,     ALL),
+ROOMS = (  # bottom up: each reads rooms above its row only
+    # file or folder      torch   torch.d. thunder  reads
+    Room("_compat.py",    IMPORT, NOT,     IMPORT,  NOTHING),
+    Room("layout.py",     NOT,    NOT,     NOT,     NOTHING),
+    Room("times.py",      NOT,    NOT,     NOT,     NOTHING),
+    Room("precision.py",  IMPORT, NOT,     NOT,     NOTHING),
+    Room("policy.py",     TYPES,  NOT,     NOT,     rooms("times precision")),
+    Room("plan.py",       TYPES,  NOT,     NOT,     rooms("layout precision policy")),
+    Room("rows.py",       IMPORT, NOT,     NOT,     rooms("layout plan")),
+    Room("schedule/",     TYPES,  NOT,     NOT,     DATA),
+    Room("report/",       NOT,    NOT,     NOT,     DATA | {"schedule"}),
+    Room("trace/",        IMPORT, NOT,     IMPORT,  DATA | {"schedule"}),
+    Room("comm/",         IMPORT, IMPORT,  NOT,     DATA | {"rows"}),
+    Room("runtime/",      IMPORT, TYPES,   NOT,     DATA | {"rows", "schedule", "comm"}),
+    Room("state_dict/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime"}),
+    Room("checkpoint/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime", "state_dict"}),
+    Room("convert/",      IMPORT, IMPORT,  NOT,     DATA | {"state_dict", "checkpoint"}),
+    Room("arguments.py",  IMPORT, TYPES,   NOT,     DATA | {"runtime"}),
+    Room("refusals.py",   IMPORT, NOT,     IMPORT,  rooms("runtime")),
+    Room("placement.py",  IMPORT, NOT,     IMPORT,  rooms("runtime")),
+    Room("traces.py",     NOT,    NOT,     IMPORT,  rooms("plan schedule trace")),
+    Room("module.py",     IMPORT, NOT,     IMPORT,  rooms("runtime traces")),
+    Room("transform.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("schedule trace comm runtime state_dict arguments refusals "
+                                                                  "placement traces module")),
+    Room("plugin.py",     NOT,    NOT,     IMPORT,  rooms("policy arguments refusals transform")),
+    Room("dry_run.py",    IMPORT, NOT,     IMPORT,  DATA | rooms("trace runtime traces transform")),
+    Room("measure.py",    NOT,    NOT,     IMPORT,  DATA | rooms("schedule comm runtime module")),
+    Room("show.py",       NOT,    NOT,     IMPORT,  rooms("report module traces")),
+    Room("lightning.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict arguments module transform plugin")),
+    Room("cli.py",        NOT,    NOT,     NOT,     rooms("checkpoint convert")),
+    Room("__init__.py",   NOT,    NOT,     NOT,     ALL),
 )
 # fmt: on
 
@@ -160,3 +172,55 @@ def test_allowed_imports_pass() -> None:
     assert faults("policy.py", "if TYPE_CHECKING:\n    from torch import nn") == []
     assert faults("trace/lift.py", "import torch, thunder\nfrom thunder_zero.trace.symbols import x") == []
     assert faults("schedule/free.py", "from thunder_zero.schedule import cone\nfrom thunder_zero import layout") == []
+
+
+def test_a_room_reads_only_rooms_above_its_row() -> None:
+    names = [room.name.rstrip("/").removesuffix(".py") for room in ROOMS]
+    assert len(names) == len(set(names))
+    for at, room in enumerate(ROOMS):
+        assert room.reads is ALL or room.reads <= set(names[:at]), room.name
+
+
+def modules_read(files: Mapping[str, str]) -> dict[str, set[str]]:
+    """Which modules each module imports, for types too, given sources by dotted names."""
+    found: dict[str, set[str]] = {}
+    for module, source in files.items():
+        parts = [name.split(".") for name, _ in imports_of(source)]
+        prefixes = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
+        read = prefixes & files.keys()
+        found[module] = {name for name in read if not any(other.startswith(f"{name}.") for other in read)} - {module}
+    return found
+
+
+def circle(read: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; none if there is no circle."""
+    left = {module: set(others) for module, others in read.items()}
+    while free := [module for module, others in left.items() if not others & left.keys()]:
+        for module in free:
+            del left[module]
+    while uncalled := left.keys() - set[str]().union(*left.values()):  # leads to the circle, not part of it
+        for module in uncalled:
+            del left[module]
+    return sorted(left)
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports for types count."""
+    files = {}
+    for file in PACKAGE.rglob("*.py"):
+        dotted = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+        files[dotted] = file.read_text()
+    assert len(files) > 50
+    assert circle(modules_read(files)) == []
+
+
+def test_a_circle_is_found() -> None:
+    files = {
+        "p": "from p.a import x",
+        "p.a": "from p import b\nimport p.d",
+        "p.b": "if TYPE_CHECKING:\n    from p.c import y",
+        "p.c": "def f():\n    from p.a import x",
+        "p.d": "import torch",
+    }
+    assert circle(modules_read(files)) == ["p.a", "p.b", "p.c"]
+    assert circle(modules_read({**files, "p.c": ""})) == []

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.models import count_sends, error, fresh, sharded
 from tests.harness.ranks import RanksPool
-from thunder_zero.module import transform_of
+from thunder_zero.runtime.sharded_model import sharded_model
 
 STAGES = (0, 1, 2, 3)
 MICRO, ROWS, STEPS = 3, 6, 4  # micro-batches of a step, rows of one over all ranks, steps
@@ -66,7 +66,7 @@ def train(model: Any, way: str, rank: int, world_size: int) -> list[dict[str, An
             x = inputs(step, micro, rank, world_size).requires_grad_()
             with model.no_sync() if is_kept(way, micro) else nullcontext(), count_sends() as sent:
                 (model(x, path).square().mean() / MICRO).backward()
-            kept = transform_of(model).state.accumulation.nbytes if isinstance(model, tz.ZeroModule) else 0
+            kept = sharded_model(model).state.accumulation.nbytes if isinstance(model, tz.ZeroModule) else 0
             seen.append({"step": step, "micro": micro, "sent": sum(sent), "kept": kept, "grad": x.grad})
         optimizer.step()
     return seen
@@ -229,7 +229,7 @@ def not_a_number(rank: int, world_size: int) -> dict[str, Any]:
             model(torch.ones(2, 4), "neither").sum().backward()
         except RuntimeError as failure:
             told["refused"] = str(failure)
-        told[f"deferred {bad}"] = transform_of(model).state.accumulation.nbytes
+        told[f"deferred {bad}"] = sharded_model(model).state.accumulation.nbytes
     told["finite"] = all(param.grad.isfinite().all() for param in model.parameters() if param.grad is not None)
     return told
 
@@ -260,7 +260,7 @@ def misuse(rank: int, world_size: int) -> dict[str, Any]:
         told["unchanged"] = all(torch.equal(param, before[name]) for name, param in model.named_parameters())
         told["no gradient"] = all(param.grad is None for param in model.parameters())
         model.zero_grad()
-        told["dropped"] = transform_of(model).state.accumulation.nbytes
+        told["dropped"] = sharded_model(model).state.accumulation.nbytes
         model(torch.ones(2, 4), "neither").sum().backward()
         told["first"] = model.get_parameter("first.weight").grad
         optimizer.step()
@@ -268,7 +268,7 @@ def misuse(rank: int, world_size: int) -> dict[str, Any]:
             with model.no_sync():
                 raise KeyError("a failure")
         except KeyError:
-            told["synced again"] = transform_of(model).state.synced
+            told["synced again"] = sharded_model(model).state.synced
     return told
 
 

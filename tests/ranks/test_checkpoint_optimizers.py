@@ -17,7 +17,9 @@ import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.ranks.test_checkpoints import adamw, refusal, same, state_of, stepped
-from thunder_zero.checkpoint import contents, dcp, folder, reading, saving
+from thunder_zero.checkpoint import dcp, folder, reading, saving
+from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.state_dict.contents import ModelContents
 
 Found = dict[str, Any]
 
@@ -204,7 +206,7 @@ def moving(rank: int, world_size: int, root: Path) -> Found:
     def slow(where: Path, *args: Any) -> Any:
         dist.barrier()
         if rank == 0:
-            save_again(where, model._zero_transform.state.plan)
+            save_again(where, sharded_model(model).state.plan)
         dist.barrier()
         return read(where, *args)
 
@@ -216,9 +218,9 @@ def moving(rank: int, world_size: int, root: Path) -> Found:
 
 def save_again(path: Path, plan: tz.Plan) -> None:
     """As another job would, under the same name."""
-    items = saving.extra_items(contents.ModelContents(plan, {}, {}, {}, {}, 0), {"a": 1})
+    items = saving.extra_items(ModelContents(plan, {}, {}, {}, {}, 0), {"a": 1})
     folder.prepare(path)
-    saving.publish(path, [dcp.write(folder.staging_of(path), 0, items)], None)
+    saving.finish_checkpoint(path, [dcp.write(folder.staging_of(path), 0, items)], None)
 
 
 Case = tuple[Callable[[int, int, Path], Found], Found]

@@ -31,6 +31,7 @@ import thunder_zero as tz
 from tests.harness.models import Mlp, Small, Zoo, error, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.checkpoint import dcp, manifest
+from thunder_zero.runtime.sharded_model import sharded_model
 
 import thunder
 
@@ -62,7 +63,7 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
     """Everything in full, on each rank."""
     full = {name: value for name, value in tz.full_state_dict(model).items() if isinstance(value, Tensor)}
-    state = model._zero_transform.state
+    state = sharded_model(model).state
     for path, shard in state.shards.items():
         for key, value in optimizer.state.get(shard, {}).items():
             value = torch.as_tensor(value)

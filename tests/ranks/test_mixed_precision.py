@@ -16,7 +16,7 @@ import thunder_zero as tz
 from examples.gpt import GPT, GPTConfig
 from tests.harness.models import count_sends, error, fresh, raised, saved, sharded, whole
 from tests.harness.ranks import RanksPool
-from thunder_zero.module import transform_of
+from thunder_zero.runtime.sharded_model import sharded_model
 
 import thunder
 from thunder.core.dtypes import to_torch_dtype
@@ -90,7 +90,7 @@ def train(rank: int, world_size: int) -> dict[int, Any]:
                 out["y"].square().mean().backward()
             grads = {name: param.grad for name, param in model.named_parameters()}
             optimizer.step()
-        traces, state = tz.traces_of(model), transform_of(model).state
+        traces, state = tz.traces_of(model), sharded_model(model).state
         kept = {proxy for proxy in saved(traces.forward) if proxy in named_inputs(traces)}
         found[stage] = {
             "weights": tz.full_state_dict(model),
@@ -260,7 +260,7 @@ def deferred(rank: int, world_size: int) -> dict[str, Any]:
             if way == "no_sync" and step < STEPS - 1:
                 with model.no_sync():
                     model(x, chosen=chosen)["y"].square().mean().backward()
-                found["kept"] = {grad.dtype for grad in transform_of(model).state.accumulation._deferred.values()}
+                found["kept"] = {grad.dtype for grad in sharded_model(model).state.accumulation._deferred.values()}
             else:
                 model(x, chosen=chosen)["y"].square().mean().backward()
         found[way] = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}

@@ -17,9 +17,10 @@ from torch import Tensor
 from tests.harness.ranks import RanksPool
 from thunder_zero import layout
 from thunder_zero.comm import pairwise
+from thunder_zero.comm.backends import transport_for
 from thunder_zero.comm.native import Grouped, Plain
 from thunder_zero.comm.pairwise import AVERAGER, PACK_BELOW_BYTES, TAG, Exchange, in_background, mean_into, messages
-from thunder_zero.comm.transport import Alone, Handle, Transport, transport_for
+from thunder_zero.comm.transport import Alone, Handle, Transport
 from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import Policy
 
@@ -61,7 +62,7 @@ def known(shape: Shape, rank: int, dtype: torch.dtype = torch.float32, seed: int
 
 
 def shard_of(full: Tensor, rank: int, world_size: int) -> Tensor:
-    shard = full.new_zeros(layout.shard_shape(tuple(full.shape), world_size))
+    shard = full.new_zeros(layout.shard_shape(tuple(full.shape), world_size, rank))
     start, stop = layout.row_range(full.shape[0], world_size, rank)
     shard[: stop - start] = full[start:stop]
     return shard
@@ -287,7 +288,7 @@ def refresh(rank: int, world_size: int, name: str) -> tuple[list[Tensor], list[b
     buffers, shards = [], []
     for shape in shapes:
         buffer = torch.full(layout.padded_shape(shape, world_size), torch.nan)
-        chunk = layout.chunk_rows(shape[0], world_size)
+        chunk = layout.stored_rows(shape[0], world_size, rank)
         shard = buffer[rank * chunk : (rank + 1) * chunk]
         shard.copy_(shard_of(known(shape, 0), rank, world_size))
         buffers.append(buffer)

@@ -3,57 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
+from torch import nn
 
 from thunder_zero.checkpoint import saving
-from thunder_zero.checkpoint.contents import ModelContents
-from thunder_zero.comm.agree import OwnState, all_or_none
-from thunder_zero.module import transform_of
-from thunder_zero.plan import Param
-
-from thunder.core.module import ThunderModule
-
-EXTRA_STATE = "_extra_state"  # the end of such a name in a state dict; what else hooks add there is not saved
-Optimizers = Optimizer | Iterable[Optimizer] | None
-
-
-def held_by(model: ThunderModule) -> ModelContents:
-    """What this rank holds of a model, by the names of its state dict. They are the plan's, but for what stands in a
-    wrapper that takes its own name out of the state dict (torch's checkpoint_wrapper)."""
-    state, plain = transform_of(model).state, model._model
-    plan, ranks = state.plan, state.ranks
-    found = plain.state_dict(keep_vars=True)
-    tensors = chain(plain.named_parameters(remove_duplicate=False), plain.named_buffers(remove_duplicate=False))
-    of_tensor = {id(tensor): path for path, tensor in tensors}
-    paths = {name: of_tensor[id(tensor)] for name, tensor in found.items() if id(tensor) in of_tensor}
-    names: dict[Param, list[str]] = {}
-    for name, path in paths.items():
-        if path in plan.by_name:
-            names.setdefault(plan.by_name[path], []).append(name)
-    params = {param: replace(param, path=of[0], aliases=tuple(of[1:])) for param, of in names.items()}
-    at_rest, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
-    return ModelContents(
-        plan=replace(plan, params=tuple(params.values())),
-        shards={param.path: state.shards[of_plan.path] for of_plan, param in params.items()},
-        ignored={name: at_rest[path] for name, path in paths.items() if path in at_rest and path not in plan.by_name},
-        buffers={name: buffers[path] for name, path in paths.items() if path not in at_rest},
-        states={name: value for name, value in found.items() if name.rpartition(".")[2] == EXTRA_STATE},
-        rank=ranks.everyone.rank(),
-        writes=ranks.across is None or ranks.across.rank() == 0,
-        plain=found,
-    )
+from thunder_zero.comm.agree import all_or_none
+from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
+from thunder_zero.state_dict.all_or_nothing import OwnState
+from thunder_zero.state_dict.contents import Optimizers, contents_of, several
 
 
 def save(
     path: str | os.PathLike[str],
-    model: ThunderModule,
+    model: nn.Module,
     optimizer: Optimizers = None,
     *,
     max_to_keep: int | None = None,
@@ -93,18 +58,19 @@ def save(
         OSError: it cannot be written.
         RuntimeError: another rank refused; ranks differ; an accumulation is open; the asynchronous save before failed.
     """
-    state = transform_of(model).state
+    sharded = sharded_model(model)
+    state = sharded.state
     with all_or_none(state.group, "to save"):
         for name, value in extra.items():
-            if isinstance(value, ThunderModule):
+            if isinstance(value, ShardedModel):
                 raise TypeError(f"the extra {name!r} is a model; save it as a checkpoint of its own, beside this one")
-        held, optimizers = held_by(model), several(optimizer)
+        held, optimizers = contents_of(sharded), several(optimizer)
     return saving.save(state, Path(path), held, optimizers, extra, max_to_keep=max_to_keep, wait=wait)
 
 
 def load(
     path: str | os.PathLike[str],
-    model: ThunderModule,
+    model: nn.Module,
     optimizer: Optimizers = None,
     *,
     check: bool = True,
@@ -137,15 +103,9 @@ def load(
         ValueError: it is damaged, or of another model or optimizer; an extra that is not in it.
         RuntimeError: another rank refused, or ranks differ.
     """
-    state = transform_of(model).state
+    sharded = sharded_model(model)
+    state = sharded.state
     with all_or_none(state.group, "to load"):
-        held, optimizers = held_by(model), several(optimizer)
-        owners = {name: OwnState(model._model.get_submodule(name.rpartition(".")[0])) for name in held.states}
+        held, optimizers = contents_of(sharded), several(optimizer)
+        owners = {name: OwnState(sharded.plain.get_submodule(name.rpartition(".")[0])) for name in held.states}
     return saving.load(state, Path(path), held, optimizers, extra, owners, check=check)
-
-
-def several(optimizers: Optimizers) -> list[Optimizer]:
-    """One, several or none, as a list."""
-    if optimizers is None:
-        return []
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)

@@ -16,7 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint import dcp
-from thunder_zero.checkpoint.contents import (
+from thunder_zero.checkpoint.dcp import Item, Path_
+from thunder_zero.checkpoint.items import part
+from thunder_zero.state_dict.contents import (
     EXTRA,
     GROUPS,
     KINDS,
@@ -26,12 +28,12 @@ from thunder_zero.checkpoint.contents import (
     ModelContents,
     Named,
     all_names,
+    groups_of,
     names_of,
     owner_of,
-    part,
+    packed,
     rows_of,
 )
-from thunder_zero.checkpoint.dcp import Item, Path_
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,18 +209,6 @@ def require_kinds(saved: Sequence[str], optimizers: Sequence[Optimizer]) -> None
             )
 
 
-def packed(
-    saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Named]], states: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
-    """One optimizer's state dict, with its parameters by number: its groups as saved, and their states by name."""
-    names = [named.name for group in groups for named in group]
-    at = {name: number for number, name in enumerate(names)}
-    numbered = [
-        {**group, "params": [at[named.name] for named in members]} for group, members in zip(saved, groups, strict=True)
-    ]
-    return {STATE: {at[name]: dict(states[name]) for name in names if name in states}, GROUPS: numbered}
-
-
 def _rows_wanted(held: ModelContents, named: Named, key: str, found: Any) -> Item | None:
     if not isinstance(found, TensorStorageMetadata):
         return None
@@ -243,15 +233,6 @@ def _padded(held: ModelContents, want: StateRows, value: Any) -> Any:
     rows = value.new_zeros(held.plan.shard_shape(param))
     rows[: len(value)] = value
     return rows
-
-
-def groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """An optimizer's parameter groups, of hyper-parameters by ``"<group>.<name>"``."""
-    groups: dict[int, dict[str, Any]] = {}
-    for key, value in values.items():
-        number, _, name = key.partition(".")
-        groups.setdefault(int(number), {})[name] = value
-    return [groups[number] for number in sorted(groups)]
 
 
 def require_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Sequence[str]]) -> None:

@@ -20,16 +20,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from thunder_zero.checkpoint import contents, dcp, folder, manifest, reading
-from thunder_zero.checkpoint.contents import ModelContents
+from thunder_zero.checkpoint import dcp, folder, manifest, reading
 from thunder_zero.checkpoint.dcp import Item, Part
+from thunder_zero.checkpoint.items import copied, model_items, optimizer_items
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.checkpoint.reading import Found
 from thunder_zero.comm import agree
-from thunder_zero.comm.agree import Fact, OwnState, Pending, all_or_none
+from thunder_zero.comm.agree import Fact, all_or_none
 from thunder_zero.comm.peers import timeout_of, told_by_rank_0, told_to_rank_0
 from thunder_zero.runtime.optimizer_hooks import load_exactly, owners_of, parameters_of
 from thunder_zero.runtime.state import State
+from thunder_zero.state_dict.all_or_nothing import OwnState, Pending, write_all_or_none
+from thunder_zero.state_dict.contents import EXTRA, ModelContents, state_lines
 
 ALIKE = "give every rank the same"
 
@@ -101,9 +103,9 @@ def save(
                 f"max_to_keep is {max_to_keep!r}; give a number of checkpoints, 1 or more, or None to keep all"
             )
         require_closed(state, "a checkpoint does not have them; save")
-        items = contents.model_items(held) + extra_items(held, extra)
-        items += contents.optimizer_items(held, optimizers)
-        lines = contents.state_lines(held, optimizers)
+        items = model_items(held) + extra_items(held, extra)
+        items += optimizer_items(held, optimizers)
+        lines = state_lines(held, optimizers)
     agree.require_same(lines, state.group)
     if wait:
         done: Future[Path] = Future()
@@ -113,7 +115,7 @@ def save(
     if background is None:
         background = _backgrounds[state] = Background(state.group, state.device)
     with all_or_none(state.group, "to save"):
-        items = [contents.copied(item) for item in items]
+        items = [copied(item) for item in items]
     return background.start(path, items, max_to_keep)
 
 
@@ -144,7 +146,7 @@ def extra_items(held: ModelContents, extra: Mapping[str, Any]) -> list[Item]:
             )
         state = value.state_dict() if isinstance(value, Stateful) else value
         try:
-            items.append(Item((held.own, contents.EXTRA, name), dcp.pickled(state)))
+            items.append(Item((held.own, EXTRA, name), dcp.pickled(state)))
         except ValueError as error:
             raise ValueError(f"the extra {name!r}: {error}") from None
     return items
@@ -209,7 +211,7 @@ def load(
         *((owners[name], partial(owners[name].load_state_dict, value)) for name, value in found.states.items()),
         *((optimizer, partial(load_exactly, optimizer, saved)) for optimizer, saved in pairs),
     ]
-    agree.write_all_or_none([Pending(found.tensors, states)], group)
+    write_all_or_none([Pending(found.tensors, states)], group)
     return found.extras
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from thunder_zero.comm.handle import Result, Waitable
 from thunder_zero.comm.transport import Transport
 from thunder_zero.plan import Param, Plan
-from thunder_zero.runtime.shards import real_rows
+from thunder_zero.rows import real_rows
 
 
 class Hybrid:
@@ -28,10 +28,7 @@ class Hybrid:
         self._inside, self._across, self._everyone = inside, across, everyone
         self._plan = plan
         self._pending: set[Averaged] = set()
-
-    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
-        """As inside of the copy."""
-        return self._inside.neighbours(params)
+        self.averages = inside.averages & across.averages & everyone.averages
 
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None

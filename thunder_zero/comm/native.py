@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from thunder_zero import layout
 from thunder_zero.comm.handle import Handle, Result, Step, drain
+from thunder_zero.comm.transport import FLOATS
 from thunder_zero.plan import Param
 
 # torch 2.13 renamed both, and warns under the old names.
@@ -29,6 +30,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class _Native:
     """What both have in common: buffers, padding, handles."""
 
+    averages = FLOATS  # NCCL and MPI add up no complex numbers
     _op: dist.ReduceOp.RedOpType
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
@@ -36,10 +38,6 @@ class _Native:
         self._world_size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
         self._pending: set[Handle] = set()
-
-    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
-        """No tensor is packed."""
-        return []
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -62,7 +60,7 @@ class _Native:
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """See :meth:`thunder_zero.comm.transport.Transport.reduce_scatter`."""
         shares = [self._share(grad.detach(), self._padded(param)) for grad, param in zip(grads, params, strict=True)]
-        shapes = [layout.shard_shape(param.shape, self._world_size) for param in params]
+        shapes = [layout.shard_shape(param.shape, self._world_size, self._rank) for param in params]
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         options = {"op": self._op}
         calls = [(mean, share, options) for mean, share in zip(means, shares, strict=True)]

@@ -30,7 +30,6 @@ from concurrent import futures
 from concurrent.futures import Future
 from functools import cache, partial
 from itertools import chain
-from math import prod
 from queue import SimpleQueue
 from typing import Any
 
@@ -42,6 +41,7 @@ from torch.distributed import ProcessGroup
 from thunder_zero import layout
 from thunder_zero.comm.handle import Handle, Result, Step, drain
 from thunder_zero.comm.peers import answered
+from thunder_zero.comm.transport import COMPLEX, FLOATS
 from thunder_zero.plan import Param
 
 End = Callable[[], object]  # waits for the end of a message
@@ -57,6 +57,8 @@ BLOCK = 1 << 16  # elements of half precision that are added up at once, so that
 class Exchange:
     """The transport for gloo. See :class:`thunder_zero.comm.transport.Transport`."""
 
+    averages = FLOATS | COMPLEX  # torch adds up
+
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
         self._group = group
         # Of a hybrid's transports, two may have one group, and are used by two threads.
@@ -66,14 +68,6 @@ class Exchange:
         # Each rank starts with its successor, so that not all send to the same peer at once.
         self._peers = tuple((self._rank + step) % self._world_size for step in range(1, self._world_size))
         self._pending: set[Handle] = set()
-
-    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
-        """The small ones of a unit and dtype; see :meth:`thunder_zero.comm.transport.Transport.neighbours`."""
-        packed: dict[tuple[str, torch.dtype], list[Param]] = {}
-        for param in sorted(params, key=packing_order):
-            if prod(layout.shard_shape(param.shape, self._world_size)) * param.dtype.itemsize < PACK_BELOW_BYTES:
-                packed.setdefault((param.unit, param.dtype), []).append(param)
-        return [together for together in packed.values() if len(together) > 1]
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -89,7 +83,6 @@ class Exchange:
         own = [shard.detach().view(-1)[: cut[self._rank].numel()] for shard, cut in zip(shards, cuts, strict=True)]
         steps, outgoing = [], []
         for members in messages(shards, self._world_size, sharded=True):
-            members.sort(key=lambda at: packing_order(params[at]))
             columns = {rank: [cuts[at][rank] for at in members] for rank in self._peers}
             slots = {rank: _one_buffer(column) for rank, column in columns.items()}
             receives = self._receive_soon(slots, self._tag)
@@ -106,7 +99,7 @@ class Exchange:
     @torch.no_grad()
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """Average; see :meth:`thunder_zero.comm.transport.Transport.reduce_scatter`."""
-        shapes = [layout.shard_shape(param.shape, self._world_size) for param in params]
+        shapes = [layout.shard_shape(param.shape, self._world_size, self._rank) for param in params]
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         cuts = [self._cut_rows(grad.detach().contiguous()) for grad in grads]
         own = [mean.view(-1)[: cut[self._rank].numel()] for mean, cut in zip(means, cuts, strict=True)]
@@ -300,31 +293,9 @@ def _let_end(thread: str) -> None:
     futures.wait([in_background(thread, lambda: None)], timeout=EXIT_SECONDS)
 
 
-def packing_order(param: Param) -> tuple[str, str]:
-    """Sorts by the last part of the path first: backward gathers a unit's weights without its biases."""
-    module, _, attribute = param.path.rpartition(".")
-    return attribute, module
-
-
-def adjoining(tensors: Sequence[Tensor]) -> Tensor | None:
-    """What contiguous 1-D tensors are together, without a copy: each begins in memory where the one before it ends.
-
-    None if they do not.
-    """
-    end = tensors[0].data_ptr()
-    for tensor in tensors:
-        if tensor.data_ptr() != end:
-            return None
-        end += tensor.nbytes
-    if tensors[0].untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
-        return None
-    return tensors[0].as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
-
-
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """One 1-D message: the tensors' own memory if they lie in it side by side, else a copy, one after the other."""
-    message = tensors[0] if len(tensors) == 1 else adjoining(tensors)
-    return torch.cat(list(tensors)) if message is None else message
+    """One 1-D message: the tensor itself if there is only one, else a copy of all, one after the other."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _one_buffer(tensors: Sequence[Tensor]) -> Tensor:

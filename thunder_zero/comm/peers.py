@@ -7,13 +7,14 @@ closed refuses the next message at once; so a message to each rank tells which a
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import DistNetworkError, ProcessGroup
 
 Told = TypeVar("Told")
@@ -97,3 +98,31 @@ def told_by_rank_0(value: Told, group: ProcessGroup) -> Told:
         with answered(group):
             dist.broadcast_object_list(told, group=group, group_src=0)
     return told[0]
+
+
+def largest_of_all(flags: Tensor, group: ProcessGroup) -> None:
+    """Each element becomes the largest that any rank has, in place; a small collective."""
+    with answered(group):
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+
+
+def sums_of_all(numbers: Sequence[int], group: ProcessGroup, device: torch.device) -> list[int]:
+    """The sum of all ranks' numbers, one by one; a small collective."""
+    totals = torch.tensor(numbers, dtype=torch.int64, device=device)
+    with answered(group):
+        dist.all_reduce(totals, group=group)
+    return [int(total) for total in totals]
+
+
+def tensors_of_all(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """Each rank's tensor, in rank order; all have one shape and dtype. A small collective."""
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    with answered(group):
+        dist.all_gather(found, tensor, group=group)
+    return found
+
+
+def meet(group: ProcessGroup) -> None:
+    """Wait until all ranks are here."""
+    with answered(group):
+        dist.barrier(group=group)

@@ -15,14 +15,14 @@ from torch import Tensor
 from thunder_zero.comm.handle import Result, Waitable
 from thunder_zero.comm.transport import Transport
 from thunder_zero.plan import Param, Plan
-from thunder_zero.runtime.resident import rows_in
+from thunder_zero.rows import rows_in
 
 HOST = torch.device("cpu")
 
 
 def rest_device(param: Param, plan: Plan, device: torch.device) -> torch.device:
     """Where a parameter's shard, its gradient and the optimizer's state are; what is replicated is never offloaded."""
-    return HOST if plan.policy.cpu_offload and param.sharded else device
+    return HOST if plan.rests_on_host(param) else device
 
 
 def is_staged(param: Param, plan: Plan, device: torch.device) -> bool:
@@ -42,10 +42,7 @@ class Staging:
         self._inner = inner
         self._plan = plan
         self._device = device
-
-    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
-        """Those that are gathered as they are: the others are copied anyway."""
-        return self._inner.neighbours([param for param in params if not is_staged(param, self._plan, self._device)])
+        self.averages = inner.averages
 
     @torch.inference_mode(False)
     @torch.no_grad()

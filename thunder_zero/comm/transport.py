@@ -1,21 +1,18 @@
-"""How a bucket's collective is carried out: one protocol, and the table of who does it on which backend."""
+"""The protocol that every transport of collectives follows, and the transport of a world of one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.handle import Handle, Result, Waitable
-from thunder_zero.comm.native import Grouped, Plain
-from thunder_zero.comm.pairwise import Exchange
 from thunder_zero.plan import Param
 
-__all__ = ["BACKENDS", "Alone", "Handle", "Transport", "Waitable", "transport_for"]
+FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+COMPLEX = frozenset((torch.complex64, torch.complex128))
 
 
 class Transport(Protocol):
@@ -23,13 +20,12 @@ class Transport(Protocol):
 
     Every rank launches the same buckets in the same order, from one thread. Inputs must not change
     until the handle's ``wait``.
+
+    Attributes:
+        averages: dtypes of gradients that it can average.
     """
 
-    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
-        """Which of these sharded parameters' shards travel without a copy if they lie side by side in memory.
-
-        Each list is one such memory, of one dtype, in its order; most parameters are in none.
-        """
+    averages: frozenset[torch.dtype]
 
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
@@ -78,12 +74,10 @@ class Transport(Protocol):
 class Alone:
     """A world of one rank: nothing travels."""
 
+    averages = FLOATS | COMPLEX
+
     def __init__(self) -> None:
         self._pending: set[Handle] = set()
-
-    def neighbours(self, params: Sequence[Param]) -> list[list[Param]]:
-        """Nothing travels."""
-        return []
 
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
@@ -106,39 +100,3 @@ class Alone:
     def drain(self) -> None:
         """Nothing is ever under way."""
         self._pending.clear()
-
-
-# (device type, backend) -> who carries the bucket
-BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup, int], Transport]] = {
-    ("cpu", "gloo"): Exchange,  # messages between pairs of ranks: gloo's own reduce-scatter sends twice the least
-    ("cuda", "nccl"): Grouped,  # one launch a bucket, the mean inside the collective
-    ("cuda", "fake"): Grouped,  # stands in for NCCL: the same kernels and memory, no peers
-}
-# all others (fake on a CPU, mpi, gloo on a GPU, ...): Plain, one collective a tensor
-
-
-FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-COMPLEX = frozenset((torch.complex64, torch.complex128))
-
-
-def adds_up(transport: Transport) -> frozenset[torch.dtype]:
-    """The dtypes of gradients that a transport can average: what torch adds up, or what backends do."""
-    return FLOATS if isinstance(transport, Grouped | Plain) else FLOATS | COMPLEX
-
-
-def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> Transport:
-    """The transport for tensors on ``device``; those of one model have different roles, if they may share a group.
-
-    Raises:
-        ValueError: the group has no backend for this device.
-    """
-    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
-    backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device.type)
-    if backend is None:
-        raise ValueError(
-            f"the process group's backend is {config!r}, which carries no {device.type} tensors; move the module to "
-            f"a device that it carries, or give a group with a backend for {device.type} (gloo for CPU)"
-        )
-    if dist.get_world_size(group) == 1:
-        return Alone()
-    return BACKENDS.get((device.type, backend), Plain)(group, role)

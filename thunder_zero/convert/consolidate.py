@@ -15,8 +15,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from thunder_zero.checkpoint.contents import GROUPS, MODEL, OPTIM, STATE
-from thunder_zero.checkpoint.reading import groups_of
 from thunder_zero.convert import reader
 from thunder_zero.convert.formats import (
     INDEX,
@@ -32,6 +30,7 @@ from thunder_zero.convert.formats import (
     write_torch,
 )
 from thunder_zero.convert.reader import Checkpoint
+from thunder_zero.state_dict.contents import GROUPS, MODEL, OPTIM, STATE, groups_of
 
 TORCH = (".pt", ".pth", ".bin")
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from thunder_zero.checkpoint import dcp, folder, manifest
-from thunder_zero.checkpoint.contents import MODEL, OPTIM, STATE, owner_of
 from thunder_zero.checkpoint.dcp import Item
 from thunder_zero.checkpoint.manifest import File, Manifest
 from thunder_zero.convert.formats import Whole
+from thunder_zero.state_dict.contents import MODEL, OPTIM, STATE, owner_of
 
 
 @dataclass(frozen=True)

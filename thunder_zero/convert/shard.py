@@ -17,11 +17,11 @@ from torch import Tensor
 
 from thunder_zero import layout
 from thunder_zero.checkpoint import dcp, folder
-from thunder_zero.checkpoint.contents import MODEL
 from thunder_zero.checkpoint.dcp import Item
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.convert.formats import INDEX, SAFETENSORS, require_float
 from thunder_zero.convert.reader import progress
+from thunder_zero.state_dict.contents import MODEL
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from thunder_zero.comm.peers import answered
+from thunder_zero.comm.peers import tensors_of_all
+from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.runtime.state import State
 
 READY, NO_GRADIENT, OPEN = range(3)  # what a rank tells the others beside its norm
+
+
+def clip_grad_norm_(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Clip the global norm of a sharded model's gradients, as ``torch.nn.utils.clip_grad_norm_`` does on one process.
+
+    A collective: all ranks must call it, after the backward that reduces. One small message a rank. A tied parameter
+    counts once; padding does not count.
+
+    >>> norm = tz.clip_grad_norm_(model, max_norm=1.0)
+
+    Args:
+        model: a model with ZeroTransform.
+        max_norm: what the norm is brought down to, where it is larger.
+        norm_type: p of the p-norm, more than 0; ``math.inf`` is the largest absolute value.
+        error_if_nonfinite: raise if the norm is NaN or Inf; otherwise such gradients become NaN or 0, as torch's do.
+
+    Returns:
+        The norm before clipping: 0-dim, equal on all ranks.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        ValueError: ``max_norm`` or ``norm_type`` is out of its range.
+        RuntimeError: there is no gradient yet; an accumulation is open; the norm is NaN or Inf, if asked for.
+    """
+    state = sharded_model(model).state
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm is {max_norm!r}; give a number, 0 or more")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type is {norm_type!r}; give a number above 0, or math.inf")
+    return clip(state, float(max_norm), float(norm_type), error_if_nonfinite)
 
 
 def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -63,10 +95,7 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     if state.open_accumulation(state.shards.values()):
         status = OPEN
     told = torch.stack([mine, torch.full_like(mine, status)])
-    of_all = [torch.empty_like(told) for _ in range(state.plan.ranks)]
-    with answered(state.group):
-        dist.all_gather(of_all, told, group=state.group)
-    norms_of_all, statuses = torch.stack(of_all).unbind(1)
+    norms_of_all, statuses = torch.stack(tensors_of_all(told, state.group)).unbind(1)
     parts = norms_of_all[: state.plan.world_size]  # of the first copy; the others have the same
     norm: Tensor = torch.linalg.vector_norm(torch.cat([parts, everywhere[None]]), norm_type)
     return norm, [int(status) for status in statuses.tolist()]

@@ -12,13 +12,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.peers import told_by_all
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +151,6 @@ def _between(waits: Sequence[Waited], gathers: Sequence[int]) -> Seconds:
     return seconds
 
 
-def mean_over_ranks(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+def mean_over_ranks(values: Sequence[float], group: ProcessGroup) -> list[float]:
     """The mean of each value, added up in rank order, so that all ranks get the same bits; a small collective."""
     return [sum(column) / len(column) for column in zip(*told_by_all(values, group), strict=True)]

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_zero.comm import agree
+from thunder_zero.comm.backends import transport_for
 from thunder_zero.comm.group import Ranks
-from thunder_zero.comm.transport import transport_for
 from thunder_zero.plan import Param, Plan
-from thunder_zero.runtime.shards import at_rest_of, is_hollow
+from thunder_zero.rows import at_rest_of
+from thunder_zero.runtime.shards import is_hollow
 
 CPU = torch.device("cpu")  # where values are drawn, whatever the device: a seed means the same on all machines
 

@@ -6,14 +6,14 @@ change would otherwise be ignored without a word, or would train something else 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from thunder_zero.plan import Plan
+from thunder_zero.runtime.state import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +42,8 @@ class Made:
 class Intact:
     """The jitted model, its plain module and all their parameters, as the transform left them."""
 
-    def __init__(
-        self,
-        model: Any,
-        plan: Plan,
-        shards: Mapping[str, nn.Parameter],
-        placeholders: Mapping[str, nn.Parameter],
-        resident: Collection[str],
-    ) -> None:
-        self._links = tuple(_links(model, plan, shards, placeholders))
+    def __init__(self, state: State, links: Iterable[Link]) -> None:
+        self._links = tuple(links)
         self._made = tuple(
             Made(
                 param.path,
@@ -59,10 +52,10 @@ class Intact:
                 tensor.dtype,
                 tensor.device,
                 param.requires_grad,
-                tensor.data_ptr() if at_rest is shards and param.path in resident else None,
+                tensor.data_ptr() if at_rest is state.shards and param.path in state.resident.shared else None,
             )
-            for at_rest in (shards, placeholders)
-            for param, tensor in ((param, at_rest[param.path]) for param in plan.params)
+            for at_rest in (state.shards, state.placeholders)
+            for param, tensor in ((param, at_rest[param.path]) for param in state.plan.params)
         )
 
     def require(self) -> None:
@@ -94,25 +87,6 @@ class Intact:
                     f"the memory of parameter {made.path!r} was replaced (.data = ...), and ZeRO-1's full parameter "
                     f"shares it; copy new values into it in place"
                 )
-
-
-def _links(
-    model: Any, plan: Plan, shards: Mapping[str, nn.Parameter], placeholders: Mapping[str, nn.Parameter]
-) -> Iterator[Link]:
-    plain: nn.Module = model._model
-    for path, module in plain.named_modules():
-        for name, child in module._modules.items():
-            yield Link(module._modules, name, child, f"submodule {f'{path}.{name}' if path else name!r}")
-            if module is plain:  # model.name = ... would hide it, and the traces would not see it
-                yield Link(model._modules, name, None, f"submodule {name!r}")
-    for param in plan.params:
-        for name in param.names:
-            parent, _, attribute = name.rpartition(".")
-            holder = plain.get_submodule(parent)._parameters
-            yield Link(holder, attribute, placeholders[param.path], f"parameter {name!r}")
-            yield Link(model._overrides_parameters, name, shards[param.path], f"parameter {name!r}")
-            if not parent:
-                yield Link(model._parameters, name, None, f"parameter {name!r}")
 
 
 def _replaced(link: Link, found: object) -> str:

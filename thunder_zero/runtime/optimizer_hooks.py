@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-if TYPE_CHECKING:
-    from thunder_zero.plan import Param
-    from thunder_zero.runtime.state import State
+from thunder_zero.plan import Param
+from thunder_zero.runtime.state import State
 
 _states: weakref.WeakSet[State] = weakref.WeakSet()
 _replaced = WeakTensorKeyDictionary()  # parameter of before a transform, or placeholder -> (its path, its state)
@@ -26,21 +25,24 @@ _placeholders = WeakTensorKeyDictionary()  # all that stand in plain modules -> 
 _hooked = False
 
 
-def watch(state: State) -> None:
-    """Have the hooks look after a model's shards from now on."""
+def watch(state: State, module: nn.Module) -> None:
+    """Have the hooks look after a model's shards, and refuse steps of its plain module's parameters, from now on.
+
+    Args:
+        state: the model's.
+        module: the plain module, which still has its own parameters.
+    """
     global _hooked
     _states.add(state)
+    for path, placeholder in state.placeholders.items():
+        original = module.get_parameter(path)
+        _replaced[original] = _replaced[placeholder] = (path, weakref.ref(state))
+        _placeholders[placeholder] = path
     if not _hooked:
         register_optimizer_step_pre_hook(_refuse_replaced)
         register_optimizer_step_pre_hook(_refuse_open)
         register_optimizer_step_post_hook(_note_step)
         _hooked = True
-
-
-def replace(original: nn.Parameter, placeholder: nn.Parameter, path: str, state: State) -> None:
-    """From now on the placeholder stands in the plain module, and neither of both is to be trained."""
-    _replaced[original] = _replaced[placeholder] = (path, weakref.ref(state))
-    _placeholders[placeholder] = path
 
 
 def is_transformed(param: nn.Parameter) -> bool:

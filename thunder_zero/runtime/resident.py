@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from thunder_zero import layout
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.plan import Param, Plan
+from thunder_zero.plan import Param
 
 Gather = Callable[..., Waitable]  # of shards, their parameters and, as ``into``, buffers of padded shape
 
@@ -73,18 +72,6 @@ class Buffers:
             self.stale.difference_update(paths)  # not before: if the launch fails, the rows are still out of date
         full = tuple(buffer[: param.shape[0]] for buffer, param in zip(buffers, params, strict=True))
         return Refreshed(full, refresh, lambda: self._versions.note(paths))
-
-
-def rows_in(buffer: Tensor, plan: Plan) -> Tensor:
-    """This rank's rows of a padded buffer, as a view."""
-    return buffer.tensor_split(plan.world_size)[plan.rank]
-
-
-def padded(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """A copy of a full parameter with zero rows behind it, so that ranks divide them."""
-    buffer = full.new_zeros(layout.padded_shape(param.shape, plan.world_size))
-    buffer[: param.shape[0]] = full
-    return buffer
 
 
 class HeldOver:

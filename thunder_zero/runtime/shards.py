@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thunder_zero import layout
 from thunder_zero.plan import Param, Plan
 
 SIMPLE = (bool, int, float, str, type(None))  # what a state may be beside a tensor
-
-
-def own_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """This rank's rows of a full parameter, padded with zeros: what its shard should hold. All of it, if replicated."""
-    if not param.sharded:
-        return full
-    start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
-    shard = full.new_zeros(plan.shard_shape(param))
-    shard[: stop - start] = full[start:stop]
-    return shard
-
-
-def real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
-    """This rank's rows without the padding behind them, as a view; all of it, if replicated."""
-    if not param.sharded:
-        return shard
-    start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
-    return shard[: stop - start]
 
 
 def state_is_rows(key: str, value: Any, param: Param, plan: Plan) -> bool:
@@ -74,27 +53,6 @@ def state_is_full(key: str, value: Any, param: Param) -> bool:
 
 def _seen(value: Any) -> str:
     return f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
-
-
-def at_rest_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """What is there of a full parameter at rest: all of it (ZeRO-1, replicated ones), or this rank's rows."""
-    return full if param.resident else own_rows(full, param, plan)
-
-
-def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors of one dtype that share one memory, one after the other.
-
-    Each is a tensor by itself and no view, with a version of its own: autograd keeps shards for backward, and a
-    step of another shard must not seem to have changed them.
-    """
-    memory = torch.cat([tensor.flatten() for tensor in tensors])
-    starts = accumulate((tensor.numel() for tensor in tensors), initial=0)
-    return [
-        torch.empty(0, dtype=memory.dtype, device=memory.device).set_(
-            memory.untyped_storage(), start, tensor.shape, tensor.stride()
-        )
-        for start, tensor in zip(starts, tensors, strict=False)
-    ]
 
 
 def placeholder(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

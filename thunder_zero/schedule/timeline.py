@@ -159,7 +159,7 @@ class Timeline:
     def _busiest(self, op: Op, param: Param, plan: Plan) -> int:
         if not param.sharded:
             return plan.reduce_bytes(param)
-        inside = (plan.world_size - 1) * prod(plan.shard_shape(param))
+        inside = (plan.world_size - 1) * prod(layout.shard_shape(param.shape, plan.world_size, 0))
         rows = layout.owned_numel(param.shape, plan.world_size, 0)
         across = layout.all_reduce_sends((rows,), plan.replicas) if op.kind is Kind.REDUCE else 0
         return (inside + across) * self.travels_in(op, param).itemsize

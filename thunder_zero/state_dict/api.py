@@ -13,20 +13,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
-from thunder_zero.checkpoint.api import held_by, several
-from thunder_zero.comm.agree import Fact, all_or_none, require_same, write_all_or_none
-from thunder_zero.module import transform_of
+from thunder_zero.comm.agree import Fact, all_or_none, require_same
+from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.state_dict import model_state, optimizer_state
+from thunder_zero.state_dict.all_or_nothing import write_all_or_none
+from thunder_zero.state_dict.contents import contents_of, several
 
 if TYPE_CHECKING:
-    from thunder_zero.checkpoint.contents import ModelContents
     from thunder_zero.runtime.state import State
+    from thunder_zero.state_dict.contents import ModelContents
 
-    from thunder.core.module import ThunderModule
 
 __all__ = [
     "StateDictOptions",
@@ -50,7 +50,7 @@ class Incompatible(NamedTuple):
 
 
 def get_model_state_dict(
-    model: ThunderModule, *, submodules: object = None, options: StateDictOptions | None = None
+    model: nn.Module, *, submodules: object = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
     """Parameters and buffers by the plain module's names; a collective if they are full.
 
@@ -71,7 +71,7 @@ def get_model_state_dict(
     return model_state.model_state_dict(state, held, options)
 
 
-def full_state_dict(model: ThunderModule) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer of the plain module: full, unpadded, under its names, on every rank.
 
     A collective: all ranks must call it. The tensors are copies, on the device of the shards.
@@ -85,7 +85,7 @@ def full_state_dict(model: ThunderModule) -> dict[str, Tensor]:
 
 
 def get_optimizer_state_dict(
-    model: ThunderModule,
+    model: nn.Module,
     optimizers: Optimizers,
     *,
     submodules: object = None,
@@ -116,7 +116,7 @@ def get_optimizer_state_dict(
 
 
 def get_state_dict(
-    model: ThunderModule,
+    model: nn.Module,
     optimizers: Optimizers,
     *,
     submodules: object = None,
@@ -134,7 +134,7 @@ def get_state_dict(
 
 
 def set_model_state_dict(
-    model: ThunderModule, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
+    model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> Incompatible:
     """Put a state dict into the model: full tensors on each rank, DTensors, or full tensors of rank 0 alone.
 
@@ -158,13 +158,15 @@ def set_model_state_dict(
         Exception: what a module's ``set_extra_state`` raises.
     """
     state, held, options = _prepared(model, options, None)
-    missing, unknown, part = model_state.values_for_model(state, held, model._model, model_state_dict, options)
+    missing, unknown, part = model_state.values_for_model(
+        state, held, sharded_model(model).plain, model_state_dict, options
+    )
     write_all_or_none([part], state.group)
     return Incompatible(missing, unknown)
 
 
 def set_optimizer_state_dict(
-    model: ThunderModule,
+    model: nn.Module,
     optimizers: Optimizers,
     optim_state_dict: Mapping[str, Any],
     *,
@@ -196,7 +198,7 @@ def set_optimizer_state_dict(
 
 
 def set_state_dict(
-    model: ThunderModule,
+    model: nn.Module,
     optimizers: Optimizers,
     *,
     model_state_dict: Mapping[str, Any],
@@ -209,19 +211,22 @@ def set_state_dict(
     >>> set_state_dict(model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer)
     """
     state, held, options = _prepared(model, options, None)
-    missing, unknown, part = model_state.values_for_model(state, held, model._model, model_state_dict, options)
+    missing, unknown, part = model_state.values_for_model(
+        state, held, sharded_model(model).plain, model_state_dict, options
+    )
     other = optimizer_state.values_for_optimizers(state, held, several(optimizers), optim_state_dict, options)
     write_all_or_none([part, other], state.group)
     return Incompatible(missing, unknown)
 
 
 def _prepared(
-    model: ThunderModule, options: StateDictOptions | None, submodules: object
+    model: nn.Module, options: StateDictOptions | None, submodules: object
 ) -> tuple[State, ModelContents, StateDictOptions]:
     """The model as ranks agree that it is asked for."""
-    state = transform_of(model).state
+    sharded = sharded_model(model)
+    state = sharded.state
     with all_or_none(state.group, "the state dict"):
-        held, options = held_by(model), _supported(options, submodules)
+        held, options = contents_of(sharded), _supported(options, submodules)
     require_same([Fact("the options of the state dict", str(options), "give every rank the same")], state.group)
     return state, held, options
 

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from thunder_zero.checkpoint.contents import ModelContents
 from thunder_zero.comm import agree
-from thunder_zero.comm.agree import Fact, OwnState, Pending, all_or_none
+from thunder_zero.comm.agree import Fact, all_or_none
 from thunder_zero.comm.peers import told_by_rank_0
 from thunder_zero.plan import Param
-from thunder_zero.runtime.shards import own_rows, real_rows
+from thunder_zero.rows import own_rows, real_rows
 from thunder_zero.runtime.state import State
+from thunder_zero.state_dict.all_or_nothing import OwnState, Pending
+from thunder_zero.state_dict.contents import ModelContents
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions

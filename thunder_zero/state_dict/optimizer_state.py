@@ -14,23 +14,24 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from thunder_zero.checkpoint.contents import (
+from thunder_zero.comm import agree
+from thunder_zero.comm.agree import all_or_none
+from thunder_zero.plan import Param
+from thunder_zero.runtime.optimizer_hooks import load_state, parameters_of
+from thunder_zero.runtime.shards import state_is_full, state_is_rows
+from thunder_zero.runtime.state import State
+from thunder_zero.state_dict.all_or_nothing import Pending
+from thunder_zero.state_dict.contents import (
     GROUPS,
     STATE,
     ModelContents,
     Named,
     all_names,
     names_of,
+    packed,
     state_lines,
     states_of,
 )
-from thunder_zero.checkpoint.reading import packed
-from thunder_zero.comm import agree
-from thunder_zero.comm.agree import Pending, all_or_none
-from thunder_zero.plan import Param
-from thunder_zero.runtime.optimizer_hooks import load_state, parameters_of
-from thunder_zero.runtime.shards import state_is_full, state_is_rows
-from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.model_state import (
     as_sent,
     counts,

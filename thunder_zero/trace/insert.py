@@ -17,7 +17,8 @@ from typing import Any
 
 from thunder_zero.plan import Param
 from thunder_zero.trace.lift import proxies_in
-from thunder_zero.trace.symbols import Program, ZeroExecutor
+from thunder_zero.trace.program import Program
+from thunder_zero.trace.symbols import ZeroExecutor
 
 from thunder.core import prims
 from thunder.core.dtypes import to_dtype, to_weak_dtype

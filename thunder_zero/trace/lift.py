@@ -19,7 +19,8 @@ import torch
 from thunder_zero.schedule.cone import frees_of_gathered
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
 from thunder_zero.schedule.verify import ScheduleError
-from thunder_zero.trace.symbols import Program, ZeroExecutor, dtype_name
+from thunder_zero.trace.program import Program
+from thunder_zero.trace.symbols import ZeroExecutor, dtype_name
 
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy

@@ -15,8 +15,7 @@ only places that turn a parameter into collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from math import prod
 from typing import Any, Protocol
@@ -24,8 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from thunder_zero.comm import staging
 from thunder_zero.plan import Param, Plan
+from thunder_zero.schedule.program import ProgramName
+from thunder_zero.trace.program import Program
 
 import thunder.core.dtypes as dtypes
 from thunder.core import prims
@@ -70,7 +70,7 @@ class Runtime(Protocol):
     def share_overflow(self, grads: Sequence[Tensor], apart: Sequence[Tensor], others: Sequence[str]) -> None:
         """Put Inf into one of ``grads`` on every rank if any gradient on any rank is not finite."""
 
-    def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
+    def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """Raise on every rank if another rank is about to run other collectives."""
 
 
@@ -89,27 +89,8 @@ class Rehearsal:
 
     all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = land = share_overflow = _refuse
 
-    def agree_on_schedule(self, program: str, lines: Sequence[str]) -> None:
+    def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """There is no other rank."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """What was found out while one kind of input was compiled.
-
-    Attributes:
-        plan: what each parameter is, with what the schedule keeps.
-        inputs: inputs of the trace that are parameters, with their paths.
-        apart: inputs of the trace that are parameters which the policy ignores.
-        trained: paths of the parameters to which autodiff gives a gradient.
-        synced: gradients are reduced; otherwise that is deferred.
-    """
-
-    plan: Plan
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    apart: frozenset[str] = frozenset()
-    trained: frozenset[str] = frozenset()
-    synced: bool = True
 
 
 class ZeroExecutor(OperatorExecutor):
@@ -198,7 +179,7 @@ class ZeroExecutor(OperatorExecutor):
     def device_at_rest(self, param: Param) -> Device | None:
         """Where its shard is; None: where it is computed with."""
         device = self.runtime.device
-        return None if device is None else to_device(staging.rest_device(param, self.plan, device))
+        return None if device is None else to_device("cpu" if self.plan.rests_on_host(param) else device)
 
     def _device_of(self, shard: TensorProxy) -> Device:
         return shard.device if self.runtime.device is None else to_device(self.runtime.device)

@@ -1,0 +1,143 @@
+"""What the arguments of ZeroTransform, ``zero`` and Zero mean: one signature, one frozen value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import torch
+
+from thunder_zero.policy import Policy
+from thunder_zero.precision import MixedPrecision
+from thunder_zero.runtime.initial_values import Sources
+from thunder_zero.times import Times
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Arguments(TypedDict, total=False):
+    """All that a model can be sharded with, beside a policy; :class:`~thunder_zero.Policy` explains its fields.
+
+    Attributes:
+        process_group: ranks that share the model; the default group if None.
+        mesh: instead of a group, a mesh of one dimension (shard) or two (replicate, shard): with two, the model is
+            sharded over the second, and there are as many copies of it as the first is long (hybrid sharding).
+        device: where the shards live; where the module's parameters are if None, and the CPU if they are on the meta
+            device (the current device, if the group carries no CPU tensors).
+        init: gives parameters and buffers on the meta device their values, after ``reset_tensors`` of each module
+            that owns some: it is called as ``module.apply(init)`` calls it, with the module's own parameters in full.
+        weights: full tensors by their names in the module's state dict (``torch.load(..., mmap=True)``); they become
+            the values of the module's parameters and buffers, read one at a time.
+    """
+
+    process_group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
+    device: torch.device | str | None
+    init: Callable[[torch.nn.Module], object] | None
+    weights: Mapping[str, torch.Tensor] | None
+    stage: int
+    unit_of: Callable[[torch.nn.Module], tuple[str, ...]] | None
+    ignored: tuple[str, ...]
+    replicate_below_bytes: int
+    mixed_precision: MixedPrecision
+    bucket_bytes: int
+    prefetch: int
+    in_flight_bytes: int
+    times: Times | None
+    gather_per_unit: bool
+    gather_last_units_once: bool
+    gather_once_per_accumulation: bool
+    cpu_offload: bool
+    broadcast_from: int | None
+    check_gradients: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The arguments, checked.
+
+    Attributes:
+        policy: what is asked for.
+        process_group, mesh: the ranks, one or none of the two.
+        device: where the shards will live.
+        sources: initial values.
+    """
+
+    policy: Policy
+    process_group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
+    device: torch.device | None
+    sources: Sources
+
+
+def given(policy: Policy | int | None, **arguments: Unpack[Arguments]) -> Given:
+    """Check the arguments.
+
+    Raises:
+        TypeError: not a policy; a field that policies do not have; init that is no function, weights no mapping.
+        ValueError: a field out of range; a policy, or a stage, and another stage; an unknown device.
+    """
+    others: dict[str, Any] = dict(arguments)
+    where = {name: others.pop(name, None) for name in ("process_group", "mesh")}
+    device = device_named(others.pop("device", None))
+    sources = sources_of(others.pop("init", None), others.pop("weights", None))
+    return Given(policy_of(policy, others), where["process_group"], where["mesh"], device, sources)
+
+
+def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy:
+    """A policy, or that of a stage, with some fields changed.
+
+    Raises:
+        TypeError: not a policy; a field that policies do not have.
+        ValueError: a field out of range; a policy, or a stage, and another stage.
+    """
+    known = [field.name for field in fields(Policy)]
+    for name, value in changes.items():
+        if name not in known:
+            raise TypeError(
+                f"{name}={value!r} is not a field of thunder_zero.Policy; its fields are {', '.join(known)}"
+            )
+    if policy is None:
+        return Policy(**changes)
+    if isinstance(policy, bool) or not isinstance(policy, Policy | int):
+        raise TypeError(
+            f"policy is {policy!r}; give a thunder_zero.Policy, such as thunder_zero.ZERO3, or a stage 0 to 3"
+        )
+    chosen = policy if isinstance(policy, Policy) else Policy(stage=policy)
+    stage = changes.get("stage", chosen.stage)
+    if stage != chosen.stage:
+        raise ValueError(f"stage is {stage!r} and the policy's stage is {chosen.stage}; give one of the two")
+    return replace(chosen, **changes)
+
+
+def sources_of(init: object, weights: object) -> Sources:
+    """Where initial values come from.
+
+    Raises:
+        TypeError: not a function; not a mapping.
+    """
+    if init is not None and (not callable(init) or isinstance(init, torch.nn.Module)):
+        raise TypeError(f"init is {init!r}; give a function of a module that writes its parameters, or None")
+    if weights is not None and not isinstance(weights, Mapping):
+        raise TypeError(
+            f"weights is a {type(weights).__name__}; give a mapping of names to tensors, such as a state dict from "
+            f"torch.load(path, mmap=True), or None"
+        )
+    return Sources(init, weights)
+
+
+def device_named(device: torch.device | str | None) -> torch.device | None:
+    """The device.
+
+    Raises:
+        ValueError: torch does not know it.
+    """
+    try:
+        return None if device is None else torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device is {device!r}, which torch does not know; give one such as 'cpu' or 'cuda:0'"
+        ) from None

@@ -1,0 +1,51 @@
+"""Chooses a transport by device and backend, and builds the one that a model uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from thunder_zero.comm.group import Ranks
+from thunder_zero.comm.hybrid import Hybrid
+from thunder_zero.comm.native import Grouped, Plain
+from thunder_zero.comm.pairwise import Exchange
+from thunder_zero.comm.staging import Staging, needs_staging
+from thunder_zero.comm.transport import Alone, Transport
+from thunder_zero.plan import Plan
+
+# (device type, backend) -> who carries the bucket
+BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup, int], Transport]] = {
+    ("cpu", "gloo"): Exchange,  # messages between pairs of ranks: gloo's own reduce-scatter sends twice the least
+    ("cuda", "nccl"): Grouped,  # one launch a bucket, the mean inside the collective
+    ("cuda", "fake"): Grouped,  # stands in for NCCL: the same kernels and memory, no peers
+}
+
+
+def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> Transport:
+    """The transport for tensors on ``device``; those of one model have different roles, if they may share a group.
+
+    Raises:
+        ValueError: the group has no backend for this device.
+    """
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device.type)
+    if backend is None:
+        raise ValueError(
+            f"the process group's backend is {config!r}, which carries no {device.type} tensors; move the module to "
+            f"a device that it carries, or give a group with a backend for {device.type} (gloo for CPU)"
+        )
+    if dist.get_world_size(group) == 1:
+        return Alone()
+    return BACKENDS.get((device.type, backend), Plain)(group, role)
+
+
+def model_transport(plan: Plan, ranks: Ranks, device: torch.device) -> Transport:
+    """The transport of a model: over one group or several, with casts and copies in front of it where the plan has any."""
+    transport = transport_for(ranks.inside, device)
+    if ranks.across is not None:
+        across, everyone = transport_for(ranks.across, device, role=1), transport_for(ranks.everyone, device, role=2)
+        transport = Hybrid(transport, across, everyone, plan)
+    return Staging(transport, plan, device) if needs_staging(plan, device) else transport

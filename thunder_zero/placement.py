@@ -1,0 +1,78 @@
+"""Puts shards into a jitted module and placeholders into its plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from thunder_zero.runtime.initial_values import Other
+from thunder_zero.runtime.intact import Link
+from thunder_zero.runtime.shards import set_tensor
+from thunder_zero.runtime.state import State
+
+from thunder.core.module import ThunderModule
+
+
+def place_others(
+    model: ThunderModule, others: Iterable[Other], known: Iterable[str], device: torch.device | None
+) -> None:
+    """Give what is in no plan its values, and parameters beside the ``known`` ones the device that was asked for."""
+    for other in others:
+        set_value(model, other)
+    if device is not None:
+        planned = set(known)
+        for name, param in model._model.named_parameters(remove_duplicate=False):
+            if name not in planned:
+                param.data = param.data.to(device)
+
+
+def set_value(model: ThunderModule, other: Other) -> None:
+    """Copy a value into a tensor of the module, or replace the tensor if it is on the meta device."""
+    if not other.tensor.is_meta:
+        with torch.no_grad():
+            other.tensor.copy_(other.value)
+        return
+    is_parameter = isinstance(other.tensor, nn.Parameter)
+    value = nn.Parameter(other.value, other.tensor.requires_grad) if is_parameter else other.value
+    for name in other.names:
+        set_tensor(model._model, name, value)
+        (model._overrides_parameters if is_parameter else model._overrides_buffers)[name] = value
+
+
+def place_parameters(model: ThunderModule, state: State) -> None:
+    """Put the shards into the jitted module, and the placeholders into the plain one."""
+    for param in state.plan.params:
+        for name in param.names:
+            model._overrides_parameters[name] = state.shards[param.path]
+            set_tensor(model._model, name, state.placeholders[param.path])
+
+
+def place_buffers(model: ThunderModule, state: State, device: torch.device | None) -> None:
+    """Cast and move the buffers as the policy and ``device`` ask."""
+    precision = state.plan.policy.mixed_precision
+    for name, buffer in list(model._model.named_buffers()):
+        dtype = precision.of(name).buffer_dtype if buffer.is_floating_point() else None
+        placed = buffer.to(device=device, dtype=dtype)
+        if placed is not buffer:
+            set_tensor(model._model, name, placed)
+            model.set_buffer(name, model._model.get_buffer(name))
+
+
+def links(model: ThunderModule, state: State) -> Iterator[Link]:
+    """Every place in both modules that must stay as it is now."""
+    plain: nn.Module = model._model
+    for path, module in plain.named_modules():
+        for name, child in module._modules.items():
+            yield Link(module._modules, name, child, f"submodule {f'{path}.{name}' if path else name!r}")
+            if module is plain:  # model.name = ... would hide it, and the traces would not see it
+                yield Link(model._modules, name, None, f"submodule {name!r}")
+    for param in state.plan.params:
+        for name in param.names:
+            parent, _, attribute = name.rpartition(".")
+            holder = plain.get_submodule(parent)._parameters
+            yield Link(holder, attribute, state.placeholders[param.path], f"parameter {name!r}")
+            yield Link(model._overrides_parameters, name, state.shards[param.path], f"parameter {name!r}")
+            if not parent:
+                yield Link(model._parameters, name, None, f"parameter {name!r}")

@@ -1,0 +1,43 @@
+"""Cuts tensors into this rank's rows: with the padding that a shard stores, or without."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from thunder_zero import layout
+from thunder_zero.plan import Param, Plan
+
+
+def own_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
+    """This rank's rows of a full parameter, padded with zeros: what its shard should hold. All of it, if replicated."""
+    if not param.sharded:
+        return full
+    start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
+    shard = full.new_zeros(plan.shard_shape(param))
+    shard[: stop - start] = full[start:stop]
+    return shard
+
+
+def real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
+    """This rank's rows without the padding behind them, as a view; all of it, if replicated."""
+    if not param.sharded:
+        return shard
+    start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
+    return shard[: stop - start]
+
+
+def at_rest_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
+    """What is there of a full parameter at rest: all of it (ZeRO-1, replicated ones), or this rank's rows."""
+    return full if param.resident else own_rows(full, param, plan)
+
+
+def rows_in(buffer: Tensor, plan: Plan) -> Tensor:
+    """This rank's rows of a padded buffer, as a view."""
+    return buffer.tensor_split(plan.world_size)[plan.rank]
+
+
+def padded(full: Tensor, param: Param, plan: Plan) -> Tensor:
+    """A copy of a full parameter with zero rows behind it, so that ranks divide them."""
+    buffer = full.new_zeros(layout.padded_shape(param.shape, plan.world_size))
+    buffer[: param.shape[0]] = full
+    return buffer

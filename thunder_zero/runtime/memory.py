@@ -1,0 +1,46 @@
+"""Lays out one rank's memory: the rows that the optimizer steps, and ZeRO-1's full buffers around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thunder_zero.comm.staging import is_staged, rest_device
+from thunder_zero.plan import Plan
+from thunder_zero.rows import own_rows, padded, rows_in
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Tensors by parameter path.
+
+    Attributes:
+        rows: what the optimizer steps: this rank's rows with padding, or the full parameter where it is replicated.
+        buffers: ZeRO-1's full parameters, padded.
+        shared: paths of the buffers whose own rows are ``rows`` themselves, not copies of them.
+    """
+
+    rows: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    shared: tuple[str, ...]
+
+
+def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> Memory:
+    """Memory for the values ``at_rest``, which is emptied: an unpadded full tensor must not outlive its copy."""
+    rows: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    for param in plan.params:
+        value = at_rest.pop(param.path)
+        if param.resident:
+            buffers[param.path] = buffer = padded(value.to(param.compute_dtype), param, plan)
+            value = own_rows(value, param, plan) if is_staged(param, plan, device) else rows_in(buffer, plan)
+        rows[param.path] = _at(rest_device(param, plan, device), value)
+    shared = tuple(path for path in buffers if not is_staged(plan.by_name[path], plan, device))
+    return Memory(rows, buffers, shared)
+
+
+def _at(device: torch.device, rows: Tensor) -> Tensor:
+    """The rows on this device; rows that leave a GPU for host memory are pinned."""
+    return rows.to(device).pin_memory() if rows.is_cuda and device.type == "cpu" else rows.to(device)

@@ -1,0 +1,67 @@
+"""The interface of a sharded model: all that training loops, checkpoints and state dicts need of it.
+
+A front end (``thunder.jit`` is one) makes its models such; nothing that uses them knows which front end it was.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from thunder_zero.runtime.state import State
+
+
+class ShardedModel(nn.Module):
+    """A model whose parameters are shards.
+
+    ``named_parameters`` and ``named_buffers`` give what trains, under the plain module's names.
+    """
+
+    @property
+    @abstractmethod
+    def state(self) -> State:
+        """This rank's share of the model."""
+
+    @property
+    @abstractmethod
+    def plain(self) -> nn.Module:
+        """The module that was sharded; its parameters are placeholders."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep full gradients instead of reducing them; the next backward outside reduces the sum.
+
+        As in PyTorch the forward counts: a backward defers or reduces as its forward ran inside or outside.
+
+        Deferred gradients are not in ``.grad``, so ``optimizer.zero_grad()`` does not drop them; ``zero_grad`` of the
+        model does. Drop what the end of an epoch leaves, or it is added to the next gradients.
+
+        >>> with model.no_sync():
+        ...     for x in micro_batches[:-1]:
+        ...         loss(model(x)).backward()
+        >>> loss(model(micro_batches[-1])).backward()
+        """
+        with self.state.accumulation.unsynced():
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``; also drops the gradients that ``no_sync`` has deferred."""
+        super().zero_grad(set_to_none)
+        self.state.drop_deferred()
+
+
+def sharded_model(model: object) -> ShardedModel:
+    """The model, if it is sharded.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if isinstance(model, ShardedModel):
+        return model
+    raise TypeError(
+        f"expected a module jitted with ZeroTransform, got {type(model).__name__}; make one with "
+        f"thunder.jit(module, transforms=[thunder_zero.ZeroTransform(...)])"
+    )
