@@ -32,9 +32,9 @@ def times(seconds: dict[str, float], bytes_per_second: float = BYTES) -> Times:
     return Times(seconds, {}, bytes_per_second)
 
 
-def scheduled(times: Times, *, in_flight: int = MiB, prefetch: int = 2, **fields: dict[str, object]) -> list[str]:
+def scheduled(times: Times, *, in_flight: int = MiB, buckets: int = 2, **fields: dict[str, object]) -> list[str]:
     """Forward of four units, as words."""
-    policy = replace(ALONE, in_flight_bytes=in_flight, prefetch=prefetch, times=times)
+    policy = replace(ALONE, in_flight_bytes=in_flight, prefetch=buckets, times=times)
     return lines(prefetch(model(policy, *NAMES, training=False, **fields)))
 
 
@@ -85,11 +85,11 @@ TWO_AT_ONCE = [
 ]
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 9])
-def test_with_plenty_of_compute_each_starts_one_wait_ahead(prefetch: int) -> None:
-    """Whatever ``prefetch`` says."""
-    assert scheduled(times(SECONDS), prefetch=prefetch) == RIGHT_BEFORE
-    assert scheduled(times(SECONDS, math.inf), prefetch=prefetch) == RIGHT_BEFORE
+@pytest.mark.parametrize("buckets", [0, 1, 9])
+def test_with_plenty_of_compute_each_starts_one_wait_ahead(buckets: int) -> None:
+    """Whatever ``policy.prefetch`` says."""
+    assert scheduled(times(SECONDS), buckets=buckets) == RIGHT_BEFORE
+    assert scheduled(times(SECONDS, math.inf), buckets=buckets) == RIGHT_BEFORE
 
 
 def test_one_that_takes_longer_than_the_compute_before_it_starts_a_wait_earlier() -> None:
