@@ -20,7 +20,7 @@ from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.prefetch import ended_in_time, prefetch
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.timeline import Kind, Timeline
-from thunder_zero.schedule.verify import ScheduleError, check
+from thunder_zero.schedule.verify import ScheduleError, check_pass, check_schedule
 from thunder_zero.times import Times
 
 NAMES = ("a.w", "b.w", "c.w", "d.w")
@@ -237,7 +237,7 @@ def bucketed(timeline: Timeline) -> Timeline:
 def test_the_schedule_is_right(timeline: Timeline) -> None:
     """``run`` checks after each pass."""
     after = run(timeline)
-    check(after, reference=timeline)
+    check_schedule(after, timeline)
     terms: Terms = {}
     assert interpret(after, terms) == interpret(timeline, terms)
 
@@ -271,11 +271,12 @@ def test_each_starts_at_the_latest_wait_that_suffices(pairs: list[tuple[int, int
 
 
 def test_the_limit_of_buckets_under_way_is_checked_without_times_only() -> None:
-    timeline = prefetch(model(replace(ALONE, in_flight_bytes=MiB, times=times({})), *NAMES, training=False))
-    check(timeline, complete=False)
+    lifted = model(replace(ALONE, in_flight_bytes=MiB, times=times({})), *NAMES, training=False)
+    timeline = prefetch(lifted)
+    check_pass(timeline, lifted)
     plan = replace(timeline.plan, policy=replace(timeline.plan.policy, times=None))
     with pytest.raises(ScheduleError, match="prefetch is 2"):
-        check(replace(timeline, plan=plan), complete=False)
+        check_pass(replace(timeline, plan=plan), lifted)
 
 
 # The data
