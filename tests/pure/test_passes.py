@@ -93,6 +93,16 @@ def test_keep_gathers_again_before_the_first_reader_in_backward() -> None:
     assert after.values["a.w_again"] == after.values["a.w"]
 
 
+def test_a_copy_of_a_view_views_the_copy() -> None:
+    timeline = model(ALONE, Use("a.w", ("view", "view")))
+    views = {name: replace(timeline.values[name], base="a.w") for name in ("c0.0", "c0.1")}
+    after = regather(timeline.with_ops(timeline.ops, views))
+    assert [after.base_of(name) for name in ("a.w", "c0.1", "a.w_again", "c0.0_again", "c0.1_again")] == [
+        *("a.w",) * 2,
+        *("a.w_again",) * 3,
+    ]
+
+
 def test_keep_leaves_what_backward_does_not_read() -> None:
     after = regather(model(ALONE, Use("a.embedding", needed=False), "a.w", Use("a.bias", ("view",), needed=False)))
     assert gathered(after, backward=True) == {"a.w": 1}

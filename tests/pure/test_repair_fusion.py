@@ -56,6 +56,8 @@ def test_a_parameter_that_backward_did_not_need_is_gathered_alone() -> None:
 
 def test_a_view_is_computed_again() -> None:
     broken = fused(run(model(THREE, Use("a.w", ("view",)), "b.w")), 0, "c0.0")
+    broken = broken.with_ops(broken.ops, {"c0.0": replace(broken.values["c0.0"], base="a.w")})
     mended = repair_fusion(broken)
     check(free(mended))
     assert next(op.writes for op in mended.ops if op.again and op.kind is Kind.COMPUTE) == ("c0.0_mended",)
+    assert mended.base_of("c0.0_mended") == "a.w_again"

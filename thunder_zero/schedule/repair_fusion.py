@@ -76,8 +76,8 @@ class _Mended:
         return f"{name}_mended"
 
     def _computed(self, name: str, op: Op) -> str:
-        self.values.update((f"{out}_mended", self.timeline.values[out]) for out in op.writes)
         self.names.update((out, f"{out}_mended") for out in op.writes)
         writes = tuple(f"{out}_mended" for out in op.writes)
         self.add(replace(op, writes=writes, backward=True, again=True))
+        self.values.update((f"{out}_mended", self.timeline.values[out].copied(self.names)) for out in op.writes)
         return f"{name}_mended"
