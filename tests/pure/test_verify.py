@@ -96,14 +96,14 @@ def reading(timeline: Timeline, at: int, old: str, new: str) -> Timeline:
 
 Fault = Callable[[Timeline], Timeline]
 FAULTS: dict[str, tuple[str, Fault]] = {}  # name -> the sentence that must name it, and how it is planted
-KEPT: set[str] = set()  # faults that need ZeRO-2
+AT_ZERO2: set[str] = set()  # faults that need ZeRO-2
 BY_LIFTED: set[str] = set()  # faults that only a comparison with what was lifted can find
 
 
-def fault(sentence: str, *, kept: bool = False, by_lifted: bool = False) -> Callable[[Fault], Fault]:
+def fault(sentence: str, *, zero2: bool = False, by_lifted: bool = False) -> Callable[[Fault], Fault]:
     def register(plant: Fault) -> Fault:
         FAULTS[plant.__name__] = sentence, plant
-        KEPT.update({plant.__name__} if kept else set())
+        AT_ZERO2.update({plant.__name__} if zero2 else set())
         BY_LIFTED.update({plant.__name__} if by_lifted else set())
         return plant
 
@@ -152,7 +152,7 @@ def free_before_a_view_is_read_in_backward(t: Timeline) -> Timeline:
     return moved(t, find(t, Kind.FREE, "a.w", backward=True), writer(t, "c0.0_again") + 1)
 
 
-@fault(r"frees c.w, which op \d+ reads", kept=True)
+@fault(r"frees c.w, which op \d+ reads", zero2=True)
 def free_before_backward_reads(t: Timeline) -> Timeline:
     at = find(t, Kind.FREE, "c.w", backward=True)
     border = next(at for at, op in enumerate(t.ops) if op.backward)
@@ -267,8 +267,8 @@ def swapped_order(t: Timeline) -> Timeline:
     return moved(t, writer(t, "y0"), reader(t, "y0") + 1)
 
 
-@fault("gathers c.frozen again after op .*; it is kept", kept=True)
-def gather_of_a_kept_parameter_again(t: Timeline) -> Timeline:
+@fault("gathers c.frozen again after op .*; it is kept", zero2=True)
+def gather_again_of_what_is_gathered_once(t: Timeline) -> Timeline:
     gather, wait = t.ops[find(t, Kind.GATHER, "c.w")], t.ops[find(t, Kind.WAIT, "c.w")]
     gather = replace(gather, writes=("h",), backward=True, again=True)
     wait = replace(wait, reads=("h",), writes=("x0", "x1"), backward=True, again=True)
@@ -534,7 +534,7 @@ def test_good_timelines_pass(stage: int, fields: dict[str, int]) -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_caught(name: str) -> None:
     sentence, plant = FAULTS[name]
-    timeline = ZERO2 if name in KEPT else ZERO3
+    timeline = ZERO2 if name in AT_ZERO2 else ZERO3
     good = run(timeline)
     bad = plant(good)
     assert (bad.ops, bad.gradients) != (good.ops, good.gradients)
@@ -553,7 +553,7 @@ def emitted(timeline: Timeline) -> Timeline:
 def test_a_planted_fault_is_caught_in_the_lines_that_run(name: str) -> None:
     """Without what was lifted: all that is remembered of it is which parameters are trained."""
     sentence, plant = FAULTS[name]
-    good = emitted(run(ZERO2 if name in KEPT else ZERO3))
+    good = emitted(run(ZERO2 if name in AT_ZERO2 else ZERO3))
     trained = {path for path, _ in good.gradients}
     assert trained == {use.path for use in USES} - {"c.frozen"}
     check(good, trained=trained)

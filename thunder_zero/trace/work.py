@@ -45,10 +45,10 @@ NAMES = {
         abs acos acosh add asin asinh atan atan2 atanh bitcast bitwise_and bitwise_left_shift bitwise_not bitwise_or
         bitwise_right_shift bitwise_xor cat ceil clone contiguous convert_element_type copy_ copysign cos cosh
         device_put digamma div empty eq erf erfc erfcinv erfinv exp exp2 expm1 flip floor fmod frexp full ge gt iota
-        isfinite le lerp lgamma log log10 log1p log2 lt maximum minimum mul ndtri ne neg nextafter pad pow reciprocal remainder
-        repeat round rsqrt sign signbit sin sinh sqrt stack stride_order sub tan tanh tensor_from_sequence to
-        torch.ops.aten.log_sigmoid_backward torch_div_prim_impl torch_erfcinv_impl torch_pad_prim_impl
-        torch_stride_order_prim_impl trunc where zero_cast zeta""",
+        isfinite le lerp lgamma log log10 log1p log2 lt maximum minimum mul ndtri ne neg nextafter pad pow
+        reciprocal remainder repeat round rsqrt sign signbit sin sinh sqrt stack stride_order sub tan tanh
+        tensor_from_sequence to torch.ops.aten.log_sigmoid_backward torch_div_prim_impl torch_erfcinv_impl
+        torch_pad_prim_impl torch_stride_order_prim_impl trunc where zero_cast zeta""",
     Work.VIEW: """
         broadcast_in_dim chunk diagonal expand expand_as flatten imag movedim narrow permute real reshape select
         shallow_copy slice_prim split squeeze tensor_split torch_prims_reshape_impl torch_slice_prim_impl transpose
