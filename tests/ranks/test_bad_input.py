@@ -197,7 +197,7 @@ def first_layer(module: nn.Module) -> tuple[str, ...]:
     ("change", "theirs", "words"),
     [
         (empty, {}, ["Net has no parameters", "nothing to shard"]),
-        (transform, {}, ["Net is transformed already, by ZeroTransform"]),
+        (transform, {}, ["Net is already transformed by ZeroTransform"]),
         (nothing, {"broadcast_from": 2}, ["broadcast_from is 2", "ranks 0 to 1"]),
         (nothing, {"device": "meta"}, ["no meta tensors"]),
     ],
