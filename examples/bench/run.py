@@ -104,7 +104,7 @@ class Bench:
         self.found = Found()
         model = make_model(Size())
         self.full, self.spared = model_bytes(model), spared_bytes(model)
-        self.kept: dict[str, int] = {}  # by contestant
+        self.gathered_once: dict[str, int] = {}  # by contestant
 
     def run(self, logs: Path) -> None:
         """Everything that was asked for; first the rates, which share their processes, then loopback."""
@@ -149,7 +149,7 @@ class Bench:
             finally:
                 self.progress.advance(task)
             losses[contestant.name] = [reply["losses"] for reply in replies]
-            self.kept[contestant.name] = replies[0]["kept"]
+            self.gathered_once[contestant.name] = replies[0]["gathered_once"]
             self.found.builds.setdefault(world_size, {})[contestant.name] = max(reply["seconds"] for reply in replies)
             if memory:
                 counted = Memory(**group.do("peak", name=contestant.name)[0])
@@ -178,7 +178,14 @@ class Bench:
                 sent[name].append(mean(reply["sent"] for reply in replies) / shared)
                 self.progress.advance(task)
         rows = tuple(
-            Row(one.name, one.group, one.stage, tuple(seconds[one.name]), tuple(sent[one.name]), self.kept[one.name])
+            Row(
+                one.name,
+                one.group,
+                one.stage,
+                tuple(seconds[one.name]),
+                tuple(sent[one.name]),
+                self.gathered_once[one.name],
+            )
             for one in there
         )
         return Result(network, world_size, self.full, self.spared, wire_bytes, tuple(wire), rows)
