@@ -1,10 +1,11 @@
-"""What the documents name is there, and what is there is named."""
+"""The documents name existing files and names, and leave none out."""
 
 from __future__ import annotations
 
 import ast
 import re
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "thunder_zero"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+RENAMED = re.findall(r"^\| `(\S+)` \| `(\S+)` \|$", CHANGELOG, re.MULTILINE)
 QUESTIONS = ARCHITECTURE.partition("## Where each question is answered")[2].partition("\n## ")[0]
 
 
@@ -25,7 +28,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_files_are_there(document: Path) -> None:
+def test_named_files_exist(document: Path) -> None:
     names = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|md|toml|sh))`", document.read_text())
     places = (ROOT, PACKAGE, document.parent, PACKAGE / "report")
     assert [name for name in names if not any((place / name).exists() for place in places)] == []
@@ -43,9 +46,39 @@ def test_the_changelog_names_what_is_exported() -> None:
         for node in ast.parse((PACKAGE / "__init__.py").read_text()).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
-    told = set(re.findall(r"`(\w+)`", (ROOT / "CHANGELOG.md").read_text()))
-    assert set(names) - told == set()
-    assert told - set(names) <= {field.name for field in fields(Policy)}
+    named = set(re.findall(r"`(\w+)`", CHANGELOG)) - {"thunder_zero"}
+    assert set(names) - named == set()
+    assert named - set(names) <= {field.name for field in fields(Policy)}
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED)
+def test_only_the_new_name_exists(old: str, new: str) -> None:
+    assert (exists(old), exists(new)) == (False, True)
+
+
+def exists(name: str) -> bool:
+    """Whether the package has a module ``thunder_zero.x``, a field ``Class.x`` or an argument ``function(x=)``."""
+    if name.startswith("thunder_zero."):
+        path = ROOT / name.replace(".", "/")
+        return path.is_dir() or path.with_suffix(".py").exists()
+    owner, inner = re.fullmatch(r"(\w+)[.(](\w+)=?\)?", name).groups()  # type: ignore[union-attr]
+    named = [node for node in definitions() if node.name == owner]
+    assert named, owner
+    return any(inner in members(node) for node in named)
+
+
+@cache
+def definitions() -> list[ast.ClassDef | ast.FunctionDef]:
+    trees = (ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py"))
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+
+
+def members(node: ast.ClassDef | ast.FunctionDef) -> set[str]:
+    """The fields and methods of a class, or the arguments of a function."""
+    if isinstance(node, ast.FunctionDef):
+        return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+    methods = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return methods | {ast.unparse(inner.target) for inner in node.body if isinstance(inner, ast.AnnAssign)}
 
 
 def test_the_architecture_is_short() -> None:
