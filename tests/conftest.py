@@ -1,4 +1,8 @@
-"""Rules for the rooms of the tests: pure (nothing), one (one process), ranks (2 to 4 gloo ranks), gpu (CUDA)."""
+"""Rules for the rooms of the tests: pure (nothing), one (one process), ranks (1 to 4 gloo ranks), gpu (CUDA).
+
+Two tiers: a test that is marked ``slow`` shows something that a fast one shows, too, in more combinations. It is left
+out unless ``--slow`` is given.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,15 @@ def room_of(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).parts[0]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run all tests, and each rank in a fresh interpreter")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow and not config.getoption("--slow"):
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
     for item in items:
         if room_of(item) == "ranks" and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(RANKS_SECONDS))
@@ -43,7 +55,13 @@ def _has_cuda() -> bool:
 
 
 @pytest.fixture(scope="session")
-def ranks_pool() -> Iterator[RanksPool]:
+def all_tests(pytestconfig: pytest.Config) -> bool:
+    """Whether slow tests run, too: for a fixture that makes the results of many tests at one time."""
+    return bool(pytestconfig.getoption("--slow"))
+
+
+@pytest.fixture(scope="session")
+def ranks_pool(all_tests: bool) -> Iterator[RanksPool]:
     """Processes that run functions on 1 to 4 ranks: ``ranks_pool.run(world_size, fn, *args, timeout=60.0)``."""
-    with RanksPool() as pool:
+    with RanksPool(fresh=all_tests) as pool:
         yield pool
