@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from tests.harness.errors import refused
 from thunder_zero import _compat
 from thunder_zero.comm.transport import transport_for
 
@@ -52,19 +52,6 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
-
-
-@contextmanager
-def refused(kind: type[Exception], *words: str) -> Iterator[None]:
-    """The block raises one sentence with these words, and after its semicolon what to do."""
-    with pytest.raises(kind) as caught:
-        yield
-    text = str(caught.value)
-    assert type(caught.value) is kind, text
-    assert [word for word in words if word not in text] == [], text
-    assert "\n" not in text, text
-    assert len(text) < 320, text
-    assert "; " in text, "the sentence has to say what to do"
 
 
 def shard(module: nn.Module | None = None, **arguments: Any) -> Any:

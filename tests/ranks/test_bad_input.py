@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from tests.harness.errors import raised_as
 from tests.harness.ranks import RanksPool
 
 import thunder
@@ -95,15 +96,6 @@ def nothing(net: Net) -> None:
     pass
 
 
-def refusal(call: Callable[[], Any]) -> tuple[str, str]:
-    """Type and text of what a call raises."""
-    try:
-        call()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", "nothing was raised"
-
-
 def shard(module: nn.Module, **arguments: Any) -> Any:
     return thunder.jit(module, transforms=[tz.ZeroTransform(**arguments)])
 
@@ -131,7 +123,7 @@ def shard_differing(
     net = Net()
     if rank == world_size - 1:
         change(net)
-    raised = refusal(lambda: shard(net, **(theirs if rank == world_size - 1 else {})))
+    raised = raised_as(lambda: shard(net, **(theirs if rank == world_size - 1 else {})))
     unharmed = change is transform or not any(param.isnan().any() for param in net.parameters() if not param.is_meta)
     return raised, unharmed, norm(shard(Net()))
 
@@ -259,7 +251,7 @@ def test_weights_of_one_rank_for_all(ranks_pool: RanksPool, world_size: int, sou
 
 
 def take_from_nobody(rank: int, world_size: int) -> tuple[str, str]:
-    return refusal(lambda: shard(Net(), broadcast_from=world_size))
+    return raised_as(lambda: shard(Net(), broadcast_from=world_size))
 
 
 def test_weights_of_a_rank_that_is_not_there(ranks_pool: RanksPool) -> None:
@@ -275,7 +267,7 @@ def test_weights_of_a_rank_that_is_not_there(ranks_pool: RanksPool) -> None:
 def shard_in_part(rank: int, world_size: int, members: list[int]) -> tuple[str, str] | tuple[dict[str, Tensor], float]:
     group = dist.new_group(members)
     if rank not in members:
-        return refusal(lambda: shard(Net(), process_group=group))
+        return raised_as(lambda: shard(Net(), process_group=group))
     model = shard(Net(seed=rank), process_group=group, broadcast_from=0)
     return tz.full_state_dict(model), norm_of_step(model)
 
@@ -305,7 +297,7 @@ def step_other_parameters(rank: int, world_size: int, stage: int) -> tuple[tuple
     optimizer = torch.optim.Adam([{"params": list(model.parameters())[:3]}, {"params": before[3:]}])
     model(torch.ones(3, 4)).sum().backward()
     shards = [param.detach().clone() for param in model.parameters()]
-    raised = refusal(optimizer.step)
+    raised = raised_as(optimizer.step)
     same = all(torch.equal(a, b) for a, b in zip(shards, model.parameters(), strict=True)) and not optimizer.state
     model.zero_grad()
     return raised, same, norm_of_step(model)
@@ -328,7 +320,7 @@ def call_changed(rank: int, world_size: int, change: Callable[[Net], None]) -> t
     weight = net.b.weight
     model(torch.ones(3, 4)).sum().backward()
     change(net)
-    raised = refusal(lambda: model(torch.ones(3, 4)))
+    raised = raised_as(lambda: model(torch.ones(3, 4)))
     net.b.float()
     net.b.weight = weight.requires_grad_(True)
     model.zero_grad()
@@ -358,7 +350,7 @@ def take_other_paths(rank: int, world_size: int) -> tuple[str, str]:
     net = Net()
     net.skip = rank == 1
     model = shard(net)
-    return refusal(lambda: model(torch.ones(3, 4)).sum().backward())
+    return raised_as(lambda: model(torch.ones(3, 4)).sum().backward())
 
 
 def test_a_path_that_differs(ranks_pool: RanksPool) -> None:
@@ -381,7 +373,7 @@ def poison_one_rank(rank: int, world_size: int, stage: int, value: float) -> dic
     x_bad = x.clone()
     if rank == world_size - 1:
         x_bad[1, 2] = value
-    raised = refusal(lambda: model(x_bad).sum().backward())
+    raised = raised_as(lambda: model(x_bad).sum().backward())
     untouched = all(param.grad is None for param in model.parameters())
     optimizer.step()
     optimizer.zero_grad()

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     """The worker has looked at the disk after each: all that is visible is whole, ``latest`` leads to some of it, who
     says saved is right, and the next save works."""
-    command = [sys.executable, "-m", "tests.ranks.kill_worker", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.harness.kill_worker", str(tmp_path)]
     worker = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert worker.returncode == 0, worker.stderr
     results = json.loads(worker.stdout.splitlines()[-1])

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import thunder_zero as tz
-from tests.harness.models import LENGTH, Mlp, Small, error, fresh, raised, sharded, whole
+from tests.harness.errors import raised
+from tests.harness.models import LENGTH, Mlp, Small, error, fresh, sharded, whole
 from tests.harness.ranks import RanksPool
 
 STAGES, NORMS, LIMITS = (0, 1, 2, 3), (1.0, 2.0, 3.0, inf), (1e-3, 1e3)

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.models import Small, fresh, raised, sharded
+from tests.harness.errors import raised
+from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero import cli
 from thunder_zero.convert.reader import Checkpoint

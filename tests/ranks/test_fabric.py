@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import thunder_zero as tz
-from tests.harness.models import error, fresh, raised
+from tests.harness.errors import raised
+from tests.harness.models import error, fresh
 from tests.harness.ranks import RanksPool
 from thunder_zero.layout import row_range
 from thunder_zero.runtime.state import State

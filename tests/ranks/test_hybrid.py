@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_zero as tz
-from tests.harness.models import Mlp, Small, count_sends, error, fresh, raised
+from tests.harness.errors import raised
+from tests.harness.models import Mlp, Small, count_sends, error, fresh
 from tests.harness.ranks import RanksPool
 
 import thunder

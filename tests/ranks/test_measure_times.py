@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import thunder_zero as tz
-from tests.harness.models import Mlp, fresh, raised, sharded
+from tests.harness.errors import raised
+from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.runtime.clock import Clock, Moment, Waited, computed
 from thunder_zero.schedule.timeline import Kind

@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import thunder_zero as tz
 from examples.tensor_memory import added_at_peak, bytes_held
-from tests.harness.models import Mlp, raised
+from tests.harness.errors import raised
+from tests.harness.models import Mlp
 from tests.harness.ranks import RanksPool
 from thunder_zero.comm import agree
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from examples.gpt import GPT, GPTConfig
-from tests.harness.models import count_sends, error, fresh, raised, saved, sharded, whole
+from tests.harness.errors import raised
+from tests.harness.models import count_sends, error, fresh, saved, sharded, whole
 from tests.harness.ranks import RanksPool
 from thunder_zero.module import transform_of
 

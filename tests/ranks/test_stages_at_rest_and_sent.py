@@ -42,7 +42,7 @@ AGAIN = {"mlp.layers.1.weight", "one_row"}  # x needs no gradient, so the first 
 
 
 def policy_of(stage: int) -> tz.Policy:
-    """As the stage is defined; ZeRO-3 would keep this small model whole: tests/ranks/test_keep_last.py."""
+    """As the stage is defined; ZeRO-3 would keep this small model whole: tests/ranks/test_last_units.py."""
     return tz.Policy(stage=stage, keep_last=False)
 
 

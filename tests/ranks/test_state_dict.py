@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import thunder_zero as tz
+from tests.harness.checkpoints import adamw, full_of, plain, same, state_of, stepped
+from tests.harness.errors import raised
 from tests.harness.models import Mlp, Small, Zoo, fresh, sharded
 from tests.harness.ranks import RanksPool
-from tests.ranks.test_checkpoints import adamw, full_of, plain, refusal, same, state_of, stepped
 from thunder_zero import state_dict as ours
 from thunder_zero.runtime.state import State
 
@@ -234,7 +235,7 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     results = {}
 
     def attempt(name: str, call: Any) -> None:
-        results[name] = refusal(call), same(state_of(model, optimizer), before)
+        results[name] = raised(call), same(state_of(model, optimizer), before)
 
     attempt("missing", partial(ours.set_model_state_dict, model, few))
     attempt("unknown", partial(ours.set_model_state_dict, model, {**good, "more": torch.ones(2)}))
@@ -366,7 +367,7 @@ def own_things(rank: int, world_size: int) -> list[Any]:
     ):
         before = ours.get_model_state_dict(model, options=FULL)
         given = {name: "junk"} if options is FROM_RANK_0 and rank else {**good, name: value}
-        told = refusal(partial(ours.set_model_state_dict, model, given, options=options))
+        told = raised(partial(ours.set_model_state_dict, model, given, options=options))
         after = ours.get_model_state_dict(model, options=FULL)
         extra = before.pop("_extra_state"), after.pop("_extra_state")
         results.append((told, same(after, before), extra))

@@ -19,7 +19,7 @@ import thunder_zero as tz
 from examples.bench.network import Seat, can_limit, seats
 from examples.bench.ranks import PORT, environment
 from tests.harness.models import fresh
-from tests.ranks.wire_worker import NOT_AGAIN, ROWS, RUNS, SKIPPED, Net
+from tests.harness.wire_worker import NOT_AGAIN, ROWS, RUNS, SKIPPED, Net
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 100.0  # for all runs of one world
@@ -51,7 +51,7 @@ def count(places: list[Seat]) -> list[Reply]:
         answers = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in places]
         try:
             for rank, seat in enumerate(places):
-                command = (*seat.prefix, sys.executable, "-W", "ignore", "-m", "tests.ranks.wire_worker")
+                command = (*seat.prefix, sys.executable, "-W", "ignore", "-m", "tests.harness.wire_worker")
                 env, files = environment(rank, places, PORT), {"stdout": answers[rank], "stderr": logs[rank]}
                 workers.append(subprocess.Popen(command, cwd=ROOT, env=env, text=True, **files))
             while any(worker.poll() is None for worker in workers):

@@ -1,6 +1,6 @@
 """Kills a rank at one moment of a save after the other, and looks at what is on the disk then.
 
-``python -m tests.ranks.kill_worker FOLDER`` prints a JSON list, one entry a moment. It is a process of its own, since
+``python -m tests.harness.kill_worker FOLDER`` prints a JSON list, one entry a moment. It is a process of its own, since
 it forks (each pair of ranks starts in milliseconds that way), and pytest has threads. A moment is one operation on
 files: right before the rank makes a folder, opens a file, flushes, renames, links or deletes, and in the middle of a
 write.

@@ -1,6 +1,6 @@
 """One rank of test_wire_bytes.py: trains a model under several policies and counts what leaves its interface.
 
-It is started as ``python -m tests.ranks.wire_worker`` with the variables of ``torch.distributed`` set, and writes one
+It is started as ``python -m tests.harness.wire_worker`` with the variables of ``torch.distributed`` set, and writes one
 JSON line: for each name in ``RUNS`` the bytes that this rank sent in a step, and those that its timeline foresees.
 Of some steps the one with the fewest bytes counts: on a busy machine TCP now and then sends a piece twice.
 """

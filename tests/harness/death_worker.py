@@ -1,6 +1,6 @@
 """Lets a rank die, or hang, in the middle of what ranks do together, and notes what the others say.
 
-``python -m tests.ranks.death_worker FOLDER`` prints a JSON object: for each case what each other rank said. It is a
+``python -m tests.harness.death_worker FOLDER`` prints a JSON object: for each case what each other rank said. It is a
 process of its own, since it forks (ranks start in milliseconds that way), and pytest has threads.
 """
 
