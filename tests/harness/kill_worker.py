@@ -153,7 +153,7 @@ def value_of(at: Path) -> float:
         dcp.Item((tensor.key,), torch.zeros(tensor.shape), 0, tensor.shape) for tensor in manifest.read(at).tensors
     ]
     values = dcp.read(at, metadata, items, ["rank0.extra.value", "rank1.extra.value"])
-    found = {float(value) for item in items for value in item.value.flatten()} | set(values.values())  # type: ignore[union-attr]
+    found = {float(value) for item in items for value in item.value.flatten()} | set(values.values())
     assert len(found) == 1, f"{at} is mixed: {found}"
     return found.pop()
 

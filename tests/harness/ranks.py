@@ -46,8 +46,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 START_SECONDS = 120.0  # to start Python and import torch and Thunder, on a busy machine
 STACK_SIGNAL = signal.SIGUSR1  # a rank writes down where it stands
@@ -212,7 +215,7 @@ class RanksPool:
     def _ready(self, ranks: Iterable[int], seconds: float) -> list[int]:
         """The ranks that have replied or died; none when ``seconds`` have passed."""
         of = {thing: rank for rank in ranks for thing in (self._workers[rank][1], self._workers[rank][0].sentinel)}
-        return sorted({of[thing] for thing in connection.wait(of, max(seconds, 0.0))})  # type: ignore[index]
+        return sorted({of[thing] for thing in connection.wait(of, max(seconds, 0.0))})
 
     def _reply(self, rank: int) -> Any:
         process, conn = self._workers[rank]
@@ -227,6 +230,15 @@ class RanksPool:
             value.add_note(f"on rank {rank}:\n{text[0]}")
             raise value
         return value
+
+
+def everyone() -> ProcessGroup:
+    """The process group of a call, on a rank."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def run_ranks(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.errors import refused
+from tests.harness.ranks import everyone
 from thunder_zero import _compat
 from thunder_zero.comm.transport import transport_for
 
@@ -29,6 +30,7 @@ from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 from thunder.dynamo import thunderfx
 
 X = torch.ones(3, 4)
+BUILTIN: Any = torch.tanh
 
 
 class Net(nn.Module):
@@ -50,7 +52,7 @@ class Net(nn.Module):
 def group() -> Iterator[dist.ProcessGroup]:
     """A group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
+    yield everyone()
     dist.destroy_process_group()
 
 
@@ -165,7 +167,7 @@ def test_no_process_group() -> None:
 )
 def test_a_rank_that_no_world_has(arguments: dict[str, int], words: list[str]) -> None:
     with refused(ValueError, *words):
-        tz.trace(Net(), X, **arguments)
+        tz.trace(Net(), X, **arguments)  # type: ignore[arg-type]
 
 
 def test_cpu_tensors_and_a_group_that_carries_none(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +315,7 @@ def test_a_module_that_torch_shards_already() -> None:
 
     module = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,)))
     with refused(ValueError, "'weight'", "DTensor", "plain tensors"):
-        shard(module)
+        shard(module)  # type: ignore[arg-type]
     with refused(RuntimeError, "DistributedDataParallel", "inside of it"):
         shard(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
 
@@ -328,7 +330,7 @@ def test_a_module_that_torch_shards_already() -> None:
         (lambda: tz.traces_of(Net()), ["jitted with ZeroTransform", "got Net"]),
         (lambda: tz.print_trace(Net()), ["jitted with ZeroTransform", "got Net"]),
         (lambda: tz.trace(thunder.jit(Net()), X), ["plain torch module", "got ThunderModule", "before thunder.jit"]),
-        (lambda: tz.trace(torch.tanh, X), ["plain torch module", "builtin"]),
+        (lambda: tz.trace(BUILTIN, X), ["plain torch module", "builtin"]),
     ],
 )
 def test_a_module_jitted_or_not(call: Callable[[], Any], words: list[str]) -> None:
@@ -417,7 +419,7 @@ def test_two_transforms_at_once(how: str) -> None:
     assert trains(shard(fresh))
 
 
-AGAIN: dict[str, Callable[[nn.Module, Any], Any]] = {
+AGAIN: dict[str, Callable[[Any, Any], Any]] = {
     "jit the plain module": lambda module, model: shard(module),
     "jit a part of it": lambda module, model: shard(module.a),
     "zero on jit of the plain module": lambda module, model: tz.zero(thunder.jit(module)),
@@ -570,11 +572,11 @@ def cast_one(module: Any, model: Any) -> Callable[[], Any]:
     return module.b.float
 
 
-def move(module: Any, model: Any) -> Callable[[], None]:
+def move(module: Any, model: Any) -> Callable[[], object]:
     layers = [module.a, module.b]
     old = [dict(layer._parameters) for layer in layers]
     model.to("meta")
-    return lambda: [layer._parameters.update(params) for layer, params in zip(layers, old, strict=True)] and None
+    return lambda: [layer._parameters.update(params) for layer, params in zip(layers, old, strict=True)]
 
 
 def cast_shard(module: Any, model: Any) -> Callable[[], None]:

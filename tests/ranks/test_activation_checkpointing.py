@@ -104,7 +104,7 @@ class Own(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            args = (x, layer.weight, layer.bias)
+            args: Any = (x, layer.weight, layer.bias)
             x = ltorch.checkpoint(two_layers, *args) if self.is_checked else two_layers(*args)
         return x
 

@@ -47,7 +47,7 @@ def swap(net: Net) -> None:
 
 
 def drop(net: Net) -> None:
-    net.b.bias = None
+    net.b.bias = None  # type: ignore[assignment]
 
 
 def add(net: Net) -> None:

@@ -29,7 +29,7 @@ class Momentum(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"scale": 0.1})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in (param for group in self.param_groups for param in group["params"]):
             state = self.state[param]
             state["sum"] = state.get("sum", 0) + param.grad.float() / 3
@@ -42,7 +42,7 @@ class Picky(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.scale, self.refused = nn.Linear(3, 3), torch.ones(2), -1.0
-        self._register_state_dict_hook(add_version)
+        self._register_state_dict_hook(add_version)  # type: ignore[no-untyped-call]
 
     def get_extra_state(self) -> Tensor:
         return self.scale

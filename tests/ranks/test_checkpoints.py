@@ -108,7 +108,7 @@ def exchange(rank: int, world_size: int, root: Path) -> list[list[str]]:
             tz.save(root / f"ours-{kind}-{stage}", model, optimizer)
             theirs, their_optimizer = plain(world_size, kind)
             in_model, in_optimizer = get_state_dict(theirs, their_optimizer)
-            nested = {"model": in_model, "optim": in_optimizer}
+            nested: Any = {"model": in_model, "optim": in_optimizer}
             torch_dcp.load(nested, checkpoint_id=root / f"ours-{kind}-{stage}")
             set_state_dict(theirs, their_optimizer, model_state_dict=nested["model"], optim_state_dict=nested["optim"])
             differences.append(same(full_of(theirs, their_optimizer), ours))
@@ -197,7 +197,7 @@ def damaged(rank: int, world_size: int, root: Path) -> dict[str, tuple[str, list
             shutil.copytree(root / "good", root / name)
             damage(root / name)
         dist.barrier()
-        attempt(name, lambda at=root / name: tz.load(at, model, optimizer))
+        attempt(name, lambda at=root / name: tz.load(at, model, optimizer))  # type: ignore[misc]
     wide = sharded(fresh(Mlp, 8), 3)
     tz.save(root / "wide", wide)
     attempt("another shape", lambda: tz.load(root / "wide", model))
@@ -287,7 +287,7 @@ def full_disk(after: int) -> Iterator[None]:
 class Strange(torch.optim.SGD):
     """Has a state of neither the parameter's shape nor one number."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in self.param_groups[0]["params"]:
             self.state[param]["factor"] = torch.ones(3)
 

@@ -118,7 +118,7 @@ def bad_calls(rank: int, world_size: int) -> dict[str, str]:
         model(torch.ones(3, 7))
 
     told |= {
-        "no model": raised(lambda: tz.measure_times(Mlp(), step)),  # type: ignore[arg-type]
+        "no model": raised(lambda: tz.measure_times(Mlp(), step)),
         "no function": raised(lambda: tz.measure_times(model, None)),  # type: ignore[arg-type]
         "no steps": raised(lambda: tz.measure_times(model, step, steps=0)),
         "part of a step": raised(lambda: tz.measure_times(model, step, steps=1.5)),  # type: ignore[arg-type]

@@ -92,12 +92,12 @@ class Styled(Net):
         return super().forward(tokens) * self.scale
 
 
-def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+def on_meta(build: Callable[[], nn.Module]) -> Any:
     with torch.device("meta"):
         return build()
 
 
-def ordinary(build: Callable[[], nn.Module], seed: int = 7) -> nn.Module:
+def ordinary(build: Callable[[], nn.Module], seed: int = 7) -> Any:
     torch.manual_seed(seed)
     return build()
 
@@ -198,7 +198,7 @@ def load(rank: int, world_size: int, folder: Path) -> list[list[str]]:
     torch.save(right.state_dict(), path)
     weights = torch.load(path, mmap=True)
     untied = {name: value for name, value in weights.items() if name != "head.weight"}  # as safetensors has it
-    some = on_meta(Net)
+    some: Any = on_meta(Net)
     some.norm = nn.BatchNorm1d(7)
     nn.init.constant_(some.norm.running_mean, 5.0)
     sources: list[tuple[nn.Module, dict[str, Any]]] = [
@@ -241,7 +241,7 @@ def mix(rank: int, world_size: int) -> list[str]:
     model = jit(module, init=style, ignored=("blocks",), broadcast_from=0)
     state = tz.full_state_dict(model)
     torch.manual_seed(7 + rank)
-    own = Net().get_submodule("blocks.0.inner")
+    own: Any = Net().get_submodule("blocks.0.inner")
     found = {
         "real module": torch.equal(state["blocks.1.inner.weight"], right.blocks[1].inner.weight),
         "real parameter": bool((state["head.bias"] == 3).all()),
@@ -281,7 +281,7 @@ def peaks(rank: int, world_size: int, path: Path) -> dict[str, tuple[int, int]]:
     for how, arguments in sources.items():
         torch.manual_seed(0)
         module = on_meta(lambda: Mlp(WIDTH, LAYERS))
-        peak = added_at_peak(lambda module=module, arguments=arguments: kept.append(jit(module, **arguments)), cpu)
+        peak = added_at_peak(lambda module=module, arguments=arguments: kept.append(jit(module, **arguments)), cpu)  # type: ignore[misc]
         found[how] = (peak, bytes_held(kept[-1].parameters()))
     peak = added_at_peak(lambda: kept.append(jit(ordinary(lambda: Mlp(WIDTH, LAYERS)))), cpu)
     found["construction"] = (peak, bytes_held(kept[-1].parameters()))

@@ -10,12 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.models import fresh, sharded, whole
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import RanksPool, everyone
 from thunder_zero.comm import pairwise
 from thunder_zero.comm.pairwise import PACK_BELOW_BYTES, Exchange, adjoining
 from thunder_zero.plan import Param, make_plan
@@ -148,7 +147,7 @@ def orders(rank: int, world_size: int) -> list[list[str]]:
         param("a.half", 8, torch.bfloat16),
         param("alone", 4, unit="u"),
     ]
-    return [[one.path for one in together] for together in Exchange(dist.group.WORLD).neighbours(params)]
+    return [[one.path for one in together] for together in Exchange(everyone()).neighbours(params)]
 
 
 def test_what_travels_packed_lies_together_by_attribute_first(ranks_pool: RanksPool) -> None:

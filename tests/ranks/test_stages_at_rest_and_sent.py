@@ -55,7 +55,7 @@ def plan_of(stage: int, world_size: int, rank: int) -> Plan:
 
 def described(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
     """Shape; bytes of the memory that holds it; where it begins there, in elements."""
-    return tuple(tensor.shape), tensor.untyped_storage().nbytes(), tensor.storage_offset()
+    return tuple(tensor.shape), tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
 
 
 def live(rank: int, world_size: int) -> list[dict[str, Any]]:

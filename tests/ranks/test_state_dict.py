@@ -116,7 +116,7 @@ def beside_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         results[f"as DTensors are saved {stage}"] = described(folders[0]) == described(folders[1])
         again, its_optimizer = other(stage)
         in_model, in_optimizer = ours.get_state_dict(again, its_optimizer)  # makes the state to load into
-        nested = {"model": in_model, "optim": in_optimizer}
+        nested: Any = {"model": in_model, "optim": in_optimizer}
         torch_dcp.load(nested, checkpoint_id=root / f"by-hand-{stage}")
         ours.set_state_dict(again, its_optimizer, model_state_dict=nested["model"], optim_state_dict=nested["optim"])
         results[f"plain DCP by hand {stage}"] = same(state_of(again, its_optimizer), right)

@@ -52,8 +52,10 @@ def count(places: list[Seat]) -> list[Reply]:
         try:
             for rank, seat in enumerate(places):
                 command = (*seat.prefix, sys.executable, "-W", "ignore", "-m", "tests.harness.wire_worker")
-                env, files = environment(rank, places, PORT), {"stdout": answers[rank], "stderr": logs[rank]}
-                workers.append(subprocess.Popen(command, cwd=ROOT, env=env, text=True, **files))
+                env, files = environment(rank, places, PORT), (answers[rank], logs[rank])
+                workers.append(
+                    subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=files[0], stderr=files[1])
+                )
             while any(worker.poll() is None for worker in workers):
                 failed = [rank for rank, worker in enumerate(workers) if worker.returncode]
                 if failed or time.monotonic() > end:
