@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
+from tests.harness.tiers import of_tier
 from thunder_zero.checkpoint import dcp, folder, manifest
 
 WORLD = 2
@@ -43,11 +44,18 @@ class Case:
     wait: bool = True  # or the save is asynchronous
 
 
-CASES = (
-    Case(0, "step-2", 6, 24),
-    Case(0, "step-1", 4, 12),
-    Case(1, "step-2", 6, 2),
-    Case(0, "step-2", 2, 6, wait=False),
+CASES = of_tier(
+    (
+        Case(0, "step-2", 2, 7),
+        Case(0, "step-1", 1, 7),
+        Case(1, "step-2", 1, 1),
+    ),
+    (
+        Case(0, "step-2", 6, 24),
+        Case(0, "step-1", 4, 12),
+        Case(1, "step-2", 6, 2),
+        Case(0, "step-2", 2, 6, wait=False),
+    ),
 )
 
 

@@ -30,6 +30,7 @@ from tests.harness.checkpoints import adamw, full_of, plain, same, state_of, ste
 from tests.harness.errors import raised
 from tests.harness.models import Mlp, Small, Zoo, error, fresh, sharded
 from tests.harness.ranks import RanksPool
+from tests.harness.tiers import of_tier
 from thunder_zero.checkpoint import dcp, manifest
 
 import thunder
@@ -126,7 +127,7 @@ def exchange(rank: int, world_size: int, root: Path) -> list[list[str]]:
     return differences
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", of_tier([3], [1, 3]))
 def test_fsdp2_and_ddp_read_ours_and_we_theirs(ranks_pool: RanksPool, tmp_path: Path, world_size: int) -> None:
     for differences in ranks_pool.run(world_size, exchange, tmp_path):
         assert differences == [[]] * 12

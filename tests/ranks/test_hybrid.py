@@ -16,10 +16,11 @@ import thunder_zero as tz
 from tests.harness.errors import raised
 from tests.harness.models import Mlp, Small, count_sends, error, fresh
 from tests.harness.ranks import RanksPool
+from tests.harness.tiers import of_tier
 
 import thunder
 
-STAGES, SHAPE, ROWS, MICRO, STEPS = (0, 1, 2, 3), (2, 2), 8, 2, 2
+STAGES, SHAPE, ROWS, MICRO, STEPS = of_tier((0, 3), (0, 1, 2, 3)), (2, 2), 8, 2, 2
 WAYS = ("reduced", "deferred")
 SMALL = {"keep_full_below_bytes": 21, "keep_last": False}
 

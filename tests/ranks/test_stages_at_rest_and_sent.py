@@ -16,12 +16,13 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.models import Mlp, count_sends, fresh, sharded, storages
 from tests.harness.ranks import RanksPool
+from tests.harness.tiers import of_tier
 from thunder_zero import layout
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.schedule.timeline import Kind
 
 STAGES = (0, 1, 2, 3)
-WORLDS = (2, 3)
+WORLDS = of_tier((3,), (2, 3))
 X = torch.linspace(-1, 1, 14).view(2, 7)
 
 

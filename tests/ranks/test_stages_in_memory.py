@@ -24,16 +24,18 @@ from tests.harness.models import (
     fresh,
 )
 from tests.harness.ranks import RanksPool
+from tests.harness.tiers import only
 
-CASES = (
-    Case(Patterns, TEXTBOOK),
-    Case(Patterns, replace(TEXTBOOK, regather=True)),
-    Case(Patterns, TEXTBOOK, autocast=True),
-    Case(Patterns, tz.ZERO2),
-    Case(Patterns, tz.ZERO2, autocast=True),
-    Case(Patterns, tz.ZERO3),
-)
-NAMES = ("zero3", "zero3-regather", "zero3-autocast", "zero2", "zero2-autocast", "zero3-keep-last")
+ALL_CASES = {
+    "zero3": Case(Patterns, TEXTBOOK),
+    "zero3-regather": Case(Patterns, replace(TEXTBOOK, regather=True)),
+    "zero3-autocast": Case(Patterns, TEXTBOOK, autocast=True),
+    "zero2": Case(Patterns, tz.ZERO2),
+    "zero2-autocast": Case(Patterns, tz.ZERO2, autocast=True),
+    "zero3-keep-last": Case(Patterns, tz.ZERO3),
+}
+NAMES = tuple(only(("zero3", "zero2", "zero2-autocast", "zero3-keep-last"), ALL_CASES))
+CASES = tuple(ALL_CASES[name] for name in NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def test_peaks_of_the_stages(results: list[list[dict[str, Any]]]) -> None:
     model = sum(param.numel() * 4 for param in fresh(Patterns).parameters())
     for rank in results:
         peak = {name: result["peak"] for name, result in zip(NAMES, rank, strict=True)}
-        assert peak["zero3-regather"] <= peak["zero3"] < peak["zero2"] <= model
+        assert peak.get("zero3-regather", 0) <= peak["zero3"] < peak["zero2"] <= model
         assert peak["zero3-keep-last"] == peak["zero3"]
 
 
@@ -91,16 +93,18 @@ def fused(ranks_pool: RanksPool) -> list[list[dict[str, Any]]]:
     return ranks_pool.run(2, live, FUSED, timeout=380)
 
 
-FUSED = (
-    Case(Mlp, replace(TEXTBOOK, prefetch=1)),
-    Case(Mlp, replace(TEXTBOOK, prefetch=1), fused=True),
-    Case(Mlp, replace(tz.ZERO3, prefetch=1), fused=True),
-    Case(Patterns, TEXTBOOK, fused=True),
-)
+FUSED_CASES = {
+    "mlp": Case(Mlp, replace(TEXTBOOK, prefetch=1)),
+    "mlp-fused": Case(Mlp, replace(TEXTBOOK, prefetch=1), fused=True),
+    "mlp-fused-keep-last": Case(Mlp, replace(tz.ZERO3, prefetch=1), fused=True),
+    "patterns-fused": Case(Patterns, TEXTBOOK, fused=True),
+}
+FUSED_NAMES = tuple(only(("mlp", "mlp-fused"), FUSED_CASES))
+FUSED = tuple(FUSED_CASES[name] for name in FUSED_NAMES)
 
 
 @pytest.mark.timeout(400)  # when the cache of torch's compiler is cold
-@pytest.mark.parametrize("at", range(len(FUSED)), ids=["mlp", "mlp-fused", "mlp-fused-keep-last", "patterns-fused"])
+@pytest.mark.parametrize("at", range(len(FUSED)), ids=FUSED_NAMES)
 def test_a_fusing_executor_keeps_the_stage(fused: list[list[dict[str, Any]]], at: int) -> None:
     """With torch_compile, what is between two gathers becomes a region; the gathers stay where they are without it."""
     case = FUSED[at]

@@ -19,6 +19,7 @@ import thunder_zero as tz
 from examples.bench.network import Seat, can_limit, seats
 from examples.bench.ranks import PORT, environment
 from tests.harness.models import fresh
+from tests.harness.tiers import of_tier
 from tests.harness.wire_worker import NOT_AGAIN, ROWS, RUNS, SKIPPED, Net
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,7 @@ RIGHT = [name for name in RUNS if name != "a reduction is missing"]
 Reply = dict[str, dict[str, int]]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=of_tier([2], [2, 4]))
 def replies(request: pytest.FixtureRequest) -> Iterator[list[Reply]]:
     """What each rank of a world counted, one process and one namespace a rank."""
     if not can_limit():
