@@ -260,12 +260,21 @@ REFUSED = {
 }
 
 
-def test_damage_is_told_on_every_rank_and_changes_nothing(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    for results in ranks_pool.run(2, damaged, tmp_path):
-        assert results.keys() == REFUSED.keys()
-        for name, (told, changed) in results.items():
-            assert REFUSED[name] in told, (name, told)
-            assert changed == [], name
+@pytest.fixture(scope="module")
+def refused_loads(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return ranks_pool.run(2, damaged, tmp_path_factory.mktemp("damaged"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_damage_is_told_on_every_rank_and_changes_nothing(refused_loads: list[dict[str, Any]], name: str) -> None:
+    for results in refused_loads:
+        told, changed = results[name]
+        assert REFUSED[name] in told
+        assert changed == []
+
+
+def test_all_damages_have_a_case(refused_loads: list[dict[str, Any]]) -> None:
+    assert all(results.keys() == REFUSED.keys() for results in refused_loads)
 
 
 # Saves that fail
@@ -339,8 +348,8 @@ def refused_saves(rank: int, world_size: int, root: Path) -> dict[str, str]:
     return told
 
 
-def test_a_save_that_fails_leaves_what_was_there(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    sentences = {
+def why_saves_fail() -> dict[str, str]:
+    return {
         "full disk on rank 1, data": "__1_0.distcp could not be written: the disk is full",
         "full disk on rank 1, first byte": "__1_0.distcp could not be written: the disk is full",
         "full disk on rank 0": "could not be written: the disk is full",
@@ -362,13 +371,27 @@ def test_a_save_that_fails_leaves_what_was_there(ranks_pool: RanksPool, tmp_path
         "state": "'factor' of parameter 'layers.0.weight' has shape (3,)",
         "open": "gradients that no_sync deferred are not reduced yet",
     }
-    for told in ranks_pool.run(2, refused_saves, tmp_path):
-        assert told.keys() == sentences.keys()
-        for name, sentence in sentences.items():
-            assert sentence in told[name], (name, told[name])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "good", "latest"]
-    good = manifest.read(tmp_path / "good")
-    assert manifest.faults(tmp_path / "good", good.files) == []
+
+
+@pytest.fixture(scope="module")
+def failed_saves(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, str]], Path]:
+    """What each rank was told, and the folder that all wanted to save in."""
+    root = tmp_path_factory.mktemp("saves")
+    return ranks_pool.run(2, refused_saves, root), root
+
+
+@pytest.mark.parametrize("name", why_saves_fail())
+def test_a_save_that_fails_says_why_on_every_rank(failed_saves: tuple[list[dict[str, str]], Path], name: str) -> None:
+    for told in failed_saves[0]:
+        assert why_saves_fail()[name] in told[name]
+
+
+def test_saves_that_fail_leave_what_was_there(failed_saves: tuple[list[dict[str, str]], Path]) -> None:
+    results, root = failed_saves
+    assert all(told.keys() == why_saves_fail().keys() for told in results)
+    assert sorted(path.name for path in root.iterdir()) == ["file", "good", "latest"]
+    good = manifest.read(root / "good")
+    assert manifest.faults(root / "good", good.files) == []
 
 
 # Asynchronous saves

@@ -322,10 +322,8 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     return found
 
 
-def test_what_is_not_supported_is_said_on_all_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    first, second = ranks_pool.run(2, misuse, tmp_path)
-    assert first == second
-    words = {
+def words_of_misuse() -> dict[str, list[str]]:
+    return {
         "unknown": ["TypeError", "stages=3 is not a field"],
         "stage": ["ValueError", "stage is 4"],
         "plain": ["TypeError", "Net", "fabric.setup"],
@@ -349,6 +347,16 @@ def test_what_is_not_supported_is_said_on_all_ranks(ranks_pool: RanksPool, tmp_p
         "method": ["RuntimeError", "a method of Net", "let forward do"],
         "method of a jitted module": ["RuntimeError", "a method of Net"],
     }
-    assert first.keys() == words.keys()
-    for case, expected in words.items():
-        assert [word for word in expected if word not in first[case]] == [], (case, first[case])
+
+
+@pytest.fixture(scope="module")
+def misused(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    first, second = ranks_pool.run(2, misuse, tmp_path_factory.mktemp("misuse"))
+    assert first == second
+    assert first.keys() == words_of_misuse().keys()
+    return dict(first)
+
+
+@pytest.mark.parametrize("case", words_of_misuse())
+def test_what_is_not_supported_is_said_on_all_ranks(misused: dict[str, str], case: str) -> None:
+    assert [word for word in words_of_misuse()[case] if word not in misused[case]] == [], misused[case]

@@ -124,11 +124,25 @@ def beside_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("world_size", of_tier([3], [1, 3]))
-def test_beside_fsdp2(ranks_pool: RanksPool, tmp_path: Path, world_size: int) -> None:
-    for results in ranks_pool.run(world_size, beside_fsdp2, tmp_path):
-        assert {name for name, result in results.items() if result not in (True, [])} == set()
-        assert len(results) == 20
+BESIDE_FSDP2 = (
+    *("the same kinds", "sharded to FSDP2", "flat as FSDP2's", "sharded from FSDP2", "full from FSDP2"),
+    *("flat from FSDP2", "from FSDP2's rank 0", "learning rate", "as DTensors are saved", "plain DCP by hand"),
+)
+
+
+@pytest.fixture(scope="module", params=of_tier([3], [1, 3]))
+def with_fsdp2(
+    request: pytest.FixtureRequest, ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    return ranks_pool.run(request.param, beside_fsdp2, tmp_path_factory.mktemp("fsdp2"))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", BESIDE_FSDP2)
+def test_beside_fsdp2(with_fsdp2: list[dict[str, Any]], name: str, stage: int) -> None:
+    for results in with_fsdp2:
+        assert len(results) == 2 * len(BESIDE_FSDP2)
+        assert results[f"{name} {stage}"] in (True, [])
 
 
 def every_kind(rank: int, world_size: int) -> list[Any]:
@@ -295,8 +309,8 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     return results
 
 
-def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(ranks_pool: RanksPool) -> None:
-    sentences = {
+def why_state_dicts_do_not_fit() -> dict[str, str]:
+    return {
         "missing": "the state dict lacks ['layers.0.weight'] and has nothing",
         "unknown": "lacks nothing and has ['more'] that the model does not know",
         "shape on rank 1": "'layers.0.weight' has shape (3, 3) in the state dict; it is (7, 7)",
@@ -324,11 +338,23 @@ def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(ranks_pool:
         "one row of each rank's": "'row_var' of parameter 'layers.0.weight' has shape (4, 1), which is neither",
         "other states": "the optimizer's state of parameter 'layers.0.weight' differs between ranks",
     }
-    for results in ranks_pool.run(2, refused):
-        assert results.keys() == sentences.keys()
-        for name, (told, changed) in results.items():
-            assert sentences[name] in told, (name, told)
-            assert changed == [], name
+
+
+@pytest.fixture(scope="module")
+def refusals(ranks_pool: RanksPool) -> list[dict[str, tuple[str, list[str]]]]:
+    return ranks_pool.run(2, refused)
+
+
+@pytest.mark.parametrize("name", why_state_dicts_do_not_fit())
+def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(refusals: Any, name: str) -> None:
+    for results in refusals:
+        told, changed = results[name]
+        assert why_state_dicts_do_not_fit()[name] in told
+        assert changed == []
+
+
+def test_all_refusals_have_a_case(refusals: Any) -> None:
+    assert all(results.keys() == why_state_dicts_do_not_fit().keys() for results in refusals)
 
 
 class Own(nn.Module):
