@@ -450,7 +450,7 @@ def test_an_asynchronous_save_lets_training_go_on_and_loses_no_error(ranks_pool:
         full = "__1_0.distcp could not be written: the disk is full"
         assert full in results["result"]
         assert [full in warning for warning in results["warned"]] == [True]
-        assert results["next"].startswith("the asynchronous save before this one failed: ")
+        assert results["next"].startswith("RuntimeError: the asynchronous save before this one failed: ")
         assert results["loaded while saving"] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c2", "c3", "latest"]
 
