@@ -220,16 +220,13 @@ class RanksPool:
     def _reply(self, rank: int) -> Any:
         process, conn = self._workers[rank]
         try:
-            kind, value, *text = pickle.loads(conn.recv_bytes())
+            reply = conn.recv_bytes()
         except (EOFError, ConnectionError):
             process.join()
             died = RankDied(f"the process of rank {rank} ended with exit code {process.exitcode}")
             died.add_note(f"on rank {rank}: {died}")
             raise died from None
-        if kind == "error":
-            value.add_note(f"on rank {rank}:\n{text[0]}")
-            raise value
-        return value
+        return _value_of(reply, f"on rank {rank}")
 
 
 def everyone() -> ProcessGroup:
@@ -251,6 +248,31 @@ def run_ranks(
     """As :meth:`RanksPool.run`, in fresh interpreters that are made for this call and gone after it."""
     with RanksPool(fresh=True) as pool:
         return pool.run(world_size, fn, *args, timeout=timeout, backend=backend)
+
+
+def call_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
+    """What ``fn(*args)`` returns in a process of its own, without threads or a group, so that it may fork.
+
+    Raises:
+        RanksTimeout: it had not finished in time.
+        RankDied: the process ended without a word.
+        Exception: what ``fn`` raised, with its traceback as a note.
+    """
+    start_server()
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_alone, args=(theirs, fn, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout):
+            raise RanksTimeout(f"{fn.__name__} had not finished after {timeout:g} s; its process was killed")
+        return _value_of(ours.recv_bytes(), "in the process of its own")
+    except EOFError:
+        raise RankDied(f"the process of {fn.__name__} ended without a word") from None
+    finally:
+        process.kill()
+        process.join()
 
 
 def start_server() -> None:
@@ -328,6 +350,21 @@ def _leave_group() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _alone(conn: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(ONE_RANK)
+    check_server()
+    conn.send_bytes(_reply_of(fn, *args))
+
+
+def _value_of(reply: bytes, where: str) -> Any:
+    """What a reply says; raises if it is an error."""
+    kind, value, *text = pickle.loads(reply)
+    if kind == "error":
+        value.add_note(f"{where}:\n{text[0]}")
+        raise value
+    return value
 
 
 def _reply_of(fn: Callable[..., Any], *args: Any) -> bytes:

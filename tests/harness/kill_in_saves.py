@@ -1,9 +1,8 @@
 """Kills a rank at one moment of a save after the other, and looks at what is on the disk then.
 
-``python -m tests.harness.kill_worker FOLDER`` prints a JSON list, one entry a moment. It is a process of its own, since
-it forks (each pair of ranks starts in milliseconds that way), and pytest has threads. A moment is one operation on
-files: right before the rank makes a folder, opens a file, flushes, renames, links or deletes, and in the middle of a
-write.
+``kill_at_moments`` runs in a process of its own, since it forks: each pair of ranks starts in milliseconds that way,
+and pytest has threads. A moment is one operation on files: right before the rank makes a folder, opens a file,
+flushes, renames, links or deletes, and in the middle of a write.
 """
 
 from __future__ import annotations
@@ -187,7 +186,8 @@ def save_alone(path: Path) -> list[str]:
     return sorted(at.name for at in path.parent.iterdir())
 
 
-def main(root: Path) -> list[dict[str, Any]]:
+def kill_at_moments(root: Path) -> list[dict[str, Any]]:
+    """What was found after each kill, one entry a moment."""
     torch.set_num_threads(1)
     save_on_ranks(root / "first", BEFORE, "step-1")
     results = []
@@ -207,7 +207,3 @@ def main(root: Path) -> list[dict[str, Any]]:
                 result["wrong"] = f"{type(error).__name__}: {error}"
             results.append(result)
     return results
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))
