@@ -153,7 +153,7 @@ def test_a_contestant_that_trains_something_else_is_found() -> None:
 
 def test_memory_events_in_their_own_order() -> None:
     changes = [(3, -8), (1, 4), (2, 8), (4, 2)]  # 4, 12, 4, 6
-    events = [{"name": "[memory]", "args": {"Ev Idx": at, "Bytes": by}} for at, by in changes]
+    events: list[dict[str, object]] = [{"name": "[memory]", "args": {"Ev Idx": at, "Bytes": by}} for at, by in changes]
     assert sums_of([*events, {"name": "aten::add", "args": {}}]) == (6, 12)
     assert sums_of([]) == (0, 0)
 

@@ -30,7 +30,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_named_files_exist(document: Path) -> None:
     names = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|md|toml|sh))`", document.read_text())
-    places = (ROOT, PACKAGE, document.parent, PACKAGE / "report")
+    places = (ROOT, PACKAGE, document.parent, PACKAGE / "report", ROOT / "tests")
     assert [name for name in names if not any((place / name).exists() for place in places)] == []
 
 
@@ -38,6 +38,17 @@ def test_named_files_exist(document: Path) -> None:
 def test_every_file_answers_a_question(room: str) -> None:
     files = {path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / room).glob("*.py")}
     assert {name for name in files if not name.endswith("__init__.py") and f"`{name}`" not in QUESTIONS} == set()
+
+
+def test_every_room_has_tests() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| room | tests |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = {
+        room: re.findall(r"`([^`]+)`", tests) for room, tests in re.findall(r"^\| `(.+?)` \| (.+) \|$", table, re.M)
+    }
+    rooms = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert rows.keys() == rooms - {"__pycache__/"}
+    assert all(rows.values())
+    assert [file for files in rows.values() for file in files if not (ROOT / "tests" / file).is_file()] == []
 
 
 def test_the_changelog_names_what_is_exported() -> None:
@@ -61,7 +72,7 @@ def exists(name: str) -> bool:
     if name.startswith("thunder_zero."):
         path = ROOT / name.replace(".", "/")
         return path.is_dir() or path.with_suffix(".py").exists()
-    owner, inner = re.fullmatch(r"(\w+)[.(](\w+)=?\)?", name).groups()  # type: ignore[union-attr]
+    owner, inner = re.fullmatch(r"(\w+)[.(](\w+)=?\)?", name).groups()
     named = [node for node in definitions() if node.name == owner]
     assert named, owner
     return any(inner in members(node) for node in named)
