@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from thunder_zero import layout
 from thunder_zero.report.text import format_timeline
-from thunder_zero.schedule import passes
+from thunder_zero.schedule import passes, verify
 from thunder_zero.schedule.timeline import gathered_bytes
 from thunder_zero.trace.emit import emit
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs
@@ -127,16 +127,18 @@ def lifted(trace: TraceCtx, executor: ZeroExecutor) -> tz.Timeline:
     return timeline
 
 
-# 7. Each pass answers one question, timeline to timeline. tz.check proves the result right after each of them.
+# 7. Each pass answers one question, timeline to timeline. verify.check_pass proves the result right after each of
+#    them, and verify.check_schedule after the last.
 
 
 def scheduled(timeline: tz.Timeline) -> tz.Timeline:
     reference = timeline
     for step in passes.PASSES:
         before, timeline = timeline, step(timeline)
-        tz.check(timeline, complete=step is passes.PASSES[-1], reference=reference)
+        verify.check_pass(timeline, reference)
         summary = step.__doc__.splitlines()[0].replace("``", "")
         show(f"7. Pass {step.__name__}: {summary}", changes(before, timeline))
+    verify.check_schedule(timeline, reference)
     return timeline
 
 
