@@ -267,12 +267,21 @@ LACKING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({}, ("parameter 'scale' is on the meta device", "reset_parameters of Scaled", "give init", "weights")),
     ({"weights": SCALED}, ("buffer 'shift' is on the meta device", "give init", "a real device")),
     ({"init": nn.Identity.extra_repr}, ("parameter 'scale' is on the meta device",)),
-    ({"init": of_others}, ("init wrote 'a.weight'", "its turn was Scaled", "does not own it", "in its owner's turn")),
-    ({"init": reshape}, ("init of Linear left 'a.bias' with shape (5,)", "it is (4,)", "; build")),
-    ({"weights": {**SCALED, "b": X}, "init": of_scaled}, ("weights has 'b', and Scaled has not", "leave it out")),
+    ({"init": of_others}, ("init wrote 'a.weight'", "called for Scaled", "does not own it", "called for its owner")),
+    ({"init": reshape}, ("init of Linear left 'a.bias' with shape (5,)", "the module has shape (4,)", "; build")),
+    (
+        {"weights": {**SCALED, "b": X}, "init": of_scaled},
+        ("weights has 'b', which Scaled does not have", "leave it out"),
+    ),
     ({"weights": {"scale": X}, "init": of_scaled}, ("weights has no 'a.weight'", "the state dict of a Scaled")),
-    ({"weights": {**SCALED, "scale": X}, "init": of_scaled}, ("weights has 'scale' with shape (3, 4)", "it is (4,)")),
-    ({"weights": {**SCALED, "scale": 2.0}, "init": of_scaled}, ("weights has 'scale' as float", "a tensor of (4,)")),
+    (
+        {"weights": {**SCALED, "scale": X}, "init": of_scaled},
+        ("weights has 'scale' with shape (3, 4)", "has shape (4,)"),
+    ),
+    (
+        {"weights": {**SCALED, "scale": 2.0}, "init": of_scaled},
+        ("weights has 'scale' as a float", "a tensor of shape (4,)"),
+    ),
 ]
 
 

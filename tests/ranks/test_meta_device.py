@@ -329,9 +329,24 @@ def test_what_one_rank_reads_is_sent_one_by_one(ranks_pool: RanksPool, tmp_path:
 # What is refused, on all ranks.
 
 
+class Bare(nn.Module):
+    """A weight that only ``init`` gives values."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def tied() -> nn.Module:
+    weight = nn.Parameter(torch.empty(5, 3))
+    return nn.Sequential(Bare(weight), Bare(weight))
+
+
 def fails_on_the_last(module: nn.Module) -> None:
-    if dist.get_rank() == dist.get_world_size() - 1 and isinstance(module, nn.Linear):
+    if dist.get_rank() == dist.get_world_size() - 1 and isinstance(module, nn.Linear | Bare):
         raise ValueError("init fails here; try another")
+    if isinstance(module, Bare):
+        nn.init.ones_(module.weight)
     style(module)
 
 
@@ -346,6 +361,7 @@ def refuse(rank: int, world_size: int) -> list[str]:
         raised(lambda: jit(on_meta(Net), init=style)),
         raised(lambda: jit(on_meta(Net), init=style if last else None)),
         raised(lambda: jit(on_meta(Net), init=fails_on_the_last)),
+        raised(lambda: jit(on_meta(tied), init=fails_on_the_last)),
         raised(lambda: jit(on_meta(Net), weights=short)),
         raised(lambda: jit(module)),
     ]
@@ -358,13 +374,14 @@ REFUSED = [
     ("initial value of parameter 'embed.weight' differs", "broadcast_from=0", "rank 1"),
     ("the argument init differs", "rank 0 has None", "give init on every rank"),
     ("differs between ranks", "seed every rank alike"),
+    ("init fails here; try another",),  # the others gather the weight for its second owner before they hear of it
     ("weights has no 'norm.bias'", "give the state dict of a Net"),
     ("parameter 'embed.weight' = 'head.weight' differs", "on the meta device", "build the same module on every rank"),
 ]
 
 
 def test_ranks_that_differ(ranks_pool: RanksPool) -> None:
-    """All are told; the module and the group can still be used."""
+    """Every rank raises; the module and the group can still be used."""
     for answers in ranks_pool.run(3, refuse):
         assert len(answers) == len(REFUSED), answers
         for answer, words in zip(answers, REFUSED, strict=True):
