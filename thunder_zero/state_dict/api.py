@@ -21,7 +21,7 @@ from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.state_dict import model_state, optimizer_state
 from thunder_zero.state_dict.all_or_nothing import write_all_or_none
-from thunder_zero.state_dict.contents import contents_of, several
+from thunder_zero.state_dict.contents import contents_of, optimizer_list
 
 if TYPE_CHECKING:
     from thunder_zero.runtime.state import State
@@ -112,7 +112,7 @@ def get_optimizer_state_dict(
         RuntimeError: another rank refused, or its optimizer has other states.
     """
     state, held, options = _prepared(model, options, submodules)
-    return optimizer_state.optimizers_state_dict(state, held, several(optimizers), options)
+    return optimizer_state.optimizers_state_dict(state, held, optimizer_list(optimizers), options)
 
 
 def get_state_dict(
@@ -193,7 +193,7 @@ def set_optimizer_state_dict(
         RuntimeError: a state is missing, and ``strict``; another rank refused.
     """
     state, held, options = _prepared(model, options, None)
-    part = optimizer_state.values_for_optimizers(state, held, several(optimizers), optim_state_dict, options)
+    part = optimizer_state.values_for_optimizers(state, held, optimizer_list(optimizers), optim_state_dict, options)
     write_all_or_none([part], state.group)
 
 
@@ -214,7 +214,7 @@ def set_state_dict(
     missing, unknown, part = model_state.values_for_model(
         state, held, sharded_model(model).plain, model_state_dict, options
     )
-    other = optimizer_state.values_for_optimizers(state, held, several(optimizers), optim_state_dict, options)
+    other = optimizer_state.values_for_optimizers(state, held, optimizer_list(optimizers), optim_state_dict, options)
     write_all_or_none([part, other], state.group)
     return Incompatible(missing, unknown)
 

@@ -29,7 +29,7 @@ GROUPS = "param_groups"
 EXTRA = "extra"
 EXTRA_STATE = "_extra_state"  # the end of such a name in a state dict; what else hooks add there is not saved
 KINDS = "optimizers"  # the names of their classes, by number
-OWN = re.compile(r"rank(\d+)\.(.*)")
+RANK_KEY = re.compile(r"rank(\d+)\.(.*)")
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
 
@@ -62,9 +62,9 @@ class ModelContents:
         return self.writes and number % self.plan.world_size == self.plan.rank
 
     @property
-    def own(self) -> str:
-        """Where it stands what is this rank's own."""
-        return own(self.rank)
+    def rank_prefix(self) -> str:
+        """The first part of keys of what this rank alone has."""
+        return f"rank{self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +104,16 @@ def contents_of(model: ShardedModel) -> ModelContents:
     )
 
 
-def several(optimizers: Optimizers) -> list[Optimizer]:
+def optimizer_list(optimizers: Optimizers) -> list[Optimizer]:
     """One, several or none, as a list."""
     if optimizers is None:
         return []
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
-def own(rank: int) -> str:
-    """Where it stands what is a rank's own."""
-    return f"rank{rank}"
-
-
-def owner_of(key: str) -> tuple[int, str] | None:
-    """Which rank has what stands under a key for itself, and the rest of the key; None of what ranks share."""
-    found = OWN.fullmatch(key)
+def split_rank_prefix(key: str) -> tuple[int, str] | None:
+    """The rank that alone has what is under this key, and the rest of the key; None if the ranks share it."""
+    found = RANK_KEY.fullmatch(key)
     return None if found is None else (int(found[1]), found[2])
 
 
@@ -129,7 +124,7 @@ def rows_of(held: ModelContents, param: Param) -> tuple[int, int]:
     return layout.row_range(param.shape[0], held.plan.world_size, held.plan.rank)
 
 
-def names_of(held: ModelContents, optimizer: Optimizer) -> list[list[Named]]:
+def named_groups(held: ModelContents, optimizer: Optimizer) -> list[list[Named]]:
     """The parameters of each group of an optimizer.
 
     Raises:
@@ -153,13 +148,13 @@ def names_of(held: ModelContents, optimizer: Optimizer) -> list[list[Named]]:
     return found
 
 
-def all_names(held: ModelContents, optimizers: Sequence[Optimizer]) -> list[list[Named]]:
+def all_named_groups(held: ModelContents, optimizers: Sequence[Optimizer]) -> list[list[Named]]:
     """The parameters of each group of all optimizers, one after the other.
 
     Raises:
         ValueError: one that is none of the model's; one of two optimizers; a state of none of them.
     """
-    groups = [group for optimizer in optimizers for group in names_of(held, optimizer)]
+    groups = [group for optimizer in optimizers for group in named_groups(held, optimizer)]
     counts = Counter(named.name for group in groups for named in group)
     for name, count in counts.items():
         if count > 1:
@@ -176,20 +171,20 @@ def all_names(held: ModelContents, optimizers: Sequence[Optimizer]) -> list[list
     return groups
 
 
-def states_of(held: ModelContents, optimizers: Iterable[Optimizer]) -> list[tuple[Named, Mapping[str, Any]]]:
+def named_states(held: ModelContents, optimizers: Iterable[Optimizer]) -> list[tuple[Named, Mapping[str, Any]]]:
     """What optimizers step, one group after the other, each with its states by name."""
     return [
         (named, optimizer.state.get(named.tensor, {}))
         for optimizer in optimizers
-        for named in chain(*names_of(held, optimizer))
+        for named in chain(*named_groups(held, optimizer))
     ]
 
 
-def state_lines(held: ModelContents, optimizers: Sequence[Optimizer]) -> list[Fact]:
+def state_facts(held: ModelContents, optimizers: Sequence[Optimizer]) -> list[Fact]:
     """Which states there are of each parameter that ranks share, for them to compare: what one of them lacks, nobody
     can put together."""
     lines = []
-    for named, values in states_of(held, optimizers):
+    for named, values in named_states(held, optimizers):
         if named.param is not None:
             rows = {key for key, value in values.items() if state_is_rows(str(key), value, named.param, held.plan)}
             shown = ", ".join(f"{key} by rows" if key in rows else str(key) for key in values)
@@ -198,7 +193,7 @@ def state_lines(held: ModelContents, optimizers: Sequence[Optimizer]) -> list[Fa
     return lines
 
 
-def packed(
+def numbered_state_dict(
     saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Named]], states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """One optimizer's state dict, with its parameters by number: its groups as saved, and their states by name."""

@@ -26,11 +26,11 @@ from thunder_zero.state_dict.contents import (
     STATE,
     ModelContents,
     Named,
-    all_names,
-    names_of,
-    packed,
-    state_lines,
-    states_of,
+    all_named_groups,
+    named_groups,
+    named_states,
+    numbered_state_dict,
+    state_facts,
 )
 from thunder_zero.state_dict.model_state import (
     as_sent,
@@ -94,11 +94,11 @@ def optimizers_state_dict(
     if not optimizers:
         return {}
     with all_or_none(state.group, "the optimizer"):
-        all_names(held, optimizers)  # refused before any steps
+        all_named_groups(held, optimizers)  # refused before any steps
         for optimizer in optimizers:
             make_states(optimizer)
-        of_all = states_of(held, optimizers)
-        lines = state_lines(held, optimizers)
+        of_all = named_states(held, optimizers)
+        lines = state_facts(held, optimizers)
     agree.require_same(lines, state.group)
     states = {
         named.name: {key: state_value(state, named.param, key, value, options) for key, value in values.items()}
@@ -109,7 +109,7 @@ def optimizers_state_dict(
         {key: whole_value(value, options) for key, value in group.items()}
         | {"params": [named.name for named in members]}
         for optimizer in optimizers
-        for group, members in zip(optimizer.param_groups, names_of(held, optimizer), strict=True)
+        for group, members in zip(optimizer.param_groups, named_groups(held, optimizer), strict=True)
     ]
     if not keeps(state, options):
         return {}
@@ -155,13 +155,13 @@ def values_for_optimizers(
     told: dict[str, dict[str, Any]] = {}
     sent: Any = None
     with all_or_none(state.group, "to load"):
-        members = {named.name: named for named, _ in states_of(held, optimizers)}
+        members = {named.name: named for named, _ in named_states(held, optimizers)}
         if counts(state, options):
             by_name, states = by_parameter(held, values, members)
             for optimizer in optimizers:
-                groups += groups_for(optimizer, names_of(held, optimizer), by_name)
+                groups += groups_for(optimizer, named_groups(held, optimizer), by_name)
                 if options.strict:
-                    require_states(names_of(held, optimizer), states)
+                    require_states(named_groups(held, optimizer), states)
             told = {name: _told(state, members[name], of, options) for name, of in states.items()}
         sent = as_sent((groups, told), options)
     groups, told = of_rank_0(state, sent, options)
@@ -176,7 +176,7 @@ def values_for_optimizers(
     pending = []
     for optimizer in optimizers:
         mine, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
-        saved = packed(mine, names_of(held, optimizer), loaded)
+        saved = numbered_state_dict(mine, named_groups(held, optimizer), loaded)
         pending.append((optimizer, partial(load_state, optimizer, saved)))
     return Pending([], pending)
 
