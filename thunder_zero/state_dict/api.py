@@ -22,6 +22,7 @@ from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.state_dict import model_state, optimizer_state
 from thunder_zero.state_dict.all_or_nothing import write_all_or_none
 from thunder_zero.state_dict.contents import contents_of, optimizer_list
+from thunder_zero.state_dict.source import source_for
 
 if TYPE_CHECKING:
     from thunder_zero.runtime.state import State
@@ -67,8 +68,8 @@ def get_model_state_dict(
         TypeError: not a model with ZeroTransform.
         ValueError: an option that is not supported.
     """
-    state, held, options = _prepared(model, options, submodules)
-    return model_state.model_state_dict(state, held, options)
+    state, contents, options = _prepared(model, options, submodules)
+    return model_state.model_state_dict(state, contents, options)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -111,8 +112,8 @@ def get_optimizer_state_dict(
             is neither of the shard's shape nor one number.
         RuntimeError: another rank refused, or its optimizer has other states.
     """
-    state, held, options = _prepared(model, options, submodules)
-    return optimizer_state.optimizers_state_dict(state, held, optimizer_list(optimizers), options)
+    state, contents, options = _prepared(model, options, submodules)
+    return optimizer_state.optimizers_state_dict(state, contents, optimizer_list(optimizers), options)
 
 
 def get_state_dict(
@@ -157,12 +158,11 @@ def set_model_state_dict(
         ValueError: no tensor, another shape, or what cannot be copied; an option that is not supported.
         Exception: what a module's ``set_extra_state`` raises.
     """
-    state, held, options = _prepared(model, options, None)
-    missing, unknown, part = model_state.values_for_model(
-        state, held, sharded_model(model).plain, model_state_dict, options
-    )
-    write_all_or_none([part], state.group)
-    return Incompatible(missing, unknown)
+    state, contents, options = _prepared(model, options, None)
+    source, plain = source_for(state, options), sharded_model(model).plain
+    found = model_state.values_for_model(contents, plain, model_state_dict, source, strict=options.strict)
+    write_all_or_none([found.pending], state.group)
+    return Incompatible(found.missing, found.unexpected)
 
 
 def set_optimizer_state_dict(
@@ -192,9 +192,10 @@ def set_optimizer_state_dict(
             option that is not supported.
         RuntimeError: a state is missing, and ``strict``; another rank refused.
     """
-    state, held, options = _prepared(model, options, None)
-    part = optimizer_state.values_for_optimizers(state, held, optimizer_list(optimizers), optim_state_dict, options)
-    write_all_or_none([part], state.group)
+    state, contents, options = _prepared(model, options, None)
+    source, found = source_for(state, options), optimizer_list(optimizers)
+    pending = optimizer_state.values_for_optimizers(contents, found, optim_state_dict, source, strict=options.strict)
+    write_all_or_none([pending], state.group)
 
 
 def set_state_dict(
@@ -210,13 +211,14 @@ def set_state_dict(
 
     >>> set_state_dict(model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer)
     """
-    state, held, options = _prepared(model, options, None)
-    missing, unknown, part = model_state.values_for_model(
-        state, held, sharded_model(model).plain, model_state_dict, options
+    state, contents, options = _prepared(model, options, None)
+    source, plain, strict = source_for(state, options), sharded_model(model).plain, options.strict
+    found = model_state.values_for_model(contents, plain, model_state_dict, source, strict=strict)
+    pending = optimizer_state.values_for_optimizers(
+        contents, optimizer_list(optimizers), optim_state_dict, source, strict=strict
     )
-    other = optimizer_state.values_for_optimizers(state, held, optimizer_list(optimizers), optim_state_dict, options)
-    write_all_or_none([part, other], state.group)
-    return Incompatible(missing, unknown)
+    write_all_or_none([found.pending, pending], state.group)
+    return Incompatible(found.missing, found.unexpected)
 
 
 def _prepared(
@@ -226,9 +228,9 @@ def _prepared(
     sharded = sharded_model(model)
     state = sharded.state
     with all_or_none(state.group, "the state dict"):
-        held, options = contents_of(sharded), _supported(options, submodules)
+        contents, options = contents_of(sharded), _supported(options, submodules)
     require_same([Fact("the options of the state dict", str(options), "give every rank the same")], state.group)
-    return state, held, options
+    return state, contents, options
 
 
 def _supported(options: StateDictOptions | None, submodules: object) -> StateDictOptions:
