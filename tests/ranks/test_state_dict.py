@@ -315,7 +315,7 @@ def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(ranks_pool:
         "submodules": "submodules is not supported",
         "of another kind": "has no 'dampening', so it is not of SGD",
         "untied": "'embed.weight' and 'head.weight' are tied in the model, but differ in the state dict",
-        "options": "the options of the state dict differs between ranks",
+        "options": "the argument 'options' differs between ranks",
         "flat, of another": "the state dict has no param_groups for parameter 'layers.0.bias'",
         "flat, two rates": "parameters 'layers.0.weight' and 'layers.1.weight' are in one group",
         "flat, a model's": "'layers.0.weight' begins with neither 'state' nor 'param_groups'",

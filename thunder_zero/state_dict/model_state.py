@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 
-def keeps(state: State, options: StateDictOptions) -> bool:
+def is_returned(state: State, options: StateDictOptions) -> bool:
     """Whether this rank returns a state dict: as in torch, a full one on the CPU is returned by rank 0 alone."""
     return not (options.full_state_dict and options.cpu_offload and state.group.rank() != 0)
 
@@ -35,7 +35,7 @@ def rows_value(state: State, param: Param, rows: Tensor, options: StateDictOptio
     rows = rows.detach()
     if options.full_state_dict:
         value = state.gather_now(param, rows)
-        if not keeps(state, options):
+        if not is_returned(state, options):
             return value.new_empty(0)
     elif param.sharded:
         mesh = DeviceMesh.from_group(state.ranks.inside, state.device.type)
@@ -74,7 +74,7 @@ def model_state_dict(state: State, contents: ModelContents, options: StateDictOp
         if param.path not in made:
             made[param.path] = rows_value(state, param, contents.shards[param.path], options)
         found[name] = made[param.path]
-    return found if keeps(state, options) else {}
+    return found if is_returned(state, options) else {}
 
 
 # Loading

@@ -30,7 +30,7 @@ from thunder_zero.state_dict.contents import (
     numbered_state_dict,
     state_facts,
 )
-from thunder_zero.state_dict.model_state import keeps, rows_value, whole_value
+from thunder_zero.state_dict.model_state import is_returned, rows_value, whole_value
 from thunder_zero.state_dict.source import Source
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def optimizers_state_dict(
         for optimizer in optimizers
         for group, members in zip(optimizer.param_groups, named_groups(contents, optimizer), strict=True)
     ]
-    if not keeps(state, options):
+    if not is_returned(state, options):
         return {}
     return flattened(states, groups) if options.flatten_optimizer_state_dict else {STATE: states, GROUPS: groups}
 
