@@ -311,30 +311,30 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
 
 def why_state_dicts_do_not_fit() -> dict[str, str]:
     return {
-        "missing": "the state dict lacks ['layers.0.weight'] and has nothing",
-        "unknown": "lacks nothing and has ['more'] that the model does not know",
-        "shape on rank 1": "'layers.0.weight' has shape (3, 3) in the state dict; it is (7, 7)",
-        "rank 0's shape": "'layers.0.weight' has shape (3, 3) in the state dict; it is (7, 7)",
-        "rank 0's list": "'layers.0.weight' is a list in the state dict; it is a tensor of shape (7, 7)",
-        "rank 0's meta device": "'layers.0.weight' of the state dict cannot be copied to cpu as torch.float32",
-        "rank 0's DTensor": "'layers.0.weight' is a DTensor in the state dict, and rank 0 cannot send one",
-        "rank 0's to gather": "what of 'layers.0.weight' in the state dict must be gathered differs between ranks",
-        "no groups": "the state dict has no param_groups, so it is of no optimizer",
-        "no groups, model too": "the state dict has no param_groups, so it is of no optimizer",
+        "missing": "missing: 'layers.0.weight'; unexpected: none",
+        "unknown": "missing: none; unexpected: 'more'",
+        "shape on rank 1": "'layers.0.weight' has shape (3, 3) in the state dict and (7, 7) in the model",
+        "rank 0's shape": "'layers.0.weight' has shape (3, 3) in the state dict and (7, 7) in the model",
+        "rank 0's list": "'layers.0.weight' is a list in the state dict; give a tensor of shape (7, 7)",
+        "rank 0's meta device": "cannot copy 'layers.0.weight' from the state dict to cpu as torch.float32",
+        "rank 0's DTensor": "rank 0 cannot send 'layers.0.weight': it is a DTensor in the state dict",
+        "rank 0's to gather": "the layout of 'layers.0.weight' in the state dict differs between ranks",
+        "no groups": "the state dict is not an optimizer's: it has no param_groups",
+        "no groups, model too": "the state dict is not an optimizer's: it has no param_groups",
         "state": "the optimizer's 'exp_avg' of parameter 'layers.0.weight' has shape (2,) in the state dict",
         "a row each": "'layers.0.weight' has shape (7, 1) in the state dict, which is neither one number nor of",
         "a list": "'layers.0.weight' is a list in the state dict, which is neither one number nor of",
-        "rank 0's state": "'exp_avg' of parameter 'layers.0.weight' of the state dict cannot be copied to cpu",
-        "no state": "the state dict has no state of parameter 'layers.1.bias', which this optimizer trains",
+        "rank 0's state": "cannot copy the optimizer's 'exp_avg' of parameter 'layers.0.weight' from the state dict",
+        "no state": "the state dict has no state for parameter 'layers.1.bias', which this optimizer trains",
         "rank 1's optimizer": "it does not like it",
         "rank 1's optimizer, model too": "it does not like it",
         "submodules": "submodules is not supported",
         "of another kind": "has no 'dampening', so it is not of SGD",
-        "untied": "'embed.weight' and 'head.weight' differ in the state dict, and are tied in the model",
-        "options": "the options of the state dict differs between ranks",
-        "flat, of another": "the state dict has no param_groups of parameter 'layers.0.bias'",
+        "untied": "'embed.weight' and 'head.weight' are tied in the model, but differ in the state dict",
+        "options": "the argument 'options' differs between ranks",
+        "flat, of another": "the state dict has no param_groups for parameter 'layers.0.bias'",
         "flat, two rates": "parameters 'layers.0.weight' and 'layers.1.weight' are in one group",
-        "flat, a model's": "'layers.0.weight' in the state dict is neither 'state' nor 'param_groups'",
+        "flat, a model's": "'layers.0.weight' begins with neither 'state' nor 'param_groups'",
         "one row of each rank's": "'row_var' of parameter 'layers.0.weight' has shape (4, 1), which is neither",
         "other states": "the optimizer's state of parameter 'layers.0.weight' differs between ranks",
     }
@@ -412,10 +412,10 @@ def test_what_is_no_shard_is_checked_and_a_module_that_refuses_gets_its_state_ba
         (broadcast, *right), (longer, *also), (text, *too), (function, *again), (refused_, *as_well), loaded, frozen = (
             results
         )
-        assert "'own' has shape (1,) in the state dict; it is (3,)" in broadcast
-        assert "'own' has shape (5,) in the state dict; it is (3,)" in longer
+        assert "'own' has shape (1,) in the state dict and (3,) in the model" in broadcast
+        assert "'own' has shape (5,) in the state dict and (3,) in the model" in longer
         assert "'offset' is a str in the state dict" in text
-        assert "something that rank 0 cannot send (" in function
+        assert "rank 0 cannot send the state dict: torch.save failed (" in function
         assert "it does not like it" in refused_
         assert right == also == too == again == as_well == [[], (0, 0)]
         assert loaded == (1, 0, [])
