@@ -228,6 +228,31 @@ def test_a_circle_is_found() -> None:
     assert circle(modules_read({**files, "p.c": ""})) == []
 
 
+def too_long(source: str) -> list[str]:
+    """Functions above 50 lines and classes above 200; docstrings do not count."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            last = max(statement.end_lineno or 0 for statement in node.body)
+            lines = last - (body[0].lineno if body else last) + 1
+            if lines > (200 if isinstance(node, ast.ClassDef) else 50):
+                found.append(f"{node.name}: {lines} lines")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")))
+def test_a_function_fits_a_screen(path: str) -> None:
+    assert too_long((PACKAGE / path).read_text()) == []
+
+
+def test_a_long_function_is_found() -> None:
+    long = "def f():\n" + "    x = 1\n" * 51
+    assert too_long(long) == ["f: 51 lines"]
+    assert too_long("def f():\n" + "    x = 1\n" * 50) == []
+    assert too_long("class A:\n" + "    x = 1\n" * 201) == ["A: 201 lines"]
+
+
 # The tests
 
 

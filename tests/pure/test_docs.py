@@ -7,6 +7,7 @@ import re
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -18,7 +19,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 RENAMED = re.findall(r"^\| `(\S+)` \| `(\S+)` \|$", CHANGELOG, re.MULTILINE)
-QUESTIONS = ARCHITECTURE.partition("## Where each question is answered")[2].partition("\n## ")[0]
+LISTING = run_path(str(ROOT / "docs/listing.py"))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -34,10 +35,14 @@ def test_named_files_exist(document: Path) -> None:
     assert [name for name in names if not any((place / name).exists() for place in places)] == []
 
 
-@pytest.mark.parametrize("room", ["", "schedule", "trace", "comm", "runtime", "state_dict", "checkpoint", "convert"])
-def test_every_file_answers_a_question(room: str) -> None:
-    files = {path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / room).glob("*.py")}
-    assert {name for name in files if not name.endswith("__init__.py") and f"`{name}`" not in QUESTIONS} == set()
+def test_the_listing_is_the_first_lines_of_the_modules() -> None:
+    assert LISTING["listing"]() in ARCHITECTURE, "run python docs/listing.py"
+    assert {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"} - {"py.typed"} == set(LISTING["ORDER"])
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    lines = LISTING["listing"]().splitlines()
+    assert [line for line in lines if len(line.split(maxsplit=1)) < 2 or len(line) > 120] == []
 
 
 def test_every_room_has_tests() -> None:
@@ -93,4 +98,4 @@ def members(node: ast.ClassDef | ast.FunctionDef) -> set[str]:
 
 
 def test_the_architecture_is_short() -> None:
-    assert len(ARCHITECTURE.splitlines()) < 150
+    assert len(ARCHITECTURE.replace(LISTING["listing"](), "").splitlines()) < 150
