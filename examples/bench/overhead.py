@@ -36,7 +36,7 @@ import thunder_zero as tz  # before thunder
 from examples.bench.contestants import trains
 from examples.bench.model import Size, make_batch, make_model
 from thunder_zero.schedule import passes
-from thunder_zero.trace.executors import Mend, Schedule
+from thunder_zero.trace.executors import RepairFusion, Schedule
 from thunder_zero.transform import ZeroTransform
 
 import thunder
@@ -49,7 +49,7 @@ OURS: tuple[tuple[type, str], ...] = (  # everything of ours that Thunder calls 
     (ZeroTransform, "transform_traces_pre_prologue"),
     (ZeroTransform, "transform_trace_post_optimization"),
     (Schedule, "fusion_pass"),
-    (Mend, "fusion_pass"),
+    (RepairFusion, "fusion_pass"),
 )
 VARIANTS: dict[str, Callable[[], list[Any]]] = {"plain": list, "zero3": lambda: [tz.ZeroTransform(stage=3)]}
 

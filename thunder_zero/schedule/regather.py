@@ -124,7 +124,7 @@ def _copies(
         op = timeline.ops[at]
         for name in op.writes:
             names[name] = _unused(f"{name}_again", values)
-            values[names[name]] = values.get(name, NOT_A_TENSOR)
+            values[names[name]] = values.get(name, NOT_A_TENSOR).copied(names)
         writes = tuple(names[name] for name in op.writes)
         copies.append(replace(_reads_renamed(op, names), writes=writes, backward=backward, again=True))
     return copies
