@@ -1,4 +1,4 @@
-"""examples/bench/transport.py: the command behind docs/performance.md runs, and prints what the document has."""
+"""examples/bench/transport.py runs, and prints tables with the heads of those in docs/performance.md."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def initial_values(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.de
     """
     group = ranks.everyone
     if group.size() > 1:
-        agree.require_same([*agree.describe(module, plan, device), *_given(plan, sources)], group)
+        agree.require_same([*agree.module_facts(module, plan, device), *_given(plan, sources)], group)
     maker = _Maker(module, plan, ranks, device, sources)
     with agree.all_or_none(group):
         maker.require_names()

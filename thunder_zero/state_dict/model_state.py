@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.agree import Fact, all_or_none
-from thunder_zero.comm.peers import told_by_rank_0
+from thunder_zero.comm.peers import broadcast_object_from_rank_0
 from thunder_zero.plan import Param
 from thunder_zero.rows import own_rows, real_rows
 from thunder_zero.runtime.state import State
@@ -245,7 +245,9 @@ def of_rank_0(state: State, told: Any, options: StateDictOptions) -> Any:
     small collective then."""
     if not options.broadcast_from_rank0:
         return told
-    return torch.load(io.BytesIO(told_by_rank_0(told, state.group)), weights_only=False, map_location="cpu")
+    return torch.load(
+        io.BytesIO(broadcast_object_from_rank_0(told, state.group)), weights_only=False, map_location="cpu"
+    )
 
 
 def require_same_gathers(state: State, gathers: Mapping[str, object]) -> None:
