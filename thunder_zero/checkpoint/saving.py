@@ -27,7 +27,8 @@ from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.checkpoint.reading import Found
 from thunder_zero.comm import agree
 from thunder_zero.comm.agree import Fact, all_or_none
-from thunder_zero.comm.peers import timeout_of, told_by_rank_0, told_to_rank_0
+from thunder_zero.comm.group import group_like
+from thunder_zero.comm.peers import broadcast_object_from_rank_0, gather_object_on_rank_0
 from thunder_zero.runtime.optimizer_hooks import load_exactly, owners_of, parameters_of
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.all_or_nothing import OwnState, Pending, write_all_or_none
@@ -40,8 +41,7 @@ class Background:
     """A model's asynchronous saves, one after the other, and what they talk over."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
-        self.group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        self.group = group_like(group, device)
         self.last: Future[Path] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="thunder_zero-save")
 
@@ -162,7 +162,7 @@ def write(path: Path, items: Sequence[Item], max_to_keep: int | None, group: dis
                 folder.prepare(path)
         with all_or_none(group, "to save"):
             part = dcp.write(folder.staging_of(path), rank, items)
-        parts = told_to_rank_0(part, group)
+        parts = gather_object_on_rank_0(part, group)
         with all_or_none(group, "to save"):
             if rank == 0:
                 finish_checkpoint(path, parts, max_to_keep)
@@ -230,7 +230,7 @@ def located(path: Path, group: dist.ProcessGroup, *, check: bool) -> tuple[Path,
         if group.rank() == 0:
             where = folder.locate(path)
             written = require_manifest(where) if check else None
-    where, written = told_by_rank_0((where, written), group)
+    where, written = broadcast_object_from_rank_0((where, written), group)
     with all_or_none(group, "to load"):
         if not where.is_dir():
             raise OSError(f"{where} is seen by rank 0 and not here; load from a file system that all ranks share")

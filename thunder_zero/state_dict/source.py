@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.agree import Fact
-from thunder_zero.comm.peers import told_by_rank_0
+from thunder_zero.comm.peers import broadcast_object_from_rank_0
 from thunder_zero.plan import Param
 from thunder_zero.rows import own_rows
 from thunder_zero.runtime.state import State
@@ -170,7 +170,7 @@ class FromRank0:
 
     def exchange(self, packed: bytes) -> Any:
         """Rank 0's value, with its tensors on the CPU: rank 0's device is not this rank's. A small collective."""
-        sent = told_by_rank_0(packed, self.state.group)
+        sent = broadcast_object_from_rank_0(packed, self.state.group)
         return torch.load(io.BytesIO(sent), weights_only=False, map_location="cpu")
 
     def must_gather(self, value: Any, param: Param | None) -> bool:
