@@ -28,7 +28,8 @@ from thunder_zero.checkpoint.reading import Found
 from thunder_zero.comm import agree
 from thunder_zero.comm.agree import Fact, all_or_none
 from thunder_zero.comm.peers import timeout_of, told_by_rank_0, told_to_rank_0
-from thunder_zero.runtime.optimizer_hooks import load_exactly, owners_of, parameters_of
+from thunder_zero.runtime.optimizers import load_exactly, parameters_of
+from thunder_zero.runtime.registry import owners_of
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.all_or_nothing import OwnState, Pending, write_all_or_none
 from thunder_zero.state_dict.contents import EXTRA, ModelContents, state_lines
