@@ -214,7 +214,7 @@ class ZeroStrategy(DDPStrategy):
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's full state dict on rank 0, on the CPU, and an empty one on others; a collective."""
-        return full_state.full_optimizer_state_dict(optimizer, keep=self.is_global_zero)
+        return full_state.full_optimizer_state_dict(optimizer, wanted=self.is_global_zero)
 
 
 class NoBackwardSync:

@@ -83,15 +83,15 @@ def build_zero(size: Size, stage: int, compiled: bool, gather_last_units_once: b
     return trains(thunder.jit(make_model(size), transforms=[transform], **executors(compiled)))
 
 
-def kept_bytes(model: nn.Module) -> int:
-    """Bytes that ZeRO-3 keeps from forward for backward, which would read them again; 0 for whoever is not ours."""
+def gathered_once_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters that backward reads and ZeRO-3 gathers once for both halves; 0 for other libraries."""
     if not isinstance(model, thunder.ThunderModule) or not any(
         isinstance(transform, tz.ZeroTransform) for transform in thunder.compile_data(model).transforms
     ):
         return 0
     plan = tz.traces_of(model).plan
-    kept = [plan.by_name[path] for path in plan.gathered_once if plan.policy.stage == 3 and not is_spared(path)]
-    return sum(param.full_bytes for param in kept)
+    once = [plan.by_name[path] for path in plan.gathered_once if plan.policy.stage == 3 and not is_spared(path)]
+    return sum(param.full_bytes for param in once)
 
 
 def build_ddp(size: Size, compiled: bool) -> tuple[nn.Module, Step]:
@@ -186,7 +186,7 @@ def build_deepspeed(size: Size, stage: int) -> tuple[nn.Module, Step]:
 
 def contestants() -> dict[str, Contestant]:
     """All contestants by name, in the order of the tables; ``+tc`` compiles with torch.compile, ``+rs`` plugs in
-    the reduce-scatter above, ``-regather`` keeps nothing from forward for backward."""
+    the reduce-scatter above, ``-regather`` gathers everything again for backward."""
     found = [
         Contestant("eager", None, ALONE, build_eager),
         Contestant("thunder", None, ALONE, partial(build_thunder, compiled=False)),
@@ -202,7 +202,7 @@ def contestants() -> dict[str, Contestant]:
         Contestant(
             f"zero3-regather{word}",
             3,
-            "thunder_zero 3, nothing kept",
+            "thunder_zero 3, all gathered again",
             partial(zero, compiled=compiled, gather_last_units_once=False),
         )
         for word, compiled in (("", False), ("+tc", True))

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 examples/bench/copies.py
 
-Prints the tables of docs/performance.md, "Where copies are left": for stages 2 and 3, what the transport does to
+Prints the tables of docs/performance.md, "Remaining copies": for stages 2 and 3, what the transport does to
 tensors on the thread that computes; how much of the memory of its buffers the process had to ask the kernel for; and
 what weight gradients would gain that are written into memory that is there already.
 """

@@ -21,7 +21,7 @@ OURS = {  # group -> colour
     "thunder_zero 1": "#5b9bd5",
     "thunder_zero 2": "#2f6fb3",
     "thunder_zero 3": "#0b3c6f",
-    "thunder_zero 3, nothing kept": "#4a4e9e",
+    "thunder_zero 3, all gathered again": "#4a4e9e",
 }
 PEERS = {
     "torch DDP": "#f2b880",
@@ -71,8 +71,8 @@ def draw(panel: Axes, results: Sequence[Result]) -> None:
         at = [place for place, _ in points]
         panel.errorbar(at, mids, yerr=spread, label=group, color=colour, markersize=5, capsize=2, **style)
     for stage, words, dashes in (
-        (2, "bound, 2u", (4, 2)),
-        (3, "bound, 3u less what is spared, nothing kept", (1, 1.5)),
+        (2, "bound of stages 0 to 2", (4, 2)),
+        (3, "bound of stage 3, all gathered again", (1, 1.5)),
     ):
         heights = [result.bound(stage) for result in results]
         panel.plot(places, heights, color=INK, linewidth=1.5, linestyle=(0, dashes), label=words, zorder=5)

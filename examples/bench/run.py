@@ -10,13 +10,12 @@ of one world size live in the same processes and take turns, so that noise hits 
 bound: the longer of compute alone and of the least bytes on this network, both measured in the same rounds. Networks
 other than loopback are Linux network namespaces, made for the run and removed after it; they need root.
 
-Writes results.json, results.md and bench.png.
+Writes bench.json, which examples/bench/report.py renders as tables, and bench.png.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import signal
 import sys
@@ -41,7 +40,7 @@ from examples.bench.network import LOOPBACK, can_limit, seats, set_rate
 from examples.bench.overhead import summary
 from examples.bench.plot import save_plot
 from examples.bench.ranks import CommandFailed, Ranks, ranks
-from examples.bench.report import ALONE, Memory, Result, Row, different_losses, markdown, rate_of, table
+from examples.bench.report import ALONE, Memory, Result, Row, different_losses, rate_of, table, to_json
 
 RATES = ("250mbit", "1gbit", "10gbit")
 QUICK = ("eager", "thunder", "zero0", "zero2", "zero3", "ddp", "fsdp2-keep-fair", "fsdp2-reshard-fair")
@@ -105,7 +104,7 @@ class Bench:
         self.found = Found()
         model = make_model(Size())
         self.full, self.spared = model_bytes(model), spared_bytes(model)
-        self.kept: dict[str, int] = {}  # by contestant
+        self.gathered_once: dict[str, int] = {}  # by contestant
 
     def run(self, logs: Path) -> None:
         """Everything that was asked for; first the rates, which share their processes, then loopback."""
@@ -150,7 +149,7 @@ class Bench:
             finally:
                 self.progress.advance(task)
             losses[contestant.name] = [reply["losses"] for reply in replies]
-            self.kept[contestant.name] = replies[0]["kept"]
+            self.gathered_once[contestant.name] = replies[0]["gathered_once"]
             self.found.builds.setdefault(world_size, {})[contestant.name] = max(reply["seconds"] for reply in replies)
             if memory:
                 counted = Memory(**group.do("peak", name=contestant.name)[0])
@@ -179,7 +178,14 @@ class Bench:
                 sent[name].append(mean(reply["sent"] for reply in replies) / shared)
                 self.progress.advance(task)
         rows = tuple(
-            Row(one.name, one.group, one.stage, tuple(seconds[one.name]), tuple(sent[one.name]), self.kept[one.name])
+            Row(
+                one.name,
+                one.group,
+                one.stage,
+                tuple(seconds[one.name]),
+                tuple(sent[one.name]),
+                self.gathered_once[one.name],
+            )
             for one in there
         )
         return Result(network, world_size, self.full, self.spared, wire_bytes, tuple(wire), rows)
@@ -217,13 +223,10 @@ def read_lines(path: str) -> list[str]:
 
 
 def save(found: Found, facts: dict[str, Any], folder: Path) -> None:
-    """results.json, results.md and bench.png."""
+    """Write bench.json and bench.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps({"about": facts, **asdict(found)}, indent=1))
-    parts = [", ".join(f"{name} {value}" for name, value in facts.items())]
-    parts += [markdown(result, found.memory[result.world_size]) for result in found.results]
-    parts += summary(found.overhead) if found.overhead else []
-    (folder / "results.md").write_text("\n\n".join(parts))
+    words = summary(found.overhead) if found.overhead else []
+    (folder / "bench.json").write_text(to_json({"about": facts, **asdict(found), "overhead_in_words": words}) + "\n")
     save_plot(found.results, folder / "bench.png")
 
 
@@ -249,7 +252,8 @@ def main() -> None:
     save(bench.found, about(options), options.out)
     for line in summary(bench.found.overhead) if bench.found.overhead else ():
         console.print(line)
-    console.print(f"Tables and plot are in {options.out}.")
+    data = options.out / "bench.json"
+    console.print(f"Data and plot are in {options.out}; python examples/bench/report.py {data} prints the tables.")
 
 
 if __name__ == "__main__":

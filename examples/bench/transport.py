@@ -1,11 +1,11 @@
-"""The transport for gloo beside torch's own collectives: time, and bytes on the wire.
+"""Compares the transport for gloo with torch's own collectives: time, and bytes on the wire.
 
     python examples/bench/transport.py                             loopback
     sudo .venv/bin/python examples/bench/transport.py --links loopback 1gbit --world-sizes 2 4
 
-Starts the ranks by itself, one thread each, and prints the tables of docs/performance.md. In each round every
-candidate runs once, in turn; a time is that of the slowest rank. *Bare* is an exchange of as many bytes between
-buffers that are there already, without any sum: what the link gives.
+Starts the ranks by itself, one thread each, and prints the tables of docs/performance.md. In each round every candidate
+runs once; a time is that of the slowest rank. *Bare* is an exchange of the same number of bytes between existing
+buffers, without any sum: the speed of the link.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from thunder_zero.comm import pairwise
 from thunder_zero.comm.native import Plain
 from thunder_zero.comm.pairwise import Exchange
 from thunder_zero.plan import Param
-from thunder_zero.runtime.shards import side_by_side
 
 KiB, MiB = 1 << 10, 1 << 20
 SECONDS = 600  # for one world on one link
@@ -136,10 +135,7 @@ class Rank:
         return {"floors": floors, "figures": self.measure(candidates)}
 
     def packing(self, message_bytes: int) -> dict[str, dict[str, float]]:
-        """A bucket of small tensors, each message to a peer of ``message_bytes``: apart, and packed into one.
-
-        *Side by side* are shards that lie in one memory, and so are one message without being copied.
-        """
+        """A bucket of small tensors, each message to a peer of ``message_bytes``: separate, and packed into one."""
         rows = message_bytes // 256
         shapes = [(rows * self.job.world_size, 64)] * PACKED_TENSORS  # float32: 256 bytes a row
         params = [_param(shape, sharded=True) for shape in shapes]
@@ -151,16 +147,14 @@ class Rank:
         candidates = {}
         for collective, inputs in tensors.items():
             run = _collective(transport, collective, inputs, params)
-            candidates[f"{collective} apart"] = _packing_below(NEVER, run)
+            candidates[f"{collective} separate"] = _packing_below(NEVER, run)
             candidates[f"{collective} packed"] = _packing_below(ALWAYS, run)
-        run = _collective(transport, "all_gather", side_by_side(tensors["all_gather"]), params)
-        candidates["all_gather side by side"] = _packing_below(ALWAYS, run)
         return self.measure(candidates)
 
 
 def _param(shape: Shape, sharded: bool) -> Param:
     dtype = torch.float32
-    return Param("w", (), shape, dtype, dtype, dtype, True, "", sharded, resident=False, kept=False)
+    return Param("w", (), shape, dtype, dtype, dtype, True, "", sharded, resident=False, gathered_once=False)
 
 
 def _collective(transport: Any, collective: str, tensors: Sequence[Tensor], params: Sequence[Param]) -> Run:
@@ -239,9 +233,8 @@ def case_table(label: str, by_world: dict[int, Any]) -> str:
 
 
 def packing_table(by_world: dict[int, Any]) -> str:
-    """Times of a bucket of small tensors, apart and packed."""
-    ways = {"all_gather": ("apart", "packed", "side by side"), "reduce_scatter": ("apart", "packed")}
-    names = [f"{collective} {how}" for collective, hows in ways.items() for how in hows]
+    """Times of a bucket of small tensors, separate and packed."""
+    names = [f"{collective} {how}" for collective in ("all_gather", "reduce_scatter") for how in ("separate", "packed")]
     heads = ["W", "bytes to a peer", *(f"{name}, ms" for name in names)]
     rows = [
         [str(world), f"{PACKED_TENSORS} x {int(size) // KiB} KiB", *(_spread(figures[name]) for name in names)]
@@ -284,7 +277,7 @@ def main() -> None:
         for label in CASES:
             print(f"\n{link}, {label}\n\n{case_table(label, by_world)}")
         if link == LOOPBACK:
-            print(f"\n{link}, {PACKED_TENSORS} small tensors, apart and packed\n\n{packing_table(by_world)}")
+            print(f"\n{link}, {PACKED_TENSORS} small tensors, separate and packed\n\n{packing_table(by_world)}")
 
 
 if __name__ == "__main__":

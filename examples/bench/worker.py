@@ -2,7 +2,7 @@
 
 One JSON command a line comes in, one JSON reply goes out::
 
-    {"do": "build", "name": "zero3"}               {"losses": [8.3, ...], "seconds": 11.2, "kept": 0}
+    {"do": "build", "name": "zero3"}               {"losses": [8.3, ...], "seconds": 11.2, "gathered_once": 0}
     {"do": "turn", "name": "zero3", "steps": 2}    {"seconds": 0.81, "sent": 69538000}       of one step
     {"do": "wire", "nbytes": 92700000}             {"seconds": 0.78, "sent": 92760000}
     {"do": "peak", "name": "zero3"}                {"rest": 46200000, "peak": 120000000}
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from examples.bench.contestants import Step, contestants, kept_bytes
+from examples.bench.contestants import Step, contestants, gathered_once_bytes
 from examples.bench.memory import added_at_peak, alive, held_bytes
 from examples.bench.model import Size, make_batch
 from examples.bench.network import bytes_sent
@@ -60,7 +60,7 @@ class Worker:
         seconds = time.perf_counter() - start
         model.zero_grad()
         self.rest[name] = held_bytes(before, model)
-        return {"losses": losses, "seconds": seconds, "kept": kept_bytes(model)}
+        return {"losses": losses, "seconds": seconds, "gathered_once": gathered_once_bytes(model)}
 
     def turn(self, name: str, steps: int) -> dict[str, Any]:
         """Some steps between two barriers, in one go."""

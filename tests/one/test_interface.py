@@ -108,7 +108,7 @@ def test_all_ways_in_take_a_module_on_the_meta_device(with_weights: bool) -> Non
         torch.manual_seed(0)
         with torch.device("meta"):
             meta = Net()
-        model = make(meta)
+        model = make(meta)  # type: ignore[no-untyped-call]
         assert torch.equal(model(X), module(X))
         values = tz.full_state_dict(model)
         assert [name for name, value in module.state_dict().items() if not torch.equal(value, values[name])] == []

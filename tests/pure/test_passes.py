@@ -14,18 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness.small_timelines import ALONE, gathered, lines, model
 from tests.harness.timelines import (
     Terms,
     Use,
     gpt,
     in_flight_bytes,
     interpret,
-    lifted,
-    make_param,
     timelines,
     with_rank,
 )
-from thunder_zero.plan import Plan
 from thunder_zero.policy import MiB, Policy
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
@@ -34,42 +32,11 @@ from thunder_zero.schedule.prefetch import ended_before, prefetch
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.sink_waits import sink_waits
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
-from thunder_zero.schedule.verify import check
+from thunder_zero.schedule.verify import check_pass, check_schedule
 from thunder_zero.times import Times
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
-
-ALONE = Policy(
-    stage=3, bucket_bytes=0, in_flight_bytes=0, gather_last_units_once=False
-)  # what is kept: test_keep_last.py
-
-
-def model(policy: Policy, *uses: Use | str, training: bool = True, **fields: dict[str, object]) -> Timeline:
-    """A timeline of 4-byte parameters named ``unit.name``; ``fields`` are those that differ, by ``unit_name``."""
-    all_uses = [use if isinstance(use, Use) else Use(use) for use in uses]
-    paths = dict.fromkeys(path for use in all_uses for path in (use.path, *use.steps) if "." in path)
-    params = []
-    for path in paths:
-        special: dict[str, object] = {"shape": (1,), **fields.get(path.replace(".", "_"), {})}
-        params.append(make_param(path, unit=path.split(".")[0], policy=policy, **special))  # type: ignore[arg-type]
-    return lifted(Plan(policy, 2, 0, tuple(params)), all_uses, training=training)
-
-
-def lines(timeline: Timeline, *kinds: Kind, backward: bool | None = None) -> list[str]:
-    """One word of kind and one for each parameter, or what a computation writes and from what."""
-
-    def line(op: Op) -> str:
-        computed = f"{' '.join(op.writes) or 'return'} <- {' '.join(op.reads)}"
-        return f"{op.kind} {' '.join(op.params)}" if op.params else computed
-
-    wanted = kinds or tuple(Kind)
-    return [line(op) for op in timeline.ops if op.kind in wanted and backward in (None, op.backward)]
-
-
-def gathered(timeline: Timeline, *, backward: bool) -> Counter[str]:
-    gathers = (op for op in timeline.ops if op.kind is Kind.GATHER and op.backward == backward)
-    return Counter(path for op in gathers for path in op.params)
 
 
 # keep
@@ -459,12 +426,13 @@ def test_counts_of_a_gpt() -> None:
     assert collectives(3, Kind.GATHER, layers=9) == 11 + 7  # the tied embedding and six blocks
 
 
-@given(timelines(), st.integers(0, 4))
+@given(timelines(), st.integers(0, len(PASSES) - 1))
 def test_each_pass_is_right(timeline: Timeline, upto: int) -> None:
     after = timeline
     for step in PASSES[: upto + 1]:
         after = step(after)
-    check(after, complete=upto == len(PASSES) - 1, reference=timeline)
+    prove = check_schedule if upto == len(PASSES) - 1 else check_pass
+    prove(after, timeline)
     terms: Terms = {}
     assert interpret(after, terms) == interpret(timeline, terms)
 

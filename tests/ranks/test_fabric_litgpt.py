@@ -53,6 +53,7 @@ def run_example(*options: str) -> str:
     return printed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 60)
 def test_litgpt_trains_as_with_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"steps": STEPS, "micro-batches": 1, "rows": ROWS, "context": CONTEXT, "out": tmp_path / "model.pt"}

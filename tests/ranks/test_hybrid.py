@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_zero as tz
-from tests.harness.models import Mlp, Small, count_sends, error, fresh, raised
+from tests.harness.errors import raised
+from tests.harness.models import Mlp, Small, count_sends, error, fresh
 from tests.harness.ranks import RanksPool
+from tests.harness.tiers import of_tier
 
 import thunder
 
-STAGES, SHAPE, ROWS, MICRO, STEPS = (0, 1, 2, 3), (2, 2), 8, 2, 2
+STAGES, SHAPE, ROWS, MICRO, STEPS = of_tier((0, 3), (0, 1, 2, 3)), (2, 2), 8, 2, 2
 WAYS = ("reduced", "deferred")
 SMALL = {"replicate_below_bytes": 21, "gather_last_units_once": False}
 
@@ -128,7 +130,7 @@ def full_rows(param: tz.Param, rank: int) -> int:
 def other_shapes(rank: int, world_size: int) -> dict[str, Any]:
     """Meshes of one dimension, with one rank a copy, with one copy; in bfloat16; broadcast."""
     x = torch.randn(8, 7, generator=torch.Generator().manual_seed(0)).tensor_split(world_size)[rank]
-    found = {}
+    found: dict[str, Any] = {}
     policies = {
         "1-D": ((4,), tz.ZERO3),
         "no shards": ((4, 1), replace(tz.ZERO2, replicate_below_bytes=60, bucket_bytes=0)),
@@ -182,7 +184,8 @@ def misuse(rank: int, world_size: int) -> list[str]:
     two = three["b", "c"]
     mesh: Any
     found = []
-    for mesh, options in ((three, {}), (two, {"process_group": dist.group.WORLD}), ((2, 2), {})):
+    wrong: Any = ((three, {}), (two, {"process_group": dist.group.WORLD}), ((2, 2), {}))
+    for mesh, options in wrong:
         transform = tz.ZeroTransform(mesh=mesh, **options)
         found.append(raised(lambda transform=transform: thunder.jit(Mlp(), transforms=[transform])))  # type: ignore[misc]
     mesh = None if rank == 1 else two

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 import thunder_zero as tz
+from tests.harness.memory import Case, check_numbers, live
 from tests.harness.models import Gpt, Mlp, count_sends, fresh, sharded
 from tests.harness.ranks import RanksPool
-from tests.ranks.test_stages_in_memory import Case, check_numbers, live
-from tests.ranks.test_training import OPTIMIZERS, assert_same_bits, batch, make_optimizer, train
+from tests.harness.tiers import of_tier
+from tests.harness.training import OPTIMIZERS, assert_same_bits, batch, make_optimizer, train
 from thunder_zero.schedule.timeline import gathered_bytes
 
 UNIT = (7 * 7 + 7) * 4  # bytes of a layer of Mlp
@@ -24,7 +25,7 @@ class Five(Mlp):
 
 FIVE = tuple(
     Case(Five, replace(tz.ZERO3, prefetch=prefetch, gather_last_units_once=gather_last_units_once))
-    for prefetch in (0, 1, 2)
+    for prefetch in of_tier((1,), (0, 1, 2))
     for gather_last_units_once in (True, False)
 )
 

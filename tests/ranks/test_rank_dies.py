@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.death_worker import CASES, TIMEOUT_SECONDS
+from tests.harness.death_worker import CASES, TIMEOUT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 TIMED_OUT = f"Timed out waiting {TIMEOUT_SECONDS * 1000:.0f}ms"
@@ -19,7 +19,7 @@ TIMED_OUT = f"Timed out waiting {TIMEOUT_SECONDS * 1000:.0f}ms"
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """What the ranks that live said in each case. The worker fails if one of them has not ended, process and all,
     within the group's time-out and ten seconds after the death."""
-    command = [sys.executable, "-m", "tests.ranks.death_worker", str(tmp_path_factory.mktemp("deaths"))]
+    command = [sys.executable, "-m", "tests.harness.death_worker", str(tmp_path_factory.mktemp("deaths"))]
     worker = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert worker.returncode == 0, worker.stderr
     told: dict[str, dict[str, str]] = json.loads(worker.stdout.splitlines()[-1])

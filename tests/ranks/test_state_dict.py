@@ -21,9 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import thunder_zero as tz
+from tests.harness.checkpoints import adamw, full_of, plain, same, state_of, stepped
+from tests.harness.errors import raised
 from tests.harness.models import Mlp, Small, Zoo, fresh, sharded
 from tests.harness.ranks import RanksPool
-from tests.ranks.test_checkpoints import adamw, full_of, plain, refusal, same, state_of, stepped
+from tests.harness.tiers import of_tier
 from thunder_zero import state_dict as ours
 from thunder_zero.runtime.state import State
 
@@ -115,24 +117,38 @@ def beside_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         results[f"as DTensors are saved {stage}"] = described(folders[0]) == described(folders[1])
         again, its_optimizer = other(stage)
         in_model, in_optimizer = ours.get_state_dict(again, its_optimizer)  # makes the state to load into
-        nested = {"model": in_model, "optim": in_optimizer}
+        nested: Any = {"model": in_model, "optim": in_optimizer}
         torch_dcp.load(nested, checkpoint_id=root / f"by-hand-{stage}")
         ours.set_state_dict(again, its_optimizer, model_state_dict=nested["model"], optim_state_dict=nested["optim"])
         results[f"plain DCP by hand {stage}"] = same(state_of(again, its_optimizer), right)
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_beside_fsdp2(ranks_pool: RanksPool, tmp_path: Path, world_size: int) -> None:
-    for results in ranks_pool.run(world_size, beside_fsdp2, tmp_path):
-        assert {name for name, result in results.items() if result not in (True, [])} == set()
-        assert len(results) == 20
+BESIDE_FSDP2 = (
+    *("the same kinds", "sharded to FSDP2", "flat as FSDP2's", "sharded from FSDP2", "full from FSDP2"),
+    *("flat from FSDP2", "from FSDP2's rank 0", "learning rate", "as DTensors are saved", "plain DCP by hand"),
+)
+
+
+@pytest.fixture(scope="module", params=of_tier([3], [1, 3]))
+def with_fsdp2(
+    request: pytest.FixtureRequest, ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    return ranks_pool.run(request.param, beside_fsdp2, tmp_path_factory.mktemp("fsdp2"))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", BESIDE_FSDP2)
+def test_beside_fsdp2(with_fsdp2: list[dict[str, Any]], name: str, stage: int) -> None:
+    for results in with_fsdp2:
+        assert len(results) == 2 * len(BESIDE_FSDP2)
+        assert results[f"{name} {stage}"] in (True, [])
 
 
 def every_kind(rank: int, world_size: int) -> list[Any]:
     """A model with parameters of every kind, a tie and buffers: in full, as the plain one's; sharded, and back."""
     results = []
-    for stage in (0, 1, 2, 3):
+    for stage in of_tier((1, 3), (0, 1, 2, 3)):
         model, optimizer = trained(stage, Zoo)
         right = state_of(model, optimizer)
         full = ours.get_model_state_dict(model, options=FULL)
@@ -234,7 +250,7 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     results = {}
 
     def attempt(name: str, call: Any) -> None:
-        results[name] = refusal(call), same(state_of(model, optimizer), before)
+        results[name] = raised(call), same(state_of(model, optimizer), before)
 
     attempt("missing", partial(ours.set_model_state_dict, model, few))
     attempt("unknown", partial(ours.set_model_state_dict, model, {**good, "more": torch.ones(2)}))
@@ -293,40 +309,52 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     return results
 
 
-def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(ranks_pool: RanksPool) -> None:
-    sentences = {
-        "missing": "the state dict lacks ['layers.0.weight'] and has nothing",
-        "unknown": "lacks nothing and has ['more'] that the model does not know",
-        "shape on rank 1": "'layers.0.weight' has shape (3, 3) in the state dict; it is (7, 7)",
-        "rank 0's shape": "'layers.0.weight' has shape (3, 3) in the state dict; it is (7, 7)",
-        "rank 0's list": "'layers.0.weight' is a list in the state dict; it is a tensor of shape (7, 7)",
-        "rank 0's meta device": "'layers.0.weight' of the state dict cannot be copied to cpu as torch.float32",
-        "rank 0's DTensor": "'layers.0.weight' is a DTensor in the state dict, and rank 0 cannot send one",
-        "rank 0's to gather": "what of 'layers.0.weight' in the state dict must be gathered differs between ranks",
-        "no groups": "the state dict has no param_groups, so it is of no optimizer",
-        "no groups, model too": "the state dict has no param_groups, so it is of no optimizer",
+def why_state_dicts_do_not_fit() -> dict[str, str]:
+    return {
+        "missing": "missing: 'layers.0.weight'; unexpected: none",
+        "unknown": "missing: none; unexpected: 'more'",
+        "shape on rank 1": "'layers.0.weight' has shape (3, 3) in the state dict and (7, 7) in the model",
+        "rank 0's shape": "'layers.0.weight' has shape (3, 3) in the state dict and (7, 7) in the model",
+        "rank 0's list": "'layers.0.weight' is a list in the state dict; give a tensor of shape (7, 7)",
+        "rank 0's meta device": "cannot copy 'layers.0.weight' from the state dict to cpu as torch.float32",
+        "rank 0's DTensor": "rank 0 cannot send 'layers.0.weight': it is a DTensor in the state dict",
+        "rank 0's to gather": "the layout of 'layers.0.weight' in the state dict differs between ranks",
+        "no groups": "the state dict is not an optimizer's: it has no param_groups",
+        "no groups, model too": "the state dict is not an optimizer's: it has no param_groups",
         "state": "the optimizer's 'exp_avg' of parameter 'layers.0.weight' into rows: it has shape (2,) in",
         "a row each": "'layers.0.weight' into rows: it has shape (7, 1) in the state dict, and is neither one number",
         "a list": "'layers.0.weight' into rows: it is a list in the state dict, and is neither one number",
-        "rank 0's state": "'exp_avg' of parameter 'layers.0.weight' of the state dict cannot be copied to cpu",
-        "no state": "the state dict has no state of parameter 'layers.1.bias', which this optimizer trains",
+        "rank 0's state": "cannot copy the optimizer's 'exp_avg' of parameter 'layers.0.weight' from the state dict",
+        "no state": "the state dict has no state for parameter 'layers.1.bias', which this optimizer trains",
         "rank 1's optimizer": "it does not like it",
         "rank 1's optimizer, model too": "it does not like it",
         "submodules": "submodules is not supported",
         "of another kind": "has no 'dampening', so it is not of SGD",
-        "untied": "'embed.weight' and 'head.weight' differ in the state dict, and are tied in the model",
-        "options": "the options of the state dict differs between ranks",
-        "flat, of another": "the state dict has no param_groups of parameter 'layers.0.bias'",
+        "untied": "'embed.weight' and 'head.weight' are tied in the model, but differ in the state dict",
+        "options": "the argument 'options' differs between ranks",
+        "flat, of another": "the state dict has no param_groups for parameter 'layers.0.bias'",
         "flat, two rates": "parameters 'layers.0.weight' and 'layers.1.weight' are in one group",
-        "flat, a model's": "'layers.0.weight' in the state dict is neither 'state' nor 'param_groups'",
+        "flat, a model's": "'layers.0.weight' begins with neither 'state' nor 'param_groups'",
         "one row of each rank's": "'row_var' of parameter 'layers.0.weight' has shape (4, 1), which is neither",
         "other states": "the optimizer's state of parameter 'layers.0.weight' differs between ranks",
     }
-    for results in ranks_pool.run(2, refused):
-        assert results.keys() == sentences.keys()
-        for name, (told, changed) in results.items():
-            assert sentences[name] in told, (name, told)
-            assert changed == [], name
+
+
+@pytest.fixture(scope="module")
+def refusals(ranks_pool: RanksPool) -> list[dict[str, tuple[str, list[str]]]]:
+    return ranks_pool.run(2, refused)
+
+
+@pytest.mark.parametrize("name", why_state_dicts_do_not_fit())
+def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(refusals: Any, name: str) -> None:
+    for results in refusals:
+        told, changed = results[name]
+        assert why_state_dicts_do_not_fit()[name] in told
+        assert changed == []
+
+
+def test_all_refusals_have_a_case(refusals: Any) -> None:
+    assert all(results.keys() == why_state_dicts_do_not_fit().keys() for results in refusals)
 
 
 class Own(nn.Module):
@@ -366,7 +394,7 @@ def own_things(rank: int, world_size: int) -> list[Any]:
     ):
         before = ours.get_model_state_dict(model, options=FULL)
         given = {name: "junk"} if options is FROM_RANK_0 and rank else {**good, name: value}
-        told = refusal(partial(ours.set_model_state_dict, model, given, options=options))
+        told = raised(partial(ours.set_model_state_dict, model, given, options=options))
         after = ours.get_model_state_dict(model, options=FULL)
         extra = before.pop("_extra_state"), after.pop("_extra_state")
         results.append((told, same(after, before), extra))
@@ -384,10 +412,10 @@ def test_what_is_no_shard_is_checked_and_a_module_that_refuses_gets_its_state_ba
         (broadcast, *right), (longer, *also), (text, *too), (function, *again), (refused_, *as_well), loaded, frozen = (
             results
         )
-        assert "'own' has shape (1,) in the state dict; it is (3,)" in broadcast
-        assert "'own' has shape (5,) in the state dict; it is (3,)" in longer
+        assert "'own' has shape (1,) in the state dict and (3,) in the model" in broadcast
+        assert "'own' has shape (5,) in the state dict and (3,) in the model" in longer
         assert "'offset' is a str in the state dict" in text
-        assert "something that rank 0 cannot send (" in function
+        assert "rank 0 cannot send the state dict: torch.save failed (" in function
         assert "it does not like it" in refused_
         assert right == also == too == again == as_well == [[], (0, 0)]
         assert loaded == (1, 0, [])

@@ -87,7 +87,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
             f"3u - {2 * NOT_READ:,} not read by backward - {2 * KEPT:,} kept",
             (f"{4 * KEPT / 1e6:.2f} MB", "blocks.0, blocks.1, norm, head"),
         ),
-        ("zero1-tied-bfloat16", TIED_MODEL * 2, "2u", None),
+        pytest.param("zero1-tied-bfloat16", TIED_MODEL * 2, "2u", None, marks=pytest.mark.slow),
     ],
 )
 def test_trains_and_reports(example: Example, name: str, sends: int, words: str, kept: tuple[str, str] | None) -> None:
@@ -131,6 +131,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS + 60)
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a rank's process in /proc")
 def test_a_run_whose_rank_dies_ends_with_the_same_weights(example: Example, tmp_path: Path) -> None:

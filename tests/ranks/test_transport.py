@@ -5,7 +5,7 @@ Every rank's tensors come from a seed, so that each process knows what all the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import RanksPool, everyone
 from thunder_zero import layout
 from thunder_zero.comm import pairwise
 from thunder_zero.comm.backends import transport_for
+from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.native import Grouped, Plain
 from thunder_zero.comm.pairwise import AVERAGER, PACK_BELOW_BYTES, TAG, Exchange, in_background, mean_into, messages
-from thunder_zero.comm.transport import Alone, Handle, Transport
+from thunder_zero.comm.transport import Alone, Transport
 from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import Policy
 
@@ -85,7 +86,7 @@ def expected(kind: str, shape: Shape, rank: int, world_size: int, dtype: torch.d
 
 def launch(
     transport: Transport, kind: str, shapes: Shapes, dtype: torch.dtype = torch.float32, transposed: bool = False
-) -> Handle:
+) -> Waitable:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     params = [param(shape, dtype, kind != "all_reduce") for shape in shapes]
     if kind == "all_gather":
@@ -97,7 +98,7 @@ def launch(
 
 
 def transport_named(name: str) -> Transport:
-    return {"Exchange": Exchange, "Plain": Plain}[name](dist.group.WORLD)
+    return Exchange(everyone()) if name == "Exchange" else Plain(everyone())
 
 
 @dataclass
@@ -116,7 +117,7 @@ def carry(
     sent: list[int] = []
     real_send = pairwise.send
 
-    def counting(message: Tensor, *where: object) -> pairwise.Wait:
+    def counting(message: Tensor, *where: object) -> Callable[[], object]:
         sent.append(message.nbytes)
         return real_send(message, *where)  # type: ignore[arg-type]
 
@@ -243,7 +244,7 @@ def test_float16_does_not_overflow_where_the_mean_does_not(ranks_pool: RanksPool
 def lopsided(rank: int, world_size: int) -> list[Tensor]:
     grads = [torch.full((4,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)]
     params = [param((4,), torch.bfloat16)]
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     return [*transport.reduce_scatter(grads, params).wait(), *transport.all_reduce(grads, params).wait()]
 
 
@@ -263,7 +264,7 @@ def test_the_mean_may_overwrite_its_first_two_parts() -> None:
 
 
 def reduce_twice(rank: int, world_size: int) -> list[list[Tensor]]:
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     kinds = ("all_reduce", "all_reduce", "reduce_scatter", "reduce_scatter")
     return [list(launch(transport, kind, ((257, 401), (5,))).wait()) for kind in kinds]
 
@@ -340,7 +341,7 @@ def test_inputs_are_left_alone_and_results_are_new(
 
 
 def under_inference_mode(rank: int, world_size: int) -> list[bool]:
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     with torch.inference_mode():
         results = [result for kind in KINDS for result in launch(transport, kind, ((5,), (257, 401))).wait()]
     return [result.is_inference() for result in results]
@@ -353,7 +354,7 @@ def test_nothing_made_here_is_an_inference_tensor(ranks_pool: RanksPool) -> None
 def inputs_held(rank: int, world_size: int) -> tuple[int, int]:
     """References from the transport to a launched gradient, before and after its wait."""
     grad = known((350, 300), rank)
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     before = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
     handle = transport.all_reduce([grad], [param((350, 300))])
     launched = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
@@ -374,7 +375,7 @@ def test_wait_drops_the_inputs(ranks_pool: RanksPool, world_size: int) -> None:
 
 def out_of_order(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     """All three under way twice, waited for in another order on each rank."""
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     handles = {f"{kind} {turn}": launch(transport, kind, ((257, 401), (5,))) for turn in range(2) for kind in KINDS}
     names = list(handles)
     return {name: list(handles[name].wait()) for name in names[rank:] + names[:rank]}
@@ -390,7 +391,7 @@ def test_several_buckets_may_be_waited_for_in_any_order(ranks_pool: RanksPool, w
 
 
 def lazy_first_rank(rank: int, world_size: int) -> Tensor:
-    handle = launch(Exchange(dist.group.WORLD), "all_reduce", ((257, 401),))
+    handle = launch(Exchange(everyone()), "all_reduce", ((257, 401),))
     if rank == 0:
         dist.barrier()  # the others arrive here only after they have the means, rank 0's part among them
         return handle.wait()[0]
@@ -409,8 +410,8 @@ def behind_a_late_rank(rank: int, world_size: int) -> tuple[Tensor, Tensor | Non
     pair = dist.new_group([0, 2])
     if rank == 1:
         dist.barrier()
-        return launch(Exchange(dist.group.WORLD), "all_reduce", ((257, 401),)).wait()[0], None
-    late = launch(Exchange(dist.group.WORLD), "all_reduce", ((257, 401),))
+        return launch(Exchange(everyone()), "all_reduce", ((257, 401),)).wait()[0], None
+    late = launch(Exchange(everyone()), "all_reduce", ((257, 401),))
     (full,) = Exchange(pair).all_gather([torch.full((1, 2), float(rank))], [param((2, 2))]).wait()
     dist.barrier()
     return late.wait()[0], full
@@ -424,7 +425,7 @@ def test_an_all_reduce_that_has_to_wait_holds_up_nothing_else(ranks_pool: RanksP
 
 def fail_then_go_on(rank: int, world_size: int) -> tuple[list[Tensor], int]:
     """A step that launches everything and waits for nothing; the next one drains, and is right."""
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     for kind in KINDS:
         launch(transport, kind, ((350, 300), (7,)), torch.float32)
     transport.drain()
@@ -440,7 +441,7 @@ def test_drain_ends_what_a_failed_step_left(ranks_pool: RanksPool, world_size: i
 
 
 def drain_then_wait(rank: int, world_size: int) -> tuple[Tensor, str]:
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     handle = launch(transport, "all_gather", ((7, 2),))
     transport.drain()
     (full,) = handle.wait()
@@ -459,7 +460,7 @@ def beside_user_messages(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     """A user's own message is under way all the while."""
     mine, theirs = torch.full((3,), float(rank)), torch.empty(3)
     works = [dist.irecv(theirs, 1 - rank), dist.isend(mine, 1 - rank)]
-    (mean,) = launch(Exchange(dist.group.WORLD), "all_reduce", ((3,),)).wait()
+    (mean,) = launch(Exchange(everyone()), "all_reduce", ((3,),)).wait()
     for work in works:
         assert work is not None
         work.wait()
@@ -501,8 +502,8 @@ def test_a_failure_in_the_background_reaches_who_waits_and_the_thread_lives_on()
 
 def choose(rank: int, world_size: int) -> tuple[str, str]:
     with pytest.raises(ValueError, match="backend") as caught:
-        transport_for(dist.group.WORLD, torch.device("meta"))
-    return type(transport_for(dist.group.WORLD, CPU)).__name__, str(caught.value)
+        transport_for(everyone(), torch.device("meta"))
+    return type(transport_for(everyone(), CPU)).__name__, str(caught.value)
 
 
 def test_the_table_says_who_carries(ranks_pool: RanksPool) -> None:
@@ -513,7 +514,7 @@ def test_the_table_says_who_carries(ranks_pool: RanksPool) -> None:
 
 
 def alone(rank: int, world_size: int) -> list[bool]:
-    transport = transport_for(dist.group.WORLD, CPU)
+    transport = transport_for(everyone(), CPU)
     shard, grad = torch.nn.Parameter(known((5, 2), 0)), known((2, 5), 0).t()
     (full,) = transport.all_gather([shard], [param((5, 2))]).wait()
     (into,) = transport.all_gather([shard], [param((5, 2))], into=[shard.detach()]).wait()
@@ -536,14 +537,14 @@ def on_fake_ranks(rank: int, world_size: int) -> tuple[str, list[list[Shape]], T
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=3, world_size=8)
     try:
-        chosen = type(transport_for(dist.group.WORLD, CPU)).__name__
+        chosen = type(transport_for(everyone(), CPU)).__name__
         shapes = ((5, 2), (16, 3), (9,))
         seen = [
-            [tuple(result.shape) for result in launch(transport(dist.group.WORLD), kind, shapes).wait()]
+            [tuple(result.shape) for result in launch(transport(everyone()), kind, shapes).wait()]
             for transport in (Plain, Grouped)
             for kind in KINDS
         ]
-        (full,) = Grouped(dist.group.WORLD).all_gather([torch.full((2,), 3.0)], [param((15,))]).wait()
+        (full,) = Grouped(everyone()).all_gather([torch.full((2,), 3.0)], [param((15,))]).wait()
         return chosen, seen, full
     finally:
         dist.destroy_process_group()
@@ -560,7 +561,7 @@ def calls_of_grouped(rank: int, world_size: int) -> tuple[list[Shape], list[str]
     """What NCCL would be given for one bucket: the calls' inputs, their operations, and the launches."""
     from thunder_zero.comm import native
 
-    transport = Grouped(dist.group.WORLD)
+    transport = Grouped(everyone())
     inputs: list[Tensor] = []
     ops: list[str] = []
 

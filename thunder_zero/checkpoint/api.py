@@ -13,7 +13,7 @@ from thunder_zero.checkpoint import saving
 from thunder_zero.comm.agree import all_or_none
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.state_dict.all_or_nothing import OwnState
-from thunder_zero.state_dict.contents import Optimizers, contents_of, several
+from thunder_zero.state_dict.contents import Optimizers, contents_of, optimizer_list
 
 
 def save(
@@ -64,7 +64,7 @@ def save(
         for name, value in extra.items():
             if isinstance(value, ShardedModel):
                 raise TypeError(f"the extra {name!r} is a model; save it as a checkpoint of its own, beside this one")
-        held, optimizers = contents_of(sharded), several(optimizer)
+        held, optimizers = contents_of(sharded), optimizer_list(optimizer)
     return saving.save(state, Path(path), held, optimizers, extra, max_to_keep=max_to_keep, wait=wait)
 
 
@@ -106,6 +106,6 @@ def load(
     sharded = sharded_model(model)
     state = sharded.state
     with all_or_none(state.group, "to load"):
-        held, optimizers = contents_of(sharded), several(optimizer)
+        held, optimizers = contents_of(sharded), optimizer_list(optimizer)
         owners = {name: OwnState(sharded.plain.get_submodule(name.rpartition(".")[0])) for name in held.states}
     return saving.load(state, Path(path), held, optimizers, extra, owners, check=check)

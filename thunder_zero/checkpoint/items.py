@@ -27,9 +27,9 @@ from thunder_zero.state_dict.contents import (
     STATE,
     ModelContents,
     Named,
-    all_names,
+    all_named_groups,
+    named_states,
     rows_of,
-    states_of,
 )
 
 
@@ -47,7 +47,7 @@ def model_items(held: ModelContents) -> list[Item]:
         if (held.writes and start < stop) if param.sharded else held.writes_whole(number):
             also = [(MODEL, alias) for alias in param.aliases]
             items.append(part(held, param, (MODEL, param.path), held.shards[param.path], also))
-    items += [_whole((held.own, MODEL, name), tensor) for name, tensor in held.ignored.items()]
+    items += [_whole((held.rank_prefix, MODEL, name), tensor) for name, tensor in held.ignored.items()]
     if held.rank == 0:
         items += [_whole((MODEL, name), tensor) for name, tensor in held.buffers.items()]
         items += [Item((MODEL, name), dcp.pickled(value)) for name, value in held.states.items()]
@@ -62,8 +62,8 @@ def optimizer_items(held: ModelContents, optimizers: Sequence[Optimizer]) -> lis
             it has no whole shape, or to no parameter, or whose name has a dot; a hyper-parameter that cannot be saved.
     """
     items = []
-    groups = all_names(held, optimizers)
-    for named, values in states_of(held, optimizers):
+    groups = all_named_groups(held, optimizers)
+    for named, values in named_states(held, optimizers):
         for key, value in values.items():
             items += _state_items(held, named, key, value)
     if held.rank == 0:
@@ -101,7 +101,7 @@ def _state_items(held: ModelContents, named: Named, key: str, value: Any) -> lis
         start, stop = rows_of(held, param)
         return [part(held, param, path, value)] if held.writes and start < stop else []
     if param is None:
-        path = (held.own, *path)
+        path = (held.rank_prefix, *path)
     elif not held.writes_whole(named.number):
         return []
     return [_whole(path, value) if isinstance(value, Tensor) else Item(path, dcp.pickled(value))]

@@ -27,12 +27,12 @@ from thunder_zero.state_dict.contents import (
     STATE,
     ModelContents,
     Named,
-    all_names,
+    all_named_groups,
     groups_of,
-    names_of,
-    owner_of,
-    packed,
+    named_groups,
+    numbered_state_dict,
     rows_of,
+    split_rank_prefix,
 )
 
 
@@ -82,7 +82,7 @@ def read_model(
     for name, tensor in held.buffers.items():
         pairs.append((tensor, take((MODEL, name), tensor, 0, tuple(tensor.shape))))
     for name, tensor in held.ignored.items():
-        pairs.append((tensor.detach(), take((held.own, MODEL, name), tensor.detach(), 0, tuple(tensor.shape))))
+        pairs.append((tensor.detach(), take((held.rank_prefix, MODEL, name), tensor.detach(), 0, tuple(tensor.shape))))
     keys = {dcp.key_of((MODEL, name)): name for name in held.states}
     values = dcp.read(folder, metadata, items, list(keys))
     for path, alias, first, second in twins:  # another tool wrote it twice, or they were not tied
@@ -103,16 +103,22 @@ def require_model(held: ModelContents, stored: Mapping[str, Any]) -> None:
     expected: dict[Path_, tuple[tuple[int, ...], torch.dtype]]
     expected = {(MODEL, name): (param.shape, param.dtype) for param in plan.params for name in param.names}
     expected |= {(MODEL, name): (tuple(tensor.shape), tensor.dtype) for name, tensor in held.buffers.items()}
-    expected |= {(held.own, MODEL, name): (tuple(tensor.shape), tensor.dtype) for name, tensor in held.ignored.items()}
+    expected |= {
+        (held.rank_prefix, MODEL, name): (tuple(tensor.shape), tensor.dtype) for name, tensor in held.ignored.items()
+    }
     by_key = {dcp.key_of(path): what for path, what in expected.items()}
-    ranks = {owner[0] for owner in map(owner_of, stored) if owner and owner[1].startswith((f"{MODEL}.", f"{OPTIM}."))}
+    ranks = {
+        owner[0]
+        for owner in map(split_rank_prefix, stored)
+        if owner and owner[1].startswith((f"{MODEL}.", f"{OPTIM}."))
+    }
     if ranks and ranks != set(range(plan.ranks)):
         raise ValueError(
             f"each rank of the checkpoint has parameters of its own, which the policy ignored, and it is of "
             f"{len(ranks)} ranks; load it on as many, there are {plan.ranks} here"
         )
     names = by_key.keys() | {dcp.key_of((MODEL, name)) for name in held.states}
-    in_file = {key for key in stored if key.startswith((f"{MODEL}.", f"{held.own}.{MODEL}."))}
+    in_file = {key for key in stored if key.startswith((f"{MODEL}.", f"{held.rank_prefix}.{MODEL}."))}
     missing, unknown = sorted(names - in_file), sorted(in_file - names)
     if missing or unknown:
         raise ValueError(
@@ -154,7 +160,7 @@ def read_optimizers(
         ValueError: there is none; it has other parameter groups, or states that are not cut into rows; it is damaged.
     """
     stored = metadata.state_dict_metadata
-    groups = all_names(held, optimizers)
+    groups = all_named_groups(held, optimizers)
     wanted = states_wanted(held, list(chain(*groups)), stored)
     hyper = [key for key in stored if key.startswith(f"{OPTIM}.{GROUPS}.")]
     items = [want.item for want in wanted.values() if want.item is not None]
@@ -172,7 +178,10 @@ def read_optimizers(
     states: dict[str, dict[str, Any]] = {}
     for key, want in wanted.items():
         states.setdefault(want.named.name, {})[want.name] = _padded(held, want, values[key])
-    return [packed([saved.pop(0) for _ in own], own, states) for own in (names_of(held, each) for each in optimizers)]
+    return [
+        numbered_state_dict([saved.pop(0) for _ in own], own, states)
+        for own in (named_groups(held, each) for each in optimizers)
+    ]
 
 
 def states_wanted(held: ModelContents, members: Sequence[Named], stored: Mapping[str, Any]) -> dict[str, StateRows]:
@@ -182,7 +191,8 @@ def states_wanted(held: ModelContents, members: Sequence[Named], stored: Mapping
         ValueError: one that is of no single row.
     """
     prefixes = {
-        dcp.key_of((*(() if named.param else (held.own,)), OPTIM, STATE, named.name)): named for named in members
+        dcp.key_of((*(() if named.param else (held.rank_prefix,)), OPTIM, STATE, named.name)): named
+        for named in members
     }
     wanted = {}
     for key, found in stored.items():
@@ -263,7 +273,7 @@ def read_extras(folder: Any, metadata: Metadata, ranks: int = 0) -> tuple[dict[s
     Raises:
         ValueError: it is damaged.
     """
-    owners = {key: owner for key in metadata.state_dict_metadata if (owner := owner_of(key)) is not None}
+    owners = {key: owner for key in metadata.state_dict_metadata if (owner := split_rank_prefix(key)) is not None}
     extra = f"{EXTRA}."
     paths = {key: (rank, rest.removeprefix(extra)) for key, (rank, rest) in owners.items() if rest.startswith(extra)}
     values = dcp.read(folder, metadata, [], list(paths))

@@ -32,7 +32,7 @@ from thunder_zero.runtime.optimizers import load_exactly, parameters_of
 from thunder_zero.runtime.registry import owners_of
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.all_or_nothing import OwnState, Pending, write_all_or_none
-from thunder_zero.state_dict.contents import EXTRA, ModelContents, state_lines
+from thunder_zero.state_dict.contents import EXTRA, ModelContents, state_facts
 
 ALIKE = "give every rank the same"
 
@@ -106,7 +106,7 @@ def save(
         require_closed(state, "a checkpoint does not have them; save")
         items = model_items(held) + extra_items(held, extra)
         items += optimizer_items(held, optimizers)
-        lines = state_lines(held, optimizers)
+        lines = state_facts(held, optimizers)
     agree.require_same(lines, state.group)
     if wait:
         done: Future[Path] = Future()
@@ -147,7 +147,7 @@ def extra_items(held: ModelContents, extra: Mapping[str, Any]) -> list[Item]:
             )
         state = value.state_dict() if isinstance(value, Stateful) else value
         try:
-            items.append(Item((held.own, EXTRA, name), dcp.pickled(state)))
+            items.append(Item((held.rank_prefix, EXTRA, name), dcp.pickled(state)))
         except ValueError as error:
             raise ValueError(f"the extra {name!r}: {error}") from None
     return items

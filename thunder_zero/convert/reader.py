@@ -18,7 +18,7 @@ from thunder_zero.checkpoint import dcp, folder, manifest
 from thunder_zero.checkpoint.dcp import Item
 from thunder_zero.checkpoint.manifest import File, Manifest
 from thunder_zero.convert.formats import Whole
-from thunder_zero.state_dict.contents import MODEL, OPTIM, STATE, owner_of
+from thunder_zero.state_dict.contents import MODEL, OPTIM, STATE, split_rank_prefix
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Checkpoint:
         """What each rank has for itself of the model and of the optimizer: keys by name, such as ``"model.router"``."""
         found: dict[str, list[str]] = {}
         for key in self.metadata.state_dict_metadata:
-            owner = owner_of(key)
+            owner = split_rank_prefix(key)
             if owner is not None and owner[1].startswith((f"{MODEL}.", f"{OPTIM}.")):
                 found.setdefault(owner[1], []).append(key)
         return found

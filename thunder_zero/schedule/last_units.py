@@ -23,7 +23,7 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
 
 
 def gather_last_units_once(timeline: Timeline) -> Timeline:
-    """Keeps the last units of forward, as many as do not raise the peak of gathered bytes (``policy.gather_last_units_once``)."""
+    """Gathers the last units of forward once for both halves, as many as do not raise the peak of gathered bytes."""
     if not timeline.plan.policy.gather_last_units_once:
         return timeline
     short = timeline.with_ops(_touching(timeline))

@@ -1,7 +1,7 @@
-"""What must hold after every pass, proved from the timeline itself.
+"""Proves that a timeline is right: ``check_pass`` and ``check_schedule`` for the passes, ``check`` for what runs.
 
-``check`` raises on the first rule that a timeline breaks; each rule is one function below. It reads sizes and
-orders only, in near-linear time.
+Each raises on the first rule that a timeline breaks; each rule is one function below. They read sizes and orders only,
+in near-linear time.
 """
 
 from __future__ import annotations
@@ -19,43 +19,73 @@ class ScheduleError(Exception):
     """A timeline breaks a rule. One sentence that names the operation, its parameters and the rule."""
 
 
-def check(
-    timeline: Timeline,
-    complete: bool = True,
-    reference: Timeline | None = None,
-    trained: Collection[str] = (),
-) -> None:
-    """Prove a timeline right.
+def check(timeline: Timeline, trained: Collection[str] = ()) -> None:
+    """Prove that a timeline is right, as it is read from the traces that run.
 
     Args:
         timeline: what to prove.
-        complete: all passes ran, so gathered lifetimes must end where the plan says.
-        reference: the lifted timeline that this one was made from; each of its operations must be there exactly
-            once, and every operation must read the same values, up to copies.
-        trained: paths of parameters whose gradients must be among those that backward returns; those whose gradients
-            the ``reference`` returns must be, too.
+        trained: paths of the parameters whose gradients backward must return.
 
     Raises:
         ScheduleError: the first rule that does not hold.
     """
+    _check_communication(timeline)
+    _check_results(timeline, trained)
+    _check_lifetimes(timeline)
+
+
+def check_pass(timeline: Timeline, lifted: Timeline) -> None:
+    """Prove that a pass did nothing wrong; parameters may still lack frees, and backward its gathers.
+
+    Args:
+        timeline: what the pass returned.
+        lifted: the timeline before the first pass. Each of its operations must occur exactly once, every operation must
+            read the same values, up to copies, and backward must return the same gradients.
+
+    Raises:
+        ScheduleError: the first rule that does not hold.
+    """
+    _check_communication(timeline)
+    _check_same(timeline, lifted)
+    _check_results(timeline, [path for path, _ in lifted.gradients])
+    inside = cone(timeline)
+    _check_frees(timeline, inside, last_reads(timeline, inside))
+
+
+def check_schedule(timeline: Timeline, lifted: Timeline) -> None:
+    """Prove that the timeline after the last pass is right: the rules of :func:`check_pass` and of :func:`check`.
+
+    Raises:
+        ScheduleError: the first rule that does not hold.
+    """
+    _check_communication(timeline)
+    _check_same(timeline, lifted)
+    _check_making(timeline)
+    _check_results(timeline, [path for path, _ in lifted.gradients])
+    _check_lifetimes(timeline)
+
+
+def _check_communication(timeline: Timeline) -> None:
     _check_order(timeline)
     _check_launches(timeline)
     _check_waits(timeline)
     _check_reductions(timeline)
     _check_in_flight(timeline)
     _check_copies(timeline)
-    if reference is not None:
-        _check_same(timeline, reference)
-        trained = {*trained, *(path for path, _ in reference.gradients)}
-    if complete and reference is not None:
-        _check_making(timeline)
+
+
+def _check_results(timeline: Timeline, trained: Collection[str]) -> None:
     _check_gradients(timeline, trained)
     _check_inputs(timeline)
+
+
+def _check_lifetimes(timeline: Timeline) -> None:
     inside = cone(timeline)
-    if complete:
-        _check_gathered_again(timeline)
-        _check_saved(timeline, inside)
-    _check_frees(timeline, inside, complete)
+    last = last_reads(timeline, inside)
+    _check_gathered_again(timeline)
+    _check_saved(timeline, inside)
+    _check_frees(timeline, inside, last)
+    _check_ends(timeline, inside, last)
 
 
 def _fail(timeline: Timeline, at: int, rule: str) -> ScheduleError:
@@ -100,35 +130,42 @@ def _check_inputs(timeline: Timeline) -> None:
 
 
 def _check_launches(timeline: Timeline) -> None:
-    """A bucket holds shards or gradients of one dtype, kind and size limit; only gathers use shards."""
-    limit = timeline.plan.policy.bucket_bytes
+    """A bucket holds shards or gradients of one dtype and kind, within the size limit; only gathers read shards."""
     by_name = timeline.plan.by_name
     shards = {name: path for name, path in timeline.inputs.items() if path is not None and by_name[path].sharded}
     for at, op in enumerate(timeline.ops):
-        if op.kind not in LAUNCHES:
-            continue
-        if len(op.writes) != 1 or not 0 < len(op.reads) == len(op.params) == len(set(op.params)):
-            raise _fail(timeline, at, "must read one value for each of its parameters, and write one handle")
-        params = timeline.params_of(op)
-        if not all(name in timeline.values for name in (*op.reads, *op.writes)):
-            raise _fail(timeline, at, "reads or writes a value whose bytes and dtype are not known")
-        read = [timeline.values[name].dtype for name in op.reads]
-        if len({*zip(read, (timeline.travels_in(op, param) for param in params), strict=True)}) > 1:
-            raise _fail(timeline, at, "mixes dtypes in one bucket")
-        if len({(param.sharded, param.resident) for param in params}) > 1:
-            raise _fail(timeline, at, "mixes sharded, resident and replicated parameters in one bucket")
-        if len(params) > 1 and timeline.full_bytes(op) > limit:
-            raise _fail(timeline, at, f"is a bucket of {timeline.full_bytes(op)} bytes; bucket_bytes is {limit}")
+        if op.kind in LAUNCHES:
+            _check_bucket(timeline, at, op)
         if op.kind is Kind.GATHER:
-            if not params[0].sharded:
-                raise _fail(timeline, at, "gathers a replicated parameter, which is there already")
-            for name, path in zip(op.reads, op.params, strict=True):
-                if shards.get(name) != path:
-                    what = f"the shard of {shards[name]}" if name in shards else "no shard"
-                    raise _fail(timeline, at, f"gathers {name} as {path}; it is {what}")
+            _check_gather(timeline, at, op, shards)
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.COMPUTE and op.writes and (used := [name for name in op.reads if name in shards]):
             raise _fail(timeline, at, f"reads {used[0]}, the shard of {shards[used[0]]}, not the gathered parameter")
+
+
+def _check_bucket(timeline: Timeline, at: int, op: Op) -> None:
+    if len(op.writes) != 1 or not 0 < len(op.reads) == len(op.params) == len(set(op.params)):
+        raise _fail(timeline, at, "must read one value for each of its parameters, and write one handle")
+    params = timeline.params_of(op)
+    limit = timeline.plan.policy.bucket_bytes
+    if not all(name in timeline.values for name in (*op.reads, *op.writes)):
+        raise _fail(timeline, at, "reads or writes a value whose bytes and dtype are not known")
+    read = [timeline.values[name].dtype for name in op.reads]
+    if len({*zip(read, (timeline.travels_in(op, param) for param in params), strict=True)}) > 1:
+        raise _fail(timeline, at, "mixes dtypes in one bucket")
+    if len({(param.sharded, param.resident) for param in params}) > 1:
+        raise _fail(timeline, at, "mixes sharded, resident and replicated parameters in one bucket")
+    if len(params) > 1 and timeline.full_bytes(op) > limit:
+        raise _fail(timeline, at, f"is a bucket of {timeline.full_bytes(op)} bytes; bucket_bytes is {limit}")
+
+
+def _check_gather(timeline: Timeline, at: int, op: Op, shards: Mapping[str, str]) -> None:
+    if not timeline.params_of(op)[0].sharded:
+        raise _fail(timeline, at, "gathers a replicated parameter, which is there already")
+    for name, path in zip(op.reads, op.params, strict=True):
+        if shards.get(name) != path:
+            what = f"the shard of {shards[name]}" if name in shards else "no shard"
+            raise _fail(timeline, at, f"gathers {name} as {path}; it is {what}")
 
 
 def _check_waits(timeline: Timeline) -> None:
@@ -259,14 +296,11 @@ def _check_copies(timeline: Timeline) -> None:
             raise _fail(timeline, at, "is done again, and is neither a gather, its wait nor a repeatable computation")
 
 
-def _check_frees(timeline: Timeline, inside: Mapping[str, int], complete: bool) -> None:
-    """Nothing is read after its free, itself or through a view; when complete, all is freed after its last use."""
-    last = last_reads(timeline, inside)
+def _check_frees(timeline: Timeline, inside: Mapping[str, int], last: Mapping[str, int]) -> None:
+    """Each free ends a gathered parameter, once, after the last read of it or of a view of it."""
     freed: dict[str, int] = {}
-    before = -1  # position of the latest operation that is not a FREE
     for at, op in enumerate(timeline.ops):
         if op.kind is not Kind.FREE:
-            before = at
             continue
         gathered = _gathered(timeline, inside, op)
         if gathered is None or timeline.params_of(op)[0].resident:
@@ -275,11 +309,23 @@ def _check_frees(timeline: Timeline, inside: Mapping[str, int], complete: bool) 
             raise _fail(timeline, at, f"frees {gathered}, which op {freed[gathered]} has freed")
         if last[gathered] > at:
             raise _fail(timeline, at, f"frees {gathered}, which op {last[gathered]} reads, itself or a view of it")
-        if complete and last[gathered] < before:
-            raise _fail(timeline, at, f"frees {gathered} too late: op {last[gathered]} was the last to read it")
         freed[gathered] = at
+
+
+def _check_ends(timeline: Timeline, inside: Mapping[str, int], last: Mapping[str, int]) -> None:
+    """Every gathered parameter is freed right after its last use, unless it is resident or forward returns it."""
+    freed: set[str | None] = set()
+    before = -1  # position of the latest operation that is not a FREE
+    for at, op in enumerate(timeline.ops):
+        if op.kind is not Kind.FREE:
+            before = at
+            continue
+        gathered = _gathered(timeline, inside, op)
+        if gathered is not None and last[gathered] < before:
+            raise _fail(timeline, at, f"frees {gathered} too late: op {last[gathered]} was the last to read it")
+        freed.add(gathered)
     escaped = returned(timeline, inside)
-    for at, op in enumerate(timeline.ops) if complete else ():
+    for at, op in enumerate(timeline.ops):
         if not timeline.ends(op, Kind.GATHER):
             continue
         for name, param in zip(op.writes, timeline.params_of(op), strict=True):
