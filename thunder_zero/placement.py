@@ -9,7 +9,7 @@ from torch import nn
 
 from thunder_zero.runtime.initial_values import Other
 from thunder_zero.runtime.intact import Link
-from thunder_zero.runtime.shards import set_tensor
+from thunder_zero.runtime.placeholders import set_tensor
 from thunder_zero.runtime.state import State
 
 from thunder.core.module import ThunderModule

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thunder_zero.runtime.optimizer_hooks import is_transformed
-from thunder_zero.runtime.shards import is_hollow
+from thunder_zero.runtime.placeholders import is_all_nan
+from thunder_zero.runtime.registry import is_transformed
 
 from thunder import compile_data
 from thunder.core.module import ThunderModule
@@ -95,7 +95,7 @@ def used_before(module: nn.Module) -> str:
 
 def copied_from_sharded(module: nn.Module) -> str | None:
     for path, param in module.named_parameters():
-        if is_hollow(param):
+        if is_all_nan(param):
             return (
                 f"every element of parameter {path!r} is NaN: {type(module).__name__} is a copy of a module that was "
                 f"sharded, whose values moved to the shards; build a new module and load "

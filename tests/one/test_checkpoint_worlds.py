@@ -26,7 +26,7 @@ from tests.harness.models import Small, fresh, whole
 from thunder_zero.checkpoint import dcp, folder, items, manifest, reading, saving
 from thunder_zero.plan import make_plan
 from thunder_zero.rows import own_rows
-from thunder_zero.runtime.optimizer_hooks import load_exactly
+from thunder_zero.runtime.optimizers import load_exactly
 from thunder_zero.state_dict.contents import ModelContents
 
 WORLDS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)

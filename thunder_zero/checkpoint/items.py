@@ -18,7 +18,7 @@ from thunder_zero.checkpoint import dcp
 from thunder_zero.checkpoint.dcp import Item, Path_
 from thunder_zero.plan import Param
 from thunder_zero.rows import real_rows
-from thunder_zero.runtime.shards import SIMPLE, state_is_rows
+from thunder_zero.runtime.optimizers import SIMPLE, state_is_rows
 from thunder_zero.state_dict.contents import (
     GROUPS,
     KINDS,

@@ -29,7 +29,8 @@ from thunder_zero.comm import agree
 from thunder_zero.comm.agree import Fact, all_or_none
 from thunder_zero.comm.group import group_like
 from thunder_zero.comm.peers import broadcast_object_from_rank_0, gather_object_on_rank_0
-from thunder_zero.runtime.optimizer_hooks import load_exactly, owners_of, parameters_of
+from thunder_zero.runtime.optimizers import load_exactly, parameters_of
+from thunder_zero.runtime.registry import owners_of
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.all_or_nothing import OwnState, Pending, write_all_or_none
 from thunder_zero.state_dict.contents import EXTRA, ModelContents, state_facts

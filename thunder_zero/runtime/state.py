@@ -18,8 +18,8 @@ from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.clock import Clock
 from thunder_zero.runtime.memory import lay_out
+from thunder_zero.runtime.placeholders import placeholder
 from thunder_zero.runtime.resident import Buffers, HeldOver, Versions
-from thunder_zero.runtime.shards import placeholder
 
 
 class State:

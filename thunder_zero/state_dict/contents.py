@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from thunder_zero import layout
 from thunder_zero.comm.agree import Fact
 from thunder_zero.plan import Param, Plan
+from thunder_zero.runtime.optimizers import state_is_rows
 from thunder_zero.runtime.sharded_model import ShardedModel
-from thunder_zero.runtime.shards import state_is_rows
 
 MODEL = "model"
 OPTIM = "optim"

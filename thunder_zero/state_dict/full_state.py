@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from thunder_zero.plan import Param
 from thunder_zero.rows import own_rows
-from thunder_zero.runtime.optimizer_hooks import owners_of, parameters_of, shard_instead_of
-from thunder_zero.runtime.shards import state_is_full
+from thunder_zero.runtime.optimizers import parameters_of, state_is_full
+from thunder_zero.runtime.registry import owners_of, shard_instead_of
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.optimizer_state import state_value
 

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from thunder_zero.comm import agree
 from thunder_zero.comm.agree import all_or_none
 from thunder_zero.plan import Param
-from thunder_zero.runtime.optimizer_hooks import load_state, parameters_of
-from thunder_zero.runtime.shards import state_is_full, state_is_rows
+from thunder_zero.runtime.optimizers import load_state, parameters_of, state_is_full, state_is_rows
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.all_or_nothing import Pending
 from thunder_zero.state_dict.contents import (

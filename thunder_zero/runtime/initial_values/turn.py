@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_zero.runtime.initial_values.data import CPU
-from thunder_zero.runtime.shards import is_hollow
+from thunder_zero.runtime.placeholders import is_all_nan
 
 Place = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, the key and the tensor
 
@@ -73,7 +73,7 @@ class Turn:
         value, lent = self._after[tensor], self._lent[tensor]
         if value is None or value is not lent or value._version != self._versions[tensor]:
             return True
-        return lent.is_floating_point() and not is_hollow(lent)
+        return lent.is_floating_point() and not is_all_nan(lent)
 
 
 def own_tensors(owner: nn.Module) -> Iterator[Place]:
