@@ -28,8 +28,8 @@ STATE = "state"
 GROUPS = "param_groups"
 EXTRA = "extra"
 EXTRA_STATE = "_extra_state"  # the end of such a name in a state dict; what else hooks add there is not saved
-KINDS = "optimizers"  # the names of their classes, by number
-RANK_KEY = re.compile(r"rank(\d+)\.(.*)")
+OPTIMIZER_CLASS = "optimizer_class"  # names of classes, by the number of the optimizer
+RANK_KEY = re.compile(r"rank(\d+)\.(.*)", re.DOTALL)
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
 
