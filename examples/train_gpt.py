@@ -222,15 +222,17 @@ class Trainer:
         """Load the last checkpoint, if there is one; how many steps were done."""
         if not self.options.save_every or not (self.checkpoints / "latest").exists():
             return 0
-        extras = tz.load(self.checkpoints / "latest", self.model, self.optimizer, schedule=self.schedule)
-        return int(extras[0]["step"])
+        extra = {"schedule": self.schedule}
+        loaded = tz.load(self.checkpoints / "latest", self.model, self.optimizer, extra=extra)
+        return int(loaded.own["step"])
 
     def save(self, done: int) -> None:
         """Save after so many steps, if one is due; batches follow from the step's number."""
         every, steps = self.options.save_every, self.options.steps
         if every and (done % every == 0 or done == steps):
             path = self.checkpoints / f"step-{done}"
-            tz.save(path, self.model, self.optimizer, max_to_keep=2, step=done, schedule=self.schedule)
+            extra = {"step": done, "schedule": self.schedule}
+            tz.save(path, self.model, self.optimizer, extra=extra, max_to_keep=2)
 
     def held(self) -> tuple[int, int, int]:
         """Bytes of parameters, gradients and optimizer state that this rank holds now."""

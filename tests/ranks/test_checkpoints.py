@@ -31,7 +31,9 @@ from tests.harness.errors import raised
 from tests.harness.models import Mlp, Small, Zoo, error, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import of_tier
-from thunder_zero.checkpoint import dcp, manifest
+from thunder_zero.checkpoint import manifest
+from thunder_zero.checkpoint.dcp_read import read_metadata
+from thunder_zero.checkpoint.hashed_file import HashedFile
 
 import thunder
 
@@ -59,11 +61,12 @@ def interrupted(rank: int, world_size: int, root: Path) -> list[dict[str, Tensor
         optimizer = adamw(model)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         train(model, optimizer, scheduler, rank, world_size, range(BEFORE))
-        tz.save(root / f"stage{stage}", model, optimizer, scheduler=scheduler, position=rank)
+        tz.save(root / f"stage{stage}", model, optimizer, extra={"scheduler": scheduler, "position": rank})
         train(model, optimizer, scheduler, rank, world_size, range(BEFORE, BEFORE + AFTER))
         uninterrupted = state_of(model, optimizer)
-        extras = tz.load(root / f"stage{stage}", model, optimizer, scheduler=scheduler)
-        assert [extra["position"] for extra in extras] == list(range(world_size))
+        loaded = tz.load(root / f"stage{stage}", model, optimizer, extra={"scheduler": scheduler})
+        assert [extra["position"] for extra in loaded.of_rank] == list(range(world_size))
+        assert loaded.own["position"] == rank
         assert scheduler.last_epoch == BEFORE
         train(model, optimizer, scheduler, rank, world_size, range(BEFORE, BEFORE + AFTER))
         assert same(state_of(model, optimizer), uninterrupted) == []
@@ -78,7 +81,8 @@ def resumed(rank: int, world_size: int, root: Path, pairs: list[tuple[int, int]]
         model = sharded(Small(), to_stage)
         optimizer = adamw(model, lr=3.0)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
-        tz.load(root / f"stage{stage}", model, optimizer, scheduler=scheduler)
+        loaded = tz.load(root / f"stage{stage}", model, optimizer, extra={"scheduler": scheduler})
+        assert loaded.own.keys() == {"scheduler"}  # which all ranks saved alike, unlike their positions
         train(model, optimizer, scheduler, rank, world_size, range(BEFORE, BEFORE + AFTER))
         results.append(state_of(model, optimizer))
     return results
@@ -182,7 +186,7 @@ def damaged(rank: int, world_size: int, root: Path) -> dict[str, tuple[str, list
     stepped(model, optimizer)
     stubborn = Stubborn(rank)
     with mock.patch.object(stubborn, "value", "saved"):
-        tz.save(root / "good", model, optimizer, stubborn=stubborn)
+        tz.save(root / "good", model, optimizer, extra={"stubborn": stubborn})
     stepped(model, optimizer)
     tz.save(root / "other", model, optimizer)
     stepped(model, optimizer)
@@ -227,10 +231,10 @@ def damaged(rank: int, world_size: int, root: Path) -> dict[str, tuple[str, list
     attempt("an open accumulation", lambda: tz.load(root / "good", model, optimizer))
     model.zero_grad()
     attempt("an optimizer on rank 0 alone", lambda: tz.load(root / "good", model, None if rank else optimizer))
-    attempt("no such extra", lambda: tz.load(root / "good", model, optimizer, scheduler=stubborn))
-    attempt("no state_dict", lambda: tz.load(root / "good", model, optimizer, stubborn=3))
+    attempt("no such extra", lambda: tz.load(root / "good", model, optimizer, extra={"scheduler": stubborn}))
+    attempt("no state_dict", lambda: tz.load(root / "good", model, optimizer, extra={"stubborn": 3}))  # type: ignore[dict-item]
     try:
-        tz.load(root / "good", model, optimizer, stubborn=stubborn)
+        tz.load(root / "good", model, optimizer, extra={"stubborn": stubborn})
     except (KeyError, RuntimeError) as refused:
         results["a stubborn extra"] = str(refused), same(state_of(model, optimizer), before)
     assert stubborn.value == "as it was"
@@ -251,8 +255,8 @@ REFUSED = {
     "a stranger's optimizer": "not one of this model's; build the optimizer on model.parameters()",
     "SGD's into AdamW": "the checkpoint's optimizer is SGD, and this one is AdamW",
     "AdamW's into SGD": "the checkpoint's optimizer is AdamW, and this one is SGD",
-    "an open accumulation": "gradients that no_sync deferred are not reduced yet, and are of the weights before; load",
-    "an optimizer on rank 0 alone": "how many optimizers there are, the extras, and check differs between ranks",
+    "an open accumulation": "cannot load: no_sync still holds unreduced gradients of the current weights",
+    "an optimizer on rank 0 alone": "the number of optimizers differs between ranks",
     "no such extra": "the checkpoint has no extra 'scheduler'",
     "no state_dict": "stubborn=3 cannot take what was saved",
     "a stubborn extra": "stubborn",
@@ -289,8 +293,8 @@ def full_disk(after: int) -> Iterator[None]:
             raise OSError(errno.ENOSPC, "No space left on device")
         return whole(file, data)
 
-    whole = dcp.HashedFile.write
-    with mock.patch.object(dcp.HashedFile, "write", write):
+    whole = HashedFile.write
+    with mock.patch.object(HashedFile, "write", write):
         yield
 
 
@@ -316,15 +320,17 @@ def refused_saves(rank: int, world_size: int, root: Path) -> dict[str, str]:
     (root / "file").touch()
     told["a file"] = raised(lambda: tz.save(root / "file", model, optimizer))
     told["keep"] = raised(lambda: tz.save(root / "next", model, optimizer, max_to_keep=0))
-    told["an extra"] = raised(lambda: tz.save(root / "next", model, optimizer, extra=object() if rank else 1))
-    told["a model"] = raised(lambda: tz.save(root / "next", model, optimizer, ema=model))
-    told["an optimizer"] = raised(lambda: tz.save(root / "next", model, second=optimizer))
+    odd = {"odd": object() if rank else 1}
+    told["an extra"] = raised(lambda: tz.save(root / "next", model, optimizer, extra=odd))
+    told["a model"] = raised(lambda: tz.save(root / "next", model, optimizer, extra={"ema": model}))
+    told["an optimizer"] = raised(lambda: tz.save(root / "next", model, extra={"second": optimizer}))
     told["twice"] = raised(lambda: tz.save(root / "next", model, [optimizer, adamw(model)]))
     with mock.patch.dict(optimizer.state, {"total": torch.ones(3)}):
         told["no parameter"] = raised(lambda: tz.save(root / "next", model, optimizer))
     with mock.patch.dict(optimizer.param_groups[0], {"rule": object()}):
         told["hyper-parameter"] = raised(lambda: tz.save(root / "next", model, optimizer))
-    told["check"] = raised(lambda: tz.save(root / "next", model, check=1))
+    told["no mapping"] = raised(lambda: tz.save(root / "next", model, extra=optimizer))  # type: ignore[arg-type]
+    told["extras of one rank"] = raised(lambda: tz.save(root / "next", model, extra={"rank 1's": 1} if rank else {}))
     told["inside"] = raised(lambda: tz.save(root / "good" / "next", model, optimizer))
     part = adamw(model)
     if rank == 0:
@@ -355,13 +361,14 @@ def why_saves_fail() -> dict[str, str]:
         "full disk on rank 0": "could not be written: the disk is full",
         "a file": "exists and is no checkpoint",
         "keep": "max_to_keep is 0",
-        "an extra": "the extra 'extra': an object of type object cannot be saved",
+        "an extra": "the extra 'odd': an object of type object cannot be saved",
         "a model": "the extra 'ema' is a model",
         "an optimizer": "the extra 'second' is an optimizer of a sharded model",
         "twice": "parameter 'layers.0.weight' is in 2 optimizers",
         "no parameter": "AdamW has a state for 'total', which is not one of its parameters",
         "hyper-parameter": "the hyper-parameter 'rule' of the optimizer's group 0: an object of type object cannot",
-        "check": "an extra is named 'check'",
+        "no mapping": "pass a mapping from names to values, such as {'scheduler': scheduler}",
+        "extras of one rank": "the list of names in extra differs between ranks: rank 0 has [], rank 1 has",
         "inside": "is a checkpoint itself",
         "rank 0 stepped alone": "the optimizer's state of parameter 'layers.0.weight' differs between ranks",
         "a dot": "the optimizer has a state 'ema.fast' of parameter 'layers.0.weight'",
@@ -369,7 +376,7 @@ def why_saves_fail() -> dict[str, str]:
         "latest": "mean something else",
         "paths": "the path to save at differs between ranks",
         "state": "'factor' of parameter 'layers.0.weight' has shape (3,)",
-        "open": "gradients that no_sync deferred are not reduced yet",
+        "open": "cannot save: no_sync still holds unreduced gradients of the current weights",
     }
 
 
@@ -404,13 +411,13 @@ def asynchronous(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     stepped(model, optimizer)
     before = state_of(model, optimizer)
     go_on = threading.Event()
-    whole = dcp.HashedFile.write
+    whole = HashedFile.write
 
     def held_up(file: Any, data: Any) -> int:
         assert go_on.wait(30)
         return whole(file, data)
 
-    with mock.patch.object(dcp.HashedFile, "write", held_up):
+    with mock.patch.object(HashedFile, "write", held_up):
         saved = tz.save(root / "a", model, optimizer, wait=False, max_to_keep=1)
         for _ in range(2):
             optimizer.zero_grad()
@@ -434,7 +441,7 @@ def asynchronous(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     with torch.no_grad():
         model.get_parameter("layers.0.weight").add_(1)
     before = state_of(model, optimizer)
-    with mock.patch.object(dcp.HashedFile, "write", lambda *args: time.sleep(0.01) or whole(*args)):
+    with mock.patch.object(HashedFile, "write", lambda *args: time.sleep(0.01) or whole(*args)):
         tz.save(root / "c3", model, optimizer, wait=False, max_to_keep=2)
         stepped(model, optimizer)
         tz.load(root / "latest", model, optimizer)  # of all ranks the one that is being saved
@@ -514,15 +521,15 @@ def copies(rank: int, world_size: int, root: Path) -> list[str]:
     model = thunder.jit(fresh(Zoo), transforms=[tz.ZeroTransform(stage=3, mesh=mesh)])
     optimizer = adamw(model)
     stepped(model, optimizer)
-    tz.save(root / "copies", model, optimizer, rng=torch.get_rng_state())
+    tz.save(root / "copies", model, optimizer, extra={"rng": torch.get_rng_state()})
     other = sharded(Zoo(), 3)
     other_optimizer = adamw(other)
-    assert len(tz.load(root / "copies", other, other_optimizer)) == world_size
+    assert len(tz.load(root / "copies", other, other_optimizer).of_rank) == world_size
     return same(state_of(other, other_optimizer), state_of(model, optimizer))
 
 
 def test_of_several_copies_one_is_written(ranks_pool: RanksPool, tmp_path: Path) -> None:
     assert ranks_pool.run(4, copies, tmp_path) == [[]] * 4
-    for stored in dcp.read_metadata(tmp_path / "copies").state_dict_metadata.values():
+    for stored in read_metadata(tmp_path / "copies").state_dict_metadata.values():
         if not isinstance(stored, torch_dcp.BytesStorageMetadata):
             assert sum(chunk.sizes.numel() for chunk in stored.chunks) == stored.size.numel()

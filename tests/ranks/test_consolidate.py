@@ -21,7 +21,7 @@ from tests.harness.errors import raised
 from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero import cli
-from thunder_zero.convert.reader import Checkpoint
+from thunder_zero.convert.open_checkpoint import OpenCheckpoint
 
 WORLD, STEPS = 3, 2
 TOKENS = torch.arange(6).view(2, 3)
@@ -192,16 +192,16 @@ def test_nothing_is_lost_without_a_word(run: Any, tmp_path: Path) -> None:
 def test_one_tensor_is_there_at_a_time(run: Any, tmp_path: Path, name: str) -> None:
     alive: list[weakref.ref[Tensor]] = []
     most = 0
-    read = Checkpoint.read
+    read = OpenCheckpoint.read
 
-    def watched(self: Checkpoint, key: str, dtype: torch.dtype) -> Tensor:
+    def watched(self: OpenCheckpoint, key: str, dtype: torch.dtype) -> Tensor:
         nonlocal most
         most = max(most, sum(seen() is not None for seen in alive))
         value = read(self, key, dtype)
         alive.append(weakref.ref(value))
         return value
 
-    with mock.patch.object(Checkpoint, "read", watched):
+    with mock.patch.object(OpenCheckpoint, "read", watched):
         tz.consolidate(run[0], tmp_path / name)
     assert len(alive) > 5
     assert most <= 1
