@@ -24,7 +24,7 @@ import thunder_zero as tz
 from tests.harness.models import error, fresh, raised
 from tests.harness.ranks import RanksPool
 from thunder_zero.layout import row_range
-from thunder_zero.runtime.state import State
+from thunder_zero.runtime.calls import Calls
 
 import thunder
 
@@ -93,7 +93,7 @@ def train(
         for number, x in enumerate(mine.chunk(micro_batches), 1):
             with (
                 fabric.no_backward_sync(model, enabled=number < micro_batches),
-                mock.patch.object(State, "_reduce", autospec=True, side_effect=State._reduce) as reduce,
+                mock.patch.object(Calls, "_reduce", autospec=True, side_effect=Calls._reduce) as reduce,
             ):
                 loss = model(x).square().mean() / micro_batches
                 fabric.backward(loss)
@@ -257,6 +257,7 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     found = {
         "unknown": raised(lambda: ZeroStrategy(stages=3)),
         "stage": raised(lambda: ZeroStrategy(stage=4)),
+        "mesh": raised(lambda: ZeroStrategy(mesh=None)),
         "plain": raised(lambda: zero_module(Net())),
     }
 
@@ -299,6 +300,8 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         found["rows of a file"] = raised(
             lambda: optimizer.load_state_dict({**packed, "state": cut_rows(packed["state"])})
         )
+        fewer = [{**packed["param_groups"][0], "params": [0]}]
+        found["fewer parameters"] = raised(lambda: optimizer.load_state_dict({**packed, "param_groups": fewer}))
         full = Net().state_dict()
         for case, state in {
             "missing": {"scale": full["scale"]},
@@ -327,25 +330,31 @@ def test_what_is_not_supported_is_said_on_all_ranks(ranks_pool: RanksPool, tmp_p
     words = {
         "unknown": ["TypeError", "stages=3 is not a field"],
         "stage": ["ValueError", "stage is 4"],
+        "mesh": ["TypeError", "ZeroStrategy does not take mesh: Fabric sets it"],
         "plain": ["TypeError", "Net", "fabric.setup"],
         "plugin": ["TypeError", "'32-true' (Other)", "'bf16-mixed' or '16-mixed'"],
         "option": ["SAME_INPUT"],
-        "jitted": ["TypeError", "jit_options (cache)", "give it the plain module"],
+        "jitted": [
+            "TypeError",
+            "jit_options (cache), but the module is already jitted",
+            "give Fabric the plain module",
+        ],
         "full weights stay": ["False"],
-        "again": ["RuntimeError", "Net is sharded already", "plain module"],
+        "again": ["RuntimeError", "Net is already sharded", "plain module"],
         "empty": ["ValueError", "empty_init=False"],
         "init": ["cpu"],
         "no model": ["TypeError", "Net", "fabric.setup"],
         "clipped": ["tensor(0.0010)"],
         "rows": ["ValueError", "parameter 'tied'", "save it on each rank by itself"],
         "rows of a file": ["ValueError", "has shape (9, 1) in the state dict", "(stage 0)"],
+        "fewer parameters": ["ValueError", "doesn't match the size of optimizer's group"],  # torch's own words
         "replicated": ["True"],
-        "missing": ["RuntimeError", "'first.weight'", "strict=False"],
-        "shape": ["ValueError", "'first.weight' has shape (2, 4)"],
+        "missing": ["RuntimeError", "missing: 'tied', 'row'", "unexpected: none", "strict=False"],
+        "shape": ["ValueError", "'first.weight' has shape (2, 4) in the state dict and (7, 4) in the model"],
         "part": ["3.0"],
         "left alone": ["True"],
         "compiled": ["True"],
-        "method": ["RuntimeError", "a method of Net", "let forward do"],
+        "method": ["RuntimeError", "a method of Net", "move the method's code into forward"],
         "method of a jitted module": ["RuntimeError", "a method of Net"],
     }
     assert first.keys() == words.keys()
