@@ -279,6 +279,13 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         fabric.save(folder / "whole.pt", {"optimizer": optimizer})
         fabric.load(folder / "whole.pt", {"optimizer": optimizer})
         found["replicated"] = str(any("row_var" in of for of in optimizer.optimizer.state.values()))
+    return found | misuse_of_files(rank, world_size, folder) | misuse_of_wrappers(rank, world_size)
+
+
+def misuse_of_files(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    from thunder_zero.lightning import zero_module
+
+    found = {}
     with fabric_on(rank, world_size) as fabric:
         jitted = thunder.jit(fresh(Net))
         model = fabric.setup(jitted)
@@ -312,6 +319,13 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         torch.save({"scale": torch.tensor(3.0, dtype=torch.float64)}, folder / f"part{rank}.pt")
         fabric.load_raw(folder / f"part{rank}.pt", model, strict=False)
         found["part"] = str(full_weights(model)["scale"].item())
+    return found
+
+
+def misuse_of_wrappers(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+    x = inputs(0, 0, rank, world_size)
+    with fabric_on(rank, world_size) as fabric:
         params = list(Net().parameters())  # of a module that is not sharded
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(params))
         found["left alone"] = str(all(map(operator.is_, optimizer.param_groups[0]["params"], params)))

@@ -229,13 +229,24 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     model, optimizer = trained(3)
     before = state_of(model, optimizer)
     good, in_optimizer = ours.get_state_dict(model, optimizer, options=FULL)
-    wrong = {**good, "layers.0.weight": torch.ones(3, 3)}
     few = {name: value + 1 for name, value in good.items() if name != "layers.0.weight"}
-    results = {}
+    results: dict[str, Any] = {}
 
     def attempt(name: str, call: Any) -> None:
         results[name] = refusal(call), same(state_of(model, optimizer), before)
 
+    refused_for_a_model(attempt, model, good, rank, world_size)
+    refused_for_optimizers(attempt, model, optimizer, good, in_optimizer, rank)
+    refused_for_others(attempt, model, optimizer, good, in_optimizer, rank)
+    fits = ours.set_model_state_dict(model, few, options=StateDictOptions(strict=False))
+    assert fits == (["layers.0.weight"], [])
+    dist.barrier()
+    return results
+
+
+def refused_for_a_model(attempt: Any, model: Any, good: dict[str, Any], rank: int, world_size: int) -> None:
+    wrong = {**good, "layers.0.weight": torch.ones(3, 3)}
+    few = {name: value + 1 for name, value in good.items() if name != "layers.0.weight"}
     attempt("missing", partial(ours.set_model_state_dict, model, few))
     attempt("unknown", partial(ours.set_model_state_dict, model, {**good, "more": torch.ones(2)}))
     attempt("shape on rank 1", partial(ours.set_model_state_dict, model, wrong if rank else good))
@@ -250,6 +261,11 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     mesh = init_device_mesh("cpu", (world_size,))
     theirs = {**good, "layers.0.weight": DTensor.from_local(torch.ones(7, 7), mesh, [Replicate()])}
     attempt("rank 0's to gather", partial(ours.set_model_state_dict, model, good if rank else theirs))
+
+
+def refused_for_optimizers(
+    attempt: Any, model: Any, optimizer: Any, good: dict[str, Any], in_optimizer: dict[str, Any], rank: int
+) -> None:
     groups = {**in_optimizer, "param_groups": []}
     attempt("no groups", partial(ours.set_optimizer_state_dict, model, optimizer, groups))
     changed = {name: value + 1 for name, value in good.items()}
@@ -270,6 +286,12 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     with fussy(optimizer, rank):
         attempt("rank 1's optimizer", partial(ours.set_optimizer_state_dict, model, optimizer, doubled(in_optimizer)))
         attempt("rank 1's optimizer, model too", partial(both, optim_state_dict=doubled(in_optimizer)))
+
+
+def refused_for_others(
+    attempt: Any, model: Any, optimizer: Any, good: dict[str, Any], in_optimizer: dict[str, Any], rank: int
+) -> None:
+    """Options, flat state dicts and optimizers of other kinds."""
     attempt("submodules", partial(ours.get_model_state_dict, model, submodules={model}))
     flat = ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
     load = partial(ours.set_optimizer_state_dict, model, optimizer)
@@ -287,10 +309,6 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     stepped(model, factored)
     attempt("one row of each rank's", partial(ours.get_optimizer_state_dict, model, factored))
     attempt("other states", partial(ours.get_optimizer_state_dict, model, sgd_on(model, rank)))
-    fits = ours.set_model_state_dict(model, few, options=StateDictOptions(strict=False))
-    assert fits == (["layers.0.weight"], [])
-    dist.barrier()
-    return results
 
 
 def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(ranks_pool: RanksPool) -> None:
