@@ -1,7 +1,7 @@
-"""ZeroStrategy under Lightning Fabric itself: training, clipping, accumulation, checkpoints, and wrong uses.
+"""ZeroStrategy in Lightning Fabric: training, clipping, accumulation, checkpoints, and misuse.
 
-Fabric finds itself under torchrun, on the ranks and in the process group of the harness; its own launcher and LitGPT
-are in ``test_fabric_litgpt.py``. Lightning is imported on the ranks only.
+Fabric runs as if torchrun had started it, in the ranks and the process group of the harness; ``test_fabric_litgpt.py``
+tests its own launcher, and LitGPT. Only the ranks import Lightning.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, r
 STAGES = (1, 2, 3)
 MICRO, ROWS, STEPS = 2, 4, 4  # micro-batches of a step, rows of one over all ranks, steps
 SAVED_AFTER = 2  # steps
-LIMIT = 0.05  # less than the norms that are met
+LIMIT = 0.05  # below all norms in the test
 
 
 class Net(nn.Module):
-    """Rows that two ranks do not divide, one row, a tie, a scalar, a frozen parameter, one not reached, a buffer."""
+    """Has rows that two ranks do not divide, one row, a tie, a scalar, a frozen and an unused parameter, a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> tuple[list[float], list[float]]:
-    """What one process does with plain torch, in one batch a step: the losses, and the norms before clipping."""
+    """Train in one process with plain torch, one batch a step: the losses, and the norms before clipping."""
     losses, norms = [], []
     for step in steps:
         optimizer.zero_grad()
@@ -84,7 +84,7 @@ def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
 def train(
     fabric: Any, model: Any, optimizer: Any, steps: range, micro_batches: int
 ) -> tuple[list[float], list[float], list[int]]:
-    """The same as a Fabric script, in micro-batches; and how many reductions each micro-batch starts."""
+    """Train as a Fabric script does, in micro-batches; also the number of reductions that each micro-batch starts."""
     losses, norms, reductions = [], [], []
     for step in steps:
         model.zero_grad()
@@ -107,7 +107,7 @@ def train(
 
 @contextmanager
 def fabric_on(rank: int, world_size: int, **options: Any) -> Iterator[Any]:
-    """Fabric on a rank of the harness, with ZeroStrategy."""
+    """Fabric with ZeroStrategy on a rank of the harness."""
     from lightning.fabric import Fabric
 
     from thunder_zero.lightning import ZeroStrategy
@@ -133,7 +133,7 @@ def differences(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str,
 
 
 def stages(rank: int, world_size: int, folder: Path) -> dict[int, Any]:
-    """Each stage trains, saves after two steps, and goes on."""
+    """In each stage, train, save after two steps, and continue."""
     results = {}
     for stage in STAGES:
         with fabric_on(rank, world_size, stage=stage) as fabric:
@@ -154,8 +154,8 @@ def stages(rank: int, world_size: int, folder: Path) -> dict[int, Any]:
 
 
 def go_on(rank: int, world_size: int, file: Path, stage: int) -> Any:
-    """The rest of the training that a file was saved in, the weights after it, and names of shards with padding that
-    is not zero."""
+    """Load the file and finish the training: what Fabric returned, the losses, the weights, and names of shards whose
+    padding is not zero."""
     with fabric_on(rank, world_size, stage=stage) as fabric:
         torch.manual_seed(99)  # other weights
         module = Net()
@@ -242,7 +242,7 @@ def test_scalers_skip_on_all_ranks_and_files_are_read_in_full_precision(ranks_po
 
 
 def cut_rows(states: dict[int, Any]) -> dict[int, Any]:
-    """A state of more rows than a parameter has, in the place of each that is of one number a row."""
+    """Replace each state that has one number a row by one that has more rows than the parameter."""
     return {index: {**of, "row_var": torch.ones(9, 1)} if "row_var" in of else of for index, of in states.items()}
 
 
@@ -252,7 +252,7 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     from thunder_zero.lightning import ZeroStrategy, zero_module
 
     class Other(Precision):
-        """A plugin of somebody's."""
+        """A third party's plugin."""
 
     found = {
         "unknown": raised(lambda: ZeroStrategy(stages=3)),
