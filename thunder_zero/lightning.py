@@ -172,7 +172,7 @@ class ZeroStrategy(DDPStrategy):
         return Forward(model, module)
 
     def _where(self) -> Arguments:
-        """The arguments of ZeroTransform beside the policy; a collective if there is a mesh."""
+        """The arguments of ZeroTransform besides the policy; a collective if there is a mesh."""
         mesh, sources = None, self._given.sources
         if self.mesh_shape is not None:
             mesh = hybrid_mesh(self.mesh_shape, self.root_device)
