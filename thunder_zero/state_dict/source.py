@@ -46,7 +46,7 @@ class Source(Protocol):
         """
 
     def pack(self, value: Any) -> Any:
-        """Prepare what all ranks must know, beside the tensors, for :meth:`exchange`.
+        """Prepare what all ranks must know, besides the tensors, for :meth:`exchange`.
 
         Raises:
             ValueError: it cannot be sent.
@@ -59,7 +59,7 @@ class Source(Protocol):
         """Whether a value is a DTensor whose local part is not this rank's rows of ``param``."""
 
     def require_same_gathers(self, gathers: Mapping[str, Sequence[str]]) -> None:
-        """Raise on every rank unless all ranks must gather the same tensors, listed by what they belong to; a
+        """Raise on every rank unless all ranks must gather the same tensors, by their owner; a
         collective.
 
         Raises:
