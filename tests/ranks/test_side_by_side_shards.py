@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.models import fresh, sharded, whole
 from tests.harness.ranks import RanksPool, everyone
+from tests.harness.tiers import of_tier
 from thunder_zero.comm import pairwise
 from thunder_zero.comm.pairwise import PACK_BELOW_BYTES, Exchange, adjoining
 from thunder_zero.plan import Param, make_plan
@@ -107,8 +108,8 @@ def train_alone(world_size: int, width: int) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in module.named_parameters()}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("world_size", of_tier([3], [2, 3]))
+@pytest.mark.parametrize("stage", of_tier([3], [2, 3]))
 @pytest.mark.parametrize("width", [WIDTH, WIDTH + 1])
 def test_training_is_right_and_small_shards_travel_from_where_they_lie(
     ranks_pool: RanksPool, world_size: int, stage: int, width: int
