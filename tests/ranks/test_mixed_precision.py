@@ -24,7 +24,7 @@ import thunder
 from thunder.core.dtypes import to_torch_dtype
 
 HALF, FULL = torch.bfloat16, torch.float32
-STAGES, STEPS, ROWS, WIDTH = of_tier((0, 1, 3), (0, 1, 2, 3)), 3, 6, 9
+STAGES, STEPS, ROWS, WIDTH = of_tier((1, 3), (0, 1, 2, 3)), 3, 6, 9
 NORM = tz.MixedPrecision(param_dtype=FULL, output_dtype=HALF)
 MIXED = tz.MixedPrecision(HALF, FULL, FULL, HALF, overrides={"*norm": NORM, "router": tz.MixedPrecision()})
 
