@@ -234,15 +234,15 @@ def check_numbers(module: nn.Module, x: Tensor, plan: tz.Plan, output: Tensor, g
     show("11. It is right", "output and gradients equal those of the plain module, in this rank's rows")
 
 
-# 12. That was the textbook. By default the policy also says gather_last_units_once: the last units of forward stay gathered for
-#     backward, which begins with them, as many as do not raise the peak. Here down is gathered while up computes, so
-#     that both are there at the peak anyway.
+# 12. That was the textbook. By default the policy also sets gather_last_units_once: the last units of forward stay
+#     gathered for backward, which begins with them, as far as that does not raise the peak. Here down is gathered
+#     while up computes, so both are in memory at the peak anyway.
 
 
-def keep(textbook: tz.Timeline, module: nn.Module, x: Tensor) -> None:
-    kept = tz.trace(module, x, policy=replace(POLICY, gather_last_units_once=True), world_size=WORLD_SIZE).timeline
-    peaks = [max(gathered_bytes(timeline)) for timeline in (textbook, kept)]
-    diff = list(difflib.unified_diff(communication(textbook), communication(kept), n=0, lineterm=""))[2:]
+def gather_last_unit_once(textbook: tz.Timeline, module: nn.Module, x: Tensor) -> None:
+    fewer = tz.trace(module, x, policy=replace(POLICY, gather_last_units_once=True), world_size=WORLD_SIZE).timeline
+    peaks = [max(gathered_bytes(timeline)) for timeline in (textbook, fewer)]
+    diff = list(difflib.unified_diff(communication(textbook), communication(fewer), n=0, lineterm=""))[2:]
     lines = [line for line in diff if not line.startswith("@@")]
     lines.append("the most gathered bytes at one time: {}, and {} with it".format(*peaks))
     show("12. What gather_last_units_once changes", "\n".join(lines))
@@ -293,7 +293,7 @@ def main() -> None:
     compare(lift_halves(forward, backward, executor), by_itself.timeline)
     output, grads = run(forward, backward, [x, *(shards[path] for path in paths)], torch.ones(6, 3))
     check_numbers(module, x, plan, output, dict(zip(paths, grads, strict=True)))
-    keep(by_itself.timeline, module, x)
+    gather_last_unit_once(by_itself.timeline, module, x)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ from rich.table import Table
 
 from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.manifest import Manifest
-from thunder_zero.convert import reader
 from thunder_zero.convert.consolidate import consolidate
-from thunder_zero.convert.formats import FLOATS
-from thunder_zero.convert.reader import Checkpoint
-from thunder_zero.convert.shard import shard_safetensors
+from thunder_zero.convert.open_checkpoint import OpenCheckpoint, manifest_of, open_checkpoint
+from thunder_zero.convert.shard_safetensors import shard_safetensors
+from thunder_zero.convert.whole_tensor import FLOATS
 
 WIDTH = 100  # columns, where no terminal says
 
@@ -103,23 +102,23 @@ def inspect(path: Path, *, check: bool = False) -> None:
         ValueError: it is damaged; there is nothing to check it by.
     """
     path = folder.locate(path)
-    written = reader.manifest_of(path)
+    written = manifest_of(path)
     wrong = manifest.faults_of_size(path, written.files) if written else []
-    source = reader.opened(path, check=False)
+    source = open_checkpoint(path, check=False)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(_table(source))
     console.print(_summary(source, written, whole=not wrong), highlight=False)
     if wrong:
         raise ValueError(f"{path} is damaged: {wrong[0]}")
     if check:
-        reader.opened(path, check=True)
+        open_checkpoint(path, check=True)
 
 
-def _table(source: Checkpoint) -> Table:
+def _table(source: OpenCheckpoint) -> Table:
     """A row for each parameter and buffer; for all tensors, of what has no model."""
     table = Table("parameter or buffer", "shape", "dtype")
     table.add_column("bytes", justify="right")
-    for whole in source.wholes("model.") or source.wholes(""):
+    for whole in source.whole_tensors("model.") or source.whole_tensors(""):
         shape, dtype = " x ".join(map(str, whole.shape)) or "-", str(whole.dtype).removeprefix("torch.")
         table.add_row(whole.name, shape, dtype, f"{whole.nbytes:,}")
         for alias in whole.aliases:
@@ -127,11 +126,11 @@ def _table(source: Checkpoint) -> Table:
     return table
 
 
-def _summary(source: Checkpoint, written: Manifest | None, *, whole: bool) -> str:
+def _summary(source: OpenCheckpoint, written: Manifest | None, *, whole: bool) -> str:
     """What is in a checkpoint altogether; where files are missing the optimizer's step is not read."""
     states = len(source.tensors("optim."))
     step = source.optimizer_step() if whole else None
-    own = sum(map(len, source.ranks_own().values()))
+    own = sum(map(len, source.keys_of_single_ranks().values()))
     if written is None:
         by, sizes = "no manifest.json, so damage is not seen", [file.stat().st_size for file in source.path.iterdir()]
     else:
@@ -140,7 +139,7 @@ def _summary(source: Checkpoint, written: Manifest | None, *, whole: bool) -> st
     return (
         f"{source.path.name}: {by}; {states} tensors of an optimizer{'' if step is None else f' at step {step}'}; "
         f"{f'{own} values of single ranks; ' if own else ''}{len(sizes)} files, {sum(sizes):,} B; its tensors have "
-        f"{sum(tensor.nbytes for tensor in source.wholes('')):,} B"
+        f"{sum(tensor.nbytes for tensor in source.whole_tensors('')):,} B"
     )
 
 

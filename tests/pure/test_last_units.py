@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness.small_timelines import gathered, lines, model
 from tests.harness.timelines import Use, gpt, timelines
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.last_units import largest
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, Timeline, gathered_bytes
-
-from .test_passes import gathered, lines, model
 
 LAST = Policy(stage=3, gather_last_units_once=True)
 UNITS = ("a.w", "b.w", "c.w", "d.w", "e.w")

@@ -14,18 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness.small_timelines import ALONE, gathered, lines, model
 from tests.harness.timelines import (
     Terms,
     Use,
     gpt,
     in_flight_bytes,
     interpret,
-    lifted,
-    make_param,
     timelines,
     with_rank,
 )
-from thunder_zero.plan import Plan
 from thunder_zero.policy import MiB, Policy
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
@@ -39,37 +37,6 @@ from thunder_zero.times import Times
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
-
-ALONE = Policy(
-    stage=3, bucket_bytes=0, in_flight_bytes=0, gather_last_units_once=False
-)  # what is gathered once: test_last_units.py
-
-
-def model(policy: Policy, *uses: Use | str, training: bool = True, **fields: dict[str, object]) -> Timeline:
-    """A timeline of 4-byte parameters named ``unit.name``; ``fields`` are those that differ, by ``unit_name``."""
-    all_uses = [use if isinstance(use, Use) else Use(use) for use in uses]
-    paths = dict.fromkeys(path for use in all_uses for path in (use.path, *use.steps) if "." in path)
-    params = []
-    for path in paths:
-        special: dict[str, object] = {"shape": (1,), **fields.get(path.replace(".", "_"), {})}
-        params.append(make_param(path, unit=path.split(".")[0], policy=policy, **special))  # type: ignore[arg-type]
-    return lifted(Plan(policy, 2, 0, tuple(params)), all_uses, training=training)
-
-
-def lines(timeline: Timeline, *kinds: Kind, backward: bool | None = None) -> list[str]:
-    """One word of kind and one for each parameter, or what a computation writes and from what."""
-
-    def line(op: Op) -> str:
-        computed = f"{' '.join(op.writes) or 'return'} <- {' '.join(op.reads)}"
-        return f"{op.kind} {' '.join(op.params)}" if op.params else computed
-
-    wanted = kinds or tuple(Kind)
-    return [line(op) for op in timeline.ops if op.kind in wanted and backward in (None, op.backward)]
-
-
-def gathered(timeline: Timeline, *, backward: bool) -> Counter[str]:
-    gathers = (op for op in timeline.ops if op.kind is Kind.GATHER and op.backward == backward)
-    return Counter(path for op in gathers for path in op.params)
 
 
 # regather

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness.small_timelines import ALONE, lines, model
 from tests.harness.timelines import Terms, in_flight_bytes, interpret, timelines, with_rank
-from tests.pure.test_passes import ALONE, lines, model
 from thunder_zero.policy import MiB, Policy
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.passes import run

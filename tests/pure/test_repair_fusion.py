@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.harness.small_timelines import gathered, model
 from tests.harness.timelines import Terms, Use, interpret
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.free import free
@@ -13,8 +14,6 @@ from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.repair_fusion import repair_fusion
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.schedule.verify import ScheduleError, check
-
-from .test_passes import gathered, model
 
 THREE = Policy(stage=3, gather_last_units_once=False)
 

@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.models import Small, fresh, raised, sharded
+from tests.harness.errors import raised
+from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero import cli
-from thunder_zero.convert.reader import Checkpoint
+from thunder_zero.convert.open_checkpoint import OpenCheckpoint
 
 WORLD, STEPS = 3, 2
 TOKENS = torch.arange(6).view(2, 3)
@@ -47,7 +48,7 @@ class Odd(nn.Module):
 class Counting(torch.optim.SGD):
     """Counts its steps in Python."""
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         super().step(closure)
         for param in self.state:
             self.state[param]["step"] = self.state[param].get("step", 0) + 1
@@ -191,16 +192,16 @@ def test_nothing_is_lost_without_a_word(run: Any, tmp_path: Path) -> None:
 def test_one_tensor_is_there_at_a_time(run: Any, tmp_path: Path, name: str) -> None:
     alive: list[weakref.ref[Tensor]] = []
     most = 0
-    read = Checkpoint.read
+    read = OpenCheckpoint.read
 
-    def watched(self: Checkpoint, key: str, dtype: torch.dtype) -> Tensor:
+    def watched(self: OpenCheckpoint, key: str, dtype: torch.dtype) -> Tensor:
         nonlocal most
         most = max(most, sum(seen() is not None for seen in alive))
         value = read(self, key, dtype)
         alive.append(weakref.ref(value))
         return value
 
-    with mock.patch.object(Checkpoint, "read", watched):
+    with mock.patch.object(OpenCheckpoint, "read", watched):
         tz.consolidate(run[0], tmp_path / name)
     assert len(alive) > 5
     assert most <= 1
@@ -236,9 +237,9 @@ def test_the_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
     for file in (".metadata", "manifest.json"):
         shutil.copy(path / file, tmp_path / "cut")
     assert cli.main(["inspect", str(tmp_path / "cut")]) == 1
-    printed = capsys.readouterr()
-    assert f"cut: saved by 3 ranks; {states} tensors of an optimizer; 4 files" in printed.out
-    assert ".distcp is missing" in printed.err
+    last = capsys.readouterr()
+    assert f"cut: saved by 3 ranks; {states} tensors of an optimizer; 4 files" in last.out
+    assert ".distcp is missing" in last.err
 
 
 def test_what_is_refused(run: Any, tmp_path: Path) -> None:

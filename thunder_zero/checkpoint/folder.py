@@ -71,7 +71,7 @@ def checkpoints(parent: Path) -> dict[Path, Manifest]:
 
 
 @contextmanager
-def telling(what: str, stays: str = STAYS) -> Iterator[None]:
+def explain_write_error(what: str, stays: str = STAYS) -> Iterator[None]:
     """Within: what keeps a file from being written is told in a sentence, and what is there in spite of that.
 
     Raises:
@@ -140,7 +140,7 @@ def publish(path: Path, written: Manifest, *, latest: bool = True) -> None:
                 f"{file.name} was written by another rank and is not seen by rank 0 in {staging}; save to a file "
                 f"system that all ranks share"
             )
-    with telling(manifest.NAME), (staging / manifest.NAME).open("x") as stream:
+    with explain_write_error(manifest.NAME), (staging / manifest.NAME).open("x") as stream:
         stream.write(manifest.to_text(written))
         stream.flush()
         os.fsync(stream.fileno())
@@ -164,9 +164,9 @@ def point_latest(path: Path) -> None:
     sync(path.parent)
 
 
-def prune(path: Path, keep: int) -> None:
-    """Delete all but the last ``keep`` checkpoints whose names differ from this one's in the last number only, and what
-    saves and deletions of such names left when they died. Never fails: it warns."""
+def prune(path: Path, max_to_keep: int) -> None:
+    """Delete all but the last ``max_to_keep`` checkpoints whose names differ from this one's in their last number only,
+    and what saves and deletions of such names left when their process died. Never fails: it warns."""
     parent, series = path.parent, _series(path.name)
     try:
         for left in (*parent.glob(".*.removed"), *parent.glob(".*.saving")):
@@ -179,7 +179,7 @@ def prune(path: Path, keep: int) -> None:
                 remove(left)
             elif _series(name) == series:  # a save died between its two renames
                 alike[left] = manifest.read(left)
-        for folder in sorted(alike, key=lambda folder: alike[folder].number)[:-keep]:
+        for folder in sorted(alike, key=lambda folder: alike[folder].number)[:-max_to_keep]:
             remove(folder)
     except (OSError, ValueError) as error:
         warnings.warn(f"the checkpoint was saved, but an older one could not be deleted: {error}", stacklevel=2)

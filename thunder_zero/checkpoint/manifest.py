@@ -34,21 +34,6 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of a checkpoint, put together from all ranks.
-
-    Attributes:
-        key: its name in the files, such as ``"model.embed.weight"``.
-        shape: of the whole tensor, without padding.
-        dtype: ``"float32"``.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
     """A checkpoint.
 
@@ -56,13 +41,11 @@ class Manifest:
         number: larger than that of any checkpoint that was beside it when it was saved.
         ranks: how many ranks saved it.
         files: all files but the manifest.
-        tensors: all tensors in them.
     """
 
     number: int
     ranks: int
     files: tuple[File, ...]
-    tensors: tuple[Stored, ...]
 
 
 def to_text(manifest: Manifest) -> str:
@@ -88,12 +71,7 @@ def from_text(text: str) -> Manifest:
     if document.get("format") != FORMAT:
         raise ValueError(f"{NAME} has format {document.get('format')}; this thunder_zero reads format {FORMAT}")
     try:
-        return Manifest(
-            document["number"],
-            document["ranks"],
-            tuple(File(**file) for file in document["files"]),
-            tuple(Stored(stored["key"], tuple(stored["shape"]), stored["dtype"]) for stored in document["tensors"]),
-        )
+        return Manifest(document["number"], document["ranks"], tuple(File(**file) for file in document["files"]))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{NAME} is damaged: it is no manifest ({error!r})") from None
 

@@ -15,21 +15,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from thunder_zero.convert import reader
-from thunder_zero.convert.formats import (
-    INDEX,
+from thunder_zero.convert.atomic_files import Create, create_together
+from thunder_zero.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
+from thunder_zero.convert.safetensors_file import (
+    INDEX_SUFFIX,
     MADE_HERE,
-    SAFETENSORS,
-    Create,
-    Read,
-    Whole,
-    in_files,
+    SUFFIX,
     require_float,
-    together,
+    split_into_files,
     write_safetensors,
-    write_torch,
 )
-from thunder_zero.convert.reader import Checkpoint
+from thunder_zero.convert.torch_file import write_torch
+from thunder_zero.convert.whole_tensor import ReadTensor, WholeTensor
+from thunder_zero.report.progress import show_progress
 from thunder_zero.state_dict.contents import GROUPS, MODEL, OPTIM, STATE, groups_of
 
 TORCH = (".pt", ".pth", ".bin")
@@ -45,7 +43,7 @@ class Optim:
         groups: hyper-parameters by ``"<group>.<name>"``.
     """
 
-    tensors: list[Whole]
+    tensors: list[WholeTensor]
     values: dict[str, Any]
     groups: dict[str, Any]
 
@@ -92,48 +90,48 @@ def consolidate(
     out = Path(out)
     _require_possible(out, max_file_bytes)
     require_float(dtype)
-    source = reader.opened(Path(checkpoint), check=check)
-    model = source.wholes(f"{MODEL}.", dtype)
+    source = open_checkpoint(Path(checkpoint), check=check)
+    model = source.whole_tensors(f"{MODEL}.", dtype)
     if not model:
         raise ValueError(f"{source.path} has no model; it is no checkpoint of thunder_zero.save")
     optim = _optim_of(source) if optimizer else None
     _warn_of_ranks_own(source, out, optimizer)
-    if out.suffix == SAFETENSORS:
+    if out.suffix == SUFFIX:
         _warn_of_extra_states(source, out)
     total = sum(whole.nbytes for whole in [*model, *(optim.tensors if optim else ())])
-    with reader.progress(f"write {out.name}", total) as done, together() as create:
+    with show_progress(f"write {out.name}", total) as done, create_together() as create:
         read = _reader(source, done)
-        if out.suffix == SAFETENSORS:
+        if out.suffix == SUFFIX:
             written = _to_safetensors(create, out, model, optim, read, max_file_bytes)
         else:
             written = _to_torch(create, out, _tree(model, source.values(f"{MODEL}."), optim), read)
-    if out.suffix == SAFETENSORS:
+    if out.suffix == SUFFIX:
         _remove_older(out, written)
     return tuple(written)
 
 
 def _require_possible(out: Path, max_file_bytes: int | None) -> None:
-    if out.suffix not in (SAFETENSORS, *TORCH):
+    if out.suffix not in (SUFFIX, *TORCH):
         raise ValueError(
             f"{out.name} ends in {out.suffix or 'nothing'!r}; give a name that ends in .safetensors or .pt"
         )
-    if max_file_bytes is not None and (out.suffix != SAFETENSORS or max_file_bytes < 1):
+    if max_file_bytes is not None and (out.suffix != SUFFIX or max_file_bytes < 1):
         raise ValueError(f"max_file_bytes is {max_file_bytes}; give 1 or more, and a name that ends in .safetensors")
 
 
-def _optim_of(source: Checkpoint) -> Optim:
+def _optim_of(source: OpenCheckpoint) -> Optim:
     prefix = f"{OPTIM}.{GROUPS}."
     tensors = source.tensors(prefix).items()
     numbers = {name: source.read(prefix + name, stored.properties.dtype).tolist() for name, stored in tensors}
     groups = source.values(prefix) | numbers
     if not groups:
         raise ValueError(f"{source.path} has no optimizer; consolidate it without one")
-    return Optim(source.wholes(f"{OPTIM}.{STATE}."), source.values(f"{OPTIM}.{STATE}."), groups)
+    return Optim(source.whole_tensors(f"{OPTIM}.{STATE}."), source.values(f"{OPTIM}.{STATE}."), groups)
 
 
-def _warn_of_ranks_own(source: Checkpoint, out: Path, optimizer: bool) -> None:
+def _warn_of_ranks_own(source: OpenCheckpoint, out: Path, optimizer: bool) -> None:
     prefixes = (f"{MODEL}.", f"{OPTIM}.") if optimizer else (f"{MODEL}.",)
-    names = [name for name in source.ranks_own() if name.startswith(prefixes)]
+    names = [name for name in source.keys_of_single_ranks() if name.startswith(prefixes)]
     if names:
         warnings.warn(
             f"{out.name} lacks what each rank has for itself, of parameters that the policy ignores: "
@@ -142,7 +140,7 @@ def _warn_of_ranks_own(source: Checkpoint, out: Path, optimizer: bool) -> None:
         )
 
 
-def _warn_of_extra_states(source: Checkpoint, out: Path) -> None:
+def _warn_of_extra_states(source: OpenCheckpoint, out: Path) -> None:
     names = list(source.values(f"{MODEL}."))
     if names:
         warnings.warn(
@@ -152,8 +150,8 @@ def _warn_of_extra_states(source: Checkpoint, out: Path) -> None:
         )
 
 
-def _reader(source: Checkpoint, done: Callable[[int], None]) -> Read:
-    def read(whole: Whole) -> Tensor:
+def _reader(source: OpenCheckpoint, done: Callable[[int], None]) -> ReadTensor:
+    def read(whole: WholeTensor) -> Tensor:
         value = source.read(whole.key, whole.dtype)
         done(whole.nbytes)
         return value
@@ -161,7 +159,7 @@ def _reader(source: Checkpoint, done: Callable[[int], None]) -> Read:
     return read
 
 
-def _tree(model: Iterable[Whole], extra: Mapping[str, Any], optim: Optim | None) -> dict[str, Any]:
+def _tree(model: Iterable[WholeTensor], extra: Mapping[str, Any], optim: Optim | None) -> dict[str, Any]:
     """What a torch file has."""
     named: dict[str, Any] = {name: whole for whole in model for name in (whole.name, *whole.aliases)}
     named |= extra
@@ -182,29 +180,29 @@ def _notes(optim: Optim) -> dict[str, str]:
         raise ValueError(f"the optimizer has what safetensors files cannot hold ({error}); write a .pt file") from None
 
 
-def _to_torch(create: Create, out: Path, tree: dict[str, Any], read: Read) -> list[Path]:
+def _to_torch(create: Create, out: Path, tree: dict[str, Any], read: ReadTensor) -> list[Path]:
     with create(out) as stream:
         write_torch(stream, tree, read)
     return [out]
 
 
 def _to_safetensors(
-    create: Create, out: Path, model: list[Whole], optim: Optim | None, read: Read, limit: int | None
+    create: Create, out: Path, model: list[WholeTensor], optim: Optim | None, read: ReadTensor, limit: int | None
 ) -> list[Path]:
     if optim is None:
         return _in_parts(create, out, model, read, {}, limit)
     notes = _notes(optim)
-    beside = out.with_name(f"{out.stem}.optimizer{SAFETENSORS}")
+    beside = out.with_name(f"{out.stem}.optimizer{SUFFIX}")
     written = _in_parts(create, out, model, read, {}, limit)
     return written + _in_parts(create, beside, optim.tensors, read, notes, limit)
 
 
 def _in_parts(
-    create: Create, out: Path, wholes: list[Whole], read: Read, notes: Mapping[str, str], limit: int | None
+    create: Create, out: Path, wholes: list[WholeTensor], read: ReadTensor, notes: Mapping[str, str], limit: int | None
 ) -> list[Path]:
     """Write the files, and their index if there are several."""
-    files = in_files(wholes, limit)
-    numbered = [f"{out.stem}-{number:05}-of-{len(files):05}{SAFETENSORS}" for number in range(1, len(files) + 1)]
+    files = split_into_files(wholes, limit)
+    numbered = [f"{out.stem}-{number:05}-of-{len(files):05}{SUFFIX}" for number in range(1, len(files) + 1)]
     paths = [out] if len(files) == 1 else [out.with_name(name) for name in numbered]
     for path, members in zip(paths, files, strict=True):
         with create(path) as stream:
@@ -213,7 +211,7 @@ def _in_parts(
         return paths
     where = {whole.name: path.name for path, members in zip(paths, files, strict=True) for whole in members}
     total = {"total_size": sum(whole.nbytes for whole in wholes), **MADE_HERE}
-    index = out.with_name(out.name + INDEX)
+    index = out.with_name(out.name + INDEX_SUFFIX)
     with create(index) as stream:
         stream.write(json.dumps({"metadata": total, "weight_map": where}, indent=1).encode() + b"\n")
     return [*paths, index]
@@ -221,7 +219,7 @@ def _in_parts(
 
 def _remove_older(out: Path, written: Iterable[Path]) -> None:
     """Delete what an earlier consolidation of this name wrote and this one did not: a reader would mix them."""
-    stem, dot, end = re.escape(out.stem), re.escape(SAFETENSORS), re.escape(INDEX)
+    stem, dot, end = re.escape(out.stem), re.escape(SUFFIX), re.escape(INDEX_SUFFIX)
     ours = re.compile(rf"{stem}(\.optimizer)?(-\d{{5,}}-of-\d{{5,}}{dot}|{dot}({end})?)")
     kept = {path.name for path in written}
     for path in list(out.parent.iterdir()):
@@ -232,7 +230,7 @@ def _remove_older(out: Path, written: Iterable[Path]) -> None:
 def _is_made_here(path: Path) -> bool:
     """Whether a safetensors file, or the index of several, says that it is of ``consolidate``."""
     try:
-        if path.name.endswith(INDEX):
+        if path.name.endswith(INDEX_SUFFIX):
             said = json.loads(path.read_text())["metadata"]
         else:
             with safe_open(path, "pt") as file:

@@ -1,9 +1,8 @@
 """Kills a rank at one moment of a save after the other, and looks at what is on the disk then.
 
-``python -m tests.ranks.kill_worker FOLDER`` prints a JSON list, one entry a moment. It is a process of its own, since
-it forks (each pair of ranks starts in milliseconds that way), and pytest has threads. A moment is one operation on
-files: right before the rank makes a folder, opens a file, flushes, renames, links or deletes, and in the middle of a
-write.
+``kill_at_moments`` runs in a process of its own, since it forks: each pair of ranks starts in milliseconds that way,
+and pytest has threads. A moment is one operation on files: right before the rank makes a folder, opens a file,
+flushes, renames, links or deletes, and in the middle of a write.
 """
 
 from __future__ import annotations
@@ -23,10 +22,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
-from thunder_zero.checkpoint import dcp, folder, manifest
+from tests.harness.tiers import of_tier
+from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint.dcp_read import read_items, read_metadata
+from thunder_zero.checkpoint.hashed_file import HashedFile
+from thunder_zero.checkpoint.item import Item
 
 WORLD = 2
 EVENTS = {"os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir"}  # audit events, raised before they happen
@@ -43,11 +47,18 @@ class Case:
     wait: bool = True  # or the save is asynchronous
 
 
-CASES = (
-    Case(0, "step-2", 6, 24),
-    Case(0, "step-1", 4, 12),
-    Case(1, "step-2", 6, 2),
-    Case(0, "step-2", 2, 6, wait=False),
+CASES = of_tier(
+    (
+        Case(0, "step-2", 2, 7),
+        Case(0, "step-1", 1, 7),
+        Case(1, "step-2", 1, 1),
+    ),
+    (
+        Case(0, "step-2", 6, 24),
+        Case(0, "step-1", 4, 12),
+        Case(1, "step-2", 6, 2),
+        Case(0, "step-2", 2, 6, wait=False),
+    ),
 )
 
 
@@ -70,7 +81,7 @@ class Moments:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        write, flush = dcp.HashedFile.write, os.fsync
+        write, flush = HashedFile.write, os.fsync
 
         def half(file: Any, data: Any) -> int:
             whole = bytes(data)
@@ -85,7 +96,7 @@ class Moments:
             flush(handle)
 
         sys.addaudithook(self.heard)
-        with mock.patch.object(dcp.HashedFile, "write", half), mock.patch.object(os, "fsync", flushed):
+        with mock.patch.object(HashedFile, "write", half), mock.patch.object(os, "fsync", flushed):
             self.armed = True
             yield
             self.armed = False
@@ -107,7 +118,7 @@ def rank_of(rank: int, root: Path, value: float, name: str, deadly: int, wait: b
     said = "saved"
     with moments.counted():
         try:
-            tz.save(root / name, model, optimizer, max_to_keep=1, wait=wait, value=value).result()
+            tz.save(root / name, model, optimizer, max_to_keep=1, wait=wait, extra={"value": value}).result()
         except (OSError, RuntimeError) as error:
             said = str(error)
     Path(f"{root}.said{rank}").write_text(json.dumps([said, moments.count]))
@@ -148,12 +159,14 @@ def value_of(at: Path) -> float:
     """The one value of everything in a checkpoint that is whole."""
     wrong = manifest.faults(at, manifest.read(at).files)
     assert not wrong, wrong
-    metadata = dcp.read_metadata(at)
+    metadata = read_metadata(at)
     items = [
-        dcp.Item((tensor.key,), torch.zeros(tensor.shape), 0, tensor.shape) for tensor in manifest.read(at).tensors
+        Item((key,), torch.zeros(stored.size), 0, tuple(stored.size))
+        for key, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
     ]
-    values = dcp.read(at, metadata, items, ["rank0.extra.value", "rank1.extra.value"])
-    found = {float(value) for item in items for value in item.value.flatten()} | set(values.values())  # type: ignore[union-attr]
+    values = read_items(at, metadata, items, ["rank0.extra.value", "rank1.extra.value"])
+    found = {float(value) for item in items for value in item.value.flatten()} | set(values.values())
     assert len(found) == 1, f"{at} is mixed: {found}"
     return found.pop()
 
@@ -174,12 +187,13 @@ def save_alone(path: Path) -> list[str]:
     """The next save, after the restart, works and clears away what was left; the names that are there then."""
     folder.prepare(path)
     (folder.staging_of(path) / "a").touch()
-    folder.publish(path, manifest.Manifest(folder.next_number(path), 1, (), ()))
+    folder.publish(path, manifest.Manifest(folder.next_number(path), 1, ()))
     folder.prune(path, 1)
     return sorted(at.name for at in path.parent.iterdir())
 
 
-def main(root: Path) -> list[dict[str, Any]]:
+def kill_at_moments(root: Path) -> list[dict[str, Any]]:
+    """What was found after each kill, one entry a moment."""
     torch.set_num_threads(1)
     save_on_ranks(root / "first", BEFORE, "step-1")
     results = []
@@ -199,7 +213,3 @@ def main(root: Path) -> list[dict[str, Any]]:
                 result["wrong"] = f"{type(error).__name__}: {error}"
             results.append(result)
     return results
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))

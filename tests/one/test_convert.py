@@ -18,8 +18,9 @@ from torch.distributed import checkpoint as dcp
 
 import thunder_zero as tz
 from thunder_zero import cli
-from thunder_zero.convert import reader
-from thunder_zero.convert.formats import Whole, in_files
+from thunder_zero.convert.open_checkpoint import OpenCheckpoint
+from thunder_zero.convert.safetensors_file import split_into_files
+from thunder_zero.convert.whole_tensor import WholeTensor
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -148,14 +149,14 @@ def test_tensors_are_aligned_in_safetensors_files(runs: Path, tmp_path: Path) ->
 def test_files_are_cut_in_linear_time() -> None:
     asked = 0
 
-    def nbytes(whole: Whole) -> int:
+    def nbytes(whole: WholeTensor) -> int:
         nonlocal asked
         asked += 1
         return 8
 
-    wholes = [Whole(str(number), (2,), torch.float32, str(number)) for number in range(100)]
-    with mock.patch.object(Whole, "nbytes", property(nbytes)):
-        assert [len(file) for file in in_files(wholes, 400)] == [50, 50]
+    wholes = [WholeTensor(str(number), (2,), torch.float32, str(number)) for number in range(100)]
+    with mock.patch.object(WholeTensor, "nbytes", property(nbytes)):
+        assert [len(file) for file in split_into_files(wholes, 400)] == [50, 50]
     assert asked <= 3 * len(wholes)
 
 
@@ -183,7 +184,7 @@ def test_what_was_there_stays_if_it_fails(runs: Path, tmp_path: Path, name: str)
     tz.consolidate(runs / "start", out / name, max_file_bytes=limit)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     with (
-        mock.patch.object(reader.Checkpoint, "read", side_effect=OSError(28, "No space left on device")),
+        mock.patch.object(OpenCheckpoint, "read", side_effect=OSError(28, "No space left on device")),
         pytest.raises(OSError, match=re.escape("could not be written: the disk is full; what was there before stays")),
     ):
         tz.consolidate(runs / "start", out / name)

@@ -16,11 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thunder_zero import layout
-from thunder_zero.checkpoint import dcp, folder
-from thunder_zero.checkpoint.dcp import Item
+from thunder_zero.checkpoint import folder
+from thunder_zero.checkpoint.dcp_write import write_items, write_metadata
+from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.manifest import Manifest
-from thunder_zero.convert.formats import INDEX, SAFETENSORS, require_float
-from thunder_zero.convert.reader import progress
+from thunder_zero.convert.safetensors_file import INDEX_SUFFIX, SUFFIX, require_float
+from thunder_zero.convert.whole_tensor import dtype_to_write
+from thunder_zero.report.progress import show_progress
 from thunder_zero.state_dict.contents import MODEL
 
 
@@ -95,7 +97,7 @@ def _write(path: Path, sources: list[Source], ranks: int) -> None:
     by_name = {source.name: source for source in sources}
     staging = folder.staging_of(path)
     total = sum(prod(source.shape) * source.dtype.itemsize for source in sources)
-    with progress(f"write {path.name}", total) as done:
+    with show_progress(f"write {path.name}", total) as done:
 
         def value_of(item: Item) -> Tensor:
             assert isinstance(item.value, Tensor), "a safetensors file has tensors only"
@@ -103,9 +105,9 @@ def _write(path: Path, sources: list[Source], ranks: int) -> None:
             done(rows.nbytes)
             return rows
 
-        parts = [dcp.write(staging, rank, _items(sources, ranks, rank), value_of) for rank in range(ranks)]
-    written, tensors = dcp.finish(staging, parts)
-    folder.publish(path, Manifest(folder.next_number(path), ranks, written, tensors), latest=False)
+        parts = [write_items(staging, rank, _items(sources, ranks, rank), value_of) for rank in range(ranks)]
+    files = write_metadata(staging, parts)
+    folder.publish(path, Manifest(folder.next_number(path), ranks, files), latest=False)
 
 
 def _items(sources: list[Source], ranks: int, rank: int) -> list[Item]:
@@ -136,11 +138,11 @@ def _sources(path: Path, dtype: torch.dtype | None, files: ExitStack) -> list[So
 
 def _within(parent: Path) -> Path:
     """The file or the index in a folder, as Hugging Face names them."""
-    for name in (f"model{SAFETENSORS}{INDEX}", f"model{SAFETENSORS}"):
+    for name in (f"model{SUFFIX}{INDEX_SUFFIX}", f"model{SUFFIX}"):
         if (parent / name).is_file():
             return parent / name
     raise ValueError(
-        f"{parent} has neither model{SAFETENSORS}{INDEX} nor model{SAFETENSORS}; give the file itself, or its index"
+        f"{parent} has neither model{SUFFIX}{INDEX_SUFFIX} nor model{SUFFIX}; give the file itself, or its index"
     )
 
 
@@ -164,9 +166,8 @@ def _of_file(path: Path, names: list[str] | None, dtype: torch.dtype | None, fil
         for name in file.keys() if names is None else names:
             shape = tuple(file.get_slice(name).get_shape())
             found = (file.get_slice(name)[:0] if shape else file.get_tensor(name)).dtype
-            kept = dtype if dtype is not None and found.is_floating_point else found
             also = tuple(alias for alias, first in aliases.items() if first == name)
-            sources.append(Source(name, shape, kept, also, file))
+            sources.append(Source(name, shape, dtype_to_write(found, dtype), also, file))
     return sources
 
 

@@ -13,14 +13,14 @@ from unittest import mock
 import pytest
 
 from thunder_zero.checkpoint import folder, manifest
-from thunder_zero.checkpoint.manifest import File, Manifest, Stored
+from thunder_zero.checkpoint.manifest import File, Manifest
 
 CONTENT = b"what was saved"
 
 
 def written(number: int = 1) -> Manifest:
     file = File("a.distcp", len(CONTENT), sha256(CONTENT).hexdigest())
-    return Manifest(number, 2, (file,), (Stored("model.w", (3, 2), "float32"),))
+    return Manifest(number, 2, (file,))
 
 
 def save(path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_manifest_comes_back() -> None:
     assert manifest.from_text(manifest.to_text(written())) == written()
 
 
-@pytest.mark.parametrize("number", range(0, 380, 20))
+@pytest.mark.parametrize("number", range(0, 240, 20))
 def test_any_changed_byte_of_a_manifest_is_found(number: int) -> None:
     text = bytearray(manifest.to_text(written()).encode())
     text[number] ^= 1
@@ -103,7 +103,7 @@ def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:
     (tmp_path / "s3").rename(tmp_path / ".s3.replaced")  # a save died between its two renames: it is one of them
     for left in (".s1.removed", ".s5.replaced.removed", ".s7.saving", ".other7.saving"):
         (tmp_path / left).mkdir()
-    folder.prune(tmp_path / "s2", keep=2)
+    folder.prune(tmp_path / "s2", max_to_keep=2)
     assert names(tmp_path) == [".other7.saving", "best", "latest", "notes", "s11", "s2"]  # others are of another series
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*/s3; checkpoints beside it: best, s11, s2"):
         folder.locate(tmp_path / "s3")

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from thunder_zero.checkpoint import dcp, folder, manifest
-from thunder_zero.checkpoint.dcp import Item
+from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint.dcp_read import places_by_key, read_items, read_metadata
+from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.manifest import File, Manifest
-from thunder_zero.convert.formats import Whole
-from thunder_zero.state_dict.contents import MODEL, OPTIM, STATE, owner_of
+from thunder_zero.convert.whole_tensor import WholeTensor, dtype_to_write
+from thunder_zero.report.progress import show_progress
+from thunder_zero.state_dict.contents import MODEL, OPTIM, STATE, split_rank_prefix
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class OpenCheckpoint:
     """A checkpoint on disk.
 
     Attributes:
@@ -48,7 +47,7 @@ class Checkpoint:
         keys = [
             key for key, stored in found if key.startswith(prefix) and not isinstance(stored, TensorStorageMetadata)
         ]
-        read = dcp.read(self.path, self.metadata, [], keys)
+        read = read_items(self.path, self.metadata, [], keys)
         return {key.removeprefix(prefix): value for key, value in read.items()}
 
     def read(self, key: str, dtype: torch.dtype) -> Tensor:
@@ -56,13 +55,13 @@ class Checkpoint:
         stored = self.metadata.state_dict_metadata[key]
         assert isinstance(stored, TensorStorageMetadata), "it is listed as one"
         value = torch.empty(stored.size, dtype=stored.properties.dtype)
-        dcp.read(self.path, self.metadata, [Item((key,), value, 0, tuple(stored.size))])
+        read_items(self.path, self.metadata, [Item((key,), value, 0, tuple(stored.size))])
         return value.to(dtype)
 
-    def wholes(self, prefix: str, dtype: torch.dtype | None = None) -> list[Whole]:
+    def whole_tensors(self, prefix: str, dtype: torch.dtype | None = None) -> list[WholeTensor]:
         """The tensors under a prefix, floats in a dtype; those that lie in the same bytes are one with aliases."""
-        places = dcp.places_of(self.metadata)
-        by_place: dict[Any, Whole] = {}
+        places = places_by_key(self.metadata)
+        by_place: dict[Any, WholeTensor] = {}
         for name, stored in self.tensors(prefix).items():
             key = prefix + name
             place = places.get(key, key)
@@ -70,16 +69,15 @@ class Checkpoint:
                 first = by_place[place]
                 by_place[place] = replace(first, aliases=(*first.aliases, name))
             else:
-                found = stored.properties.dtype
-                kept = dtype if dtype is not None and found.is_floating_point else found
-                by_place[place] = Whole(name, tuple(stored.size), kept, key)
+                written = dtype_to_write(stored.properties.dtype, dtype)
+                by_place[place] = WholeTensor(name, tuple(stored.size), written, key)
         return list(by_place.values())
 
-    def ranks_own(self) -> dict[str, list[str]]:
+    def keys_of_single_ranks(self) -> dict[str, list[str]]:
         """What each rank has for itself of the model and of the optimizer: keys by name, such as ``"model.router"``."""
         found: dict[str, list[str]] = {}
         for key in self.metadata.state_dict_metadata:
-            owner = owner_of(key)
+            owner = split_rank_prefix(key)
             if owner is not None and owner[1].startswith((f"{MODEL}.", f"{OPTIM}.")):
                 found.setdefault(owner[1], []).append(key)
         return found
@@ -92,11 +90,11 @@ class Checkpoint:
         for key, what in counts[:1]:  # they are alike
             if isinstance(what, TensorStorageMetadata):
                 return int(self.read(key, torch.int64))
-            return int(dcp.read(self.path, self.metadata, [], [key])[key])
+            return int(read_items(self.path, self.metadata, [], [key])[key])
         return None
 
 
-def opened(path: Path, *, check: bool) -> Checkpoint:
+def open_checkpoint(path: Path, *, check: bool) -> OpenCheckpoint:
     """A checkpoint, checked against its manifest.
 
     Raises:
@@ -110,8 +108,8 @@ def opened(path: Path, *, check: bool) -> Checkpoint:
             raise ValueError(
                 f"{path} has no {manifest.NAME}, as what another tool wrote; pass check=False (--no-check) to read it"
             )
-        require_intact(path, written.files)
-    return Checkpoint(path, dcp.read_metadata(path))
+        _require_intact(path, written.files)
+    return OpenCheckpoint(path, read_metadata(path))
 
 
 def manifest_of(path: Path) -> Manifest | None:
@@ -126,27 +124,14 @@ def manifest_of(path: Path) -> Manifest | None:
         return None
 
 
-def require_intact(path: Path, files: Iterable[File]) -> None:
+def _require_intact(path: Path, files: Iterable[File]) -> None:
     """Raise unless these files of a checkpoint are what was saved; they are read to their ends, under a bar.
 
     Raises:
         ValueError: one is missing, or was changed.
     """
     files = list(files)
-    with progress(f"check {path.name}", sum(file.size for file in files)) as done:
+    with show_progress(f"check {path.name}", sum(file.size for file in files)) as done:
         wrong = manifest.faults(path, files, done)
     if wrong:
         raise ValueError(f"{path} is damaged: {wrong[0]}")
-
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr where that is a terminal; what it yields is told how many of ``total`` bytes came on."""
-    console = Console(stderr=True)
-    if not console.is_terminal:  # rich would print an empty line
-        yield lambda count: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), DownloadColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task(what, total=total)
-        yield lambda count: bars.advance(task, count)
