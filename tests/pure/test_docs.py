@@ -37,7 +37,9 @@ def test_named_files_exist(document: Path) -> None:
 
 def test_the_listing_is_the_first_lines_of_the_modules() -> None:
     assert LISTING["listing"]() in ARCHITECTURE, "run python docs/listing.py"
-    assert {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"} - {"py.typed"} == set(LISTING["ORDER"])
+    assert {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"} - {"py.typed"} == set(
+        LISTING["ORDER"]
+    )
 
 
 def test_every_module_says_what_it_is_for() -> None:
