@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from thunder_zero import layout
 from thunder_zero.report.text import format_timeline
-from thunder_zero.schedule import passes
+from thunder_zero.schedule import passes, verify
 from thunder_zero.schedule.timeline import gathered_bytes
 from thunder_zero.trace.emit import emit
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs
@@ -127,16 +127,18 @@ def lifted(trace: TraceCtx, executor: ZeroExecutor) -> tz.Timeline:
     return timeline
 
 
-# 7. Each pass answers one question, timeline to timeline. tz.check proves the result right after each of them.
+# 7. Each pass answers one question, timeline to timeline. verify.check_pass proves the result right after each of
+#    them, and verify.check_schedule after the last.
 
 
 def scheduled(timeline: tz.Timeline) -> tz.Timeline:
     reference = timeline
     for step in passes.PASSES:
         before, timeline = timeline, step(timeline)
-        tz.check(timeline, complete=step is passes.PASSES[-1], reference=reference)
+        verify.check_pass(timeline, reference)
         summary = step.__doc__.splitlines()[0].replace("``", "")
         show(f"7. Pass {step.__name__}: {summary}", changes(before, timeline))
+    verify.check_schedule(timeline, reference)
     return timeline
 
 
@@ -232,15 +234,15 @@ def check_numbers(module: nn.Module, x: Tensor, plan: tz.Plan, output: Tensor, g
     show("11. It is right", "output and gradients equal those of the plain module, in this rank's rows")
 
 
-# 12. That was the textbook. By default the policy also says gather_last_units_once: the last units of forward stay gathered for
-#     backward, which begins with them, as many as do not raise the peak. Here down is gathered while up computes, so
-#     that both are there at the peak anyway.
+# 12. That was the textbook. By default the policy also sets gather_last_units_once: the last units of forward stay
+#     gathered for backward, which begins with them, as far as that does not raise the peak. Here down is gathered
+#     while up computes, so both are in memory at the peak anyway.
 
 
-def keep(textbook: tz.Timeline, module: nn.Module, x: Tensor) -> None:
-    kept = tz.trace(module, x, policy=replace(POLICY, gather_last_units_once=True), world_size=WORLD_SIZE).timeline
-    peaks = [max(gathered_bytes(timeline)) for timeline in (textbook, kept)]
-    diff = list(difflib.unified_diff(communication(textbook), communication(kept), n=0, lineterm=""))[2:]
+def gather_last_unit_once(textbook: tz.Timeline, module: nn.Module, x: Tensor) -> None:
+    fewer = tz.trace(module, x, policy=replace(POLICY, gather_last_units_once=True), world_size=WORLD_SIZE).timeline
+    peaks = [max(gathered_bytes(timeline)) for timeline in (textbook, fewer)]
+    diff = list(difflib.unified_diff(communication(textbook), communication(fewer), n=0, lineterm=""))[2:]
     lines = [line for line in diff if not line.startswith("@@")]
     lines.append("the most gathered bytes at one time: {}, and {} with it".format(*peaks))
     show("12. What gather_last_units_once changes", "\n".join(lines))
@@ -291,7 +293,7 @@ def main() -> None:
     compare(lift_halves(forward, backward, executor), by_itself.timeline)
     output, grads = run(forward, backward, [x, *(shards[path] for path in paths)], torch.ones(6, 3))
     check_numbers(module, x, plan, output, dict(zip(paths, grads, strict=True)))
-    keep(by_itself.timeline, module, x)
+    gather_last_unit_once(by_itself.timeline, module, x)
 
 
 if __name__ == "__main__":

@@ -105,8 +105,8 @@ class Run:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="0: DDP, 1-3: ZeRO-1 to ZeRO-3 (3)")
-    keep = "ZeRO-3: the last blocks stay gathered for backward, as many as cost no memory (yes)"
-    parser.add_argument("--keep-last", action=argparse.BooleanOptionalAction, default=True, help=keep)
+    once = "ZeRO-3: gather the last blocks once for forward and backward, as many as cost no memory (yes)"
+    parser.add_argument("--gather-last-units-once", action=argparse.BooleanOptionalAction, default=True, help=once)
     parser.add_argument("--size", choices=SIZES, default="small", help="of the model (small)")
     parser.add_argument("--tied", action="store_true", help="the output head uses the embedding's weight")
     dtype = "in which it computes, gathers and reduces; parameters and optimizer state stay float32 (float32)"
@@ -305,9 +305,9 @@ def traffic_of(traces: tz.Traces, stage: int, ranks: Ranks) -> Traffic:
         return Traffic(sent, 2 * u, f"2u; u = {u:,.0f}")
     needed = [param for param in plan.params if needed_again(param.names)]
     not_read = u - share * sum(param.full_bytes for param in needed)
-    kept = share * sum(param.full_bytes for param in needed if param.gathered_once)
-    words = f"3u - {not_read:,.0f} not read by backward - {kept:,.0f} kept for it; u = {u:,.0f}"
-    return Traffic(sent, 3 * u - not_read - kept, words)
+    once = share * sum(param.full_bytes for param in needed if param.gathered_once)
+    words = f"3u - {not_read:,.0f} not read by backward - {once:,.0f} gathered once; u = {u:,.0f}"
+    return Traffic(sent, 3 * u - not_read - once, words)
 
 
 def needed_again(names: tuple[str, ...]) -> bool:
@@ -319,8 +319,8 @@ def needed_again(names: tuple[str, ...]) -> bool:
     return any(not name.endswith("bias") and not name.startswith(("embedding", "positions")) for name in names)
 
 
-def kept_for_backward(plan: tz.Plan) -> str:
-    """The modules whose parameters forward leaves gathered, but for those that backward does not read."""
+def modules_gathered_once(plan: tz.Plan) -> str:
+    """The modules whose parameters are gathered once for forward and backward."""
     if len(plan.gathered_once) == len(plan.params):
         return "all of the model"
     owners = (plan.by_name[path].unit or path.rpartition(".")[0] for path in plan.gathered_once)
@@ -340,7 +340,7 @@ def report_of(trainer: Trainer, run: Run, traces: tz.Traces) -> Report:
         tokens_per_second=trainer.shape.rows * trainer.shape.context / median(run.counting),
         traffic=traffic_of(traces, options.stage, ranks),
         memory=Memory(*trainer.held(), run.peak, max(gathered_bytes(traces.timeline)), at_border),
-        kept=kept_for_backward(traces.plan),
+        gathered_once=modules_gathered_once(traces.plan),
     )
 
 

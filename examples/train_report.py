@@ -26,7 +26,7 @@ class Memory:
         parameters, gradients, optimizer: at rest, right after an optimizer step.
         peak: the most alive at one time in a training step, everything included.
         gathered: the most bytes of gathered parameters alive at one time, of the timeline.
-        kept: of gathered parameters between forward and backward, of the timeline.
+        gathered_between: bytes of gathered parameters alive between forward and backward, by the timeline.
     """
 
     parameters: int
@@ -34,7 +34,7 @@ class Memory:
     optimizer: int
     peak: int
     gathered: int
-    kept: int
+    gathered_between: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Report:
         losses: of each training step, mean over ranks, nats per byte.
         validation: (steps done, loss in nats per byte, mean over ranks).
         tokens_per_second: of all ranks together, in a median step.
-        kept: which modules' parameters stay gathered for backward, in words.
+        gathered_once: the modules whose parameters are gathered once for forward and backward, in words.
     """
 
     title: str
@@ -70,7 +70,7 @@ class Report:
     tokens_per_second: float
     traffic: Traffic
     memory: Memory
-    kept: str
+    gathered_once: str
 
     @property
     def loss_at_end(self) -> float:
@@ -90,7 +90,7 @@ def print_report(report: Report, console: Console) -> None:
         ("tokens/s", f"{report.tokens_per_second:,.0f}", "all ranks, median step"),
         ("bytes sent per rank and step", f"{traffic.timeline:,.0f}", "counted in the program that ran"),
         ("by the formula", f"{traffic.formula:,.0f}", traffic.words),
-        *([("kept for backward", _mb(memory.kept), report.kept)] if memory.gathered else []),
+        *([("gathered once", _mb(memory.gathered_between), report.gathered_once)] if memory.gathered else []),
         ("memory at rest per rank", _mb(rest), parts),
         ("memory at peak per rank", _mb(memory.peak), f"in one step; of it gathered parameters {_mb(memory.gathered)}"),
     )

@@ -1,7 +1,12 @@
-"""Rules for the rooms of the tests: pure (nothing), one (one process), ranks (2 to 4 gloo ranks), gpu (CUDA)."""
+"""Rules for the rooms of the tests: pure (nothing), one (one process), ranks (1 to 4 gloo ranks), gpu (CUDA).
+
+Two tiers: what is slow shows something that a fast test shows, too, in more combinations, and runs with ``--slow``
+only (``tests/harness/tiers.py``).
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.harness.ranks import RanksPool
+from tests.harness.tiers import VARIABLE, is_slow
 
 TESTS = Path(__file__).parent
 RANKS_SECONDS = 120
@@ -24,7 +30,21 @@ def room_of(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).parts[0]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run all tests, and each rank in a fresh interpreter")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--slow"):
+        os.environ[VARIABLE] = "1"
+    gc.set_threshold(100_000, 20, 100)  # compiling makes much and frees little
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    if slow and not is_slow():
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
     for item in items:
         if room_of(item) == "ranks" and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(RANKS_SECONDS))
@@ -42,8 +62,12 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays
+
+
 @pytest.fixture(scope="session")
 def ranks_pool() -> Iterator[RanksPool]:
     """Processes that run functions on 1 to 4 ranks: ``ranks_pool.run(world_size, fn, *args, timeout=60.0)``."""
-    with RanksPool() as pool:
+    with RanksPool(fresh=is_slow()) as pool:
         yield pool

@@ -1,8 +1,8 @@
-"""What torch and Thunder versions need of each other; imported before anything else.
+"""Lets this version of Thunder import under this version of torch; imported before anything else.
 
 Thunder 0.2.6 names five ``torch.Tensor`` methods while it is imported that torch 2.13 dropped, and
 reads ``torch.autograd.Function.apply.__func__``, which torch 2.15 made a built-in. Stand-ins let
-it import; nothing that a user runs ever calls the five.
+it import; no program calls the five.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def untested(package: str, found: str) -> str | None:
     if LooseVersion(first) <= LooseVersion(base) < LooseVersion(last):
         return None
     return (
-        f"thunder_zero is made for {package} {first} and later, below {last}, and this is {found}; install one of "
-        f"those if something fails"
+        f"thunder_zero is tested with {package} >= {first}, < {last}, and this is {found}; if something fails, install "
+        f"a tested version"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the arguments of ZeroTransform, ``zero`` and Zero mean: one signature, one frozen value."""
+"""The arguments of ZeroTransform, ``zero`` and Zero: one signature, checked into one frozen value."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class Arguments(TypedDict, total=False):
-    """All that a model can be sharded with, beside a policy; :class:`~thunder_zero.Policy` explains its fields.
+    """Keyword arguments; those without a line here are fields of :class:`~thunder_zero.Policy`.
 
     Attributes:
         process_group: ranks that share the model; the default group if None.
         mesh: instead of a group, a mesh of one dimension (shard) or two (replicate, shard): with two, the model is
             sharded over the second, and there are as many copies of it as the first is long (hybrid sharding).
-        device: where the shards live; where the module's parameters are if None, and the CPU if they are on the meta
-            device (the current device, if the group carries no CPU tensors).
-        init: gives parameters and buffers on the meta device their values, after ``reset_tensors`` of each module
+        device: the device of the shards; None means that of the module's parameters, or for the meta device the CPU
+            (the current device, if the group carries no CPU tensors).
+        init: gives parameters and buffers on the meta device their values, after ``reset_parameters`` of each module
             that owns some: it is called as ``module.apply(init)`` calls it, with the module's own parameters in full.
         weights: full tensors by their names in the module's state dict (``torch.load(..., mmap=True)``); they become
             the values of the module's parameters and buffers, read one at a time.
@@ -60,9 +60,9 @@ class Given:
     """The arguments, checked.
 
     Attributes:
-        policy: what is asked for.
+        policy: how to shard.
         process_group, mesh: the ranks, one or none of the two.
-        device: where the shards will live.
+        device: that of the shards.
         sources: initial values.
     """
 
@@ -114,7 +114,7 @@ def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy
 
 
 def sources_of(init: object, weights: object) -> Sources:
-    """Where initial values come from.
+    """The sources of initial values.
 
     Raises:
         TypeError: not a function; not a mapping.
@@ -133,7 +133,7 @@ def device_named(device: torch.device | str | None) -> torch.device | None:
     """The device.
 
     Raises:
-        ValueError: torch does not know it.
+        ValueError: torch does not know its name.
     """
     try:
         return None if device is None else torch.device(device)

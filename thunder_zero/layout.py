@@ -1,14 +1,12 @@
-"""Shard arithmetic, on integers.
+"""Shard arithmetic on integers, one answer a rank: which rows it owns, how many it stores, how many are padding.
 
-A parameter of ``rows`` rows is cut along dim 0 into ``world_size`` chunks of ``chunk_rows``
-rows; the last ranks are padded with zeros::
+A parameter is cut along dim 0 into shards of ``stored_rows`` rows; the last ranks pad theirs with zeros::
 
-    rows = 5, world_size = 4 -> chunk_rows = 2
+    rows = 5, world_size = 4 -> stored_rows = 2
 
     rank 0 [0 1]   rank 1 [2 3]   rank 2 [4 .]   rank 3 [. .]      (. = padding)
 
-Padding is stored, so that every rank holds a shard of one shape, but it never travels where the
-transport allows uneven messages.
+Padding is stored, so that all shards have one shape; it does not travel where the transport allows uneven messages.
 """
 
 from math import prod
@@ -32,7 +30,7 @@ def padding_rows(rows: int, world_size: int, rank: int) -> int:
 
 
 def is_sharded(shape: tuple[int, ...]) -> bool:
-    """Whether a parameter of this shape is cut at all: 0-dim and empty ones stay full."""
+    """Whether a parameter of this shape can be cut: 0-dim and empty ones stay full."""
     return len(shape) > 0 and prod(shape) > 0
 
 
@@ -57,7 +55,7 @@ def owned_numel(shape: tuple[int, ...], world_size: int, rank: int) -> int:
 
 
 def gather_sends(shape: tuple[int, ...], world_size: int, rank: int) -> int:
-    """Elements that ``rank`` sends in one all-gather: its own rows, to each of the others."""
+    """Elements that ``rank`` sends in one all-gather: its own rows, to each other rank."""
     return owned_numel(shape, world_size, rank) * (world_size - 1) if is_sharded(shape) else 0
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from thunder_zero.runtime.initial_values import Other
 from thunder_zero.runtime.intact import Link
-from thunder_zero.runtime.shards import set_tensor
+from thunder_zero.runtime.placeholders import set_tensor
 from thunder_zero.runtime.state import State
 
 from thunder.core.module import ThunderModule
@@ -18,7 +18,14 @@ from thunder.core.module import ThunderModule
 def place_others(
     model: ThunderModule, others: Iterable[Other], known: Iterable[str], device: torch.device | None
 ) -> None:
-    """Give what is in no plan its values, and parameters beside the ``known`` ones the device that was asked for."""
+    """Set the values of buffers and ignored parameters, and move the latter to ``device``.
+
+    Args:
+        model: the jitted module.
+        others: values of tensors that are not in the plan.
+        known: names of the parameters that are.
+        device: that of ZeroTransform's argument.
+    """
     for other in others:
         set_value(model, other)
     if device is not None:
@@ -50,7 +57,7 @@ def place_parameters(model: ThunderModule, state: State) -> None:
 
 
 def place_buffers(model: ThunderModule, state: State, device: torch.device | None) -> None:
-    """Cast and move the buffers as the policy and ``device`` ask."""
+    """Cast the buffers to the policy's dtype and move them to ``device``."""
     precision = state.plan.policy.mixed_precision
     for name, buffer in list(model._model.named_buffers()):
         dtype = precision.of(name).buffer_dtype if buffer.is_floating_point() else None

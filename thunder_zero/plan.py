@@ -1,7 +1,7 @@
-"""What each parameter is: shape, shard, unit, lifetime. Frozen data.
+"""Plans each parameter: shape, shard, unit, lifetime. Frozen data.
 
-``make_plan(module, policy, world_size, rank)`` reads the module tree once; after it nothing looks
-at the module, the policy's stage or the process group again to know what a parameter is.
+``make_plan(module, policy, world_size, rank)`` reads the module tree once; later code asks the plan, never the module,
+the stage or the process group.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Param:
         path: its first name in ``module.named_parameters()``.
         aliases: its other names, if it is tied.
         shape: full, unpadded shape.
-        dtype: of what is at rest: the shard, its ``.grad`` and the optimizer's state.
-        compute_dtype: in which it is gathered, and read by compute.
-        reduce_dtype: in which its gradient is reduced.
-        requires_grad: whether it is trained.
+        dtype: of the shard, its ``.grad`` and the optimizer's state.
+        compute_dtype: of the gathered parameter, which compute reads.
+        reduce_dtype: of its gradient on the wire.
+        requires_grad: it is trained.
         unit: path of its unit, ``""`` for the root unit.
         sharded: each rank owns rows; otherwise it is replicated.
-        resident: sharded, and yet the full parameter is there at rest (ZeRO-1; not DDP, where nothing is sharded).
-        gathered_once: gathered once, for forward and backward; otherwise freed and gathered again. A new plan of ZeRO-3 says
-            False; the schedule decides which of the last units it keeps (``Policy.gather_last_units_once``).
-        gather_per_unit: gathered anew for each unit that uses it in forward.
+        resident: sharded, and the full parameter stays in memory at rest too (ZeRO-1).
+        gathered_once: one gather serves forward and backward; otherwise backward gathers again what forward freed. A
+            new plan of ZeRO-3 says False; the schedule chooses some last units (``Policy.gather_last_units_once``).
+        gather_per_unit: each unit that uses it in forward gathers it anew.
     """
 
     path: str
@@ -74,18 +74,18 @@ class Param:
 
     @property
     def is_cast(self) -> bool:
-        """Whether compute reads it in another dtype than it has at rest."""
+        """Whether compute reads it in a dtype other than the shard's."""
         return self.compute_dtype is not self.dtype
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What all parameters of one module are, seen from one rank.
+    """All parameters of one module, as one rank sees them.
 
     Attributes:
-        policy: what was asked for.
+        policy: what the user asked for.
         world_size: ranks among which one copy of the model is sharded.
-        rank: which of them.
+        rank: one of them.
         params: the parameters, in the order of ``module.named_parameters()``.
         replicas: copies of the sharded model (hybrid sharding).
     """
@@ -108,10 +108,10 @@ class Plan:
 
     @property
     def gathered_once(self) -> tuple[str, ...]:
-        """Paths of the sharded parameters that are gathered once, for forward and backward.
+        """Paths of the sharded parameters of which one gather serves forward and backward.
 
-        Of ZeRO-3 they are known once a step is scheduled, so ask ``traces_of(model).plan``. They make up whole units;
-        those that backward does not read (biases) are freed in forward all the same.
+        ZeRO-3 knows them once it has scheduled a step, so ask ``traces_of(model).plan``. They make up whole units;
+        forward still frees those that backward does not read (biases).
         """
         return tuple(
             param.path for param in self.params if param.sharded and param.gathered_once and not param.resident
@@ -123,11 +123,11 @@ class Plan:
         return tuple(dict.fromkeys(param.unit for param in self.params))
 
     def shard_shape(self, param: Param) -> tuple[int, ...]:
-        """Shape that the optimizer sees: this rank's rows with padding, or the full shape."""
+        """Shape of the optimizer's parameter: this rank's rows with padding, or the full shape."""
         return layout.shard_shape(param.shape, self.world_size, self.rank) if param.sharded else param.shape
 
     def shard_bytes(self, param: Param) -> int:
-        """Bytes at rest of what the optimizer sees, padding included."""
+        """Bytes of the optimizer's parameter, padding included."""
         return prod(self.shard_shape(param)) * param.dtype.itemsize
 
     def rests_on_host(self, param: Param) -> bool:
@@ -153,8 +153,8 @@ def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
 
     A member of a ``Sequential`` or ``ModuleList`` is a block if another member of one, anywhere in
     the module, has the same class (transformer blocks, the blocks of a ResNet's stages); a leaf, if
-    another member of the same one has (the layers of an MLP). Everything else is searched further
-    down. Returns their paths in module order.
+    another member of the same one has (the layers of an MLP). The rule searches everything else
+    further down. Returns their paths in module order.
     """
     members = [child for parent in module.modules() if _is_container(parent) for child in parent.children()]
     everywhere = Counter(type(member) for member in members)
@@ -176,24 +176,24 @@ def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
 
 
 def _is_container(module: nn.Module) -> bool:
-    """A list of modules, or a plain sequence of them; a class of its own made of a Sequential is a block."""
+    """A ModuleList or a plain Sequential; a subclass of Sequential is a block."""
     lists = any(kind.__name__ == "ModuleList" for kind in type(module).__mro__)
     return lists or type(module).__name__ == "Sequential"
 
 
 def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, replicas: int = 1) -> Plan:
-    """Plan every parameter of ``module`` for one rank; those that the policy ignores are not in the plan.
+    """Plan every parameter of ``module`` for one rank, except those that the policy ignores.
 
     Args:
-        module: what is sharded.
-        policy: how.
+        module: the module to shard.
+        policy: how to shard it.
         world_size: ranks among which one copy of the model is sharded.
-        rank: which of them.
+        rank: one of them.
         replicas: copies of the sharded model.
 
     Raises:
         ValueError: ``world_size``, ``rank`` or ``replicas`` out of range, a module without parameters, a unit
-            path that is not a submodule, an ignored path that is nothing in the module.
+            path that is not a submodule, an ignored path that the module does not have.
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; give the number of ranks, at least 1")
@@ -272,7 +272,7 @@ def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, uni
 
 
 def _precision_of(names: tuple[str, ...], precision: MixedPrecision) -> MixedPrecision:
-    """What holds for a parameter under any of its names.
+    """The precision of a parameter, found under any of its names.
 
     Raises:
         ValueError: overrides that differ for the names of a tied parameter.

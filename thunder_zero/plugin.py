@@ -1,4 +1,4 @@
-"""The other ways in: ``tz.zero`` after thunder.jit, and the plugin and recipe of ``thunder.compile``."""
+"""Other entry points: ``tz.zero`` for a jitted module, and the plugin and recipe for ``thunder.compile``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thunder.plugins import register_plugin
 
 
 def zero(model: ThunderModule, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> ThunderModule:
-    """Shard a jitted module, where ``thunder.distributed.fsdp`` or ``ddp`` stood.
+    """Shard a jitted module, in place of ``thunder.distributed.fsdp`` or ``ddp``.
 
     >>> model = tz.zero(thunder.jit(module), stage=3)
 
@@ -27,7 +27,7 @@ def zero(model: ThunderModule, policy: Policy | int | None = None, **arguments: 
 
     Raises:
         TypeError: ``model`` is not a jitted module.
-        RuntimeError: it was called already, or is transformed already; and what ZeroTransform raises.
+        RuntimeError: it was already called, or is already transformed; and what ZeroTransform raises.
     """
     if not isinstance(model, ThunderModule):
         raise TypeError(f"zero takes a jitted module, got {type(model).__name__}; call it on thunder.jit(module)")
@@ -35,7 +35,7 @@ def zero(model: ThunderModule, policy: Policy | int | None = None, **arguments: 
     require_untransformed(model, transform)
     if compile_stats(model).calls:
         raise RuntimeError(
-            f"{type(model._model).__name__} was called before it was sharded, so its traces are made; apply zero "
+            f"{type(model._model).__name__} was called before it was sharded, so its traces exist already; apply zero "
             f"right after thunder.jit"
         )
     return add_transform(model, transform=transform)
@@ -46,20 +46,20 @@ class Zero(Plugin):
 
     >>> model = thunder.compile(module, plugins=[tz.Zero(stage=2)], recipe=tz.Recipe())
 
-    ``plugins="zero1"``, ``"zero2"`` and ``"zero3"`` name it too. Takes what :class:`ZeroTransform` takes.
+    ``plugins="zero1"``, ``"zero2"`` or ``"zero3"`` selects it by name. Takes what :class:`ZeroTransform` takes.
     """
 
     def __init__(self, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> None:
-        given(policy, **arguments)  # refused here, and not where a module is compiled one day
+        given(policy, **arguments)  # refuse bad arguments now, not when a module is compiled
         self._policy, self._arguments = policy, arguments
 
     def setup_transforms(self) -> list[ZeroTransform]:
-        """A transform of its own for every module that is compiled."""
+        """A new transform for each module that is compiled."""
         return [ZeroTransform(self._policy, **self._arguments)]
 
 
 class Recipe(ThunderRecipe):
-    """Thunder's default executors, whatever the machine has.
+    """Thunder's default executors, on any machine.
 
     Thunder 0.2.6's own default recipe puts None in the list of executors where nvFuser is missing.
     """
@@ -72,7 +72,7 @@ class Recipe(ThunderRecipe):
         return list(thunder.get_default_executors())
 
     def add_plugins(self, plugins: list[Plugin]) -> None:
-        """Replace the plugins: a recipe that serves a second module must not bring the first one's along."""
+        """Replace the plugins: a recipe used for a second module must not keep those of the first."""
         self.plugins = list(plugins)
 
 

@@ -1,6 +1,6 @@
-"""What the user asks for: frozen data, and the table of the stages.
+"""The user's policy, and the table of stages. Frozen data.
 
-``STAGES`` is the one place where a stage is defined; everything else reads its row.
+``STAGES`` alone defines a stage; all other code reads its row.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Stage:
 
     name: str
     sharded: bool  # the optimizer sees this rank's rows, gradients are reduce-scattered
-    resident: bool  # the full parameter is there at rest
-    gathered_once: bool  # gathered once; alive from its first use in forward to its last in backward (ZeRO-3: gather_last_units_once)
+    resident: bool  # the full parameter stays in memory at rest
+    gathered_once: bool  # alive from its first use in forward to its last in backward (of ZeRO-3's units: the last)
 
 
-#                     sharded  resident  kept
+#                     sharded  resident  gathered_once
 STAGES: tuple[Stage, ...] = (
     Stage("DDP", False, True, True),
     Stage("ZeRO-1", True, True, True),
@@ -43,6 +43,13 @@ COUNTS = {  # fields that count something, with their units
     "in_flight_bytes": "bytes",
     "prefetch": "buckets",
 }
+SWITCHES = (
+    "gather_per_unit",
+    "gather_last_units_once",
+    "gather_once_per_accumulation",
+    "cpu_offload",
+    "check_gradients",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,41 +58,39 @@ class Policy:
 
     Attributes:
         stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (Rajbhandari et al., arXiv 1910.02054).
-        unit_of: maps the plain module to the paths of the submodules that are units (parameters
-            that travel together); parameters outside of them form the root unit. Default: the
-            repeated blocks (:func:`thunder_zero.plan.repeated_blocks`).
+        unit_of: maps the plain module to the paths of its units, the submodules whose parameters travel together; the
+            other parameters form the root unit. Default: the repeated blocks
+            (:func:`thunder_zero.plan.repeated_blocks`).
         ignored: paths of parameters, or of submodules with all of theirs, that are neither sharded, gathered nor
             reduced; each rank trains its own (default none).
-        replicate_below_bytes: parameters smaller than this stay full on every rank, and their gradients are all-reduced
+        replicate_below_bytes: every rank keeps parameters smaller than this in full and all-reduces their gradients
             (bytes of the full parameter, default 0: all are sharded).
-        mixed_precision: in which dtypes the module computes and its gradients travel (default: in those that its
-            parameters have).
-        bucket_bytes: collectives of a unit that are launched together, cut at this many bytes of
-            full parameters (bytes, default 16 MiB; 0 sends each parameter by itself).
-        prefetch: buckets of gathers that are under way while an earlier bucket computes (default 2; 0 starts
+        mixed_precision: the dtypes of compute and of gradients on the wire (default: those of the parameters).
+        bucket_bytes: cuts the collectives of a unit into buckets of at most this many bytes of full parameters
+            (bytes, default 16 MiB; 0 sends each parameter by itself).
+        prefetch: buckets of gathers that may be in flight while an earlier bucket computes (default 2; 0 starts
             each gather right before its use).
-        in_flight_bytes: gathers start ahead of their use while the gathered bytes under way stay
-            within this bound, and reductions stay under way while the gradients that they still read,
-            and those that are being made, do (bytes, default 32 MiB; 0 starts each gather right before
-            its use). One collective may always be under way, however large.
-        times: with them, a gather starts after the latest earlier wait from which it can still end before
-            compute waits for it, if the wire carries one collective after the other. ``prefetch`` does not
-            apply then, ``in_flight_bytes`` does (:func:`thunder_zero.measure_times` makes them; default None).
-        gather_per_unit: a parameter that is used by several units in forward (tied weights) is gathered
-            once for each of them and freed between, instead of once for all (default False); once, if it is kept.
-        gather_last_units_once: ZeRO-3 only: keep the last units of forward gathered for backward, which needs them first, as many
-            as do not raise the peak of gathered bytes; ``Plan.gathered_once`` lists them (default True; False keeps nothing).
-        gather_once_per_accumulation: ZeRO-2 only: parameters that a forward under ``no_sync`` has gathered stay until the micro-batch
-            that reduces has read them, since they do not change in an accumulation (default False: each micro-batch
-            gathers). Needs the memory of the gathered model.
-        cpu_offload: sharded parameters' shards, and with them gradients and optimizer state, rest in host memory; each
-            shard is copied to the device before its gather, its gradient back after the reduction (default False; on
-            the CPU it changes nothing, and warns so).
+        in_flight_bytes: bounds the bytes in flight: gathers start ahead of their use while the gathered bytes stay
+            within it, and reductions stay in flight while the gradients that they still read, and those that backward
+            is making, do (bytes, default 32 MiB; 0 starts each gather right before its use). One collective may
+            always be in flight, however large.
+        times: measured times (:func:`thunder_zero.measure_times`). With them a gather starts after the latest earlier
+            wait from which it still ends before compute needs it, if the wire carries one collective after the other.
+            They replace ``prefetch``; ``in_flight_bytes`` still applies (default None).
+        gather_per_unit: gather a parameter that several units use in forward (tied weights) once for each of them and
+            free it between, instead of once for all (default False). No effect on a parameter that is gathered once.
+        gather_last_units_once: ZeRO-3 only: do not free the last units of forward, which backward needs first, as far
+            as that does not raise the peak of gathered bytes; ``Plan.gathered_once`` lists them (default True).
+        gather_once_per_accumulation: ZeRO-2 only: parameters gathered by a forward under ``no_sync`` stay gathered
+            until the micro-batch that reduces has read them; they do not change in an accumulation (default False:
+            each micro-batch gathers). Needs memory for the gathered model.
+        cpu_offload: shards, gradients and optimizer state rest in host memory; each shard is copied to the device
+            before its gather, its gradient back after the reduction (default False; on a CPU it only warns).
         broadcast_from: rank in the process group whose parameters and buffers all ranks take at
             the start; None (default) requires them to be equal already.
         check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
             optimizer sees it (default False; costs one pass and one small collective a backward). A gradient scaler
-            would skip such a step instead: leave this off with one.
+            would skip such a step instead: do not combine the two.
 
     Raises:
         ValueError: a field is out of its range.

@@ -1,4 +1,4 @@
-"""Which dtype what has: at rest, in compute, on its way. Frozen data.
+"""Dtypes of parameters and gradients: at rest, in compute, on the wire. Frozen data.
 
 ::
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """In which dtypes a module computes and its gradients travel; shards and optimizer state keep theirs.
+    """Dtypes of a module's compute and of its gradients on the wire; shards and optimizer state keep theirs.
 
     The fields are those of torch's ``MixedPrecisionPolicy`` (FSDP2), with ``buffer_dtype`` of FSDP1.
 
@@ -33,10 +33,10 @@ class MixedPrecision:
         buffer_dtype: floating-point buffers are cast to it once, when the module is transformed (default None).
         cast_forward_inputs: floating-point tensors given to forward, found in the same way, are cast to
             ``param_dtype`` (default True).
-        overrides: by pattern of a parameter's or a submodule's path (``"blocks.*.norm"``, as ``fnmatch`` has it),
-            what holds for it instead; the last pattern that fits decides. A submodule that a pattern names computes by
-            itself: its inputs are cast to its entry's ``param_dtype``, or to the dtype that it has, and its outputs to
-            ``output_dtype``, or back to the ``param_dtype`` around it.
+        overrides: the precision of some parameters or submodules instead, by pattern of their paths
+            (``"blocks.*.norm"``, as in ``fnmatch``); the last pattern that matches decides. A submodule that a pattern
+            names computes by itself: its inputs are cast to its entry's ``param_dtype``, or to its own dtype, and its
+            outputs to ``output_dtype``, or back to the surrounding ``param_dtype``.
 
     Raises:
         ValueError: a field that is no such dtype, or an override that has overrides itself.
@@ -58,7 +58,7 @@ class MixedPrecision:
             raise ValueError(f"cast_forward_inputs is {self.cast_forward_inputs!r}; give True or False")
         if not isinstance(self.overrides, Mapping):
             raise ValueError(f"overrides is {self.overrides!r}; give a dict of patterns and MixedPrecision")
-        object.__setattr__(self, "overrides", dict(self.overrides))  # its own, which nobody changes
+        object.__setattr__(self, "overrides", dict(self.overrides))  # a copy that nobody changes
         for pattern, other in self.overrides.items():
             if not isinstance(other, MixedPrecision) or other.overrides:
                 raise ValueError(
@@ -66,11 +66,11 @@ class MixedPrecision:
                 )
 
     def of(self, path: str) -> MixedPrecision:
-        """What holds for a parameter, buffer or submodule: its own entry, or that of a module around it."""
+        """The precision of a parameter, buffer or submodule: its own entry, or that of an enclosing module."""
         return self._override(tuple(_around(path))) or self
 
     def border(self, path: str, own: torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:
-        """What a module's inputs and its outputs are cast to; None: they stay.
+        """The dtypes to cast a module's inputs and outputs to; None: no cast.
 
         Args:
             path: of the whole module (""), or of a submodule; nothing is cast where no override names it.
@@ -85,14 +85,14 @@ class MixedPrecision:
         return inputs, inside.output_dtype or self.param_dtype
 
     def _override(self, names: tuple[str, ...]) -> MixedPrecision | None:
-        """The last entry whose pattern fits one of these names."""
+        """The last entry whose pattern matches one of these names."""
         entries = self.overrides.items()
-        fitting = [other for pattern, other in entries if any(fnmatchcase(name, pattern) for name in names)]
-        return fitting[-1] if fitting else None
+        matching = [other for pattern, other in entries if any(fnmatchcase(name, pattern) for name in names)]
+        return matching[-1] if matching else None
 
 
 def _around(path: str) -> Iterator[str]:
-    """The path and those of the modules around it: ``a.b.c``, ``a.b``, ``a``."""
+    """The path and those of its enclosing modules: ``a.b.c``, ``a.b``, ``a``."""
     while path:
         yield path
         path = path.rpartition(".")[0]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thunder_zero.runtime.optimizer_hooks import is_transformed
-from thunder_zero.runtime.shards import is_hollow
+from thunder_zero.runtime.placeholders import is_all_nan
+from thunder_zero.runtime.registry import is_transformed
 
 from thunder import compile_data
 from thunder.core.module import ThunderModule
@@ -21,14 +21,14 @@ Refusal = Callable[[nn.Module], str | None]  # the sentence, or None where there
 
 
 def require_untransformed(model: ThunderModule, transform: Transform) -> None:
-    """Raise if the module is sharded already, by us, by Thunder or by torch.
+    """Refuse a module that we, Thunder or torch already shard.
 
     Args:
         model: the jitted module.
         transform: the one that is about to shard it.
 
     Raises:
-        RuntimeError: it is.
+        RuntimeError: the module is already sharded, or is a copy of one.
     """
     module: nn.Module = model._model
     sentences = [jitted_twice(module), transformed_twice(model, transform), *(refusal(module) for refusal in REFUSALS)]
@@ -40,8 +40,8 @@ def jitted_twice(module: nn.Module) -> str | None:
     if not isinstance(module, ThunderModule):
         return None
     return (
-        f"{type(module._model).__name__} is jitted already, and was given to thunder.jit again; give it the plain "
-        f"module, or apply thunder_zero.zero to the jitted one"
+        f"{type(module._model).__name__} is already jitted, and was given to thunder.jit again; give thunder.jit the "
+        f"plain module, or apply thunder_zero.zero to the jitted one"
     )
 
 
@@ -61,9 +61,7 @@ def transformed_twice(model: ThunderModule, transform: Transform) -> str | None:
 def sharded_by_thunder(module: nn.Module) -> str | None:
     if not (vars(module).get("use_ddp") or vars(module).get("use_fsdp")):
         return None
-    return (
-        f"{type(module).__name__} is transformed already, by thunder.distributed; build a new module for thunder_zero"
-    )
+    return f"{type(module).__name__} is already sharded by thunder.distributed; build a new module for thunder_zero"
 
 
 def graph_without_parameters(module: nn.Module) -> str | None:
@@ -78,7 +76,7 @@ def graph_without_parameters(module: nn.Module) -> str | None:
 def wrapped_in_ddp(module: nn.Module) -> str | None:
     if not isinstance(module, DistributedDataParallel):
         return None
-    return "DistributedDataParallel reduces gradients already; give thunder.jit the module inside of it"
+    return "DistributedDataParallel already reduces gradients; give thunder.jit the module inside it"
 
 
 def sharded_before(module: nn.Module) -> str | None:
@@ -88,20 +86,20 @@ def sharded_before(module: nn.Module) -> str | None:
 
 
 def used_before(module: nn.Module) -> str:
-    """Of a module, or a ZeroTransform, that served before."""
+    """The sentence about a module, or a ZeroTransform, that is used a second time."""
     return (
-        f"{type(module).__name__} is transformed already, by ZeroTransform; use the model that the first transform "
+        f"{type(module).__name__} is already transformed by ZeroTransform; use the model that the first transform "
         f"returned, or build a new module and a new ZeroTransform"
     )
 
 
 def copied_from_sharded(module: nn.Module) -> str | None:
     for path, param in module.named_parameters():
-        if is_hollow(param):
+        if is_all_nan(param):
             return (
-                f"parameter {path!r} is NaN all over: {type(module).__name__} is a copy of a module that was sharded, "
-                f"whose values went to the shards; build a new module and load thunder_zero.full_state_dict(model) "
-                f"into it"
+                f"every element of parameter {path!r} is NaN: {type(module).__name__} is a copy of a module that was "
+                f"sharded, whose values moved to the shards; build a new module and load "
+                f"thunder_zero.full_state_dict(model) into it"
             )
     return None
 

@@ -9,7 +9,7 @@ from thunder_zero.plan import Param, Plan
 
 
 def own_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """This rank's rows of a full parameter, padded with zeros: what its shard should hold. All of it, if replicated."""
+    """This rank's rows of a full parameter, padded with zeros; the parameter itself if it is replicated."""
     if not param.sharded:
         return full
     start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
@@ -19,7 +19,7 @@ def own_rows(full: Tensor, param: Param, plan: Plan) -> Tensor:
 
 
 def real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
-    """This rank's rows without the padding behind them, as a view; all of it, if replicated."""
+    """This rank's rows without their padding, as a view; all rows if the parameter is replicated."""
     if not param.sharded:
         return shard
     start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
@@ -27,7 +27,7 @@ def real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
 
 
 def at_rest_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """What is there of a full parameter at rest: all of it (ZeRO-1, replicated ones), or this rank's rows."""
+    """The part of a full parameter that stays at rest: all of it (ZeRO-1, replicated), or this rank's rows."""
     return full if param.resident else own_rows(full, param, plan)
 
 
@@ -37,7 +37,7 @@ def rows_in(buffer: Tensor, plan: Plan) -> Tensor:
 
 
 def padded(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """A copy of a full parameter with zero rows behind it, so that ranks divide them."""
+    """A copy of a full parameter with rows of zeros at its end, so that the number of ranks divides its rows."""
     buffer = full.new_zeros(layout.padded_shape(param.shape, plan.world_size))
     buffer[: param.shape[0]] = full
     return buffer

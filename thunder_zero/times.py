@@ -1,4 +1,4 @@
-"""Measured times, by which gathers start as late as they can: frozen data."""
+"""Measured times, from which the schedule starts gathers as late as possible. Frozen data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Times:
 
     Attributes:
         forward: seconds computed, without communication, between the wait for this gather and the wait for the next
-            one in forward. The last one of a half needs none. A gather that is not named counts as 0 seconds, so that
-            what follows it starts rather too early than too late.
+            one in forward. The last one of a half needs none. A gather without an entry counts as 0 seconds, so that
+            the next one starts too early rather than too late.
         backward: the same in backward.
-        bytes_per_second: what a rank sends, and receives, in a second of a gather that is alone; ``math.inf`` where
-            nothing travels.
+        bytes_per_second: bytes that a rank sends, and receives, in a second of a gather that has the wire to itself;
+            ``math.inf`` where nothing travels.
 
     Raises:
         ValueError: a time or the speed is out of its range.

@@ -26,7 +26,7 @@ from thunder_zero.schedule import verify
 from thunder_zero.schedule.program import ProgramName
 from thunder_zero.state_dict import full_state
 from thunder_zero.trace.casts import cast_borders
-from thunder_zero.trace.executors import Mend, Schedule
+from thunder_zero.trace.executors import RepairFusion, Schedule
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
 from thunder_zero.trace.symbols import Runtime, ZeroExecutor
@@ -52,7 +52,7 @@ class ZeroTransform(Transform):
         ValueError: a stage or a field out of range, a module without parameters, a rank that the
             group does not have, a device that is not there, a mesh whose dimensions do not fit; a parameter or buffer
             on the meta device that nothing gives a value; weights of other names or shapes.
-        RuntimeError: no process group; a module that is transformed already; ranks that differ.
+        RuntimeError: no process group; a module that is already transformed; ranks that differ.
         TypeError: a function where a module is needed; not a policy; a field that policies do not have; init that is
             no function, weights that are no mapping.
     """
@@ -67,16 +67,20 @@ class ZeroTransform(Transform):
 
     @property
     def policy(self) -> Policy:
-        """What was asked for."""
+        """How the model is sharded."""
         return self._given.policy
 
     @property
     def compiled(self) -> Compiled:
-        """The model's symbols and programs, once there is a model."""
+        """The model's symbols and programs.
+
+        Raises:
+            TypeError: Thunder has not called ``transform_module``: it was given a function.
+        """
         if self._compiled is None:
             raise TypeError(
                 "ZeroTransform shards a module, and thunder.jit was given a function; jit the module alone, and call "
-                "what comes back from a function that is not jitted"
+                "the jitted module from a function that is not jitted"
             )
         return self._compiled
 
@@ -95,8 +99,8 @@ class ZeroTransform(Transform):
             device = device_for(plain, plan, ranks, where.device)
         if self.policy.cpu_offload and device.type == "cpu":
             warnings.warn(
-                "cpu_offload changes nothing: the model is on the CPU, so that shards and optimizer state are in host "
-                "memory already",
+                "cpu_offload changes nothing: the model is on the CPU, so its shards and optimizer state already rest "
+                "in host memory",
                 stacklevel=2,
             )
         values = initial_values(plain, plan, ranks, device, where.sources)
@@ -110,7 +114,7 @@ class ZeroTransform(Transform):
         model.register_forward_pre_hook(self._before_forward)
 
     def _take_over(self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: Values) -> State:
-        """The state of the model, in whose modules shards and placeholders take the parameters' places."""
+        """Make the model's state, and put shards and placeholders into its modules."""
         state = State(model._model, plan, ranks, device, values.at_rest)
         optimizer_hooks.watch(state, model._model)
         place_others(model, values.others, plan.by_name, self._given.device)
@@ -119,13 +123,13 @@ class ZeroTransform(Transform):
         return state
 
     def _before_forward(self, model: ThunderModule, args: Any) -> None:
-        """Before Thunder traces: it would trip over a model that was changed, and say so in its own words."""
+        """Check the model before Thunder reads it: Thunder would fail on a changed one with words of its own."""
         if is_tracing():
             raise TypeError(
                 f"thunder.jit was given a function that calls {type(model._model).__name__}, which ZeroTransform "
                 f"sharded; call the jitted module from a function that is not jitted"
             )
-        self._state.transport.drain()  # what a failed step left under way
+        self._state.transport.drain()  # ends the collectives of a failed step
         self._intact.require()
         self._state.agree_on_stale()
 
@@ -139,13 +143,13 @@ class ZeroTransform(Transform):
         return prologue, computation, epilogue
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        """Check what is about to run, and that all ranks are about to run the same."""
+        """Prove the traces that will run, and that all ranks will run the same."""
         if TraceTag.BACKWARD in trace.tags:
             self._prove(self._forward, trace)
         else:
             self._forward = trace
             self.compiled.programs[trace] = self.compiled.executor.program
-            if _saves_nothing(trace):  # else a backward comes, and both are proved together
+            if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
                 self._prove(trace, None)
         return trace
 
@@ -157,7 +161,7 @@ class ZeroTransform(Transform):
         try:
             timeline = lift_halves(forward, backward, self.compiled.executor)
             if backward is None:
-                timeline = replace(timeline, plan=self.compiled.executor.plan)  # forward alone keeps nothing
+                timeline = replace(timeline, plan=self.compiled.executor.plan)  # forward alone frees everything
             verify.check(timeline, trained=() if backward is None else self.compiled.executor.program.trained)
             lines = {
                 program: [
@@ -165,7 +169,7 @@ class ZeroTransform(Transform):
                 ]
                 for program, half in halves.items()
             }
-        except verify.ScheduleError as error:  # the other ranks hear of it, instead of waiting for this one
+        except verify.ScheduleError as error:  # tell the other ranks, which would wait for this one
             refused, lines = error, {program: [str(error)] for program in halves}
         for program in halves:
             self.compiled.executor.runtime.agree_on_schedule(program, lines[program])
@@ -185,13 +189,13 @@ class ZeroTransform(Transform):
         return full_state.full(self._state, submodule_name, state_dict)
 
     def install(self, model: ThunderModule, plan: Plan, runtime: Runtime) -> None:
-        """Put our executors in front of the others: the symbols first, then the schedule, the mending last."""
+        """Put our executors around the others: symbols and schedule first, the repair of fused regions last."""
         executor = ZeroExecutor(plan, runtime)
         self._compiled = Compiled(executor)
         data = compile_data(model)
-        data.executors_list = (executor, Schedule(executor), *data.executors_list, Mend(executor))
+        data.executors_list = (executor, Schedule(executor), *data.executors_list, RepairFusion(executor))
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:
-    """Whether a forward trace hands nothing to backward, so that it must end whatever it starts."""
+    """Whether a forward trace saves nothing for backward, so that it must end every collective it starts."""
     return TraceTag.AUGMENTED_FORWARD not in forward.tags or not any(forward.bound_symbols[-1].args[1])

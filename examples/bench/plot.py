@@ -1,4 +1,4 @@
-"""The picture of the bench: step time over bandwidth, with the bound drawn in."""
+"""The plot of the bench: step time over bandwidth, and the bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import matplotlib
 
 from examples.bench.report import ALONE, Result, best_by_group, rate_of
 
-matplotlib.use("Agg")  # draws into a file; no screen needed
+matplotlib.use("Agg")  # draws into a file, without a screen
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ OURS = {  # group -> colour
     "thunder_zero 1": "#5b9bd5",
     "thunder_zero 2": "#2f6fb3",
     "thunder_zero 3": "#0b3c6f",
-    "thunder_zero 3, nothing kept": "#4a4e9e",
+    "thunder_zero 3, all gathered again": "#4a4e9e",
 }
 PEERS = {
     "torch DDP": "#f2b880",
@@ -37,7 +37,7 @@ PEERS = {
 
 
 def save_plot(results: Sequence[Result], path: Path) -> None:
-    """One panel a world size; of each group its best contestant there. PNG."""
+    """A PNG with one panel per world size; it shows the best contestant of each group there."""
     worlds = sorted({result.world_size for result in results})
     figure, panels = plt.subplots(1, len(worlds), figsize=(6.2 * len(worlds), 5), squeeze=False, sharey=True)
     for panel, world_size in zip(panels[0], worlds, strict=True):
@@ -55,7 +55,7 @@ def save_plot(results: Sequence[Result], path: Path) -> None:
 
 
 def draw(panel: Axes, results: Sequence[Result]) -> None:
-    """Lines over networks, slowest first; the bounds are dashed."""
+    """Draw lines over networks, slowest first; the bounds are dashed."""
     places = range(len(results))
     groups = dict.fromkeys(group for result in results for group in best_by_group(result.rows) if group != ALONE)
     for group in groups:
@@ -71,8 +71,8 @@ def draw(panel: Axes, results: Sequence[Result]) -> None:
         at = [place for place, _ in points]
         panel.errorbar(at, mids, yerr=spread, label=group, color=colour, markersize=5, capsize=2, **style)
     for stage, words, dashes in (
-        (2, "bound, 2u", (4, 2)),
-        (3, "bound, 3u less what is spared, nothing kept", (1, 1.5)),
+        (2, "bound of stages 0 to 2", (4, 2)),
+        (3, "bound of stage 3, all gathered again", (1, 1.5)),
     ):
         heights = [result.bound(stage) for result in results]
         panel.plot(places, heights, color=INK, linewidth=1.5, linestyle=(0, dashes), label=words, zorder=5)

@@ -1,10 +1,20 @@
-"""What the bench found: frozen data, the bound beside it, and the tables."""
+"""The results of the bench as frozen data, their bounds, and the tables.
+
+python examples/bench/report.py docs/bench.json          the tables of a data file, in Markdown
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from rich.table import Table
 
@@ -22,11 +32,11 @@ class Row:
 
     Attributes:
         name: the contestant.
-        group: what it is compared as; ``ALONE`` for those without communication.
-        stage: whose floor of bytes it is held against, None for ``ALONE``.
-        seconds: of a step, of the slowest rank, one a round.
+        group: the contestants it competes in; ``ALONE`` for those without communication.
+        stage: the ZeRO stage whose least bytes bound it, None for ``ALONE``.
+        seconds: of a step on the slowest rank, one a round.
         sent: bytes that a rank sent in a step, mean over ranks, counted on the interface, one a round.
-        kept: bytes of the model that stage 3 keeps from forward for backward, which would read them again.
+        gathered_once: bytes of the model that stage 3 gathers once for forward and backward.
     """
 
     name: str
@@ -34,7 +44,7 @@ class Row:
     stage: int | None
     seconds: tuple[float, ...]
     sent: tuple[float, ...]
-    kept: int = 0
+    gathered_once: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +54,8 @@ class Result:
     Attributes:
         network: ``"loopback"``, or a rate in the words of ``tc``.
         world_size: ranks.
-        full: bytes of the model. spared: of what backward does not read of it.
-        wire_bytes: sent by each rank in the bare exchange. wire_seconds: what it took, one a round.
+        full: bytes of the model. spared: bytes of the parameters that backward does not read.
+        wire_bytes: sent by each rank in the bare exchange. wire_seconds: its time, one a round.
         rows: the contestants.
     """
 
@@ -59,32 +69,90 @@ class Result:
 
     @property
     def compute_seconds(self) -> float:
-        """Compute alone, all ranks at once: the best of eager and Thunder with either executors."""
+        """Compute alone, on all ranks at once: the best of eager and of Thunder with each set of executors."""
         return min(median(row.seconds) for row in self.rows if row.group == ALONE)
 
     @property
     def bytes_per_second(self) -> float:
-        """What the bare exchange carried in each direction."""
+        """Bandwidth of the bare exchange in each direction."""
         return self.wire_bytes / median(self.wire_seconds)
 
-    def bound(self, stage: int | None, kept: int = 0) -> float:
+    def bound(self, stage: int | None, gathered_once: int = 0) -> float:
         """No step of the stage can be faster: max(compute, least bytes / bandwidth), in seconds."""
         if stage is None:
             return self.compute_seconds
-        least = floor_bytes(stage, self.world_size, self.full, self.spared + kept)
+        least = floor_bytes(stage, self.world_size, self.full, self.spared + gathered_once)
         return max(self.compute_seconds, least / self.bytes_per_second)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of tensors alive on rank 0: between steps without gradients, and at most in a step."""
+    """Bytes of tensors alive on rank 0: between steps without gradients (None: not recorded), and at most in a step."""
 
-    rest: int
+    rest: int | None
     peak: int
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A data file of the bench, as far as the tables need it.
+
+    Attributes:
+        about: date, command, machine and versions.
+        results: one per network and world size.
+        memory: by world size and contestant.
+        overhead: sentences about the transform's cost on one rank.
+    """
+
+    about: dict[str, Any]
+    results: tuple[Result, ...]
+    memory: dict[int, dict[str, Memory]]
+    overhead: tuple[str, ...]
+
+
+def read_report(path: Path) -> Report:
+    """Read a file that ``run.py`` wrote."""
+    data = json.loads(path.read_text())
+    memory = {int(world): {name: Memory(**own) for name, own in of.items()} for world, of in data["memory"].items()}
+    results = tuple(_result(result) for result in data["results"])
+    return Report(data["about"], results, memory, tuple(data["overhead_in_words"]))
+
+
+def _result(data: dict[str, Any]) -> Result:
+    rows = tuple(Row(**_tuples(row)) for row in data["rows"])
+    return Result(**_tuples(data) | {"rows": rows})
+
+
+def _tuples(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+
+
+def to_json(value: Any, indent: str = "") -> str:
+    """JSON with one line for each list or dict that holds no dict, so that a row is a line.
+
+    >>> print(to_json({"rows": [{"name": "a", "seconds": [1, 2]}]}))
+    {
+     "rows": [
+      {"name": "a", "seconds": [1, 2]}
+     ]
+    }
+    """
+    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+    if not any(map(_holds_dict, parts)):
+        return json.dumps(value)
+    deeper = indent + " "
+    if isinstance(value, dict):
+        lines = [f"{deeper}{json.dumps(str(key))}: {to_json(inner, deeper)}" for key, inner in value.items()]
+        return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(deeper + to_json(inner, deeper) for inner in value) + f"\n{indent}]"
+
+
+def _holds_dict(value: object) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list | tuple) and any(map(_holds_dict, value)))
+
+
 def rate_of(network: str) -> float:
-    """Bits a second of a network's name; infinite for loopback.
+    """Bits a second of a network by its name; infinite for loopback.
 
     >>> rate_of("250mbit"), rate_of("1gbit")
     (250000000.0, 1000000000.0)
@@ -101,7 +169,7 @@ def rate_of(network: str) -> float:
 
 
 def different_losses(losses: dict[str, Sequence[float]], tolerance: float = 1e-3) -> list[str]:
-    """The contestants whose losses are not those of the first one: they train something else.
+    """The contestants whose losses differ from the first one's, so that they train something else.
 
     >>> different_losses({"a": [2.0, 1.0], "b": [2.0, 1.0001], "c": [2.0, 1.5]})
     ['c']
@@ -128,7 +196,7 @@ HEADERS = ("contestant", "s a step", "min - max", "bound", "times the bound", "M
 
 def cells(result: Result, row: Row, memory: Memory | None) -> tuple[str, ...]:
     """One line of the table, under HEADERS."""
-    seconds, bound, sent = median(row.seconds), result.bound(row.stage, row.kept), median(row.sent)
+    seconds, bound, sent = median(row.seconds), result.bound(row.stage, row.gathered_once), median(row.sent)
     alone = row.stage is None
     return (
         row.name,
@@ -161,8 +229,25 @@ def table(result: Result, memory: dict[str, Memory]) -> Table:
 
 
 def markdown(result: Result, memory: dict[str, Memory]) -> str:
-    """For the documentation."""
+    """For a file."""
     lines = [HEADERS, ("---",) + ("---:",) * (len(HEADERS) - 1)]
     lines += [cells(result, row, memory.get(row.name)) for row in result.rows]
     body = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"**{title(result)}**\n\n{body}\n"
+
+
+def render(report: Report) -> str:
+    """The whole report in Markdown."""
+    parts = [", ".join(f"{name} {value}" for name, value in report.about.items())]
+    parts += [markdown(result, report.memory[result.world_size]) for result in report.results]
+    return "\n\n".join((*parts, *report.overhead))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, help="a file that run.py wrote, such as docs/bench.json")
+    print(render(read_report(parser.parse_args().data)))
+
+
+if __name__ == "__main__":
+    main()

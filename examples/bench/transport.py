@@ -1,11 +1,11 @@
-"""The transport for gloo beside torch's own collectives: time, and bytes on the wire.
+"""Compares the transport for gloo with torch's own collectives: time, and bytes on the wire.
 
     python examples/bench/transport.py                             loopback
     sudo .venv/bin/python examples/bench/transport.py --links loopback 1gbit --world-sizes 2 4
 
-Starts the ranks by itself, one thread each, and prints the tables of docs/performance.md. In each round every
-candidate runs once, in turn; a time is that of the slowest rank. *Bare* is an exchange of as many bytes between
-buffers that are there already, without any sum: what the link gives.
+Starts the ranks by itself, one thread each, and prints the tables of docs/performance.md. In each round every candidate
+runs once; a time is that of the slowest rank. *Bare* is an exchange of the same number of bytes between existing
+buffers, without any sum: the speed of the link.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from thunder_zero.comm import pairwise
 from thunder_zero.comm.native import Plain
 from thunder_zero.comm.pairwise import Exchange
 from thunder_zero.plan import Param
-from thunder_zero.runtime.shards import side_by_side
 
 KiB, MiB = 1 << 10, 1 << 20
 SECONDS = 600  # for one world on one link
@@ -63,7 +62,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank is told."""
+    """The arguments of one rank."""
 
     rank: int
     world_size: int
@@ -83,7 +82,7 @@ class Rank:
         self.job = job
         self.group = dist.group.WORLD
         self.peers = [rank for rank in range(job.world_size) if rank != job.rank]
-        self.counts_bytes = not job.interface.startswith("lo")  # everybody talks over the loopback interface
+        self.counts_bytes = not job.interface.startswith("lo")  # all ranks share the loopback interface
 
     def measure(self, candidates: dict[str, Run]) -> dict[str, dict[str, float]]:
         """Milliseconds (median and quartiles, of the slowest rank) and bytes sent (median, of the busiest)."""
@@ -108,7 +107,7 @@ class Rank:
         return bytes_sent(self.job.interface) if self.counts_bytes else 0
 
     def bare(self, nbytes: int) -> Run:
-        """Sends and receives ``nbytes`` in all, spread over the peers."""
+        """Sends and receives ``nbytes`` in total, spread over the peers."""
         out, into = ([torch.zeros(nbytes // len(self.peers), dtype=torch.uint8) for _ in self.peers] for _ in range(2))
 
         def run() -> None:
@@ -120,7 +119,7 @@ class Rank:
         return run
 
     def case(self, shapes: Sequence[Shape]) -> dict[str, Any]:
-        """All three collectives, by our transport and by torch's own, of tensors of these shapes."""
+        """All three collectives of tensors of these shapes, by our transport and by torch's."""
         world = self.job.world_size
         fulls = [torch.randn(shape) for shape in shapes]
         shards = [torch.randn(layout.shard_shape(shape, world, self.job.rank)) for shape in shapes]
@@ -136,10 +135,7 @@ class Rank:
         return {"floors": floors, "figures": self.measure(candidates)}
 
     def packing(self, message_bytes: int) -> dict[str, dict[str, float]]:
-        """A bucket of small tensors, each message to a peer of ``message_bytes``: apart, and packed into one.
-
-        *Side by side* are shards that lie in one memory, and so are one message without being copied.
-        """
+        """A bucket of small tensors, each message to a peer of ``message_bytes``: separate, and packed into one."""
         rows = message_bytes // 256
         shapes = [(rows * self.job.world_size, 64)] * PACKED_TENSORS  # float32: 256 bytes a row
         params = [_param(shape, sharded=True) for shape in shapes]
@@ -151,16 +147,14 @@ class Rank:
         candidates = {}
         for collective, inputs in tensors.items():
             run = _collective(transport, collective, inputs, params)
-            candidates[f"{collective} apart"] = _packing_below(NEVER, run)
+            candidates[f"{collective} separate"] = _packing_below(NEVER, run)
             candidates[f"{collective} packed"] = _packing_below(ALWAYS, run)
-        run = _collective(transport, "all_gather", side_by_side(tensors["all_gather"]), params)
-        candidates["all_gather side by side"] = _packing_below(ALWAYS, run)
         return self.measure(candidates)
 
 
 def _param(shape: Shape, sharded: bool) -> Param:
     dtype = torch.float32
-    return Param("w", (), shape, dtype, dtype, dtype, True, "", sharded, resident=False, kept=False)
+    return Param("w", (), shape, dtype, dtype, dtype, True, "", sharded, resident=False, gathered_once=False)
 
 
 def _collective(transport: Any, collective: str, tensors: Sequence[Tensor], params: Sequence[Param]) -> Run:
@@ -184,7 +178,7 @@ def _summary(seconds: Sequence[Sequence[float]], sent: Sequence[Sequence[int]]) 
 
 
 def rank_main(job: Job) -> None:
-    """Measure; rank 0 prints the figures as JSON."""
+    """Measure; rank 0 prints the results as JSON."""
     rank = Rank(job)
     figures = {
         "cases": {label: rank.case(shapes) for label, shapes in CASES.items()},
@@ -200,7 +194,7 @@ def rank_main(job: Job) -> None:
 
 
 def run_world(world_size: int, link: str, rounds: int) -> dict[str, Any]:
-    """What rank 0 prints; the ranks are ended when one of them fails or takes too long."""
+    """The results that rank 0 prints; ends all ranks if one fails or takes too long."""
     with tempfile.TemporaryDirectory() as folder, seats(world_size, link) as places:
         jobs = [Job(rank, world_size, place.interface, f"{folder}/store", rounds) for rank, place in enumerate(places)]
         ranks = [_start(job, place) for job, place in zip(jobs, places, strict=True)]
@@ -212,7 +206,7 @@ def run_world(world_size: int, link: str, rounds: int) -> dict[str, Any]:
                 process.kill()
                 process.wait()
     if failed:
-        raise SystemExit(f"transport: rank {failed[0]} of {world_size} on {link} failed; it says why above")
+        raise SystemExit(f"transport: rank {failed[0]} of {world_size} on {link} failed; see its error above")
     return json.loads(printed)
 
 
@@ -225,7 +219,7 @@ def _start(job: Job, seat: Seat) -> subprocess.Popen[str]:
 
 
 def case_table(label: str, by_world: dict[int, Any]) -> str:
-    """Times of one case; and MiB that a rank sent, beside the least possible, where the wire's bytes were counted."""
+    """Times of one case; if bytes on the wire were counted, also the MiB that a rank sent, and the minimum."""
     heads = ["W", "collective", "ours, ms", "torch, ms", "bare, ms"]
     rows, counted = [], False
     for world, figures in by_world.items():
@@ -239,9 +233,8 @@ def case_table(label: str, by_world: dict[int, Any]) -> str:
 
 
 def packing_table(by_world: dict[int, Any]) -> str:
-    """Times of a bucket of small tensors, apart and packed."""
-    ways = {"all_gather": ("apart", "packed", "side by side"), "reduce_scatter": ("apart", "packed")}
-    names = [f"{collective} {how}" for collective, hows in ways.items() for how in hows]
+    """Times of a bucket of small tensors, separate and packed."""
+    names = [f"{collective} {how}" for collective in ("all_gather", "reduce_scatter") for how in ("separate", "packed")]
     heads = ["W", "bytes to a peer", *(f"{name}, ms" for name in names)]
     rows = [
         [str(world), f"{PACKED_TENSORS} x {int(size) // KiB} KiB", *(_spread(figures[name]) for name in names)]
@@ -266,8 +259,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--links", nargs="+", default=[LOOPBACK], help="loopback, or rates such as 1gbit (as root)")
     parser.add_argument("--world-sizes", nargs="+", type=int, default=[2, 4], help="numbers of ranks, 2 or more")
-    parser.add_argument("--rounds", type=int, default=11, help="how often each is measured, 2 or more")
-    parser.add_argument("--job", help=argparse.SUPPRESS)  # what one rank is told
+    parser.add_argument("--rounds", type=int, default=11, help="measurements of each candidate, 2 or more")
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # the arguments of one rank
     options = parser.parse_args()
     if options.job:
         rank_main(Job(**json.loads(options.job)))
@@ -275,16 +268,16 @@ def main() -> None:
     if min(options.world_sizes) < 2 or options.rounds < 2:
         parser.error("give world sizes and rounds of 2 or more")
     if not can_limit() and options.links != [LOOPBACK]:
-        parser.error(f"{', '.join(options.links)}: a link of a set rate needs Linux, root, ip and tc")
+        parser.error(f"{', '.join(options.links)}: a link with a rate needs Linux, root, ip and tc")
     print(f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, ", end="")
     print(f"{os.cpu_count()} cores, one thread a rank; median of {options.rounds} rounds (quartiles)")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and namespaces go too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and namespaces are removed, too
     for link in options.links:
         by_world = {world: run_world(world, link, options.rounds) for world in options.world_sizes}
         for label in CASES:
             print(f"\n{link}, {label}\n\n{case_table(label, by_world)}")
         if link == LOOPBACK:
-            print(f"\n{link}, {PACKED_TENSORS} small tensors, apart and packed\n\n{packing_table(by_world)}")
+            print(f"\n{link}, {PACKED_TENSORS} small tensors, separate and packed\n\n{packing_table(by_world)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -171,15 +171,6 @@ def fresh(factory: Any, *args: Any) -> Any:
 def sharded(module: nn.Module, policy: tz.Policy | int, **options: Any) -> Any:
     """A jitted copy of the module, under a policy or a stage."""
     return thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(policy)], **options)
-
-
-def raised(call: Callable[[], Any]) -> str:
-    """What a call raises, ``"ValueError: its sentence"``, or "nothing"."""
-    try:
-        call()
-    except (RuntimeError, TypeError, ValueError) as failure:
-        return f"{type(failure).__name__}: {failure}"
-    return "nothing"
 
 
 def whole(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -> Tensor:

@@ -2,8 +2,12 @@
 
 A test calls one of two things; both return what ``fn(rank, world_size, *args)`` returned on each rank::
 
-    run_ranks(2, fn, *args)             processes of its own, made and ended for this call (some seconds)
+    run_ranks(2, fn, *args)             fresh interpreters, made and ended for this call (some seconds)
     ranks_pool.run(2, fn, *args)        the fixture: processes that stay, a fresh group for each call (some 10 ms)
+
+The pool's processes are forked from a server that has imported Thunder (``tests/harness/preloaded.py``), and so hash
+strings alike. Fresh interpreters each hash them in their own way, as the ranks of a user's job do: with ``--slow`` the
+pool's are fresh, too.
 
 ``fn`` stands at the top of a module, since it reaches the ranks by its name; what goes in and comes out is
 pickled (tensors too). The ranks do not rewrite asserts as pytest does: return values and assert on them in the
@@ -26,11 +30,12 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -38,9 +43,14 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 START_SECONDS = 120.0  # to start Python and import torch and Thunder, on a busy machine
 STACK_SIGNAL = signal.SIGUSR1  # a rank writes down where it stands
@@ -50,12 +60,14 @@ GRACE_SECONDS = 2.0  # after the first failure: the others may still say why the
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 ONE_RANK = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}  # one thread, and gloo on the loopback interface
+ROOT = str(Path(__file__).parents[2])
+PRELOADED = "tests.harness.preloaded"
+CAN_FORK = Path("/proc/self/task").exists()  # where the server's threads can be counted
 
 
 def example_environment() -> dict[str, str]:
     """What an example is run in: as a rank here, without a GPU, with this checkout of the package."""
-    root = str(Path(__file__).parents[2])
-    return {**os.environ, **ONE_RANK, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": root}
+    return {**os.environ, **ONE_RANK, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT}
 
 
 class RanksTimeout(TimeoutError):
@@ -70,14 +82,17 @@ class RanksPool:
     """Worker processes that stay from call to call, started when a call first needs them.
 
     Args:
-        imports: modules that a worker imports when it starts; it takes some seconds with ``thunder_zero``.
+        imports: modules that a worker imports when it starts.
+        fresh: each worker is a fresh interpreter, which takes some seconds to import ``thunder_zero``; else it is
+            forked from the server that has.
 
     Attributes:
         pids: process ids of the workers that are there now, by rank.
     """
 
-    def __init__(self, imports: Sequence[str] = ("thunder_zero",)) -> None:
+    def __init__(self, imports: Sequence[str] = ("thunder_zero",), *, fresh: bool = False) -> None:
         self._imports = imports
+        self._forks = CAN_FORK and not fresh
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._calls = 0
@@ -144,11 +159,14 @@ class RanksPool:
         self.close()
 
     def _start(self, world_size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context: SpawnContext | ForkServerContext = multiprocessing.get_context("spawn")
+        if self._forks:
+            start_server()
+            context = multiprocessing.get_context("forkserver")
         fresh = range(len(self._workers), world_size)
         for rank in fresh:
             ours, theirs = context.Pipe()
-            args = (theirs, self._stack_file(rank), self._imports)
+            args = (theirs, self._stack_file(rank), self._imports, self._forks)
             process = context.Process(target=_worker, args=args, name=f"rank{rank}", daemon=True)
             process.start()
             theirs.close()
@@ -197,21 +215,27 @@ class RanksPool:
     def _ready(self, ranks: Iterable[int], seconds: float) -> list[int]:
         """The ranks that have replied or died; none when ``seconds`` have passed."""
         of = {thing: rank for rank in ranks for thing in (self._workers[rank][1], self._workers[rank][0].sentinel)}
-        return sorted({of[thing] for thing in connection.wait(of, max(seconds, 0.0))})  # type: ignore[index]
+        return sorted({of[thing] for thing in connection.wait(of, max(seconds, 0.0))})
 
     def _reply(self, rank: int) -> Any:
         process, conn = self._workers[rank]
         try:
-            kind, value, *text = pickle.loads(conn.recv_bytes())
+            reply = conn.recv_bytes()
         except (EOFError, ConnectionError):
             process.join()
             died = RankDied(f"the process of rank {rank} ended with exit code {process.exitcode}")
             died.add_note(f"on rank {rank}: {died}")
             raise died from None
-        if kind == "error":
-            value.add_note(f"on rank {rank}:\n{text[0]}")
-            raise value
-        return value
+        return _value_of(reply, f"on rank {rank}")
+
+
+def everyone() -> ProcessGroup:
+    """The process group of a call, on a rank."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def run_ranks(
@@ -221,19 +245,65 @@ def run_ranks(
     timeout: float = 60.0,
     backend: str = "gloo",
 ) -> list[Any]:
-    """As :meth:`RanksPool.run`, in processes that are made for this call and gone after it."""
-    with RanksPool() as pool:
+    """As :meth:`RanksPool.run`, in fresh interpreters that are made for this call and gone after it."""
+    with RanksPool(fresh=True) as pool:
         return pool.run(world_size, fn, *args, timeout=timeout, backend=backend)
 
 
-def _worker(conn: Connection, stack_file: Path, imports: Sequence[str]) -> None:
+def call_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
+    """What ``fn(*args)`` returns in a process of its own, without threads or a group, so that it may fork.
+
+    Raises:
+        RanksTimeout: it had not finished in time.
+        RankDied: the process ended without a word.
+        Exception: what ``fn`` raised, with its traceback as a note.
+    """
+    start_server()
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_alone, args=(theirs, fn, args), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout):
+            raise RanksTimeout(f"{fn.__name__} had not finished after {timeout:g} s; its process was killed")
+        return _value_of(ours.recv_bytes(), "in the process of its own")
+    except EOFError:
+        raise RankDied(f"the process of {fn.__name__} ended without a word") from None
+    finally:
+        process.kill()
+        process.join()
+
+
+def start_server() -> None:
+    """Start the process that workers are forked from, if it is not running; it ends with this one."""
+    multiprocessing.forkserver.set_forkserver_preload([PRELOADED])
+    path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.dict(os.environ, ONE_RANK, PYTHONPATH=path):
+        multiprocessing.forkserver.ensure_running()
+
+
+def check_server() -> None:
+    """In a process that was forked from the server.
+
+    Raises:
+        RuntimeError: the server failed to import what it should, or has threads.
+    """
+    preloaded = sys.modules.get(PRELOADED)
+    if preloaded is None:
+        raise RuntimeError(f"the fork server has not imported {PRELOADED}; import it in a fresh Python to see why")
+    if preloaded.THREADS != 1:
+        raise RuntimeError(f"the fork server has {preloaded.THREADS} threads; {PRELOADED} may import nothing with one")
+
+
+def _worker(conn: Connection, stack_file: Path, imports: Sequence[str], is_forked: bool) -> None:
     """Body of a worker process: serves one call after the other until its parent is gone."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     stack = stack_file.open("w")
     faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to pytest, which ends the workers
     os.environ.update(ONE_RANK, TORCHINDUCTOR_COMPILE_THREADS="1")
-    conn.send_bytes(_reply_of(_warm_up, imports))
+    conn.send_bytes(_reply_of(_warm_up, imports, is_forked))
     while True:
         try:
             job = conn.recv()
@@ -251,9 +321,11 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _warm_up(imports: Sequence[str]) -> None:
+def _warm_up(imports: Sequence[str], is_forked: bool) -> None:
     import torch
 
+    if is_forked:
+        check_server()
     torch.set_num_threads(1)
     for name in imports:
         importlib.import_module(name)
@@ -278,6 +350,22 @@ def _leave_group() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.freeze()  # what a call leaves, caches mostly, would make each later collection longer
+
+
+def _alone(conn: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(ONE_RANK)
+    check_server()
+    conn.send_bytes(_reply_of(fn, *args))
+
+
+def _value_of(reply: bytes, where: str) -> Any:
+    """What a reply says; raises if it is an error."""
+    kind, value, *text = pickle.loads(reply)
+    if kind == "error":
+        value.add_note(f"{where}:\n{text[0]}")
+        raise value
+    return value
 
 
 def _reply_of(fn: Callable[..., Any], *args: Any) -> bytes:

@@ -1,7 +1,8 @@
-"""The pure parts of examples/bench: bytes, bounds, tables, options. Nothing here measures time."""
+"""The pure parts of examples/bench: bytes, bounds, data files, tables, options. Nothing here measures time."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +25,14 @@ from examples.bench.report import (
     different_losses,
     markdown,
     rate_of,
+    read_report,
+    render,
     table,
     title,
+    to_json,
 )
 
+DATA = Path(__file__).parents[2] / "docs/bench.json"
 TINY = Size(blocks=2, width=8, heads=2, vocabulary=32, sequences=1, tokens=4)
 ROWS = (
     Row("eager", ALONE, None, (0.5, 0.4, 0.6), (0.0,)),
@@ -96,6 +101,27 @@ def test_tables_have_a_line_for_each_contestant() -> None:
     assert len({line.count("|") for line in lines[2:]}) == 1
 
 
+def test_what_a_run_saves_is_read_back(tmp_path: Path) -> None:
+    memory = {2: {"zero3": Memory(1 << 20, 2 << 20)}}
+    run.save(run.Found([RESULT], memory), {"date": "today"}, tmp_path)
+    report = read_report(tmp_path / "bench.json")
+    assert (report.about, report.results, report.memory, report.overhead) == ({"date": "today"}, (RESULT,), memory, ())
+    assert render(report) == "date today\n\n" + markdown(RESULT, memory[2])
+
+
+def test_the_data_file_has_the_figures_that_the_documents_quote() -> None:
+    tables = render(read_report(DATA))
+    assert tables.count("| zero3+tc |") == tables.count("**W = 2, ") == 4
+    assert "**W = 2, 1gbit/s: bare exchange 0.952 Gbit/s, compute alone 0.439 s**" in tables
+    assert "| zero2+tc | 0.860 | 0.851 - 0.886 | 0.779 | 1.10 | 92.9 | 1.002 | 189 |" in tables
+    assert "| fsdp2-keep-fair | 1.666 | 1.587 - 1.758 | 0.779 | 2.14 | 139.3 | 1.503 | 199 |" in tables
+
+
+@pytest.mark.parametrize("value", [{}, [], {"a": []}, {"a": [1, {"b": (2, 3)}], "c": {1: {"d": None}}}, [[{"a": 1}]]])
+def test_data_files_are_json(value: object) -> None:
+    assert json.loads(to_json(value)) == json.loads(json.dumps(value))
+
+
 def test_best_by_group() -> None:
     best = best_by_group(ROWS)
     assert {group: row.name for group, row in best.items()} == {
@@ -121,13 +147,13 @@ def test_a_contestant_that_trains_something_else_is_found() -> None:
     there = [contestants()[name] for name in ("eager", "ddp", "zero3")]
     losses = {"eager": [[9.0], [8.0]], "ddp": [[2.0], [3.0]], "zero3": [[2.0], [3.0]]}
     run.refuse_different(there, losses)  # computing alone is another training
-    with pytest.raises(RuntimeError, match=r"on rank 1 the losses of \['zero3'\] are not those of ddp"):
+    with pytest.raises(RuntimeError, match=r"on rank 1 the losses of \['zero3'\] differ from those of ddp"):
         run.refuse_different(there, losses | {"zero3": [[2.0], [3.5]]})
 
 
 def test_memory_events_in_their_own_order() -> None:
     changes = [(3, -8), (1, 4), (2, 8), (4, 2)]  # 4, 12, 4, 6
-    events = [{"name": "[memory]", "args": {"Ev Idx": at, "Bytes": by}} for at, by in changes]
+    events: list[dict[str, object]] = [{"name": "[memory]", "args": {"Ev Idx": at, "Bytes": by}} for at, by in changes]
     assert sums_of([*events, {"name": "aten::add", "args": {}}]) == (6, 12)
     assert sums_of([]) == (0, 0)
 

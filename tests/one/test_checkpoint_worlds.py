@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.models import Small, fresh, whole
+from tests.harness.tiers import of_tier
 from thunder_zero.checkpoint import dcp_write, folder, manifest
 from thunder_zero.checkpoint.collect import model_items, optimizer_items
 from thunder_zero.checkpoint.dcp_read import read_items, read_metadata
@@ -34,7 +35,7 @@ from thunder_zero.checkpoint.read import read_checkpoint
 from thunder_zero.checkpoint.write import finish_checkpoint
 from thunder_zero.plan import make_plan
 from thunder_zero.rows import own_rows
-from thunder_zero.runtime.optimizer_hooks import load_exactly
+from thunder_zero.runtime.optimizers import load_exactly
 from thunder_zero.state_dict.contents import ModelContents, split_rank_prefix
 
 WORLDS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)
@@ -143,8 +144,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tens
     return root, plain.state_dict()
 
 
-@pytest.mark.parametrize("to_world", WORLDS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("world", "to_world"), of_tier([(1, 3), (3, 1), (3, 3), (2, 4)], list(product(WORLDS, WORLDS)))
+)
 def test_the_next_steps_equal_an_uninterrupted_run(runs: Any, world: int, to_world: int) -> None:
     """For each pair of stages, too."""
     root, right = runs
@@ -176,7 +178,8 @@ def test_no_padding_and_no_copy_is_written(runs: Any) -> None:
         for name, value in right.items():
             found = stored[f"model.{name}"]
             assert tuple(found.size) == tuple(value.shape)
-            assert sum(chunk.sizes.numel() for chunk in found.chunks) == value.numel(), (world, stage, name)
+            written = [int(chunk.sizes.numel()) for chunk in found.chunks]
+            assert sum(written) == value.numel(), (world, stage, name)
         places = {index: place for index, place in metadata.storage_data.items() if index.offset is not None}
         for index, place in places.items():
             if index.fqn == "model.head.weight":

@@ -73,7 +73,7 @@ def test_the_features_run(alone: None, tmp_path: Path) -> None:
         with torch.device("meta"):
             meta = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         thunder.jit(meta, transforms=[names[source]])(torch.ones(3, 4))
-    assert (names["apart"].ignored, names["small"].replicate_below_bytes) == (("router",), 4096)
+    assert (names["local"].ignored, names["small"].replicate_below_bytes) == (("router",), 4096)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs Lightning")

@@ -108,7 +108,7 @@ def test_all_ways_in_take_a_module_on_the_meta_device(with_weights: bool) -> Non
         torch.manual_seed(0)
         with torch.device("meta"):
             meta = Net()
-        model = make(meta)
+        model = make(meta)  # type: ignore[no-untyped-call]
         assert torch.equal(model(X), module(X))
         values = tz.full_state_dict(model)
         assert [name for name, value in module.state_dict().items() if not torch.equal(value, values[name])] == []
@@ -224,7 +224,7 @@ def unit_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in the plan, and travels; what it trains to: tests/ranks/test_apart.py."""
+    """What is in the plan, and travels; what it trains to: tests/ranks/test_excluded_parameters.py."""
     result = traced(replace(tz.ZERO2, ignored=("layers.1", "layers.2.bias")))
     planned = {param.path for param in result.plan.params}
     assert planned == {"layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.3.bias"}

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "thunder_zero"
+TESTS = Path(__file__).parents[1]
+PACKAGE = TESTS.parent / "thunder_zero"
 
 
 class May(IntEnum):
@@ -71,13 +72,14 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("placement.py",  IMPORT, NOT,     IMPORT,  rooms("runtime")),
     Room("traces.py",     NOT,    NOT,     IMPORT,  rooms("plan schedule trace")),
     Room("module.py",     IMPORT, NOT,     IMPORT,  rooms("runtime traces")),
-    Room("transform.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("schedule trace comm runtime state_dict arguments refusals "
-                                                                  "placement traces module")),
+    Room("transform.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("schedule trace comm runtime state_dict arguments "
+                                                                 "refusals placement traces module")),
     Room("plugin.py",     NOT,    NOT,     IMPORT,  rooms("policy arguments refusals transform")),
     Room("dry_run.py",    IMPORT, NOT,     IMPORT,  DATA | rooms("trace runtime traces transform")),
     Room("measure.py",    NOT,    NOT,     IMPORT,  DATA | rooms("schedule comm runtime module")),
     Room("show.py",       NOT,    NOT,     IMPORT,  rooms("report module traces")),
-    Room("lightning.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict arguments module transform plugin")),
+    Room("lightning.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict arguments module "
+                                                                 "transform plugin")),
     Room("cli.py",        NOT,    NOT,     NOT,     rooms("checkpoint convert")),
     Room("__init__.py",   NOT,    NOT,     NOT,     ALL),
 )
@@ -224,3 +226,76 @@ def test_a_circle_is_found() -> None:
     }
     assert circle(modules_read(files)) == ["p.a", "p.b", "p.c"]
     assert circle(modules_read({**files, "p.c": ""})) == []
+
+
+def too_long(source: str) -> list[str]:
+    """Functions above 50 lines and classes above 200; docstrings do not count."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            last = max(statement.end_lineno or 0 for statement in node.body)
+            lines = last - (body[0].lineno if body else last) + 1
+            if lines > (200 if isinstance(node, ast.ClassDef) else 50):
+                found.append(f"{node.name}: {lines} lines")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")))
+def test_a_function_fits_a_screen(path: str) -> None:
+    assert too_long((PACKAGE / path).read_text()) == []
+
+
+def test_a_long_function_is_found() -> None:
+    long = "def f():\n" + "    x = 1\n" * 51
+    assert too_long(long) == ["f: 51 lines"]
+    assert too_long("def f():\n" + "    x = 1\n" * 50) == []
+    assert too_long("class A:\n" + "    x = 1\n" * 201) == ["A: 201 lines"]
+
+
+# The tests
+
+
+def faults_of_test(path: str, source: str) -> list[str]:
+    """What a module of the tests imports and may not: another room's tests; Thunder, if the tests are pure."""
+    out = []
+    for name, _ in sorted(imports_of(source)):
+        top, *rest = name.split(".")
+        other_tests = top == "tests" and rest[:1] != ["harness"]
+        if other_tests or (path.startswith("tests/pure/") and brings_thunder(name)):
+            out.append(f"{path} imports {name}")
+    return out
+
+
+def brings_thunder(name: str) -> bool:
+    """By the table: ``thunder_zero`` itself does in any case, and is not meant."""
+    top, *rest = name.split(".")
+    if top == "thunder_zero":
+        room = room_of("/".join([*rest[:1], "*"])) or room_of(f"{rest[0]}.py") if rest else None
+        return room is None or room.thunder is not NOT
+    if name.startswith("tests.harness."):
+        source = (TESTS / "harness" / f"{rest[1]}.py").read_text()
+        return any(brings_thunder(inner) for inner, _ in imports_of(source))
+    return top == "thunder"
+
+
+@pytest.mark.parametrize("path", sorted(str(file.relative_to(TESTS.parent)) for file in TESTS.rglob("*.py")))
+def test_a_test_imports_only_the_harness_and_a_pure_one_no_thunder(path: str) -> None:
+    assert faults_of_test(path, (TESTS.parent / path).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "imported"),
+    [
+        ("tests/one/test_a.py", "from tests.one.test_b import x", "tests.one.test_b.x"),
+        ("tests/harness/a.py", "import tests.ranks.test_b", "tests.ranks.test_b"),
+        ("tests/pure/test_a.py", "import thunder", "thunder"),
+        ("tests/pure/test_a.py", "import thunder_zero as tz", "thunder_zero"),
+        ("tests/pure/test_a.py", "from thunder_zero import transform", "thunder_zero.transform"),
+        ("tests/pure/test_a.py", "from thunder_zero.trace import lift", "thunder_zero.trace.lift"),
+        ("tests/pure/test_a.py", "from thunder_zero import ZERO3", "thunder_zero.ZERO3"),
+        ("tests/pure/test_a.py", "from tests.harness.models import Mlp", "tests.harness.models.Mlp"),
+    ],
+)
+def test_a_forbidden_import_of_a_test_is_found(path: str, source: str, imported: str) -> None:
+    assert faults_of_test(path, source) == [f"{path} imports {imported}"]

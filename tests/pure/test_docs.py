@@ -1,11 +1,13 @@
-"""What the documents name is there, and what is there is named."""
+"""The documents name existing files and names, and leave none out."""
 
 from __future__ import annotations
 
 import ast
 import re
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
@@ -15,7 +17,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "thunder_zero"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
-QUESTIONS = ARCHITECTURE.partition("## Where each question is answered")[2].partition("\n## ")[0]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+RENAMED = re.findall(r"^\| `(\S+)` \| `(\S+)` \|$", CHANGELOG, re.MULTILINE)
+LISTING = run_path(str(ROOT / "docs/listing.py"))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -25,16 +29,33 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_files_are_there(document: Path) -> None:
+def test_named_files_exist(document: Path) -> None:
     names = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|md|toml|sh))`", document.read_text())
-    places = (ROOT, PACKAGE, document.parent, PACKAGE / "report")
+    places = (ROOT, PACKAGE, document.parent, PACKAGE / "report", ROOT / "tests")
     assert [name for name in names if not any((place / name).exists() for place in places)] == []
 
 
-@pytest.mark.parametrize("room", ["", "schedule", "trace", "comm", "runtime", "state_dict", "checkpoint", "convert"])
-def test_every_file_answers_a_question(room: str) -> None:
-    files = {path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / room).glob("*.py")}
-    assert {name for name in files if not name.endswith("__init__.py") and f"`{name}`" not in QUESTIONS} == set()
+def test_the_listing_is_the_first_lines_of_the_modules() -> None:
+    assert LISTING["listing"]() in ARCHITECTURE, "run python docs/listing.py"
+    assert {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"} - {"py.typed"} == set(
+        LISTING["ORDER"]
+    )
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    lines = LISTING["listing"]().splitlines()
+    assert [line for line in lines if len(line.split(maxsplit=1)) < 2 or len(line) > 120] == []
+
+
+def test_every_room_has_tests() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| room | tests |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = {
+        room: re.findall(r"`([^`]+)`", tests) for room, tests in re.findall(r"^\| `(.+?)` \| (.+) \|$", table, re.M)
+    }
+    rooms = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert rows.keys() == rooms - {"__pycache__/"}
+    assert all(rows.values())
+    assert [file for files in rows.values() for file in files if not (ROOT / "tests" / file).is_file()] == []
 
 
 def test_the_changelog_names_what_is_exported() -> None:
@@ -43,10 +64,40 @@ def test_the_changelog_names_what_is_exported() -> None:
         for node in ast.parse((PACKAGE / "__init__.py").read_text()).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
-    told = set(re.findall(r"`(\w+)`", (ROOT / "CHANGELOG.md").read_text()))
-    assert set(names) - told == set()
-    assert told - set(names) <= {field.name for field in fields(Policy)}
+    named = set(re.findall(r"`(\w+)`", CHANGELOG)) - {"thunder_zero"}
+    assert set(names) - named == set()
+    assert named - set(names) <= {field.name for field in fields(Policy)}
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED)
+def test_only_the_new_name_exists(old: str, new: str) -> None:
+    assert (exists(old), exists(new)) == (False, True)
+
+
+def exists(name: str) -> bool:
+    """Whether the package has a module ``thunder_zero.x``, a field ``Class.x`` or an argument ``function(x=)``."""
+    if name.startswith("thunder_zero."):
+        path = ROOT / name.replace(".", "/")
+        return path.is_dir() or path.with_suffix(".py").exists()
+    owner, inner = re.fullmatch(r"(\w+)[.(](\w+)=?\)?", name).groups()
+    named = [node for node in definitions() if node.name == owner]
+    assert named, owner
+    return any(inner in members(node) for node in named)
+
+
+@cache
+def definitions() -> list[ast.ClassDef | ast.FunctionDef]:
+    trees = (ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py"))
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+
+
+def members(node: ast.ClassDef | ast.FunctionDef) -> set[str]:
+    """The fields and methods of a class, or the arguments of a function."""
+    if isinstance(node, ast.FunctionDef):
+        return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+    methods = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return methods | {ast.unparse(inner.target) for inner in node.body if isinstance(inner, ast.AnnAssign)}
 
 
 def test_the_architecture_is_short() -> None:
-    assert len(ARCHITECTURE.splitlines()) < 150
+    assert len(ARCHITECTURE.replace(LISTING["listing"](), "").splitlines()) < 150

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.harness.small_timelines import ALONE, lines, model
 from tests.harness.timelines import Terms, in_flight_bytes, interpret, timelines, with_rank
-from tests.pure.test_passes import ALONE, lines, model
 from thunder_zero.policy import MiB, Policy
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.prefetch import ended_in_time, prefetch
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.timeline import Kind, Timeline
-from thunder_zero.schedule.verify import ScheduleError, check
+from thunder_zero.schedule.verify import ScheduleError, check_pass, check_schedule
 from thunder_zero.times import Times
 
 NAMES = ("a.w", "b.w", "c.w", "d.w")
@@ -32,9 +32,9 @@ def times(seconds: dict[str, float], bytes_per_second: float = BYTES) -> Times:
     return Times(seconds, {}, bytes_per_second)
 
 
-def scheduled(times: Times, *, in_flight: int = MiB, prefetch: int = 2, **fields: dict[str, object]) -> list[str]:
+def scheduled(times: Times, *, in_flight: int = MiB, buckets: int = 2, **fields: dict[str, object]) -> list[str]:
     """Forward of four units, as words."""
-    policy = replace(ALONE, in_flight_bytes=in_flight, prefetch=prefetch, times=times)
+    policy = replace(ALONE, in_flight_bytes=in_flight, prefetch=buckets, times=times)
     return lines(prefetch(model(policy, *NAMES, training=False, **fields)))
 
 
@@ -85,11 +85,11 @@ TWO_AT_ONCE = [
 ]
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 9])
-def test_with_plenty_of_compute_each_starts_one_wait_ahead(prefetch: int) -> None:
-    """Whatever ``prefetch`` says."""
-    assert scheduled(times(SECONDS), prefetch=prefetch) == RIGHT_BEFORE
-    assert scheduled(times(SECONDS, math.inf), prefetch=prefetch) == RIGHT_BEFORE
+@pytest.mark.parametrize("buckets", [0, 1, 9])
+def test_with_plenty_of_compute_each_starts_one_wait_ahead(buckets: int) -> None:
+    """Whatever ``policy.prefetch`` says."""
+    assert scheduled(times(SECONDS), buckets=buckets) == RIGHT_BEFORE
+    assert scheduled(times(SECONDS, math.inf), buckets=buckets) == RIGHT_BEFORE
 
 
 def test_one_that_takes_longer_than_the_compute_before_it_starts_a_wait_earlier() -> None:
@@ -237,7 +237,7 @@ def bucketed(timeline: Timeline) -> Timeline:
 def test_the_schedule_is_right(timeline: Timeline) -> None:
     """``run`` checks after each pass."""
     after = run(timeline)
-    check(after, reference=timeline)
+    check_schedule(after, timeline)
     terms: Terms = {}
     assert interpret(after, terms) == interpret(timeline, terms)
 
@@ -271,11 +271,12 @@ def test_each_starts_at_the_latest_wait_that_suffices(pairs: list[tuple[int, int
 
 
 def test_the_limit_of_buckets_under_way_is_checked_without_times_only() -> None:
-    timeline = prefetch(model(replace(ALONE, in_flight_bytes=MiB, times=times({})), *NAMES, training=False))
-    check(timeline, complete=False)
+    lifted = model(replace(ALONE, in_flight_bytes=MiB, times=times({})), *NAMES, training=False)
+    timeline = prefetch(lifted)
+    check_pass(timeline, lifted)
     plan = replace(timeline.plan, policy=replace(timeline.plan.policy, times=None))
     with pytest.raises(ScheduleError, match="prefetch is 2"):
-        check(replace(timeline, plan=plan), complete=False)
+        check_pass(replace(timeline, plan=plan), lifted)
 
 
 # The data

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import thunder_zero as tz
+from tests.harness.checkpoints import adamw, same, state_of, stepped
+from tests.harness.errors import raised
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
-from tests.ranks.test_checkpoints import adamw, refusal, same, state_of, stepped
 from thunder_zero.checkpoint import folder, read
 from thunder_zero.checkpoint.dcp_write import write_items
 from thunder_zero.checkpoint.extras import extra_items
@@ -33,7 +34,7 @@ class Momentum(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"scale": 0.1})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in (param for group in self.param_groups for param in group["params"]):
             state = self.state[param]
             state["sum"] = state.get("sum", 0) + param.grad.float() / 3
@@ -46,7 +47,7 @@ class Picky(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.scale, self.refused = nn.Linear(3, 3), torch.ones(2), -1.0
-        self._register_state_dict_hook(add_version)
+        self._register_state_dict_hook(add_version)  # type: ignore[no-untyped-call]
 
     def get_extra_state(self) -> Tensor:
         return self.scale
@@ -93,7 +94,7 @@ def float32_states(rank: int, world_size: int, root: Path) -> Found:
     tz.save(root / "float32", model, optimizer, extra={"stubborn": Stubborn()})
     stepped(model, optimizer)
     now = state_of(model, optimizer)
-    told = refusal(lambda: tz.load(root / "float32", model, optimizer, extra={"stubborn": Stubborn()}))
+    told = raised(lambda: tz.load(root / "float32", model, optimizer, extra={"stubborn": Stubborn()}))
     refused = same(state_of(model, optimizer), now)
     tz.load(root / "float32", model, optimizer)
     return {
@@ -122,7 +123,7 @@ def several_optimizers(rank: int, world_size: int, root: Path) -> Found:
         "second": same(state_of(other, its_second), state_of(model, second)),
         "rates": [optimizer.param_groups[0]["lr"] for optimizer in (its_first, its_second)],
         "not saved": [its_first.param_groups[0]["name"], its_second.param_groups[0]["initial_lr"]],
-        "in another order": refusal(lambda: tz.load(root / "several", other, [its_second, its_first])),
+        "in another order": raised(lambda: tz.load(root / "several", other, [its_second, its_first])),
     }
 
 
@@ -137,7 +138,7 @@ def own_state(rank: int, world_size: int, root: Path) -> Found:
         model.get_parameter("layer.weight").add_(1)
     before = weights(model)
     model._model.refused = 4.0 if rank == 1 else -1.0
-    told = refusal(lambda: tz.load(root / "state", model))
+    told = raised(lambda: tz.load(root / "state", model))
     changed = same(weights(model), before)
     model._model.refused = -1.0
     tz.load(root / "state", model)
@@ -151,8 +152,8 @@ def ties(rank: int, world_size: int, root: Path) -> Found:
         apart.get_parameter("head.weight").copy_(apart.get_parameter("embed.weight"))
     tz.save(root / "equal", apart)
     tied = sharded(fresh(Tied, True), 3)
-    told = refusal(lambda: tz.load(root / "apart", tied))
-    return {"told": told, "equal": refusal(lambda: tz.load(root / "equal", tied))}
+    told = raised(lambda: tz.load(root / "apart", tied))
+    return {"told": told, "equal": raised(lambda: tz.load(root / "equal", tied))}
 
 
 def factored(rank: int, world_size: int, root: Path) -> Found:
@@ -167,7 +168,7 @@ def factored(rank: int, world_size: int, root: Path) -> Found:
     other = sharded(fresh(Mlp), 3)
     return {
         "as saved": same(state_of(again, its_optimizer), state_of(model, optimizer)),
-        "sharded": refusal(lambda: tz.load(root / "factored", other, torch.optim.Adafactor(other.parameters()))),
+        "sharded": raised(lambda: tz.load(root / "factored", other, torch.optim.Adafactor(other.parameters()))),
     }
 
 
@@ -189,7 +190,7 @@ def wrapped(rank: int, world_size: int, root: Path) -> Found:
         "names": list(full) == list(fresh(Mlp).state_dict()),
         "loaded": same(tz.full_state_dict(plain), full),
         "optimizer": [its_optimizer.param_groups[0]["lr"], len(its_optimizer.state)],
-        "back": refusal(lambda: tz.load(root / "wrapped", model, optimizer)),
+        "back": raised(lambda: tz.load(root / "wrapped", model, optimizer)),
     }
 
 
@@ -201,7 +202,7 @@ def moving(rank: int, world_size: int, root: Path) -> Found:
             for param in model.parameters():
                 param.fill_(step)
         tz.save(root / f"step-{step}", model)
-    read_model = read.read_model
+    read_model = read.read_model  # type: ignore[attr-defined]
     with mock.patch.object(folder, "locate", return_value=root / f"step-{1 + rank}"):
         tz.load(root / "latest", model)
     loaded = {float(value) for tensor in tz.full_state_dict(model).values() for value in tensor.flatten()}
@@ -214,7 +215,7 @@ def moving(rank: int, world_size: int, root: Path) -> Found:
         return read_model(where, *args)
 
     with mock.patch.object(read, "read_model", slow):
-        told = refusal(lambda: tz.load(root / "step-2", model))
+        told = raised(lambda: tz.load(root / "step-2", model))
     left = {float(value) for tensor in tz.full_state_dict(model).values() for value in tensor.flatten()}
     return {"loaded": loaded, "told": told, "left": left}
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.models import Small, fresh, raised, sharded
+from tests.harness.errors import raised
+from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero import cli
 from thunder_zero.convert.open_checkpoint import OpenCheckpoint
@@ -47,7 +48,7 @@ class Odd(nn.Module):
 class Counting(torch.optim.SGD):
     """Counts its steps in Python."""
 
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         super().step(closure)
         for param in self.state:
             self.state[param]["step"] = self.state[param].get("step", 0) + 1
@@ -236,9 +237,9 @@ def test_the_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
     for file in (".metadata", "manifest.json"):
         shutil.copy(path / file, tmp_path / "cut")
     assert cli.main(["inspect", str(tmp_path / "cut")]) == 1
-    printed = capsys.readouterr()
-    assert f"cut: saved by 3 ranks; {states} tensors of an optimizer; 4 files" in printed.out
-    assert ".distcp is missing" in printed.err
+    last = capsys.readouterr()
+    assert f"cut: saved by 3 ranks; {states} tensors of an optimizer; 4 files" in last.out
+    assert ".distcp is missing" in last.err
 
 
 def test_what_is_refused(run: Any, tmp_path: Path) -> None:

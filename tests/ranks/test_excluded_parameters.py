@@ -12,9 +12,10 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.models import count_sends, error, fresh, sharded
 from tests.harness.ranks import RanksPool
+from tests.harness.tiers import of_tier
 from thunder_zero.schedule.timeline import Kind
 
-STAGES, STEPS, ROWS = (0, 1, 2, 3), 3, 6
+STAGES, STEPS, ROWS = of_tier((1, 3), (0, 1, 2, 3)), 3, 6
 
 
 class Lora(nn.Module):
@@ -83,7 +84,7 @@ def run(rank: int, world_size: int) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", of_tier([3], [1, 3]))
 def test_what_is_apart_is_left_alone(ranks_pool: RanksPool, world_size: int) -> None:
     for rank, results in enumerate(ranks_pool.run(world_size, run)):
         for stage, found in zip(STAGES, results, strict=True):

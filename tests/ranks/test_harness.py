@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.ranks import RankDied, RanksPool, RanksTimeout, run_ranks
+from tests.harness.ranks import CAN_FORK, PRELOADED, RankDied, RanksPool, RanksTimeout, check_server, run_ranks
 
 
 @pytest.fixture(scope="module")
 def ranks_pool() -> Iterator[RanksPool]:
-    """A pool for these tests alone, which often kill it; its ranks import torch only, and so are soon there again."""
-    with RanksPool(imports=()) as pool:
+    """A pool for these tests alone, which often kill it."""
+    with RanksPool() as pool:
         yield pool
 
 
@@ -30,8 +31,12 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def describe(rank: int, world_size: int, text: str) -> tuple[int, int, str, int, bool, int]:
-    return rank, dist.get_world_size(), text, torch.get_num_threads(), "thunder_zero" in sys.modules, os.getpid()
+Described = tuple[int, int, str, int, bool, int, int]
+
+
+def describe(rank: int, world_size: int, text: str) -> Described:
+    imported = "thunder_zero" in sys.modules
+    return rank, dist.get_world_size(), text, torch.get_num_threads(), imported, os.getpid(), hash(text)
 
 
 def total(rank: int, world_size: int) -> torch.Tensor:
@@ -80,12 +85,54 @@ def leave_group(rank: int, world_size: int) -> None:
     dist.destroy_process_group()
 
 
-def test_results_come_by_rank() -> None:
-    results = run_ranks(3, describe, "hello")
-    assert [result[:5] for result in results] == [(rank, 3, "hello", 1, True) for rank in range(3)]
-    pids = [result[5] for result in results]
-    assert len({*pids, os.getpid()}) == 4
-    assert not any(map(is_alive, pids))
+def test_results_come_by_rank_from_fresh_interpreters() -> None:
+    results = run_ranks(2, describe, "hello")
+    check_described(results)
+    assert not any(is_alive(result[5]) for result in results)
+    assert "PYTHONHASHSEED" in os.environ or len({result[6] for result in results}) == 2
+
+
+def check_described(results: list[Described]) -> None:
+    world_size = len(results)
+    assert [result[:5] for result in results] == [(rank, world_size, "hello", 1, True) for rank in range(world_size)]
+    assert len({os.getpid(), *(result[5] for result in results)}) == world_size + 1
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="counts the server's threads in /proc")
+def test_the_pool_forks_from_a_server_without_threads(ranks_pool: RanksPool) -> None:
+    results = ranks_pool.run(3, describe, "hello")
+    check_described(results)
+    assert len({result[6] for result in results}) == 1, "they hash alike"
+    assert ranks_pool.run(1, threads_of_the_server) == [1]
+
+
+def threads_of_the_server(rank: int, world_size: int) -> int:
+    check_server()
+    return len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
+
+
+def check_twice_as_many(rank: int, world_size: int) -> None:
+    """A server that has a thread more, or that could not import what it should."""
+    with mock.patch.object(sys.modules[PRELOADED], "THREADS", 2):
+        check_server()
+
+
+def check_without(rank: int, world_size: int) -> None:
+    with mock.patch.dict(sys.modules):
+        del sys.modules[PRELOADED]
+        check_server()
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="counts the server's threads in /proc")
+@pytest.mark.parametrize(
+    ("check", "sentence"),
+    [(check_twice_as_many, "the fork server has 2 threads"), (check_without, "the fork server has not imported")],
+)
+def test_a_server_that_must_not_fork_is_an_error(
+    ranks_pool: RanksPool, check: Callable[[int, int], None], sentence: str
+) -> None:
+    with pytest.raises(RuntimeError, match=sentence):
+        ranks_pool.run(1, check)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

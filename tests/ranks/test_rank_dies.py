@@ -1,4 +1,4 @@
-"""A rank dies, or hangs, in the middle of what all do: the others end in time, and say which."""
+"""A rank dies or hangs in the middle of a collective or a save: the others end in time, and name it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.death_worker import CASES, TIMEOUT_SECONDS
+from tests.harness.death_worker import CASES, TIMEOUT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 TIMED_OUT = f"Timed out waiting {TIMEOUT_SECONDS * 1000:.0f}ms"
@@ -19,17 +19,17 @@ TIMED_OUT = f"Timed out waiting {TIMEOUT_SECONDS * 1000:.0f}ms"
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """What the ranks that live said in each case. The worker fails if one of them has not ended, process and all,
     within the group's time-out and ten seconds after the death."""
-    command = [sys.executable, "-m", "tests.ranks.death_worker", str(tmp_path_factory.mktemp("deaths"))]
+    command = [sys.executable, "-m", "tests.harness.death_worker", str(tmp_path_factory.mktemp("deaths"))]
     worker = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert worker.returncode == 0, worker.stderr
-    told: dict[str, dict[str, str]] = json.loads(worker.stdout.splitlines()[-1])
-    return told
+    errors: dict[str, dict[str, str]] = json.loads(worker.stdout.splitlines()[-1])
+    return errors
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", CASES)
-def test_the_others_end_and_name_the_rank_or_the_time_out(name: str, said: dict[str, dict[str, str]]) -> None:
-    """Who hears of it later may have lost another one by then, which ended because of it."""
+def test_the_others_end_and_name_the_rank_or_the_timeout(name: str, said: dict[str, dict[str, str]]) -> None:
+    """A rank that notices later may have lost another one as well, which ended because of it."""
     assert set(said[name]) == {"0", "2"}
     for rank, sentence in said[name].items():
         other = 2 - int(rank)

@@ -1,4 +1,4 @@
-"""``thunder_zero.state_dict`` beside torch's own functions: FSDP2 takes what ours return, and ours what FSDP2's do."""
+"""``thunder_zero.state_dict`` and torch's own functions: FSDP2 loads our state dicts, and we load FSDP2's."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import thunder_zero as tz
+from tests.harness.checkpoints import adamw, full_of, plain, same, state_of, stepped
+from tests.harness.errors import raised
 from tests.harness.models import Mlp, Small, Zoo, fresh, sharded
 from tests.harness.ranks import RanksPool
-from tests.ranks.test_checkpoints import adamw, full_of, plain, refusal, same, state_of, stepped
+from tests.harness.tiers import of_tier
 from thunder_zero import state_dict as ours
 from thunder_zero.runtime.state import State
 
 import thunder
 
+STAGES = of_tier((1, 3), (0, 1, 2, 3))
 FULL = StateDictOptions(full_state_dict=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -49,7 +52,7 @@ def other(stage: int, model: Any = Mlp) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def kinds(tree: Any) -> Any:
-    """What a state dict is made of: the same for both, or tools would tell them apart."""
+    """Types, shapes and placements in a state dict, for comparing ours with FSDP2's."""
     if isinstance(tree, dict):
         return {key: kinds(value) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -60,7 +63,7 @@ def kinds(tree: Any) -> Any:
 
 
 def described(folder: Path) -> Any:
-    """What DCP's metadata says of each name: shape, dtype and layout, which rows lie together; where it stands."""
+    """Each name in DCP's metadata: its shape, dtype, layout and chunks of rows; and its path."""
     metadata = torch_dcp.FileSystemReader(folder).read_metadata()
     tensors = {
         name: (
@@ -115,24 +118,38 @@ def beside_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         results[f"as DTensors are saved {stage}"] = described(folders[0]) == described(folders[1])
         again, its_optimizer = other(stage)
         in_model, in_optimizer = ours.get_state_dict(again, its_optimizer)  # makes the state to load into
-        nested = {"model": in_model, "optim": in_optimizer}
+        nested: Any = {"model": in_model, "optim": in_optimizer}
         torch_dcp.load(nested, checkpoint_id=root / f"by-hand-{stage}")
         ours.set_state_dict(again, its_optimizer, model_state_dict=nested["model"], optim_state_dict=nested["optim"])
         results[f"plain DCP by hand {stage}"] = same(state_of(again, its_optimizer), right)
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_beside_fsdp2(ranks_pool: RanksPool, tmp_path: Path, world_size: int) -> None:
-    for results in ranks_pool.run(world_size, beside_fsdp2, tmp_path):
-        assert {name for name, result in results.items() if result not in (True, [])} == set()
-        assert len(results) == 20
+BESIDE_FSDP2 = (
+    *("the same kinds", "sharded to FSDP2", "flat as FSDP2's", "sharded from FSDP2", "full from FSDP2"),
+    *("flat from FSDP2", "from FSDP2's rank 0", "learning rate", "as DTensors are saved", "plain DCP by hand"),
+)
+
+
+@pytest.fixture(scope="module", params=of_tier([3], [1, 3]))
+def with_fsdp2(
+    request: pytest.FixtureRequest, ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    return ranks_pool.run(request.param, beside_fsdp2, tmp_path_factory.mktemp("fsdp2"))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", BESIDE_FSDP2)
+def test_beside_fsdp2(with_fsdp2: list[dict[str, Any]], name: str, stage: int) -> None:
+    for results in with_fsdp2:
+        assert len(results) == 2 * len(BESIDE_FSDP2)
+        assert results[f"{name} {stage}"] in (True, [])
 
 
 def every_kind(rank: int, world_size: int) -> list[Any]:
-    """A model with parameters of every kind, a tie and buffers: in full, as the plain one's; sharded, and back."""
+    """A model with parameters of every kind, a tie and buffers: state dicts full and sharded, got and loaded."""
     results = []
-    for stage in (0, 1, 2, 3):
+    for stage in STAGES:
         model, optimizer = trained(stage, Zoo)
         right = state_of(model, optimizer)
         full = ours.get_model_state_dict(model, options=FULL)
@@ -153,12 +170,12 @@ def every_kind(rank: int, world_size: int) -> list[Any]:
 
 def test_every_kind_of_parameter(ranks_pool: RanksPool) -> None:
     for results in ranks_pool.run(2, every_kind):
-        assert results == [[True, []]] * 24
+        assert results == [[True, []]] * 6 * len(STAGES)
 
 
 def only_rank_0(rank: int, world_size: int) -> tuple[list[int], int, list[Any]]:
-    """How much of a full state dict on the CPU each rank has; how many gathered tensors were alive at once; and what
-    making an optimizer's state leaves of its learning rate and the model."""
+    """The sizes of this rank's full state dicts on the CPU; how many gathered tensors were alive at once; and the
+    learning rate, and changes of the model, after an optimizer's state was made."""
     model, optimizer = trained(2)
     alive: list[Any] = []
     most = 0
@@ -188,7 +205,7 @@ def test_full_on_the_cpu_is_of_rank_0_alone(ranks_pool: RanksPool) -> None:
 
 
 def copies(rank: int, world_size: int) -> int:
-    """Hybrid sharding, two copies of the model: how much of a full state dict on the CPU this rank has."""
+    """The size of this rank's full state dict on the CPU under hybrid sharding with two copies of the model."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = thunder.jit(fresh(Mlp), transforms=[tz.ZeroTransform(mesh=mesh)])
     return len(ours.get_model_state_dict(model, options=ON_CPU))
@@ -206,7 +223,7 @@ def doubled(in_optimizer: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def fussy(optimizer: torch.optim.Optimizer, rank: int) -> Iterator[None]:
-    """Within: rank 1's optimizer refuses everything."""
+    """Inside, rank 1's optimizer refuses every state dict."""
 
     def refuse(optimizer: Any, state_dict: Any) -> None:
         if rank == 1:
@@ -218,7 +235,7 @@ def fussy(optimizer: torch.optim.Optimizer, rank: int) -> Iterator[None]:
 
 
 def sgd_on(model: Any, rank: int) -> torch.optim.Optimizer:
-    """An optimizer that has stepped on rank 0 alone, where it has a state."""
+    """An optimizer that has stepped, and has a state, on rank 0 alone."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
     if rank == 0:
         optimizer.step()
@@ -229,13 +246,24 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     model, optimizer = trained(3)
     before = state_of(model, optimizer)
     good, in_optimizer = ours.get_state_dict(model, optimizer, options=FULL)
-    wrong = {**good, "layers.0.weight": torch.ones(3, 3)}
     few = {name: value + 1 for name, value in good.items() if name != "layers.0.weight"}
-    results = {}
+    results: dict[str, Any] = {}
 
     def attempt(name: str, call: Any) -> None:
-        results[name] = refusal(call), same(state_of(model, optimizer), before)
+        results[name] = raised(call), same(state_of(model, optimizer), before)
 
+    refused_for_a_model(attempt, model, good, rank, world_size)
+    refused_for_optimizers(attempt, model, optimizer, good, in_optimizer, rank)
+    refused_for_others(attempt, model, optimizer, good, in_optimizer, rank)
+    fits = ours.set_model_state_dict(model, few, options=StateDictOptions(strict=False))
+    assert fits == (["layers.0.weight"], [])
+    dist.barrier()
+    return results
+
+
+def refused_for_a_model(attempt: Any, model: Any, good: dict[str, Any], rank: int, world_size: int) -> None:
+    wrong = {**good, "layers.0.weight": torch.ones(3, 3)}
+    few = {name: value + 1 for name, value in good.items() if name != "layers.0.weight"}
     attempt("missing", partial(ours.set_model_state_dict, model, few))
     attempt("unknown", partial(ours.set_model_state_dict, model, {**good, "more": torch.ones(2)}))
     attempt("shape on rank 1", partial(ours.set_model_state_dict, model, wrong if rank else good))
@@ -250,6 +278,11 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     mesh = init_device_mesh("cpu", (world_size,))
     theirs = {**good, "layers.0.weight": DTensor.from_local(torch.ones(7, 7), mesh, [Replicate()])}
     attempt("rank 0's to gather", partial(ours.set_model_state_dict, model, good if rank else theirs))
+
+
+def refused_for_optimizers(
+    attempt: Any, model: Any, optimizer: Any, good: dict[str, Any], in_optimizer: dict[str, Any], rank: int
+) -> None:
     groups = {**in_optimizer, "param_groups": []}
     attempt("no groups", partial(ours.set_optimizer_state_dict, model, optimizer, groups))
     changed = {name: value + 1 for name, value in good.items()}
@@ -270,6 +303,12 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     with fussy(optimizer, rank):
         attempt("rank 1's optimizer", partial(ours.set_optimizer_state_dict, model, optimizer, doubled(in_optimizer)))
         attempt("rank 1's optimizer, model too", partial(both, optim_state_dict=doubled(in_optimizer)))
+
+
+def refused_for_others(
+    attempt: Any, model: Any, optimizer: Any, good: dict[str, Any], in_optimizer: dict[str, Any], rank: int
+) -> None:
+    """Options, flat state dicts and optimizers of other kinds."""
     attempt("submodules", partial(ours.get_model_state_dict, model, submodules={model}))
     flat = ours.get_optimizer_state_dict(model, optimizer, options=FLAT)
     load = partial(ours.set_optimizer_state_dict, model, optimizer)
@@ -287,46 +326,54 @@ def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     stepped(model, factored)
     attempt("one row of each rank's", partial(ours.get_optimizer_state_dict, model, factored))
     attempt("other states", partial(ours.get_optimizer_state_dict, model, sgd_on(model, rank)))
-    fits = ours.set_model_state_dict(model, few, options=StateDictOptions(strict=False))
-    assert fits == (["layers.0.weight"], [])
-    dist.barrier()
-    return results
 
 
-def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(ranks_pool: RanksPool) -> None:
-    sentences = {
-        "missing": "the state dict lacks ['layers.0.weight'] and has nothing",
-        "unknown": "lacks nothing and has ['more'] that the model does not know",
-        "shape on rank 1": "'layers.0.weight' has shape (3, 3) in the state dict; it is (7, 7)",
-        "rank 0's shape": "'layers.0.weight' has shape (3, 3) in the state dict; it is (7, 7)",
-        "rank 0's list": "'layers.0.weight' is a list in the state dict; it is a tensor of shape (7, 7)",
-        "rank 0's meta device": "'layers.0.weight' of the state dict cannot be copied to cpu as torch.float32",
-        "rank 0's DTensor": "'layers.0.weight' is a DTensor in the state dict, and rank 0 cannot send one",
-        "rank 0's to gather": "what of 'layers.0.weight' in the state dict must be gathered differs between ranks",
-        "no groups": "the state dict has no param_groups, so it is of no optimizer",
-        "no groups, model too": "the state dict has no param_groups, so it is of no optimizer",
-        "state": "the optimizer's 'exp_avg' of parameter 'layers.0.weight' has shape (2,) in the state dict",
-        "a row each": "'layers.0.weight' has shape (7, 1) in the state dict, which is neither one number nor of",
-        "a list": "'layers.0.weight' is a list in the state dict, which is neither one number nor of",
-        "rank 0's state": "'exp_avg' of parameter 'layers.0.weight' of the state dict cannot be copied to cpu",
-        "no state": "the state dict has no state of parameter 'layers.1.bias', which this optimizer trains",
+def why_state_dicts_do_not_fit() -> dict[str, str]:
+    return {
+        "missing": "missing: 'layers.0.weight'; unexpected: none",
+        "unknown": "missing: none; unexpected: 'more'",
+        "shape on rank 1": "'layers.0.weight' has shape (3, 3) in the state dict and (7, 7) in the model",
+        "rank 0's shape": "'layers.0.weight' has shape (3, 3) in the state dict and (7, 7) in the model",
+        "rank 0's list": "'layers.0.weight' is a list in the state dict; give a tensor of shape (7, 7)",
+        "rank 0's meta device": "cannot copy 'layers.0.weight' from the state dict to cpu as torch.float32",
+        "rank 0's DTensor": "rank 0 cannot send 'layers.0.weight': it is a DTensor in the state dict",
+        "rank 0's to gather": "the layout of 'layers.0.weight' in the state dict differs between ranks",
+        "no groups": "the state dict is not an optimizer's: it has no param_groups",
+        "no groups, model too": "the state dict is not an optimizer's: it has no param_groups",
+        "state": "the optimizer's 'exp_avg' of parameter 'layers.0.weight' into rows: it has shape (2,) in",
+        "a row each": "'layers.0.weight' into rows: it has shape (7, 1) in the state dict, and is neither one number",
+        "a list": "'layers.0.weight' into rows: it is a list in the state dict, and is neither one number",
+        "rank 0's state": "cannot copy the optimizer's 'exp_avg' of parameter 'layers.0.weight' from the state dict",
+        "no state": "the state dict has no state for parameter 'layers.1.bias', which this optimizer trains",
         "rank 1's optimizer": "it does not like it",
         "rank 1's optimizer, model too": "it does not like it",
         "submodules": "submodules is not supported",
         "of another kind": "has no 'dampening', so it is not of SGD",
-        "untied": "'embed.weight' and 'head.weight' differ in the state dict, and are tied in the model",
-        "options": "the options of the state dict differs between ranks",
-        "flat, of another": "the state dict has no param_groups of parameter 'layers.0.bias'",
+        "untied": "'embed.weight' and 'head.weight' are tied in the model, but differ in the state dict",
+        "options": "the argument 'options' differs between ranks",
+        "flat, of another": "the state dict has no param_groups for parameter 'layers.0.bias'",
         "flat, two rates": "parameters 'layers.0.weight' and 'layers.1.weight' are in one group",
-        "flat, a model's": "'layers.0.weight' in the state dict is neither 'state' nor 'param_groups'",
+        "flat, a model's": "'layers.0.weight' begins with neither 'state' nor 'param_groups'",
         "one row of each rank's": "'row_var' of parameter 'layers.0.weight' has shape (4, 1), which is neither",
         "other states": "the optimizer's state of parameter 'layers.0.weight' differs between ranks",
     }
-    for results in ranks_pool.run(2, refused):
-        assert results.keys() == sentences.keys()
-        for name, (told, changed) in results.items():
-            assert sentences[name] in told, (name, told)
-            assert changed == [], name
+
+
+@pytest.fixture(scope="module")
+def refusals(ranks_pool: RanksPool) -> list[dict[str, tuple[str, list[str]]]]:
+    return ranks_pool.run(2, refused)
+
+
+@pytest.mark.parametrize("name", why_state_dicts_do_not_fit())
+def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(refusals: Any, name: str) -> None:
+    for results in refusals:
+        told, changed = results[name]
+        assert why_state_dicts_do_not_fit()[name] in told
+        assert changed == []
+
+
+def test_all_refusals_have_a_case(refusals: Any) -> None:
+    assert all(results.keys() == why_state_dicts_do_not_fit().keys() for results in refusals)
 
 
 class Own(nn.Module):
@@ -351,7 +398,7 @@ class Own(nn.Module):
 
 
 def own_things(rank: int, world_size: int) -> list[Any]:
-    """What happened to a model when its state dict could not be loaded; and when it could."""
+    """Load state dicts that are refused, then one that is not: errors, and changes of the model."""
     module = Own()
     model = thunder.jit(module, transforms=[tz.ZeroTransform(stage=3, ignored=("own", "own_frozen"))])
     good = {name: value + 1 for name, value in ours.get_model_state_dict(model, options=FULL).items()}
@@ -366,7 +413,7 @@ def own_things(rank: int, world_size: int) -> list[Any]:
     ):
         before = ours.get_model_state_dict(model, options=FULL)
         given = {name: "junk"} if options is FROM_RANK_0 and rank else {**good, name: value}
-        told = refusal(partial(ours.set_model_state_dict, model, given, options=options))
+        told = raised(partial(ours.set_model_state_dict, model, given, options=options))
         after = ours.get_model_state_dict(model, options=FULL)
         extra = before.pop("_extra_state"), after.pop("_extra_state")
         results.append((told, same(after, before), extra))
@@ -384,10 +431,10 @@ def test_what_is_no_shard_is_checked_and_a_module_that_refuses_gets_its_state_ba
         (broadcast, *right), (longer, *also), (text, *too), (function, *again), (refused_, *as_well), loaded, frozen = (
             results
         )
-        assert "'own' has shape (1,) in the state dict; it is (3,)" in broadcast
-        assert "'own' has shape (5,) in the state dict; it is (3,)" in longer
+        assert "'own' has shape (1,) in the state dict and (3,) in the model" in broadcast
+        assert "'own' has shape (5,) in the state dict and (3,) in the model" in longer
         assert "'offset' is a str in the state dict" in text
-        assert "something that rank 0 cannot send (" in function
+        assert "rank 0 cannot send the state dict: torch.save failed (" in function
         assert "it does not like it" in refused_
         assert right == also == too == again == as_well == [[], (0, 0)]
         assert loaded == (1, 0, [])
@@ -395,7 +442,7 @@ def test_what_is_no_shard_is_checked_and_a_module_that_refuses_gets_its_state_ba
 
 
 def stateless(rank: int, world_size: int) -> list[Any]:
-    """Optimizers without a state, without a learning rate, with one that is a tensor, several, and a superset."""
+    """Optimizers without a state, without a learning rate, with a tensor as learning rate, several, and a superset."""
     results: list[Any] = []
     model = sharded(fresh(Mlp), 3)
     names = [name for name, _ in model.named_parameters()]
@@ -443,7 +490,7 @@ def test_optimizers_of_every_kind(ranks_pool: RanksPool) -> None:
 
 
 def extra_tensor(rank: int, world_size: int) -> list[Any]:
-    """A module's own state that is a tensor, as Transformer Engine's."""
+    """A module's extra state that is a tensor, as Transformer Engine's."""
     module = Own()
     seen = module.seen = torch.arange(3)
     model = thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)])

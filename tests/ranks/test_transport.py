@@ -1,11 +1,11 @@
-"""The transports: values, bits, bytes and memory, against what one process computes from known tensors.
+"""The transports: values, bits, bytes sent and memory, compared with what one process computes from known tensors.
 
-Every rank's tensors come from a seed, so that each process knows what all the others have.
+Every rank's tensors come from a seed, so each process knows those of all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.harness.ranks import RanksPool
+from tests.harness.ranks import RanksPool, everyone
 from thunder_zero import layout
 from thunder_zero.comm import pairwise
 from thunder_zero.comm.backends import transport_for
+from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.native import Grouped, Plain
 from thunder_zero.comm.pairwise import AVERAGER, PACK_BELOW_BYTES, TAG, Exchange, in_background, mean_into, messages
-from thunder_zero.comm.transport import Alone, Handle, Transport
+from thunder_zero.comm.transport import Alone, Transport
 from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import Policy
 
@@ -30,13 +31,13 @@ Shapes = tuple[Shape, ...]
 CPU = torch.device("cpu")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 BUCKETS: dict[str, Shapes] = {
-    "one that is divisible": ((12, 5),),
-    "one large that is not": ((257, 401),),  # its share stays above PACK_BELOW_BYTES for W = 2, 3, 4
+    "one divisible": ((12, 5),),
+    "one large, not divisible": ((257, 401),),  # its share stays above PACK_BELOW_BYTES for W = 2, 3, 4
     "uneven rows": ((5,), (7, 3), (13, 2, 2)),
     "fewer rows than ranks": ((1, 4), (2,), (3, 3)),
     "small among large": ((3,), (257, 401), (1, 7), (350, 300), (64,)),
 }
-SCALARS: Shapes = ((), (0, 3), (1,), (257, 401))  # what replicated parameters may be, too
+SCALARS: Shapes = ((), (0, 3), (1,), (257, 401))  # replicated parameters may have these shapes, too
 
 
 def param(shape: Shape, dtype: torch.dtype = torch.float32, sharded: bool = True) -> Param:
@@ -56,7 +57,7 @@ def param(shape: Shape, dtype: torch.dtype = torch.float32, sharded: bool = True
 
 
 def known(shape: Shape, rank: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """What ``rank`` has: a gradient, or (rank 0's) the full parameter."""
+    """The gradient of ``rank``; that of rank 0 is also the full parameter."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randn(shape, generator=generator).to(dtype)
 
@@ -85,7 +86,7 @@ def expected(kind: str, shape: Shape, rank: int, world_size: int, dtype: torch.d
 
 def launch(
     transport: Transport, kind: str, shapes: Shapes, dtype: torch.dtype = torch.float32, transposed: bool = False
-) -> Handle:
+) -> Waitable:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     params = [param(shape, dtype, kind != "all_reduce") for shape in shapes]
     if kind == "all_gather":
@@ -97,12 +98,12 @@ def launch(
 
 
 def transport_named(name: str) -> Transport:
-    return {"Exchange": Exchange, "Plain": Plain}[name](dist.group.WORLD)
+    return Exchange(everyone()) if name == "Exchange" else Plain(everyone())
 
 
 @dataclass
 class Seen:
-    """What one rank saw of one bucket."""
+    """Results and traffic of one bucket on one rank."""
 
     results: list[Tensor]
     sent_bytes: int
@@ -116,7 +117,7 @@ def carry(
     sent: list[int] = []
     real_send = pairwise.send
 
-    def counting(message: Tensor, *where: object) -> pairwise.Wait:
+    def counting(message: Tensor, *where: object) -> Callable[[], object]:
         sent.append(message.nbytes)
         return real_send(message, *where)  # type: ignore[arg-type]
 
@@ -129,7 +130,7 @@ def carry(
     return Seen(list(results), sum(sent), sum(map(bytes_of, params)), len(sent))
 
 
-def assert_carried(seen: Sequence[Seen], kind: str, shapes: Shapes, dtype: torch.dtype) -> None:
+def assert_exact(seen: Sequence[Seen], kind: str, shapes: Shapes, dtype: torch.dtype) -> None:
     """Shapes, dtypes and, bit for bit, values on every rank."""
     for rank, one in enumerate(seen):
         for shape, result in zip(shapes, one.results, strict=True):
@@ -142,13 +143,13 @@ def assert_carried(seen: Sequence[Seen], kind: str, shapes: Shapes, dtype: torch
 @pytest.mark.parametrize("bucket", BUCKETS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_exchange_gives_the_exact_values_at_the_least_bytes(
+def test_exchange_gives_exact_values_and_sends_the_fewest_bytes(
     ranks_pool: RanksPool, world_size: int, kind: str, bucket: str
 ) -> None:
     shapes = BUCKETS[bucket]
     seen = ranks_pool.run(world_size, carry, "Exchange", kind, shapes, torch.float32)
-    assert_carried(seen, kind, shapes, torch.float32)
-    if kind == "all_reduce":  # uneven parts: each rank near the least, all together exactly at it
+    assert_exact(seen, kind, shapes, torch.float32)
+    if kind == "all_reduce":  # uneven parts: each rank is near the minimum, their sum is exactly at it
         numel = sum(map(torch.Size.numel, map(torch.Size, shapes)))
         assert sum(one.sent_bytes for one in seen) == 2 * (world_size - 1) * numel * 4
     else:
@@ -174,13 +175,13 @@ def test_exchange_of_other_dtypes(ranks_pool: RanksPool, world_size: int, kind: 
                 wanted = expected(kind, shape, rank, world_size, dtype)
                 torch.testing.assert_close(result, wanted, rtol=1e-6, atol=1e-6)
     else:
-        assert_carried(seen, kind, shapes, dtype)
+        assert_exact(seen, kind, shapes, dtype)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_scalars_and_empty_tensors_are_averaged(ranks_pool: RanksPool, world_size: int) -> None:
     seen = ranks_pool.run(world_size, carry, "Exchange", "all_reduce", SCALARS, torch.float32)
-    assert_carried(seen, "all_reduce", SCALARS, torch.float32)
+    assert_exact(seen, "all_reduce", SCALARS, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["Exchange", "Plain"])
@@ -188,13 +189,13 @@ def test_scalars_and_empty_tensors_are_averaged(ranks_pool: RanksPool, world_siz
 def test_gradients_may_be_transposed(ranks_pool: RanksPool, kind: str, name: str) -> None:
     shapes = ((7, 3), (401, 257))
     seen = ranks_pool.run(2, carry, name, kind, shapes, torch.float32, True)
-    assert_carried(seen, kind, shapes, torch.float32)  # W = 2: halving before or after the sum gives the same bits
+    assert_exact(seen, kind, shapes, torch.float32)  # W = 2: halving before or after the sum gives the same bits
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_plain_gives_the_same_values(ranks_pool: RanksPool, world_size: int, kind: str, bucket: str) -> None:
+def test_plain_gives_close_values(ranks_pool: RanksPool, world_size: int, kind: str, bucket: str) -> None:
     shapes = BUCKETS[bucket]
     seen = ranks_pool.run(world_size, carry, "Plain", kind, shapes, torch.float32)
     for rank, one in enumerate(seen):
@@ -212,7 +213,7 @@ def test_small_tensors_share_a_message_and_large_ones_do_not(ranks_pool: RanksPo
     assert [one.sends for one in seen] == [3, 3]  # three small ones in one message, two large ones
 
 
-def test_messages_are_cut_by_the_bytes_that_go_to_one_peer() -> None:
+def test_tensors_share_messages_by_their_bytes_to_one_peer() -> None:
     limit = torch.empty(PACK_BELOW_BYTES // 4)
     below = limit[:-1]
     assert messages([limit, below, limit, below], 4, sharded=True) == [[1, 3], [0], [2]]
@@ -243,7 +244,7 @@ def test_float16_does_not_overflow_where_the_mean_does_not(ranks_pool: RanksPool
 def lopsided(rank: int, world_size: int) -> list[Tensor]:
     grads = [torch.full((4,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)]
     params = [param((4,), torch.bfloat16)]
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     return [*transport.reduce_scatter(grads, params).wait(), *transport.all_reduce(grads, params).wait()]
 
 
@@ -263,7 +264,7 @@ def test_the_mean_may_overwrite_its_first_two_parts() -> None:
 
 
 def reduce_twice(rank: int, world_size: int) -> list[list[Tensor]]:
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     kinds = ("all_reduce", "all_reduce", "reduce_scatter", "reduce_scatter")
     return [list(launch(transport, kind, ((257, 401), (5,))).wait()) for kind in kinds]
 
@@ -283,7 +284,7 @@ def test_reductions_are_equal_bit_for_bit_on_all_ranks_and_in_reruns(ranks_pool:
 
 
 def refresh(rank: int, world_size: int, name: str) -> tuple[list[Tensor], list[bool], bool]:
-    """Each rank's buffers have right rows of its own and wrong rows of all others."""
+    """Gather into buffers in which only the rank's own rows are right."""
     shapes = BUCKETS["small among large"] if name == "Exchange" else BUCKETS["uneven rows"]
     buffers, shards = [], []
     for shape in shapes:
@@ -295,26 +296,26 @@ def refresh(rank: int, world_size: int, name: str) -> tuple[list[Tensor], list[b
         shards.append(torch.nn.Parameter(shard))
     results = transport_named(name).all_gather(shards, [param(shape) for shape in shapes], into=buffers).wait()
     in_place = [result.data_ptr() == buffer.data_ptr() for result, buffer in zip(results, buffers, strict=True)]
-    own_kept = all(
+    own_unchanged = all(
         torch.equal(shard, shard_of(known(shape, 0), rank, world_size))
         for shard, shape in zip(shards, shapes, strict=True)
     )
-    return list(results), in_place, own_kept
+    return list(results), in_place, own_unchanged
 
 
 @pytest.mark.parametrize("name", ["Exchange", "Plain"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_gather_into_buffers_fills_the_other_rows_in_place(ranks_pool: RanksPool, world_size: int, name: str) -> None:
     shapes = BUCKETS["small among large"] if name == "Exchange" else BUCKETS["uneven rows"]
-    for results, in_place, own_kept in ranks_pool.run(world_size, refresh, name):
+    for results, in_place, own_unchanged in ranks_pool.run(world_size, refresh, name):
         assert all(in_place)
-        assert own_kept
+        assert own_unchanged
         for shape, result in zip(shapes, results, strict=True):
             assert torch.equal(result, known(shape, 0))
 
 
 def inputs_after(rank: int, world_size: int, name: str, kind: str) -> list[bool]:
-    """Whether the inputs are as before, and whether a result shares memory with its input."""
+    """Whether each input is unchanged, and whether each result has memory of its own."""
     shapes = ((5, 2), (350, 300))
     params = [param(shape) for shape in shapes]
     inputs = [known(shape, rank) for shape in shapes]
@@ -323,11 +324,11 @@ def inputs_after(rank: int, world_size: int, name: str, kind: str) -> list[bool]
     before = [tensor.clone() for tensor in inputs]
     results = getattr(transport_named(name), kind)(inputs, params).wait()
     unchanged = [torch.equal(tensor, old) for tensor, old in zip(inputs, before, strict=True)]
-    apart = [
+    own_memory = [
         result.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
         for result, tensor in zip(results, inputs, strict=True)
     ]
-    return unchanged + apart
+    return unchanged + own_memory
 
 
 @pytest.mark.parametrize("name", ["Exchange", "Plain"])
@@ -340,7 +341,7 @@ def test_inputs_are_left_alone_and_results_are_new(
 
 
 def under_inference_mode(rank: int, world_size: int) -> list[bool]:
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     with torch.inference_mode():
         results = [result for kind in KINDS for result in launch(transport, kind, ((5,), (257, 401))).wait()]
     return [result.is_inference() for result in results]
@@ -353,7 +354,7 @@ def test_nothing_made_here_is_an_inference_tensor(ranks_pool: RanksPool) -> None
 def inputs_held(rank: int, world_size: int) -> tuple[int, int]:
     """References from the transport to a launched gradient, before and after its wait."""
     grad = known((350, 300), rank)
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     before = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
     handle = transport.all_reduce([grad], [param((350, 300))])
     launched = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
@@ -369,12 +370,12 @@ def test_wait_drops_the_inputs(ranks_pool: RanksPool, world_size: int) -> None:
         assert waited == 0
 
 
-# What is under way
+# In flight
 
 
 def out_of_order(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     """All three under way twice, waited for in another order on each rank."""
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     handles = {f"{kind} {turn}": launch(transport, kind, ((257, 401), (5,))) for turn in range(2) for kind in KINDS}
     names = list(handles)
     return {name: list(handles[name].wait()) for name in names[rank:] + names[:rank]}
@@ -390,9 +391,9 @@ def test_several_buckets_may_be_waited_for_in_any_order(ranks_pool: RanksPool, w
 
 
 def lazy_first_rank(rank: int, world_size: int) -> Tensor:
-    handle = launch(Exchange(dist.group.WORLD), "all_reduce", ((257, 401),))
+    handle = launch(Exchange(everyone()), "all_reduce", ((257, 401),))
     if rank == 0:
-        dist.barrier()  # the others arrive here only after they have the means, rank 0's part among them
+        dist.barrier()  # the others come here only after they have the means, including rank 0's part
         return handle.wait()[0]
     mean = handle.wait()[0]
     dist.barrier()
@@ -405,18 +406,18 @@ def test_an_all_reduce_goes_on_while_nobody_waits(ranks_pool: RanksPool) -> None
 
 
 def behind_a_late_rank(rank: int, world_size: int) -> tuple[Tensor, Tensor | None]:
-    """Rank 1 comes to the all-reduce only after the others have ended a gather that they launched after it."""
+    """Rank 1 launches its all-reduce only after the others have ended a gather that they launched after theirs."""
     pair = dist.new_group([0, 2])
     if rank == 1:
         dist.barrier()
-        return launch(Exchange(dist.group.WORLD), "all_reduce", ((257, 401),)).wait()[0], None
-    late = launch(Exchange(dist.group.WORLD), "all_reduce", ((257, 401),))
+        return launch(Exchange(everyone()), "all_reduce", ((257, 401),)).wait()[0], None
+    late = launch(Exchange(everyone()), "all_reduce", ((257, 401),))
     (full,) = Exchange(pair).all_gather([torch.full((1, 2), float(rank))], [param((2, 2))]).wait()
     dist.barrier()
     return late.wait()[0], full
 
 
-def test_an_all_reduce_that_has_to_wait_holds_up_nothing_else(ranks_pool: RanksPool) -> None:
+def test_an_all_reduce_that_has_to_wait_blocks_nothing_else(ranks_pool: RanksPool) -> None:
     results = ranks_pool.run(3, behind_a_late_rank, timeout=20.0)
     assert all(torch.equal(mean, mean_of((257, 401), 3, torch.float32)) for mean, _ in results)
     assert [full.tolist() for _, full in results if full is not None] == [[[0.0, 0.0], [2.0, 2.0]]] * 2
@@ -424,7 +425,7 @@ def test_an_all_reduce_that_has_to_wait_holds_up_nothing_else(ranks_pool: RanksP
 
 def fail_then_go_on(rank: int, world_size: int) -> tuple[list[Tensor], int]:
     """A step that launches everything and waits for nothing; the next one drains, and is right."""
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     for kind in KINDS:
         launch(transport, kind, ((350, 300), (7,)), torch.float32)
     transport.drain()
@@ -433,14 +434,14 @@ def fail_then_go_on(rank: int, world_size: int) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_drain_ends_what_a_failed_step_left(ranks_pool: RanksPool, world_size: int) -> None:
+def test_drain_ends_all_that_a_failed_step_left_in_flight(ranks_pool: RanksPool, world_size: int) -> None:
     for rank, ((rows,), left) in enumerate(ranks_pool.run(world_size, fail_then_go_on)):
         assert left == 0
         assert torch.equal(rows, expected("reduce_scatter", (257, 401), rank, world_size, torch.float32))
 
 
 def drain_then_wait(rank: int, world_size: int) -> tuple[Tensor, str]:
-    transport = Exchange(dist.group.WORLD)
+    transport = Exchange(everyone())
     handle = launch(transport, "all_gather", ((7, 2),))
     transport.drain()
     (full,) = handle.wait()
@@ -452,14 +453,14 @@ def drain_then_wait(rank: int, world_size: int) -> tuple[Tensor, str]:
 def test_a_drained_handle_still_has_its_results_and_a_second_wait_is_an_error(ranks_pool: RanksPool) -> None:
     for full, message in ranks_pool.run(2, drain_then_wait):
         assert torch.equal(full, known((7, 2), 0))
-        assert message == "this handle was waited for already; a launch is waited for once"
+        assert message == "this handle was already waited for; call wait once per launch"
 
 
-def beside_user_messages(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """A user's own message is under way all the while."""
+def during_user_messages(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """A user's own message is in flight meanwhile."""
     mine, theirs = torch.full((3,), float(rank)), torch.empty(3)
     works = [dist.irecv(theirs, 1 - rank), dist.isend(mine, 1 - rank)]
-    (mean,) = launch(Exchange(dist.group.WORLD), "all_reduce", ((3,),)).wait()
+    (mean,) = launch(Exchange(everyone()), "all_reduce", ((3,),)).wait()
     for work in works:
         assert work is not None
         work.wait()
@@ -468,7 +469,7 @@ def beside_user_messages(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
 
 def test_user_messages_do_not_get_mixed_up_with_ours(ranks_pool: RanksPool) -> None:
     assert TAG != 0
-    for rank, (mean, theirs) in enumerate(ranks_pool.run(2, beside_user_messages)):
+    for rank, (mean, theirs) in enumerate(ranks_pool.run(2, during_user_messages)):
         assert torch.equal(mean, mean_of((3,), 2, torch.float32))
         assert theirs.tolist() == [1.0 - rank] * 3
 
@@ -486,7 +487,7 @@ def test_ranks_are_those_of_the_group(ranks_pool: RanksPool) -> None:
     assert [mean.tolist() for mean in means] == [[1.5] * 3] * 2
 
 
-def test_a_failure_in_the_background_reaches_who_waits_and_the_thread_lives_on() -> None:
+def test_a_failure_in_the_background_is_raised_by_its_wait_and_the_thread_goes_on() -> None:
     done: list[int] = []
     failed = in_background(AVERAGER, lambda: done.index(0) and None)
     after = in_background(AVERAGER, lambda: done.append(1))
@@ -496,24 +497,24 @@ def test_a_failure_in_the_background_reaches_who_waits_and_the_thread_lives_on()
     assert done == [1]
 
 
-# The table
+# Choice of a transport
 
 
 def choose(rank: int, world_size: int) -> tuple[str, str]:
     with pytest.raises(ValueError, match="backend") as caught:
-        transport_for(dist.group.WORLD, torch.device("meta"))
-    return type(transport_for(dist.group.WORLD, CPU)).__name__, str(caught.value)
+        transport_for(everyone(), torch.device("meta"))
+    return type(transport_for(everyone(), CPU)).__name__, str(caught.value)
 
 
-def test_the_table_says_who_carries(ranks_pool: RanksPool) -> None:
+def test_device_and_backend_choose_the_transport(ranks_pool: RanksPool) -> None:
     for name, message in ranks_pool.run(2, choose):
         assert name == "Exchange"
-        assert "carries no meta tensors" in message
+        assert "supports no meta tensors" in message
     assert ranks_pool.run(1, choose)[0][0] == "Alone"
 
 
 def alone(rank: int, world_size: int) -> list[bool]:
-    transport = transport_for(dist.group.WORLD, CPU)
+    transport = transport_for(everyone(), CPU)
     shard, grad = torch.nn.Parameter(known((5, 2), 0)), known((2, 5), 0).t()
     (full,) = transport.all_gather([shard], [param((5, 2))]).wait()
     (into,) = transport.all_gather([shard], [param((5, 2))], into=[shard.detach()]).wait()
@@ -532,18 +533,18 @@ def test_one_rank_needs_no_communication(ranks_pool: RanksPool) -> None:
 
 
 def on_fake_ranks(rank: int, world_size: int) -> tuple[str, list[list[Shape]], Tensor]:
-    """Rank 3 of 8, alone in its world: both native transports give the right shapes."""
+    """Rank 3 of 8 without real peers: both native transports give the right shapes."""
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=3, world_size=8)
     try:
-        chosen = type(transport_for(dist.group.WORLD, CPU)).__name__
+        chosen = type(transport_for(everyone(), CPU)).__name__
         shapes = ((5, 2), (16, 3), (9,))
         seen = [
-            [tuple(result.shape) for result in launch(transport(dist.group.WORLD), kind, shapes).wait()]
+            [tuple(result.shape) for result in launch(transport(everyone()), kind, shapes).wait()]
             for transport in (Plain, Grouped)
             for kind in KINDS
         ]
-        (full,) = Grouped(dist.group.WORLD).all_gather([torch.full((2,), 3.0)], [param((15,))]).wait()
+        (full,) = Grouped(everyone()).all_gather([torch.full((2,), 3.0)], [param((15,))]).wait()
         return chosen, seen, full
     finally:
         dist.destroy_process_group()
@@ -553,14 +554,14 @@ def test_native_transports_on_eight_fake_ranks(ranks_pool: RanksPool) -> None:
     ((chosen, seen, full),) = ranks_pool.run(1, on_fake_ranks)
     assert chosen == "Plain"
     assert seen == [[(5, 2), (16, 3), (9,)], [(1, 2), (2, 3), (2,)], [(5, 2), (16, 3), (9,)]] * 2
-    assert full.tolist() == [3.0] * 15  # fake ranks have what we have
+    assert full.tolist() == [3.0] * 15  # fake ranks have the same values as ours
 
 
 def calls_of_grouped(rank: int, world_size: int) -> tuple[list[Shape], list[str], int]:
-    """What NCCL would be given for one bucket: the calls' inputs, their operations, and the launches."""
+    """The calls that NCCL would get for one bucket: shapes of inputs, operations, number of launches."""
     from thunder_zero.comm import native
 
-    transport = Grouped(dist.group.WORLD)
+    transport = Grouped(everyone())
     inputs: list[Tensor] = []
     ops: list[str] = []
 
@@ -574,12 +575,12 @@ def calls_of_grouped(rank: int, world_size: int) -> tuple[list[Shape], list[str]
         mock.patch.object(native, "_coalescing_manager") as manager,
     ):
         transport.reduce_scatter(grads, [param((4, 2)), param((5,))])
-    assert inputs[0].data_ptr() == grads[0].data_ptr(), "rows that ranks divide are not copied"
-    assert inputs[1].tolist() == [*grads[1].tolist(), 0.0], "padding is zero"
+    assert inputs[0].data_ptr() == grads[0].data_ptr(), "rows divisible by the ranks are not copied"
+    assert inputs[1].tolist() == [*grads[1].tolist(), 0.0], "the padding is zero"
     return [tuple(given.shape) for given in inputs], ops, manager.call_count
 
 
-def test_grouped_averages_in_one_launch_and_copies_only_what_it_must_pad(ranks_pool: RanksPool) -> None:
+def test_grouped_averages_in_one_launch_and_copies_only_to_pad(ranks_pool: RanksPool) -> None:
     for shapes, ops, launches in ranks_pool.run(2, calls_of_grouped):
         assert shapes == [(4, 2), (6,)]
         assert ops == ["RedOpType.AVG"] * 2

@@ -30,7 +30,7 @@ def epoch(rank: int, world_size: int) -> dict[Any, Any]:
         for drop in DROP:
             model.load_original_state_dict(fresh(Mlp).state_dict())
             data = TensorDataset(samples())
-            sampler = DistributedSampler(data, world_size, rank, shuffle=False, drop_last=drop)
+            sampler: Any = DistributedSampler(data, world_size, rank, shuffle=False, drop_last=drop)
             batches = [x for (x,) in DataLoader(data, BATCH, sampler=sampler)]
             train(model, batches)
             found[stage, drop] = batches, tz.full_state_dict(model)

@@ -19,7 +19,8 @@ import thunder_zero as tz
 from examples.bench.network import Seat, can_limit, seats
 from examples.bench.ranks import PORT, environment
 from tests.harness.models import fresh
-from tests.ranks.wire_worker import NOT_AGAIN, ROWS, RUNS, SKIPPED, Net
+from tests.harness.tiers import of_tier
+from tests.harness.wire_worker import NOT_AGAIN, ROWS, RUNS, SKIPPED, Net
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 100.0  # for all runs of one world
@@ -29,7 +30,7 @@ RIGHT = [name for name in RUNS if name != "a reduction is missing"]
 Reply = dict[str, dict[str, int]]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=of_tier([2], [2, 4]))
 def replies(request: pytest.FixtureRequest) -> Iterator[list[Reply]]:
     """What each rank of a world counted, one process and one namespace a rank."""
     if not can_limit():
@@ -51,9 +52,11 @@ def count(places: list[Seat]) -> list[Reply]:
         answers = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in places]
         try:
             for rank, seat in enumerate(places):
-                command = (*seat.prefix, sys.executable, "-W", "ignore", "-m", "tests.ranks.wire_worker")
-                env, files = environment(rank, places, PORT), {"stdout": answers[rank], "stderr": logs[rank]}
-                workers.append(subprocess.Popen(command, cwd=ROOT, env=env, text=True, **files))
+                command = (*seat.prefix, sys.executable, "-W", "ignore", "-m", "tests.harness.wire_worker")
+                env, files = environment(rank, places, PORT), (answers[rank], logs[rank])
+                workers.append(
+                    subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=files[0], stderr=files[1])
+                )
             while any(worker.poll() is None for worker in workers):
                 failed = [rank for rank, worker in enumerate(workers) if worker.returncode]
                 if failed or time.monotonic() > end:

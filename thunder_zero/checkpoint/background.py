@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.write import write_checkpoint
-from thunder_zero.comm.peers import timeout_of
+from thunder_zero.comm.group import group_like
 from thunder_zero.runtime.state import State
 
 
@@ -24,9 +24,8 @@ class BackgroundSaves:
     """A model's asynchronous saves, one after the other: their thread, their process group, and the last of them."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
         self.last: Future[Path] | None = None
-        self._group = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        self._group = group_like(group, device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="thunder_zero-save")
 
     def start(self, path: Path, items: Sequence[Item], max_to_keep: int | None) -> Future[Path]:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from thunder_zero.checkpoint.item import Item, KeyPath, pickle_value, whole_tensor
 from thunder_zero.plan import Param
 from thunder_zero.rows import real_rows
-from thunder_zero.runtime.shards import SIMPLE, state_is_rows
+from thunder_zero.runtime.optimizers import SIMPLE, state_is_rows
 from thunder_zero.state_dict.contents import (
     GROUPS,
     MODEL,

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from thunder_zero.checkpoint.dcp_read import read_items
 from thunder_zero.checkpoint.item import Item, pickle_value
-from thunder_zero.runtime.optimizer_hooks import owners_of, parameters_of
+from thunder_zero.runtime.optimizers import parameters_of
+from thunder_zero.runtime.registry import owners_of
 from thunder_zero.runtime.sharded_model import ShardedModel
 from thunder_zero.state_dict.contents import EXTRA, ModelContents, split_rank_prefix
 

@@ -22,8 +22,8 @@ from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.checkpoint.preconditions import require_reduced_gradients, require_same_arguments
 from thunder_zero.checkpoint.read import Found, read_checkpoint
 from thunder_zero.comm.agree import all_or_none
-from thunder_zero.comm.peers import told_by_rank_0
-from thunder_zero.runtime.optimizer_hooks import load_exactly
+from thunder_zero.comm.peers import broadcast_object_from_rank_0
+from thunder_zero.runtime.optimizers import load_exactly
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.state_dict.all_or_nothing import OwnState, Pending, write_all_or_none
 from thunder_zero.state_dict.contents import ModelContents, Optimizers, contents_of, optimizer_list
@@ -147,7 +147,7 @@ def find_checkpoint(path: Path, group: dist.ProcessGroup, *, check: bool) -> tup
         if group.rank() == 0:
             where = folder.locate(path)
             written = read_manifest(where) if check else None
-    where, written = told_by_rank_0((where, written), group)
+    where, written = broadcast_object_from_rank_0((where, written), group)
     with all_or_none(group, "to load"):
         if not where.is_dir():
             raise OSError(

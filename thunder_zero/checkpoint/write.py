@@ -13,7 +13,7 @@ from thunder_zero.checkpoint.dcp_write import Part
 from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.comm.agree import all_or_none
-from thunder_zero.comm.peers import told_to_rank_0
+from thunder_zero.comm.peers import gather_object_on_rank_0
 
 
 @torch.no_grad()
@@ -32,7 +32,7 @@ def write_checkpoint(path: Path, items: Sequence[Item], max_to_keep: int | None,
                 folder.prepare(path)
         with all_or_none(group, "to save"):
             part = dcp_write.write_items(folder.staging_of(path), rank, items)
-        parts = told_to_rank_0(part, group)
+        parts = gather_object_on_rank_0(part, group)
         with all_or_none(group, "to save"):
             if rank == 0:
                 finish_checkpoint(path, parts, max_to_keep)

@@ -107,10 +107,10 @@ def select(rows: Sequence[Row], plan: Plan, unit: str | None, *, only_parameters
     """
     if unit is not None and unit not in plan.units:
         raise ValueError(f"unit is {unit!r}; the units of this module are {', '.join(map(repr, plan.units))}")
-    chosen = range(len(rows)) if unit is None else _of_unit(rows, plan, unit)
-    kept = [at for at in chosen if rows[at].params or not only_parameters]
-    out: list[Row | Gap] = list(rows[kept[0] : kept[0] + 1]) if kept else []
-    for before, at in pairwise(kept):
+    candidates = range(len(rows)) if unit is None else _of_unit(rows, plan, unit)
+    chosen = [at for at in candidates if rows[at].params or not only_parameters]
+    out: list[Row | Gap] = list(rows[chosen[0] : chosen[0] + 1]) if chosen else []
+    for before, at in pairwise(chosen):
         between = rows[before + 1 : at]
         out += [*between, rows[at]] if len(between) < 2 else [Gap(len(between)), rows[at]]  # a gap takes a line too
     return tuple(out)
@@ -160,13 +160,13 @@ def _of_unit(rows: Sequence[Row], plan: Plan, unit: str) -> list[int]:
 def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
     """Which parameters a value holds: gathered ones, and what is computed from parameters alone."""
     inside = cone(timeline)
-    held: dict[str, tuple[str, ...]] = {name: (timeline.inputs[name] or "",) for name in timeline.cast}
+    params_in: dict[str, tuple[str, ...]] = {name: (timeline.inputs[name] or "",) for name in timeline.cast}
     for op in timeline.ops:
         if timeline.ends(op, Kind.GATHER):
-            held.update((name, (path,)) for name, path in zip(op.writes, op.params, strict=True))
+            params_in.update((name, (path,)) for name, path in zip(op.writes, op.params, strict=True))
         elif op.kind is Kind.COMPUTE:
-            held.update(dict.fromkeys((name for name in op.writes if name in inside), _of(op.reads, held)))
-    return held
+            params_in.update(dict.fromkeys((name for name in op.writes if name in inside), _of(op.reads, params_in)))
+    return params_in
 
 
 def _gradients(timeline: Timeline) -> dict[str, tuple[str, ...]]:

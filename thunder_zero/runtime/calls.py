@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.comm.peers import largest_of_all
+from thunder_zero.comm.peers import all_reduce_max
 from thunder_zero.plan import Param
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule.program import ProgramName
@@ -114,7 +114,7 @@ class Calls:
             RuntimeError: naming the first such parameter, on every rank.
         """
         bad = torch.stack([(~grad.isfinite().all()).to(self._state.device) for grad in grads]).to(torch.int32)
-        largest_of_all(bad, self._state.group)
+        all_reduce_max(bad, self._state.group)
         if bad.any():
             path = paths[int(bad.argmax())]
             self._state.drop_deferred()
@@ -144,7 +144,7 @@ class Calls:
         also = [*apart, *(param.grad for param in seen if param.grad is not None)]
         overflows = torch.stack([(~grad.isfinite().all()).to(self._state.device) for grad in (*grads, *also)])
         overflows = overflows.any().to(torch.int32)
-        largest_of_all(overflows, self._state.group)
+        all_reduce_max(overflows, self._state.group)
         if overflows:
             next(grad for grad in grads if grad.numel()).view(-1)[:1].fill_(torch.inf)
 

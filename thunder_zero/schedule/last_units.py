@@ -23,15 +23,15 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
 
 
 def gather_last_units_once(timeline: Timeline) -> Timeline:
-    """Keeps the last units of forward, as many as do not raise the peak of gathered bytes (``policy.gather_last_units_once``)."""
+    """Gathers the last units of forward once for both halves, as many as do not raise the peak of gathered bytes."""
     if not timeline.plan.policy.gather_last_units_once:
         return timeline
-    short = timeline.with_ops(_touching(timeline))
+    short = timeline.with_ops(_affecting_the_peak(timeline))
     bound = _peak(short)
-    runs = _runs_from_the_last(short)
+    runs = _runs_from_last(short)
 
     def plan(number: int) -> Plan:
-        return _keeping(timeline.plan, runs[:number])
+        return _gathering_once(timeline.plan, runs[:number])
 
     def fits(number: int) -> bool:
         return _peak(replace(short, plan=plan(number))) <= bound
@@ -39,7 +39,7 @@ def gather_last_units_once(timeline: Timeline) -> Timeline:
     return replace(timeline, plan=plan(largest(fits, len(runs))))
 
 
-def _keeping(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:
+def _gathering_once(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:
     """The plan with the parameters of these runs kept, too."""
     paths = frozenset().union(*runs)
     return replace(
@@ -66,7 +66,7 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
     return low
 
 
-def _touching(timeline: Timeline) -> list[Op]:
+def _affecting_the_peak(timeline: Timeline) -> list[Op]:
     """The operations that the peak of gathered bytes depends on, which is tried out several times: all but what
     computes from other values than gathered parameters and reduced gradients."""
     inside = cone(timeline)
@@ -87,7 +87,7 @@ def _peak(timeline: Timeline) -> int:
     return max(gathered_bytes(free(prefetch(bucket(regather(timeline))))), default=0)
 
 
-def _runs_from_the_last(timeline: Timeline) -> list[frozenset[str]]:
+def _runs_from_last(timeline: Timeline) -> list[frozenset[str]]:
     """The units that backward would gather again, the one that forward gathers last first, with all their parameters.
 
     All, because a fuser may let backward compute from those too that it would not read otherwise (a bias). The root

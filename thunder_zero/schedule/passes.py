@@ -9,7 +9,7 @@ from thunder_zero.schedule.prefetch import prefetch
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.sink_waits import sink_waits
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.schedule.verify import check
+from thunder_zero.schedule.verify import check_pass, check_schedule
 
 PASSES = (
     gather_last_units_once,  # decide which units forward keeps without more being gathered at once
@@ -22,14 +22,17 @@ PASSES = (
 
 
 def run(timeline: Timeline) -> Timeline:
-    """The schedule of a lifted timeline: every pass in turn, with a check before the first and after each.
+    """The schedule of a lifted timeline: every pass in order, with a check before the first and after each.
 
     Raises:
-        ScheduleError: a pass, or what was lifted, broke a rule (:mod:`thunder_zero.schedule.verify`).
+        ScheduleError: a pass, or the lifted timeline, broke a rule (:mod:`thunder_zero.schedule.verify`).
     """
     lifted = timeline
-    check(lifted, complete=False)
-    for step in PASSES:
+    check_pass(lifted, lifted)
+    *steps, last = PASSES
+    for step in steps:
         timeline = step(timeline)
-        check(timeline, complete=step is PASSES[-1], reference=lifted)
+        check_pass(timeline, lifted)
+    timeline = last(timeline)
+    check_schedule(timeline, lifted)
     return timeline

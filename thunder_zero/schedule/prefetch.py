@@ -101,13 +101,13 @@ def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
 
 def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
     """The buckets that one half needs, in order."""
-    kept = _kept(timeline, start)
+    ahead = _gathered_in_forward(timeline, start)
     seen: set[str] = set()  # handles of kept buckets
     uses: list[_Use] = []
     reduced = 0
     for at in range(start, stop):
         op = timeline.ops[at]
-        for gather in [kept[read] for read in op.reads if read in kept]:
+        for gather in [ahead[read] for read in op.reads if read in ahead]:
             if gather.writes[0] not in seen:
                 seen.add(gather.writes[0])
                 uses.append(_Use(at - 1, gather, True, 0))
@@ -120,7 +120,7 @@ def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
     return uses
 
 
-def _kept(timeline: Timeline, border: int) -> dict[str, Op]:
+def _gathered_in_forward(timeline: Timeline, border: int) -> dict[str, Op]:
     """What forward gathers and keeps for backward, and what it makes of it alone, each value with its gather.
 
     Empty for forward, and where backward gathers nothing.
@@ -128,15 +128,15 @@ def _kept(timeline: Timeline, border: int) -> dict[str, Op]:
     if border == 0 or not any(op.kind is Kind.GATHER for op in timeline.ops[border:]):
         return {}
     inside = cone(timeline)
-    kept: dict[str, Op] = {}
+    found: dict[str, Op] = {}
     for op in timeline.ops[:border]:
         if timeline.ends(op, Kind.GATHER):
             params = zip(op.writes, timeline.params_of(op), strict=True)
             names = [name for name, param in params if param.gathered_once and not param.resident]
-            kept.update(dict.fromkeys(names, timeline.launches[op.reads[0]]))
-        elif read := [name for name in op.reads if name in kept]:
-            kept.update((name, kept[read[0]]) for name in op.writes if name in inside)
-    return kept
+            found.update(dict.fromkeys(names, timeline.launches[op.reads[0]]))
+        elif read := [name for name in op.reads if name in found]:
+            found.update((name, found[read[0]]) for name in op.writes if name in inside)
+    return found
 
 
 def _ended(timeline: Timeline, uses: Sequence[_Use]) -> list[int]:

@@ -13,8 +13,8 @@ backward. What backward reads of it is gathered and computed again, right before
                                             compute wt_again  <- w_again
     compute gx  <- gy, wt                   compute gx  <- gy, wt_again
 
-A parameter with ``gather_per_unit`` is treated so within forward too: where another unit has gathered since it was gathered,
-its next use reads a gather of its own.
+The same holds within forward for a parameter with ``gather_per_unit``: if another unit has gathered since, its next use
+reads a new gather.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _again_in_backward(timeline: Timeline) -> Timeline:
 
 
 def _again_in_forward(timeline: Timeline) -> Timeline:
-    if not any(param.gather_per_unit for param in timeline.plan.params) or not (chains := _regathered(timeline)):
+    if not any(param.gather_per_unit for param in timeline.plan.params) or not (chains := _chains_by_unit(timeline)):
         return timeline
     unit_of = {name: unit for unit, chain in chains.items() for name in chain}
     values = dict(timeline.values)
@@ -77,9 +77,9 @@ def _again_in_forward(timeline: Timeline) -> Timeline:
     return timeline.with_ops([*ops, timeline.ops[-1]], values)
 
 
-def _regathered(timeline: Timeline) -> dict[str, dict[str, int]]:
-    """By unit, the values of forward's cone (and handles) that its ``gather_per_unit`` parameters lead to, each with the
-    position of its writer. A value that mixes several units is left out: it is computed once."""
+def _chains_by_unit(timeline: Timeline) -> dict[str, dict[str, int]]:
+    """For each unit, the values of forward's cone (and handles) that depend on its ``gather_per_unit`` parameters, each
+    with the position of its writer. A value that mixes several units is left out: it is computed once."""
     inside = regathered(timeline, cone(timeline))
     unit_of: dict[str, str] = {}
     chains: dict[str, dict[str, int]] = {}
@@ -124,7 +124,7 @@ def _copies(
         op = timeline.ops[at]
         for name in op.writes:
             names[name] = _unused(f"{name}_again", values)
-            values[names[name]] = values.get(name, NOT_A_TENSOR)
+            values[names[name]] = values.get(name, NOT_A_TENSOR).copied(names)
         writes = tuple(names[name] for name in op.writes)
         copies.append(replace(_reads_renamed(op, names), writes=writes, backward=backward, again=True))
     return copies

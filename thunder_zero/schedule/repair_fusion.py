@@ -26,14 +26,14 @@ def repair_fusion(timeline: Timeline) -> Timeline:
     if not any(read in chain for op in timeline.ops[:-1] if op.backward for read in op.reads):
         return timeline
     ends = (op for op in timeline.ops if op.backward and timeline.ends(op, Kind.GATHER))
-    mended = _Mended(timeline, chain, {path: op for op in ends for path in op.params})
+    repair = _Repair(timeline, chain, {path: op for op in ends for path in op.params})
     for op in timeline.ops[:-1]:
-        mended.add(op)
-    return timeline.with_ops([*mended.ops, timeline.ops[-1]], mended.values)
+        repair.add(op)
+    return timeline.with_ops([*repair.ops, timeline.ops[-1]], repair.values)
 
 
 @dataclass
-class _Mended:
+class _Repair:
     """The operations so far. ``names`` gives what backward reads instead of a value of forward's cone."""
 
     timeline: Timeline
@@ -68,16 +68,16 @@ class _Mended:
             self.add(wait)
             return wait.writes[wait.params.index(path)]
         launch = self.timeline.launches[forward.reads[0]]
-        handle = f"{launch.writes[0]}_{at}_mended"
-        self.values[handle] = self.values[f"{name}_mended"] = self.timeline.values[name]
+        handle = f"{launch.writes[0]}_{at}_repaired"
+        self.values[handle] = self.values[f"{name}_repaired"] = self.timeline.values[name]
         alone = replace(launch, params=(path,), backward=True, again=True)
         self.add(replace(alone, reads=(launch.reads[at],), writes=(handle,)))
-        self.add(replace(alone, kind=Kind.WAIT, reads=(handle,), writes=(f"{name}_mended",)))
-        return f"{name}_mended"
+        self.add(replace(alone, kind=Kind.WAIT, reads=(handle,), writes=(f"{name}_repaired",)))
+        return f"{name}_repaired"
 
     def _computed(self, name: str, op: Op) -> str:
-        self.values.update((f"{out}_mended", self.timeline.values[out]) for out in op.writes)
-        self.names.update((out, f"{out}_mended") for out in op.writes)
-        writes = tuple(f"{out}_mended" for out in op.writes)
+        self.names.update((out, f"{out}_repaired") for out in op.writes)
+        writes = tuple(f"{out}_repaired" for out in op.writes)
         self.add(replace(op, writes=writes, backward=True, again=True))
-        return f"{name}_mended"
+        self.values.update((f"{out}_repaired", self.timeline.values[out].copied(self.names)) for out in op.writes)
+        return f"{name}_repaired"

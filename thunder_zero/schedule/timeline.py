@@ -49,6 +49,25 @@ class Kind(StrEnum):
 LAUNCHES = (Kind.GATHER, Kind.REDUCE)
 
 
+class Work(StrEnum):
+    """What class of work an operation does on the device, heaviest first: a fused region has that of its heaviest part.
+
+    Collectives, waits and frees do NONE, and OTHER is work of an unknown class. VIEW only makes another shape or other
+    strides of the same memory, as far as strides allow. POINTWISE includes copies and constants.
+    """
+
+    ATTENTION = "attention"
+    CONVOLUTION = "convolution"
+    MATMUL = "matmul"
+    OTHER = "other"
+    INDEX = "index"
+    REDUCTION = "reduction"
+    RANDOM = "random"
+    POINTWISE = "pointwise"
+    VIEW = "view"
+    NONE = "none"
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One operation.
@@ -67,6 +86,7 @@ class Op:
             random, nothing in place), so that backward may compute it again.
         again: a copy of an operation of forward: gathers or computes anew what was freed.
         source: positions in the trace that it was lifted from; several after bucketing. FREE: ().
+        work: COMPUTE only: what class of work it does.
     """
 
     kind: Kind
@@ -77,6 +97,7 @@ class Op:
     repeatable: bool = False
     again: bool = False
     source: tuple[int, ...] = ()
+    work: Work = Work.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +107,16 @@ class Value:
     Attributes:
         nbytes: bytes of its memory (of a handle: of what is under way).
         dtype: name of its dtype, ``"float32"``.
+        base: the value whose memory it views; "" if its memory is its own, as far as is known.
     """
 
     nbytes: int
     dtype: str
+    base: str = ""
+
+    def copied(self, names: Mapping[str, str]) -> Value:
+        """The same of a copy, given the names of the copies: a copy of a view views the copy."""
+        return replace(self, base=names[self.base]) if self.base in names else self
 
 
 @dataclass(frozen=True)
@@ -131,6 +158,10 @@ class Timeline:
     def ends(self, op: Op, kind: Kind) -> bool:
         """Whether an operation is the WAIT that ends a launch of this kind (GATHER or REDUCE)."""
         return op.kind is Kind.WAIT and op.reads[0] in self.launches and self.launches[op.reads[0]].kind is kind
+
+    def base_of(self, name: str) -> str:
+        """The value whose memory a tensor occupies: itself, or what it views."""
+        return self.values[name].base or name
 
     def with_ops(self, ops: Iterable[Op], values: Mapping[str, Value] | None = None) -> Timeline:
         """The same timeline with other operations (and further values)."""

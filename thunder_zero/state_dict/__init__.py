@@ -1,4 +1,8 @@
-"""The functions of ``torch.distributed.checkpoint.state_dict``, for sharded models."""
+"""State dicts of sharded models and their optimizers, full or as DTensors.
+
+The functions of ``torch.distributed.checkpoint.state_dict`` under their names; ``api.py`` is the door. The listing in
+``contents.py`` and the writing in ``all_or_nothing.py`` serve ``checkpoint/``, too.
+"""
 
 from thunder_zero.state_dict.api import (
     StateDictOptions,

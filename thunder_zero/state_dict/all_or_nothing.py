@@ -1,4 +1,4 @@
-"""Writes what was read for a model and its optimizers: all of it on all ranks, or nothing."""
+"""Writes loaded values into a model and its optimizers: all of them on all ranks, or none."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from thunder_zero.comm.agree import all_or_none
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What was read for this rank, and is nowhere written yet.
+    """Values that were read for this rank and are not written yet.
 
     Attributes:
-        tensors: pairs of what is in the model and what shall be in it, of one shape.
-        states: what takes a state, and may refuse it, each with the call that gives it one.
+        tensors: pairs of a tensor of the model and its new values, of one shape.
+        states: pairs of an object with ``state_dict`` and ``load_state_dict``, and the call that loads its new state,
+            which may raise.
     """
 
     tensors: Sequence[tuple[Tensor, Tensor]]
@@ -31,26 +32,26 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class OwnState:
-    """What a module adds to a state dict itself, as something that is given a state and gives it back."""
+    """A module's extra state, behind ``state_dict`` and ``load_state_dict``."""
 
     module: nn.Module
 
     def state_dict(self) -> Any:
-        """What ``get_extra_state`` returns."""
+        """Call ``get_extra_state``."""
         return self.module.get_extra_state()
 
     def load_state_dict(self, state: Any) -> None:
-        """Hand it to ``set_extra_state``."""
+        """Call ``set_extra_state``."""
         self.module.set_extra_state(state)
 
 
 @torch.no_grad()
 def write_all_or_none(parts: Sequence[Pending], group: dist.ProcessGroup) -> None:
-    """Write all of it, or nothing, if what takes a state refuses it on any rank; a collective.
+    """Write all values, or none, if loading a state raises on any rank; a collective.
 
     Raises:
-        Exception: what it refused with here.
-        RuntimeError: another rank refused.
+        Exception: the error on this rank.
+        RuntimeError: the error is another rank's.
     """
     states = [pair for part in parts for pair in part.states]
     with all_or_none(group, "to load"):
@@ -61,14 +62,14 @@ def write_all_or_none(parts: Sequence[Pending], group: dist.ProcessGroup) -> Non
                 give()
         before.pop_all()
     for target, value in (pair for part in parts for pair in part.tensors):
-        target.copy_(value)  # which ZeRO-1 sees by the shard's version
+        target.copy_(value)  # raises the shard's version, by which ZeRO-1 sees it
 
 
 def restored(things: Sequence[Any]) -> ExitStack:
-    """A context that gives things with ``state_dict`` what they have now back, unless its ``pop_all`` was called.
+    """A context that restores the present states of objects at its end, unless its ``pop_all`` was called.
 
-    One that does not take it is left as it is: it refused what it was given, too. Of optimizers no copies are made:
-    loading gives them other tensors, and leaves these.
+    An object that refuses its old state keeps the one that it has. Optimizers' states are not copied: loading replaces
+    their tensors, and leaves the old ones unchanged.
     """
     stack = ExitStack()
     for thing in things:

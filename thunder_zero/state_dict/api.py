@@ -1,11 +1,11 @@
-"""The functions of ``torch.distributed.checkpoint.state_dict``, under their names, for models with ZeroTransform.
+"""The functions of ``torch.distributed.checkpoint.state_dict`` for sharded models.
 
-torch's own cannot serve a Thunder module, whose parameters are padded rows. These take the same arguments and return
-the same things, so that scripts and tools that are written for FSDP2 change one import::
+torch's own functions do not know that a sharded model's parameters are padded rows. These take the same arguments and
+return the same values, so that a script written for FSDP2 changes one import::
 
     from thunder_zero.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-Not supported, with a sentence: submodules and ``keep_submodule_prefixes=False``, which torch deprecates.
+``submodules`` and ``keep_submodule_prefixes=False``, which torch deprecates, are refused.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.state_dict import model_state, optimizer_state
 from thunder_zero.state_dict.all_or_nothing import write_all_or_none
 from thunder_zero.state_dict.contents import contents_of, optimizer_list
+from thunder_zero.state_dict.source import source_for
 
 if TYPE_CHECKING:
     from thunder_zero.runtime.state import State
@@ -43,7 +44,7 @@ Optimizers = Optimizer | Iterable[Optimizer]
 
 
 class Incompatible(NamedTuple):
-    """What did not fit, as ``nn.Module.load_state_dict`` returns it."""
+    """The names that did not fit, as ``nn.Module.load_state_dict`` returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -52,29 +53,29 @@ class Incompatible(NamedTuple):
 def get_model_state_dict(
     model: nn.Module, *, submodules: object = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """Parameters and buffers by the plain module's names; a collective if they are full.
+    """Get parameters and buffers by the plain module's names; a collective if they are full.
 
     >>> full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
     Args:
         model: a model with ZeroTransform.
-        submodules: None; others are refused.
-        options: ``full_state_dict`` for full tensors, gathered one at a time; otherwise DTensors of whole shapes, of
-            which each rank has its rows, and plain tensors of what is not sharded, both views of the model.
-            ``cpu_offload`` puts them on the CPU; of full ones only rank 0 then has any. ``ignore_frozen_params``.
+        submodules: must be None.
+        options: with ``full_state_dict``, full tensors, gathered one at a time; otherwise DTensors, whose local tensors
+            are this rank's rows, and plain tensors where nothing is sharded, both views of the model. ``cpu_offload``
+            copies them to the CPU; full ones are then returned on rank 0 alone. ``ignore_frozen_params`` is supported.
 
     Raises:
         TypeError: not a model with ZeroTransform.
         ValueError: an option that is not supported.
     """
-    state, held, options = _prepared(model, options, submodules)
-    return model_state.model_state_dict(state, held, options)
+    state, contents, options = _prepared(model, options, submodules)
+    return model_state.model_state_dict(state, contents, options)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer of the plain module: full, unpadded, under its names, on every rank.
+    """Get every parameter and buffer of the plain module on every rank: full, unpadded, under its names.
 
-    A collective: all ranks must call it. The tensors are copies, on the device of the shards.
+    A collective: all ranks must call it. The tensors are copies on the shards' device.
 
     >>> torch.save(tz.full_state_dict(model), "model.pt")
 
@@ -91,28 +92,28 @@ def get_optimizer_state_dict(
     submodules: object = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """``{"state": {name: ...}, "param_groups": [...]}`` with parameters' names; a collective if it is full.
+    """Get ``{"state": {name: ...}, "param_groups": [...]}`` by parameter names; a collective.
 
-    An optimizer that never stepped, and has no gradients, makes its state first, as with torch's function, so that it
-    can be loaded into.
+    An optimizer that never stepped and has no gradients makes its state first, as with torch's function, so that the
+    result can be loaded into.
 
     >>> get_optimizer_state_dict(model, optimizer)["state"]["0.weight"]["exp_avg"]  # a DTensor
 
     Args:
         model: a model with ZeroTransform.
         optimizers: one or several, built on ``model.parameters()``.
-        submodules: None; others are refused.
+        submodules: must be None.
         options: as for :func:`get_model_state_dict`. ``flatten_optimizer_state_dict`` gives
             ``{"state.0.weight.exp_avg": ..., "param_groups.0.weight.lr": ...}``.
 
     Raises:
         TypeError: not a model with ZeroTransform.
-        ValueError: an option that is not supported; an optimizer of another model; a state of a sharded parameter that
+        ValueError: an option that is not supported; an optimizer of another model; a sharded parameter's state that
             is neither of the shard's shape nor one number.
         RuntimeError: another rank refused, or its optimizer has other states.
     """
-    state, held, options = _prepared(model, options, submodules)
-    return optimizer_state.optimizers_state_dict(state, held, optimizer_list(optimizers), options)
+    state, contents, options = _prepared(model, options, submodules)
+    return optimizer_state.optimizers_state_dict(state, contents, optimizer_list(optimizers), options)
 
 
 def get_state_dict(
@@ -122,7 +123,7 @@ def get_state_dict(
     submodules: object = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both: :func:`get_model_state_dict` and :func:`get_optimizer_state_dict`, which see.
+    """Call :func:`get_model_state_dict` and :func:`get_optimizer_state_dict`.
 
     >>> in_model, in_optimizer = get_state_dict(model, optimizer)
     >>> torch.distributed.checkpoint.save({"model": in_model, "optim": in_optimizer}, checkpoint_id=path)
@@ -136,33 +137,34 @@ def get_state_dict(
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> Incompatible:
-    """Put a state dict into the model: full tensors on each rank, DTensors, or full tensors of rank 0 alone.
+    """Load a state dict into the model: full tensors on each rank, DTensors, or full tensors on rank 0 alone.
 
-    A collective. Nothing has changed if it raises.
+    A collective. If it raises, nothing has changed.
 
     >>> options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     >>> set_model_state_dict(model, torch.load(path) if rank == 0 else {}, options=options)
 
     Args:
         model: a model with ZeroTransform.
-        model_state_dict: by the plain module's names.
-        options: ``broadcast_from_rank0`` sends rank 0's, one tensor at a time; ``strict``.
+        model_state_dict: values by the plain module's names.
+        options: ``broadcast_from_rank0`` sends rank 0's values, one tensor at a time; without ``strict``, values that
+            are missing or unexpected are skipped.
 
     Returns:
-        ``missing_keys`` and ``unexpected_keys``; both empty if ``strict``.
+        ``missing_keys`` and ``unexpected_keys``; both are empty if ``strict``.
 
     Raises:
         TypeError: not a model with ZeroTransform.
         RuntimeError: names differ, and ``strict``; another rank refused.
-        ValueError: no tensor, another shape, or what cannot be copied; an option that is not supported.
-        Exception: what a module's ``set_extra_state`` raises.
+        ValueError: a value that is not a tensor, has another shape or cannot be copied; an option that is not
+            supported.
+        Exception: raised by a module's ``set_extra_state``.
     """
-    state, held, options = _prepared(model, options, None)
-    missing, unknown, part = model_state.values_for_model(
-        state, held, sharded_model(model).plain, model_state_dict, options
-    )
-    write_all_or_none([part], state.group)
-    return Incompatible(missing, unknown)
+    state, contents, options = _prepared(model, options, None)
+    source, plain = source_for(state, options), sharded_model(model).plain
+    found = model_state.values_for_model(contents, plain, model_state_dict, source, strict=options.strict)
+    write_all_or_none([found.pending], state.group)
+    return Incompatible(found.missing, found.unexpected)
 
 
 def set_optimizer_state_dict(
@@ -172,29 +174,30 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Put a state dict into optimizers, as :func:`get_optimizer_state_dict` has it, in full or as DTensors.
+    """Load a state dict that :func:`get_optimizer_state_dict` returned, full or as DTensors, into optimizers.
 
-    A collective. Nothing has changed if it raises.
+    A collective. If it raises, nothing has changed.
 
     >>> set_optimizer_state_dict(model, optimizer, in_optimizer)
 
     Args:
         model: a model with ZeroTransform.
         optimizers: one or several, built on ``model.parameters()``.
-        optim_state_dict: states by parameter name and groups with names, or flattened; of these optimizers' parameters
-            and of any others.
-        options: ``broadcast_from_rank0`` sends rank 0's, one tensor at a time; not ``strict`` takes states of some of
-            the parameters that an optimizer trains.
+        optim_state_dict: states by parameter name and groups with names, or flattened; it may have other parameters,
+            too.
+        options: ``broadcast_from_rank0`` sends rank 0's values, one tensor at a time; without ``strict``, states may
+            be missing.
 
     Raises:
         TypeError: not a model with ZeroTransform.
-        ValueError: no group of a parameter, or groups that differ within one of these; a state of another shape; an
-            option that is not supported.
+        ValueError: a parameter has no group; parameters of one group have different ones; a state has another shape;
+            an option is not supported.
         RuntimeError: a state is missing, and ``strict``; another rank refused.
     """
-    state, held, options = _prepared(model, options, None)
-    part = optimizer_state.values_for_optimizers(state, held, optimizer_list(optimizers), optim_state_dict, options)
-    write_all_or_none([part], state.group)
+    state, contents, options = _prepared(model, options, None)
+    source, found = source_for(state, options), optimizer_list(optimizers)
+    pending = optimizer_state.values_for_optimizers(contents, found, optim_state_dict, source, strict=options.strict)
+    write_all_or_none([pending], state.group)
 
 
 def set_state_dict(
@@ -205,30 +208,31 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> Incompatible:
-    """Both: :func:`set_model_state_dict` and :func:`set_optimizer_state_dict`, which see. Nothing of either has changed
-    if it raises.
+    """Load both, as :func:`set_model_state_dict` and :func:`set_optimizer_state_dict` do; if it raises, neither model
+    nor optimizers have changed.
 
     >>> set_state_dict(model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer)
     """
-    state, held, options = _prepared(model, options, None)
-    missing, unknown, part = model_state.values_for_model(
-        state, held, sharded_model(model).plain, model_state_dict, options
+    state, contents, options = _prepared(model, options, None)
+    source, plain, strict = source_for(state, options), sharded_model(model).plain, options.strict
+    found = model_state.values_for_model(contents, plain, model_state_dict, source, strict=strict)
+    pending = optimizer_state.values_for_optimizers(
+        contents, optimizer_list(optimizers), optim_state_dict, source, strict=strict
     )
-    other = optimizer_state.values_for_optimizers(state, held, optimizer_list(optimizers), optim_state_dict, options)
-    write_all_or_none([part, other], state.group)
-    return Incompatible(missing, unknown)
+    write_all_or_none([found.pending, pending], state.group)
+    return Incompatible(found.missing, found.unexpected)
 
 
 def _prepared(
     model: nn.Module, options: StateDictOptions | None, submodules: object
 ) -> tuple[State, ModelContents, StateDictOptions]:
-    """The model as ranks agree that it is asked for."""
+    """The model's state, this rank's part of it, and options that all ranks agree on."""
     sharded = sharded_model(model)
     state = sharded.state
     with all_or_none(state.group, "the state dict"):
-        held, options = contents_of(sharded), _supported(options, submodules)
-    require_same([Fact("the options of the state dict", str(options), "give every rank the same")], state.group)
-    return state, held, options
+        contents, options = contents_of(sharded), _supported(options, submodules)
+    require_same([Fact("the argument 'options'", str(options), "give every rank the same options")], state.group)
+    return state, contents, options
 
 
 def _supported(options: StateDictOptions | None, submodules: object) -> StateDictOptions:
@@ -239,5 +243,5 @@ def _supported(options: StateDictOptions | None, submodules: object) -> StateDic
         "broadcast_from_rank0 without full_state_dict": options.broadcast_from_rank0 and not options.full_state_dict,
     }.items():
         if asked:
-            raise ValueError(f"{name} is not supported; take the whole state dict and choose from it")
+            raise ValueError(f"{name} is not supported; get the whole state dict and select from it")
     return options

@@ -1,7 +1,7 @@
-"""What one rank holds of a model and its optimizers, under the names of state dicts.
+"""Lists one rank's part of a model and its optimizers by state-dict names; state dicts and checkpoints use it.
 
 The names are those of FSDP2's ``get_state_dict``: ``{"model": ..., "optim": {"state": ..., "param_groups": ...}}`` with
-the plain module's parameter names. State dicts and checkpoints are made of these.
+the plain module's parameter names.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from torch.optim import Optimizer
 from thunder_zero import layout
 from thunder_zero.comm.agree import Fact
 from thunder_zero.plan import Param, Plan
+from thunder_zero.runtime.optimizers import state_is_rows
 from thunder_zero.runtime.sharded_model import ShardedModel
-from thunder_zero.runtime.shards import state_is_rows
 
 MODEL = "model"
 OPTIM = "optim"
 STATE = "state"
 GROUPS = "param_groups"
 EXTRA = "extra"
-EXTRA_STATE = "_extra_state"  # the end of such a name in a state dict; what else hooks add there is not saved
-OPTIMIZER_CLASS = "optimizer_class"  # names of classes, by the number of the optimizer
+EXTRA_STATE = "_extra_state"  # the end of the name of a module's extra state; other values that hooks add are not saved
+OPTIMIZER_CLASS = "optimizer_class"  # the names of the optimizers' classes, by number
 RANK_KEY = re.compile(r"rank(\d+)\.(.*)", re.DOTALL)
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelContents:
-    """What one rank holds of a model.
+    """One rank's part of a model.
 
     Attributes:
-        plan: what each parameter is, among the ranks of one copy.
-        shards: what the optimizer sees, by path.
-        ignored: parameters that are each rank's own, by name.
-        buffers: those of the state dict, by name; rank 0's are saved.
-        states: what modules add to a state dict themselves (``get_extra_state``), by name; rank 0's are saved.
-        rank: which of all ranks this is.
-        writes: whether this is the copy of the model that is written (hybrid sharding has several).
-        plain: the plain module's state dict: all names in their order, and what hooks add to it.
+        plan: the parameters, and how the ranks of one copy of the model share them.
+        shards: the tensors that the optimizer steps, by path.
+        ignored: parameters that the policy ignores, so that each rank has its own, by name.
+        buffers: the buffers of the state dict, by name; rank 0's are saved.
+        states: the modules' extra states (``get_extra_state``), by name; rank 0's are saved.
+        rank: this rank's number among all ranks.
+        writes: whether this rank's copy of the model is the one that is written (hybrid sharding has several).
+        plain: the plain module's state dict: all names in their order, with the values that hooks add.
     """
 
     plan: Plan
@@ -58,18 +58,25 @@ class ModelContents:
     plain: Mapping[str, Any] = field(default_factory=dict)
 
     def writes_whole(self, number: int) -> bool:
-        """Whether this rank writes the parameter of this number, which all ranks have in full: they take turns."""
+        """Whether this rank writes the replicated parameter of this number: ranks take turns."""
         return self.writes and number % self.plan.world_size == self.plan.rank
 
     @property
     def rank_prefix(self) -> str:
-        """The first part of keys of what this rank alone has."""
+        """The first part of the keys of values that belong to this rank alone."""
         return f"rank{self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A parameter that an optimizer steps: its name, its number among all, and what it is, unless it is ignored."""
+    """A parameter that an optimizer steps.
+
+    Attributes:
+        name: its first name in the model's state dict.
+        number: its place in the plan; 0 if it is ignored.
+        param: its entry in the plan; None if it is ignored.
+        tensor: the shard, or the ignored parameter.
+    """
 
     name: str
     number: int
@@ -78,8 +85,11 @@ class Named:
 
 
 def contents_of(model: ShardedModel) -> ModelContents:
-    """What this rank holds of a model, by the names of its state dict. They are the plan's, but for what stands in a
-    wrapper that takes its own name out of the state dict (torch's checkpoint_wrapper)."""
+    """List this rank's part of a model.
+
+    The names are the plan's, except inside wrappers that take their own name out of the state dict (torch's
+    checkpoint_wrapper).
+    """
     state, plain = model.state, model.plain
     plan, ranks = state.plan, state.ranks
     found = plain.state_dict(keep_vars=True)
@@ -105,34 +115,34 @@ def contents_of(model: ShardedModel) -> ModelContents:
 
 
 def optimizer_list(optimizers: Optimizers) -> list[Optimizer]:
-    """One, several or none, as a list."""
+    """One optimizer, several or None, as a list."""
     if optimizers is None:
         return []
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
 def split_rank_prefix(key: str) -> tuple[int, str] | None:
-    """The rank that alone has what is under this key, and the rest of the key; None if the ranks share it."""
+    """The rank that a key's value belongs to, and the rest of the key; None if the ranks share the value."""
     found = RANK_KEY.fullmatch(key)
     return None if found is None else (int(found[1]), found[2])
 
 
-def rows_of(held: ModelContents, param: Param) -> tuple[int, int]:
-    """Which rows of a parameter, or of its state, are here: all of them, if it is replicated."""
+def rows_of(contents: ModelContents, param: Param) -> tuple[int, int]:
+    """The rows of a parameter, and of its states, that this rank has, as (start, stop); all rows, if replicated."""
     if not param.sharded:
         return 0, param.shape[0] if param.shape else 1
-    return layout.row_range(param.shape[0], held.plan.world_size, held.plan.rank)
+    return layout.row_range(param.shape[0], contents.plan.world_size, contents.plan.rank)
 
 
-def named_groups(held: ModelContents, optimizer: Optimizer) -> list[list[Named]]:
+def named_groups(contents: ModelContents, optimizer: Optimizer) -> list[list[Named]]:
     """The parameters of each group of an optimizer.
 
     Raises:
-        ValueError: one that is none of the model's.
+        ValueError: a parameter that is not the model's.
     """
     known: dict[int, tuple[str, int, Param | None]] = {
-        **{id(tensor): (name, 0, None) for name, tensor in held.ignored.items()},
-        **{id(held.shards[param.path]): (param.path, at, param) for at, param in enumerate(held.plan.params)},
+        **{id(tensor): (name, 0, None) for name, tensor in contents.ignored.items()},
+        **{id(contents.shards[param.path]): (param.path, at, param) for at, param in enumerate(contents.plan.params)},
     }
     found = []
     for group in optimizer.param_groups:
@@ -140,21 +150,21 @@ def named_groups(held: ModelContents, optimizer: Optimizer) -> list[list[Named]]
         for tensor in group["params"]:
             if id(tensor) not in known:
                 raise ValueError(
-                    f"{type(optimizer).__name__} steps a parameter of shape {tuple(tensor.shape)} that is none of the "
-                    f"model's; give the optimizer that was built on model.parameters()"
+                    f"{type(optimizer).__name__} has a parameter of shape {tuple(tensor.shape)} that is not one of "
+                    f"this model's; build the optimizer on model.parameters()"
                 )
             members.append(Named(*known[id(tensor)], tensor))
         found.append(members)
     return found
 
 
-def all_named_groups(held: ModelContents, optimizers: Sequence[Optimizer]) -> list[list[Named]]:
-    """The parameters of each group of all optimizers, one after the other.
+def all_named_groups(contents: ModelContents, optimizers: Sequence[Optimizer]) -> list[list[Named]]:
+    """The parameters of each group of all optimizers, in one list.
 
     Raises:
-        ValueError: one that is none of the model's; one of two optimizers; a state of none of them.
+        ValueError: a parameter that is not the model's, or is in two optimizers; a state of no parameter.
     """
-    groups = [group for optimizer in optimizers for group in named_groups(held, optimizer)]
+    groups = [group for optimizer in optimizers for group in named_groups(contents, optimizer)]
     counts = Counter(named.name for group in groups for named in group)
     for name, count in counts.items():
         if count > 1:
@@ -165,38 +175,44 @@ def all_named_groups(held: ModelContents, optimizers: Sequence[Optimizer]) -> li
             if id(key) not in stepped:
                 what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
                 raise ValueError(
-                    f"{type(optimizer).__name__} keeps a state for {what}, which is none of the parameters that it "
-                    f"steps, so a checkpoint has no place for it; take it out of optimizer.state, save it as an extra"
+                    f"{type(optimizer).__name__} has a state for {what}, which is not one of its parameters, so the "
+                    f"state has no name to be saved under; remove it from optimizer.state and save it as an extra"
                 )
     return groups
 
 
-def named_states(held: ModelContents, optimizers: Iterable[Optimizer]) -> list[tuple[Named, Mapping[str, Any]]]:
-    """What optimizers step, one group after the other, each with its states by name."""
+def named_states(contents: ModelContents, optimizers: Iterable[Optimizer]) -> list[tuple[Named, Mapping[str, Any]]]:
+    """The parameters of all optimizers in the order of their groups, each with its states by name."""
     return [
         (named, optimizer.state.get(named.tensor, {}))
         for optimizer in optimizers
-        for named in chain(*named_groups(held, optimizer))
+        for named in chain(*named_groups(contents, optimizer))
     ]
 
 
-def state_facts(held: ModelContents, optimizers: Sequence[Optimizer]) -> list[Fact]:
-    """Which states there are of each parameter that ranks share, for them to compare: what one of them lacks, nobody
-    can put together."""
-    lines = []
-    for named, values in named_states(held, optimizers):
+def state_facts(contents: ModelContents, optimizers: Sequence[Optimizer]) -> list[Fact]:
+    """The states of each parameter that ranks share, for the ranks to compare: a state that is missing on one of them
+    cannot be gathered or saved."""
+    facts = []
+    for named, values in named_states(contents, optimizers):
         if named.param is not None:
-            rows = {key for key, value in values.items() if state_is_rows(str(key), value, named.param, held.plan)}
+            rows = {key for key, value in values.items() if state_is_rows(str(key), value, named.param, contents.plan)}
             shown = ", ".join(f"{key} by rows" if key in rows else str(key) for key in values)
             what = f"the optimizer's state of parameter {named.name!r}"
-            lines.append(Fact(what, shown or "nothing", "step the optimizer on every rank alike"))
-    return lines
+            facts.append(Fact(what, shown or "none", "step the optimizer on every rank"))
+    return facts
 
 
 def numbered_state_dict(
     saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Named]], states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """One optimizer's state dict, with its parameters by number: its groups as saved, and their states by name."""
+    """One optimizer's state dict with its parameters by number, as ``Optimizer.load_state_dict`` takes it.
+
+    Args:
+        saved: the groups' saved values.
+        groups: the parameters of each group.
+        states: the saved states by parameter name.
+    """
     names = [named.name for group in groups for named in group]
     at = {name: number for number, name in enumerate(names)}
     numbered = [
@@ -206,7 +222,7 @@ def numbered_state_dict(
 
 
 def groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """An optimizer's parameter groups, of hyper-parameters by ``"<group>.<name>"``."""
+    """An optimizer's parameter groups, from hyper-parameters by ``"<group>.<name>"``."""
     groups: dict[int, dict[str, Any]] = {}
     for key, value in values.items():
         number, _, name = key.partition(".")

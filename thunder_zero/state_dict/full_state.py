@@ -1,4 +1,7 @@
-"""Full parameters and optimizer states out of shards, and shards out of full ones."""
+"""Full state dicts in Thunder's and Fabric's own hooks: cuts full values into rows, and gathers rows into full values.
+
+``shard`` and ``full`` serve ZeroTransform; the functions on optimizers serve Fabric.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,23 @@ from torch.optim import Optimizer
 
 from thunder_zero.plan import Param
 from thunder_zero.rows import own_rows
-from thunder_zero.runtime.optimizer_hooks import owners_of, parameters_of, shard_instead_of
-from thunder_zero.runtime.shards import state_is_full
+from thunder_zero.runtime.optimizers import parameters_of, state_is_full
+from thunder_zero.runtime.registry import owners_of, shard_instead_of
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.optimizer_state import state_value
 
 
 @torch.no_grad()
 def shard(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's rows of the full parameters in a submodule's part of a plain state dict.
+    """Cut the full parameters of one submodule's state dict into this rank's rows.
 
     Args:
         state: the model's state. Its ZeRO-1 buffers are refreshed in the next forward.
-        prefix: the submodule's path, "" for the root.
+        prefix: the submodule's path; "" for the root.
         values: full parameters and buffers by their names in the submodule.
 
     Raises:
-        ValueError: a parameter of another shape.
+        ValueError: a parameter has another shape.
     """
     rows = dict(values)
     for name, value in values.items():
@@ -38,9 +41,10 @@ def shard(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any
             continue
         if tuple(value.shape) != param.shape:
             raise ValueError(
-                f"parameter {path!r} has shape {tuple(value.shape)} in the state dict; it is {param.shape}"
+                f"parameter {path!r} has shape {tuple(value.shape)} in the state dict and {param.shape} in the model; "
+                f"load the state dict of this model"
             )
-        # Cast here: Thunder would put a tensor of another dtype in the place of the shard.
+        # Cast here: Thunder would replace the shard by a tensor of another dtype.
         rows[name] = own_rows(value.to(param.dtype), param, state.plan)
         state.mark_stale([param.path])
     return rows
@@ -48,7 +52,7 @@ def shard(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any
 
 @torch.no_grad()
 def full(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Full parameters for the shards in a submodule's part of a sharded state dict; a collective."""
+    """Gather the shards of one submodule's state dict into full parameters; a collective."""
     gathered: dict[str, Any] = dict(values)
     for name in values:
         param = state.plan.by_name.get(f"{prefix}.{name}" if prefix else name)
@@ -58,56 +62,57 @@ def full(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 @torch.no_grad()
-def full_optimizer_state_dict(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str, Any]:
     """An optimizer's state dict with full tensors, as the plain module's optimizer has it; a collective.
 
     Args:
-        optimizer: steps shards, and other parameters, whose state stays as it is.
-        keep: whether this rank keeps the result, on the CPU; otherwise it only takes part, and returns nothing.
+        optimizer: steps shards, and possibly other parameters, whose states stay as they are.
+        wanted: return the result, on the CPU; otherwise this rank only takes part, and returns an empty dict.
 
     Raises:
-        ValueError: a state that belongs to no single row, so that there is no full one.
+        ValueError: a state is neither rows nor one number, so that no full state can be made.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    packed = optimizer.state_dict()
-    states = dict(packed["state"])
+    own = optimizer.state_dict()
+    states = dict(own["state"])
     params = parameters_of(optimizer)
     for index, owner in enumerate(owners_of(params)):  # by index: all ranks gather in the same order
         values = states.get(index)
         if owner is not None and values is not None:
             states[index] = {name: state_value(*owner, name, value, options) for name, value in values.items()}
-    return {**packed, "state": states} if keep else {}
+    return {**own, "state": states} if wanted else {}
 
 
 @torch.no_grad()
 def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The other way: a plain module's optimizer state dict with this rank's rows; what is cut already stays so.
+    """Cut the full states of a plain module's optimizer state dict into this rank's rows; existing rows stay.
 
     A hook of ``Optimizer.register_load_state_dict_pre_hook``.
 
     Raises:
-        ValueError: a state of another shape than its parameter.
+        ValueError: a state has another shape than its parameter.
     """
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    owners = owners_of(parameters_of(optimizer))
+    if len(indices) != len(owners):
+        return state_dict  # torch refuses it right after this hook
     states = dict(state_dict["state"])
-    # Another number of parameters is refused by torch right after this.
-    for index, owner in zip(indices, owners_of(parameters_of(optimizer)), strict=False):
+    for index, owner in zip(indices, owners, strict=True):
         if owner is not None and index in states:
-            states[index] = {name: _own_value(*owner, name, value) for name, value in states[index].items()}
+            states[index] = {name: _rows_value(*owner, name, value) for name, value in states[index].items()}
     return {**state_dict, "state": states}
 
 
-def _own_value(state: State, param: Param, name: str, value: Any) -> Any:
+def _rows_value(state: State, param: Param, name: str, value: Any) -> Any:
     shape = tuple(value.shape) if isinstance(value, Tensor) else None
-    if shape == state.plan.shard_shape(param) != param.shape:  # cut already; a single row's shard has both shapes
+    if shape == state.plan.shard_shape(param) != param.shape:  # rows already; the shard of one row has both shapes
         return value
     return own_rows(value, param, state.plan).to(state.device) if state_is_full(name, value, param) else value
 
 
 @torch.no_grad()
 def step_shards(optimizer: Optimizer) -> None:
-    """Give an optimizer that was built on the plain module, or on placeholders, the shards instead, with their rows of
-    the state that it has."""
+    """Replace the plain module's parameters, or placeholders, in an optimizer by shards, and their states by rows."""
     for group in optimizer.param_groups:
         old = group["params"]
         new = [shard_instead_of(param) for param in old]
@@ -115,4 +120,4 @@ def step_shards(optimizer: Optimizer) -> None:
         for before, owner, shard in zip(old, owners_of(group["params"]), new, strict=True):
             if owner is not None and shard is not None and before in optimizer.state:
                 values = optimizer.state.pop(before)
-                optimizer.state[shard] = {name: _own_value(*owner, name, value) for name, value in values.items()}
+                optimizer.state[shard] = {name: _rows_value(*owner, name, value) for name, value in values.items()}

@@ -1,11 +1,9 @@
-"""State dicts of a sharded model's optimizers as FSDP2's have them: by parameter names, flattened if asked for.
-
-With ``model_state.py`` what ``thunder_zero.state_dict`` is made of; nothing here knows Thunder.
-"""
+"""State dicts of a sharded model's optimizers as FSDP2 has them, made and loaded: by parameter names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +15,7 @@ from torch.optim import Optimizer
 from thunder_zero.comm import agree
 from thunder_zero.comm.agree import all_or_none
 from thunder_zero.plan import Param
-from thunder_zero.runtime.optimizer_hooks import load_state, parameters_of
-from thunder_zero.runtime.shards import state_is_full, state_is_rows
+from thunder_zero.runtime.optimizers import load_state, parameters_of, state_is_full, state_is_rows
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.all_or_nothing import Pending
 from thunder_zero.state_dict.contents import (
@@ -32,27 +29,19 @@ from thunder_zero.state_dict.contents import (
     numbered_state_dict,
     state_facts,
 )
-from thunder_zero.state_dict.model_state import (
-    as_sent,
-    counts,
-    keeps,
-    must_gather,
-    of_rank_0,
-    received,
-    require_same_gathers,
-    require_tensor,
-    rows_value,
-    whole_value,
-)
+from thunder_zero.state_dict.model_state import is_returned, rows_value, whole_value
+from thunder_zero.state_dict.source import Source
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 
 def make_states(optimizer: Optimizer) -> None:
-    """Let an optimizer that never stepped make its state, as torch's functions do, so that there is something to load
-    into: a step with gradients of zero and a learning rate of zero. With gradients it is as it is: it may be one that
-    never has a state, and they are to be stepped."""
+    """Make the state of an optimizer that never stepped, as torch's functions do, so that there is something to load
+    into: one step with zero gradients and a learning rate of zero.
+
+    An optimizer with gradients is left alone: it may be one that never has a state, and its gradients are to be used.
+    """
     params = parameters_of(optimizer)
     if optimizer.state or any(param.grad is not None for param in params):
         return
@@ -66,15 +55,15 @@ def make_states(optimizer: Optimizer) -> None:
         optimizer.step(closure=None)
     finally:
         for group, rate in rates:
-            group["lr"] = rate  # the very tensor, if it is one: a scheduler may hold it
+            group["lr"] = rate  # the same object: a scheduler may hold the tensor
         optimizer.zero_grad(set_to_none=True)
 
 
 def state_value(state: State, param: Param | None, key: str, value: Any, options: StateDictOptions) -> Any:
-    """One state as it stands in a state dict; a collective if it is rows, and ``options`` ask for a full one.
+    """The state dict's value of one state; a collective if the state is rows, and the options ask for full tensors.
 
     Raises:
-        ValueError: it cannot be put together.
+        ValueError: neither rows nor one number, so that no full state can be made.
     """
     if param is not None and state_is_rows(key, value, param, state.plan):
         return rows_value(state, param, value, options)
@@ -83,23 +72,23 @@ def state_value(state: State, param: Param | None, key: str, value: Any, options
 
 @torch.no_grad()
 def optimizers_state_dict(
-    state: State, held: ModelContents, optimizers: Sequence[Optimizer], options: StateDictOptions
+    state: State, contents: ModelContents, optimizers: Sequence[Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
-    """State by parameter name, and groups with names; or flattened. Nothing of no optimizer. A collective.
+    """States by parameter name, and groups with names; or flattened. Empty without optimizers. A collective.
 
     Raises:
-        ValueError: a parameter that is none of the model's; a state that cannot be put together.
-        RuntimeError: another rank refused; an optimizer has other states there.
+        ValueError: a parameter that is not the model's; a state that is neither rows nor one number.
+        RuntimeError: another rank refused, or its optimizer has other states.
     """
     if not optimizers:
         return {}
     with all_or_none(state.group, "the optimizer"):
-        all_named_groups(held, optimizers)  # refused before any steps
+        all_named_groups(contents, optimizers)  # refuses before any optimizer steps
         for optimizer in optimizers:
             make_states(optimizer)
-        of_all = named_states(held, optimizers)
-        lines = state_facts(held, optimizers)
-    agree.require_same(lines, state.group)
+        of_all = named_states(contents, optimizers)
+        facts = state_facts(contents, optimizers)
+    agree.require_same(facts, state.group)
     states = {
         named.name: {key: state_value(state, named.param, key, value, options) for key, value in values.items()}
         for named, values in of_all
@@ -109,16 +98,16 @@ def optimizers_state_dict(
         {key: whole_value(value, options) for key, value in group.items()}
         | {"params": [named.name for named in members]}
         for optimizer in optimizers
-        for group, members in zip(optimizer.param_groups, named_groups(held, optimizer), strict=True)
+        for group, members in zip(optimizer.param_groups, named_groups(contents, optimizer), strict=True)
     ]
-    if not keeps(state, options):
+    if not is_returned(state, options):
         return {}
     return flattened(states, groups) if options.flatten_optimizer_state_dict else {STATE: states, GROUPS: groups}
 
 
 def flattened(states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """As torch flattens it: ``"state.0.weight.exp_avg"``, and each group's values once for each of its parameters,
-    ``"param_groups.0.weight.lr"``; so parts of a model that several optimizers step lie side by side."""
+    """Flatten as torch does: ``"state.0.weight.exp_avg"``, and the group's values once for each of its parameters,
+    ``"param_groups.0.weight.lr"``, so that flat state dicts of several optimizers can be merged."""
     flat = {f"{STATE}.{name}.{key}": value for name, of in states.items() for key, value in of.items()}
     for group in groups:
         values = {key: value for key, value in group.items() if key != "params"}
@@ -126,72 +115,71 @@ def flattened(states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[
     return flat
 
 
-# The other way
+# Loading
 
 
+@dataclass(frozen=True, slots=True)
 class Full:
-    """Stands for a tensor of a parameter's shape, which does not travel with the others."""
+    """Replaces a state of the parameter's full shape in what ranks exchange: its tensor is sent or read by itself."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    dtype: torch.dtype
 
 
 @torch.no_grad()
 def values_for_optimizers(
-    state: State,
-    held: ModelContents,
+    contents: ModelContents,
     optimizers: Sequence[Optimizer],
     values: Mapping[str, Any],
-    options: StateDictOptions,
+    source: Source,
+    *,
+    strict: bool,
 ) -> Pending:
-    """What a state dict has for optimizers; it may have more. A collective.
+    """Read a state dict for optimizers on this rank, and write nothing yet; it may have more. A collective.
 
     Raises:
-        ValueError: it lacks groups of their parameters, or one group had several; a state of another shape.
-        RuntimeError: it lacks states of them, and ``options.strict``; another rank refused.
+        ValueError: no groups of a parameter, or several groups for one of these; a state of another shape.
+        RuntimeError: no state of a parameter, and ``strict``; another rank refused.
     """
-    groups: list[dict[str, Any]] = []
+    groups: list[list[dict[str, Any]]] = []  # by optimizer
     states: dict[str, Mapping[str, Any]] = {}
-    told: dict[str, dict[str, Any]] = {}
-    sent: Any = None
-    with all_or_none(state.group, "to load"):
-        members = {named.name: named for named, _ in named_states(held, optimizers)}
-        if counts(state, options):
-            by_name, states = by_parameter(held, values, members)
+    outline: dict[str, dict[str, Any]] = {}
+    packed: Any = None
+    with all_or_none(source.state.group, "to load"):
+        members = {named.name: named for named, _ in named_states(contents, optimizers)}
+        if source.is_read():
+            by_name, states = by_parameter(contents, values, members)
             for optimizer in optimizers:
-                groups += groups_for(optimizer, named_groups(held, optimizer), by_name)
-                if options.strict:
-                    require_states(named_groups(held, optimizer), states)
-            told = {name: _told(state, members[name], of, options) for name, of in states.items()}
-        sent = as_sent((groups, told), options)
-    groups, told = of_rank_0(state, sent, options)
-    if not options.broadcast_from_rank0:
-        shared = [named for named in members.values() if named.param is not None]
-        gathers = {named.name: _gathered(state, named, states.get(named.name, {})) for named in shared}
-        require_same_gathers(state, gathers)
+                groups.append(groups_for(optimizer, named_groups(contents, optimizer), by_name))
+                if strict:
+                    require_states(named_groups(contents, optimizer), states)
+            outline = {name: _outline(members[name], of, source) for name, of in states.items()}
+        packed = source.pack((groups, outline))
+    groups, outline = source.exchange(packed)
+    shared = [named for named in members.values() if named.param is not None]
+    gathers = {named.name: _gathered(named, states.get(named.name, {}), source) for named in shared}
+    source.require_same_gathers({f"the optimizer's state of {name!r}": keys for name, keys in gathers.items()})
     loaded = {
-        name: {key: _own(state, members[name], was, states.get(name, {}).get(key), options) for key, was in of.items()}
-        for name, of in told.items()
+        name: {key: _loaded(members[name], was, states.get(name, {}).get(key), source) for key, was in of.items()}
+        for name, of in outline.items()
     }
     pending = []
-    for optimizer in optimizers:
-        mine, groups = groups[: len(optimizer.param_groups)], groups[len(optimizer.param_groups) :]
-        saved = numbered_state_dict(mine, named_groups(held, optimizer), loaded)
+    for optimizer, saved_groups in zip(optimizers, groups, strict=True):
+        saved = numbered_state_dict(saved_groups, named_groups(contents, optimizer), loaded)
         pending.append((optimizer, partial(load_state, optimizer, saved)))
     return Pending([], pending)
 
 
 def by_parameter(
-    held: ModelContents, values: Mapping[str, Any], wanted: Collection[str]
+    contents: ModelContents, values: Mapping[str, Any], wanted: Collection[str]
 ) -> tuple[Mapping[str, Mapping[str, Any]], dict[str, Mapping[str, Any]]]:
-    """Hyper-parameters and states of these parameters in a state dict, flattened or not, by their first names.
+    """Groups' values and states of the wanted parameters, by first name, in a state dict that is flattened or not.
 
     Raises:
-        ValueError: it is none of an optimizer.
+        ValueError: not an optimizer's state dict.
     """
 
     def path_of(name: str) -> str:
-        param = held.plan.by_name.get(name)
+        param = contents.plan.by_name.get(name)
         return name if param is None else param.path
 
     by_name: Mapping[str, Mapping[str, Any]]
@@ -203,7 +191,7 @@ def by_parameter(
         by_name, states = nested(values, path_of)
     if wanted and not by_name:
         raise ValueError(
-            f"the state dict has no {GROUPS}, so it is of no optimizer; give what get_optimizer_state_dict returned"
+            f"the state dict is not an optimizer's: it has no {GROUPS}; give the result of get_optimizer_state_dict"
         )
     return by_name, {path: of for name, of in states.items() if (path := path_of(name)) in wanted}
 
@@ -211,17 +199,20 @@ def by_parameter(
 def nested(
     flat: Mapping[str, Any], path_of: Callable[[str], str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Hyper-parameters and states by parameter out of what ``flattened`` made.
+    """Groups' values and states by parameter, from a flattened state dict.
 
     Raises:
-        ValueError: something else.
+        ValueError: not an optimizer's state dict.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {STATE: {}, GROUPS: {}}
     for path, value in flat.items():
         kind, _, rest = path.partition(".")
         name, _, key = rest.rpartition(".")
         if kind not in found:
-            raise ValueError(f"{path!r} in the state dict is neither {STATE!r} nor {GROUPS!r}; give an optimizer's")
+            raise ValueError(
+                f"the state dict is not an optimizer's: {path!r} begins with neither {STATE!r} nor {GROUPS!r}; give "
+                f"the result of get_optimizer_state_dict"
+            )
         found[kind].setdefault(path_of(name), {})[key] = value
     return found[GROUPS], found[STATE]
 
@@ -229,76 +220,80 @@ def nested(
 def groups_for(
     optimizer: Optimizer, members: Sequence[Sequence[Named]], by_name: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """An optimizer's groups, without parameters, with the hyper-parameters that these had when they were saved.
+    """An optimizer's groups, without parameters, with the hyper-parameters that were saved for their parameters.
 
     Raises:
-        ValueError: there are none of a parameter; parameters of one group had different ones.
+        ValueError: none were saved for a parameter; different ones were saved for parameters of one group.
     """
     found: list[dict[str, Any]] = []
     for group, names in zip(optimizer.param_groups, ([named.name for named in of] for of in members), strict=True):
         for name in names:
             if name not in by_name:
-                raise ValueError(f"the state dict has no {GROUPS} of parameter {name!r}; give one of this optimizer")
+                raise ValueError(
+                    f"the state dict has no {GROUPS} for parameter {name!r}; give the state dict of an optimizer that "
+                    f"has this parameter"
+                )
             one, other = by_name[names[0]], by_name[name]
             if key := _differing(one, other):
                 raise ValueError(
-                    f"parameters {names[0]!r} and {name!r} are in one group of this optimizer, and the state dict has "
-                    f"{key}={one.get(key)} and {other.get(key)} for them; build it as when it was saved"
+                    f"parameters {names[0]!r} and {name!r} are in one group of this optimizer, but the state dict has "
+                    f"{key}={one.get(key)} and {other.get(key)} for them; build the optimizer with the groups that "
+                    f"were saved"
                 )
-        saved = by_name[names[0]] if names else group  # an empty group stays as it is: no name leads to another
+        saved = by_name[names[0]] if names else group  # no name leads to an empty group: it stays as it is
         found.append({key: value for key, value in saved.items() if key != "params"})
     return found
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The first hyper-parameter, which may be a tensor, that two parameters did not have alike."""
-    if one is other:  # they were in one group
+    """The first hyper-parameter (possibly a tensor) that differs between two groups."""
+    if one is other:
         return None
     keys = sorted((one.keys() | other.keys()) - {"params"})
     return next((key for key in keys if not torch.as_tensor(one.get(key) == other.get(key)).all()), None)
 
 
 def require_states(groups: Iterable[Iterable[Named]], states: Mapping[str, Any]) -> None:
-    """Raise unless a state dict has a state of each parameter that an optimizer trains, or of none.
+    """Raise unless a state dict has a state for each parameter that an optimizer trains, or for none.
 
     Raises:
-        RuntimeError: naming the first that it lacks.
+        RuntimeError: naming the first parameter without one.
     """
     trained = [named.name for group in groups for named in group if named.tensor.requires_grad]
     if any(name in states for name in trained):
         for name in trained:
             if name not in states:
                 raise RuntimeError(
-                    f"the state dict has no state of parameter {name!r}, which this optimizer trains; set strict=False "
-                    f"to begin it anew"
+                    f"the state dict has no state for parameter {name!r}, which this optimizer trains; set "
+                    f"strict=False to start its state anew"
                 )
 
 
-def _told(state: State, named: Named, values: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    """The states of a parameter as all ranks learn of them."""
-    told: dict[str, Any] = {}
+def _outline(named: Named, values: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    """A parameter's states as ranks exchange them, without the full tensors."""
+    outline: dict[str, Any] = {}
     for key, value in values.items():
         full = named.param is not None and state_is_full(key, value, named.param)
         if isinstance(value, Tensor):
             what = f"the optimizer's {key!r} of parameter {named.name!r}"
-            require_tensor(what, value, tuple(value.shape), value.dtype, state.device, options)
-        told[key] = Full(value.dtype) if full else value
-    return told
+            source.require_tensor(what, value, tuple(value.shape), value.dtype)
+        outline[key] = Full(value.dtype) if full else value
+    return outline
 
 
-def _gathered(state: State, named: Named, values: Mapping[str, Any]) -> list[str]:
-    """Which states of a parameter are DTensors that must be gathered."""
+def _gathered(named: Named, values: Mapping[str, Any], source: Source) -> list[str]:
+    """The states of a parameter that are DTensors that must be gathered."""
     assert named.param is not None
     rows = {key: named.param if state_is_full(key, value, named.param) else None for key, value in values.items()}
-    return [key for key, value in values.items() if must_gather(state, value, rows[key])]
+    return [key for key, value in values.items() if source.must_gather(value, rows[key])]
 
 
-def _own(state: State, named: Named, told: Any, value: Tensor | None, options: StateDictOptions) -> Any:
-    """What this rank has of one state, in memory of its own, which the optimizer steps in place."""
-    if isinstance(told, Full):
+def _loaded(named: Named, outline: Any, value: Tensor | None, source: Source) -> Any:
+    """This rank's part of one state, in memory of its own: the optimizer changes it in place."""
+    if isinstance(outline, Full):
         assert named.param is not None
-        rows = received(state, named.param, value, named.param.shape, told.dtype, options)
+        rows = source.rows(value, named.param, named.param.shape, outline.dtype)
         return rows if named.param.sharded else rows.clone()
-    if isinstance(told, DTensor) and named.param is not None:
-        return told.full_tensor()
-    return told.clone() if isinstance(told, Tensor) else told
+    if isinstance(outline, DTensor) and named.param is not None:
+        return outline.full_tensor()
+    return outline.clone() if isinstance(outline, Tensor) else outline

@@ -53,7 +53,7 @@ class Schedule(JointPass):
         return emit(trace, timeline, self.executor)
 
 
-class Mend(JointPass):
+class RepairFusion(JointPass):
     """Stands last: looks at what the fusers made of the schedule.
 
     Thunder's rematerialisation may let a fused region of backward recompute from an input of a
@@ -61,15 +61,15 @@ class Mend(JointPass):
     """
 
     def __init__(self, executor: ZeroExecutor) -> None:
-        super().__init__("thunder_zero_mend", executor)
+        super().__init__("thunder_zero_repair_fusion", executor)
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         """The fused joint trace, in which backward reads nothing of forward's gathers that is not kept."""
         if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
             return trace
         timeline = replace(lift(trace, self.executor), plan=self.executor.program.plan)
-        mended = repair_fusion(timeline)
-        return trace if mended is timeline else emit(trace, mended, self.executor)
+        repaired = repair_fusion(timeline)
+        return trace if repaired is timeline else emit(trace, repaired, self.executor)
 
 
 def drop_replicas(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
@@ -96,7 +96,7 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     if not executor.program.synced or not is_joint(trace.bound_symbols[-1].args[0]):
         return trace
     reduced = _reduced(trace, executor)
-    others = tuple(param.path for param in executor.plan.params if param.requires_grad and param.path not in reduced)
+    unreached = tuple(param.path for param in executor.plan.params if param.requires_grad and param.path not in reduced)
     new = from_trace(trace)
     lines: list[BoundSymbol] = []
     with tracectx(new):
@@ -104,10 +104,10 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
             lines.append(executor.land.bind(tuple(reduced.values()), output=None))
         if reduced and executor.plan.policy.check_gradients:
             lines.append(executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None))
-        if others:
-            lines.append(executor.reduce_deferred.bind(others, output=None))
-        if reduced and not executor.plan.policy.check_gradients and _meets_float16(trace, executor):
-            given = (tuple(reduced.values()), _gradients_apart(trace, executor), others)
+        if unreached:
+            lines.append(executor.reduce_deferred.bind(unreached, output=None))
+        if reduced and not executor.plan.policy.check_gradients and _computes_in_float16(trace, executor):
+            given = (tuple(reduced.values()), _gradients_of_ignored(trace, executor), unreached)
             lines.append(executor.share_overflow.bind(*given, output=None))
     for line in lines:
         line.tags.add(BoundSymbolTag.BACKWARD)
@@ -115,17 +115,17 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     return new
 
 
-def _gradients_apart(trace: TraceCtx, executor: ZeroExecutor) -> tuple[Proxy, ...]:
+def _gradients_of_ignored(trace: TraceCtx, executor: ZeroExecutor) -> tuple[Proxy, ...]:
     """What backward returns as gradients of ignored parameters."""
     result = trace.bound_symbols[-1].args[0]
     pairs = zip(result["flat_args"], result["output"], strict=True)
-    apart = executor.program.apart
+    ignored = executor.program.ignored
     return tuple(
-        grad for arg, grad in pairs if isinstance(grad, Proxy) and isinstance(arg, Proxy) and arg.name in apart
+        grad for arg, grad in pairs if isinstance(grad, Proxy) and isinstance(arg, Proxy) and arg.name in ignored
     )
 
 
-def _meets_float16(trace: TraceCtx, executor: ZeroExecutor) -> bool:
+def _computes_in_float16(trace: TraceCtx, executor: ZeroExecutor) -> bool:
     """Whether anything is computed or reduced in float16."""
     if any(param.requires_grad and param.reduce_dtype is torch.float16 for param in executor.plan.params):
         return True

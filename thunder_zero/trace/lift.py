@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from math import prod
 from types import NoneType
 from typing import Any, NamedTuple
 
-import torch
-
 from thunder_zero.schedule.cone import frees_of_gathered
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 from thunder_zero.schedule.verify import ScheduleError
 from thunder_zero.trace.program import Program
 from thunder_zero.trace.symbols import ZeroExecutor, dtype_name
+from thunder_zero.trace.work import VIEWS, draws_random_numbers, symbol_names, work_of
 
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
@@ -107,7 +105,7 @@ def _ops(line: TraceLine, position: int, backward: bool, executor: ZeroExecutor)
     if bsym.sym.id in PREAMBLE or bsym.sym is clear_mutable_collection:
         return
     reads, writes = tuple(read_by(line)), tuple(written_by(line))
-    kind, repeatable = Kind.COMPUTE, False
+    kind, repeatable, work = Kind.COMPUTE, False, Work.NONE
     paths: tuple[str, ...] = ()
     if bsym.sym.id is prims.PrimIDs.DEL:
         kind = Kind.FREE
@@ -120,8 +118,8 @@ def _ops(line: TraceLine, position: int, backward: bool, executor: ZeroExecutor)
     elif bsym.sym == executor.defer:
         kind, paths = Kind.DEFER, (bsym.args[1],)
     else:
-        repeatable = _is_repeatable(bsym)
-    yield Op(kind, reads, writes, paths, backward, repeatable, source=(position,))
+        repeatable, work = _is_repeatable(bsym), work_of(bsym)
+    yield Op(kind, reads, writes, paths, backward, repeatable, source=(position,), work=work)
 
 
 def _require_right_symbol(single: Symbol, paths: Sequence[str], executor: ZeroExecutor) -> None:
@@ -181,9 +179,13 @@ def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
 def _values(lines: Sequence[TraceLine]) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for line in lines:
+        base = ""
+        if line.bsym.sym.name in VIEWS:
+            viewed = line.given[0].name
+            base = values[viewed].base or viewed
         for proxy in (*line.gives, *line.given):
             if proxy.name not in values and isinstance(proxy, TensorProxy | FutureTensorProxy):
-                values[proxy.name] = Value(prod(proxy.shape) * dtype_bytes(proxy), dtype_name(proxy.dtype))
+                values[proxy.name] = Value(prod(proxy.shape) * dtype_bytes(proxy), dtype_name(proxy.dtype), base)
     return values
 
 
@@ -219,20 +221,4 @@ def _is_repeatable(bsym: BoundSymbol) -> bool:
     """Whether running a line twice gives the same values and does no harm."""
     if bsym.sym in (prims.python_return, prims.get_grad) or gather_tags(bsym) & NOT_REPEATABLE:
         return False
-    return not any(name == "copy_" or _draws_random_numbers(name) for name in _symbol_names(bsym))
-
-
-def _symbol_names(bsym: BoundSymbol) -> Iterator[str]:
-    yield bsym.sym.name
-    for inner in bsym.subsymbols:
-        yield from _symbol_names(inner)
-
-
-@cache
-def _draws_random_numbers(name: str) -> bool:
-    """Whether torch tags the operator as seeded; Thunder does not tag all that it lowers or registers by itself."""
-    packet: Any = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return False
-    overloads = (getattr(packet, overload) for overload in packet.overloads())
-    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    return not any(name == "copy_" or draws_random_numbers(name) for name in symbol_names(bsym))

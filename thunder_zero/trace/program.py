@@ -15,13 +15,13 @@ class Program:
     Attributes:
         plan: what each parameter is, with what the schedule keeps.
         inputs: inputs of the trace that are parameters, with their paths.
-        apart: inputs of the trace that are parameters which the policy ignores.
+        ignored: inputs of the trace that are parameters which the policy ignores.
         trained: paths of the parameters to which autodiff gives a gradient.
         synced: gradients are reduced; otherwise that is deferred.
     """
 
     plan: Plan
     inputs: Mapping[str, str] = field(default_factory=dict)
-    apart: frozenset[str] = frozenset()
+    ignored: frozenset[str] = frozenset()
     trained: frozenset[str] = frozenset()
     synced: bool = True

@@ -67,7 +67,7 @@ class Runtime(Protocol):
     def land(self, grads: Sequence[Tensor]) -> None:
         """Wait until gradients have arrived in host memory."""
 
-    def share_overflow(self, grads: Sequence[Tensor], apart: Sequence[Tensor], others: Sequence[str]) -> None:
+    def share_overflow(self, grads: Sequence[Tensor], ignored: Sequence[Tensor], unreached: Sequence[str]) -> None:
         """Put Inf into one of ``grads`` on every rank if any gradient on any rank is not finite."""
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """One rank of test_wire_bytes.py: trains a model under several policies and counts what leaves its interface.
 
-It is started as ``python -m tests.ranks.wire_worker`` with the variables of ``torch.distributed`` set, and writes one
+It is started as ``python -m tests.harness.wire_worker`` with the variables of ``torch.distributed`` set, and writes one
 JSON line: for each name in ``RUNS`` the bytes that this rank sent in a step, and those that its timeline foresees.
 Of some steps the one with the fewest bytes counts: on a busy machine TCP now and then sends a piece twice.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from examples.bench.network import bytes_sent
 from tests.harness.models import fresh, sharded
-from thunder_zero.runtime.state import State
+from thunder_zero.runtime.calls import Calls
 
 ROWS = (1001, 767, 1535, 257)  # of the weights; neither 2 nor 4 divides them
 WIDTH = 509
@@ -71,15 +70,16 @@ class OnItsOwn:
 @contextlib.contextmanager
 def missing_reduction() -> Iterator[None]:
     """Every rank leaves out the reduction of one parameter."""
-    reduce = State.reduce
+    reduce = Calls.reduce
 
-    def without_one(state: State, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
+    def without_one(calls: Calls, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
         if tuple(paths) != (SKIPPED,):
-            return reduce(state, grads, paths)
-        rows, _ = state.plan.shard_shape(state.plan.by_name[SKIPPED])
+            return reduce(calls, grads, paths)
+        plan = calls._state.plan
+        rows, _ = plan.shard_shape(plan.by_name[SKIPPED])
         return OnItsOwn(grads[0][:rows].clone())
 
-    with mock.patch.object(State, "reduce", without_one):
+    with mock.patch.object(Calls, "reduce", without_one):
         yield
 
 
@@ -120,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

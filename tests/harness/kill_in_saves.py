@@ -1,9 +1,8 @@
 """Kills a rank at one moment of a save after the other, and looks at what is on the disk then.
 
-``python -m tests.ranks.kill_worker FOLDER`` prints a JSON list, one entry a moment. It is a process of its own, since
-it forks (each pair of ranks starts in milliseconds that way), and pytest has threads. A moment is one operation on
-files: right before the rank makes a folder, opens a file, flushes, renames, links or deletes, and in the middle of a
-write.
+``kill_at_moments`` runs in a process of its own, since it forks: each pair of ranks starts in milliseconds that way,
+and pytest has threads. A moment is one operation on files: right before the rank makes a folder, opens a file,
+flushes, renames, links or deletes, and in the middle of a write.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
+from tests.harness.tiers import of_tier
 from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.dcp_read import read_items, read_metadata
 from thunder_zero.checkpoint.hashed_file import HashedFile
@@ -47,11 +47,18 @@ class Case:
     wait: bool = True  # or the save is asynchronous
 
 
-CASES = (
-    Case(0, "step-2", 6, 24),
-    Case(0, "step-1", 4, 12),
-    Case(1, "step-2", 6, 2),
-    Case(0, "step-2", 2, 6, wait=False),
+CASES = of_tier(
+    (
+        Case(0, "step-2", 2, 7),
+        Case(0, "step-1", 1, 7),
+        Case(1, "step-2", 1, 1),
+    ),
+    (
+        Case(0, "step-2", 6, 24),
+        Case(0, "step-1", 4, 12),
+        Case(1, "step-2", 6, 2),
+        Case(0, "step-2", 2, 6, wait=False),
+    ),
 )
 
 
@@ -159,7 +166,7 @@ def value_of(at: Path) -> float:
         if isinstance(stored, TensorStorageMetadata)
     ]
     values = read_items(at, metadata, items, ["rank0.extra.value", "rank1.extra.value"])
-    found = {float(value) for item in items for value in item.value.flatten()} | set(values.values())  # type: ignore[union-attr]
+    found = {float(value) for item in items for value in item.value.flatten()} | set(values.values())
     assert len(found) == 1, f"{at} is mixed: {found}"
     return found.pop()
 
@@ -185,7 +192,8 @@ def save_alone(path: Path) -> list[str]:
     return sorted(at.name for at in path.parent.iterdir())
 
 
-def main(root: Path) -> list[dict[str, Any]]:
+def kill_at_moments(root: Path) -> list[dict[str, Any]]:
+    """What was found after each kill, one entry a moment."""
     torch.set_num_threads(1)
     save_on_ranks(root / "first", BEFORE, "step-1")
     results = []
@@ -205,7 +213,3 @@ def main(root: Path) -> list[dict[str, Any]]:
                 result["wrong"] = f"{type(error).__name__}: {error}"
             results.append(result)
     return results
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))

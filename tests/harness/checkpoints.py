@@ -1,0 +1,70 @@
+"""Models and optimizers that have a state, ours and torch's, and all that they hold, in full."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import thunder_zero as tz
+from tests.harness.models import Mlp
+from thunder_zero.runtime.sharded_model import sharded_model
+
+
+def adamw(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr)
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer with state, without a forward that would be compiled."""
+    for param in model.parameters():
+        if param.requires_grad:
+            param.grad = param.detach().cos() * (param.detach() != 0)  # padding stays 0
+    optimizer.step()
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    """Everything in full, on each rank."""
+    full = {name: value for name, value in tz.full_state_dict(model).items() if isinstance(value, Tensor)}
+    state = sharded_model(model).state
+    for path, shard in state.shards.items():
+        for key, value in optimizer.state.get(shard, {}).items():
+            value = torch.as_tensor(value)
+            rows = value.shape == shard.shape
+            full[f"{path} {key}"] = state.gather_now(state.plan.by_name[path], value) if rows else value.clone()
+    return full
+
+
+def same(found: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+    """The names of what differs."""
+    return [name for name in found.keys() | right.keys() if name not in found or not found[name].equal(right[name])]
+
+
+def plain(world_size: int, kind: str) -> tuple[Any, torch.optim.Optimizer]:
+    """torch's own model of that kind, with other values."""
+    torch.manual_seed(5)
+    module: Any = Mlp()
+    if kind == "fsdp2":
+        for layer in module.layers:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
+        fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
+    else:
+        module = DistributedDataParallel(module)
+    return module, adamw(module, lr=1.0)
+
+
+def full_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    """Everything of torch's own model in full, in the words of :func:`state_of`."""
+
+    def whole(value: Any) -> Tensor:
+        return value.full_tensor() if isinstance(value, torch.distributed.tensor.DTensor) else value
+
+    found = {name.removeprefix("module."): whole(param.detach()) for name, param in model.named_parameters()}
+    for name, param in model.named_parameters():
+        for key, value in optimizer.state[param].items():
+            found[f"{name.removeprefix('module.')} {key}"] = whole(value)
+    return found

@@ -1,0 +1,37 @@
+"""What a call raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+
+def raised_as(call: Callable[[], Any]) -> tuple[str, str]:
+    """The name of the error's type, and its text; ``("", "nothing")`` when there is none."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", "nothing"
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """``"ValueError: its sentence"``, or ``"nothing"``."""
+    kind, text = raised_as(call)
+    return f"{kind}: {text}" if kind else text
+
+
+@contextmanager
+def refused(kind: type[Exception], *words: str) -> Iterator[None]:
+    """The block raises one sentence with these words, and after its semicolon what to do."""
+    with pytest.raises(kind) as caught:
+        yield
+    text = str(caught.value)
+    assert type(caught.value) is kind, text
+    assert [word for word in words if word not in text] == [], text
+    assert "\n" not in text, text
+    assert len(text) < 320, text
+    assert "; " in text, "the sentence has to say what to do"

@@ -1,0 +1,28 @@
+"""The two tiers of the tests: ``pytest`` runs the fast one, ``pytest --slow`` everything.
+
+A whole test is marked ``slow``. Of a test with several cases ``of_tier`` says which ones the fast tier runs; ranks ask,
+too, since they inherit the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+VARIABLE = "THUNDER_ZERO_SLOW_TESTS"  # set by --slow
+
+T = TypeVar("T")
+
+
+def is_slow() -> bool:
+    return VARIABLE in os.environ
+
+
+def of_tier(fast: T, everything: T) -> T:
+    return everything if is_slow() else fast
+
+
+def only(fast: tuple[str, ...], cases: Mapping[str, Any]) -> dict[str, Any]:
+    """The cases of this tier; in the fast one those of these names."""
+    return {name: cases[name] for name in of_tier(fast, tuple(cases))}

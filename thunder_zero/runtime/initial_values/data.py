@@ -1,0 +1,150 @@
+"""Where initial values come from, whose they are, and what they become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from thunder_zero.comm.group import Ranks
+from thunder_zero.plan import Param, Plan
+
+CPU = torch.device("cpu")  # where values are drawn, whatever the device: a seed means the same on all machines
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What the user gives for values to come from.
+
+    Attributes:
+        init: called as ``module.apply(init)`` calls it, after ``reset_parameters``.
+        weights: full tensors by their names in the plain module's state dict.
+    """
+
+    init: Callable[[nn.Module], object] | None = None
+    weights: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A value for a tensor outside the plan: a buffer, or a parameter that the policy ignores.
+
+    Attributes:
+        names: all its names in the module.
+        tensor: the module's tensor.
+        value: its initial value.
+    """
+
+    names: Sequence[str]
+    tensor: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Initial values.
+
+    Attributes:
+        at_rest: by path, each planned parameter as it is at rest: in full, or this rank's rows.
+        others: of tensors outside the plan that were on the meta device or are read from a state dict.
+    """
+
+    at_rest: dict[str, Tensor]
+    others: list[Other]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The plain module whose tensors need values.
+
+    Attributes:
+        module: the module.
+        plan: what each parameter is.
+        ranks: the process groups that train it.
+        device: where compute is.
+        names: all names of each parameter and buffer, in the module's order.
+    """
+
+    module: nn.Module
+    plan: Plan
+    ranks: Ranks
+    device: torch.device
+    names: Mapping[Tensor, Sequence[str]]
+
+    def name_of(self, tensor: Tensor) -> str:
+        """The tensor's first name; a planned parameter's path."""
+        return self.names[tensor][0]
+
+    def param_of(self, tensor: Tensor) -> Param | None:
+        """The plan of a parameter; None of a buffer, and of a parameter that the policy ignores."""
+        return self.plan.by_name.get(self.name_of(tensor))
+
+    @property
+    def sender(self) -> int | None:
+        """The rank that gives its values to all (``policy.broadcast_from``)."""
+        return self.plan.policy.broadcast_from
+
+
+class Source(Protocol):
+    """Gives tensors their values."""
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether this source has the tensor's values."""
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """The tensor's values in full, on any device. Asked once a tensor, in the order of ``Target.names``."""
+
+
+class Existing:
+    """The values that a real module has."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def has(self, tensor: Tensor) -> bool:
+        """Every tensor that is not on the meta device."""
+        return not tensor.is_meta
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """The tensor itself; of a planned parameter its data."""
+        return tensor if self._target.param_of(tensor) is None else tensor.detach()
+
+
+def full_of(tensor: Tensor, sources: Sequence[Source]) -> Tensor:
+    """The tensor's values in full, from the first source that has them."""
+    return next(source for source in sources if source.has(tensor)).full(tensor)
+
+
+def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
+    """All names of each parameter and buffer."""
+    names: dict[Tensor, list[str]] = {}
+    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    for name, tensor in chain[tuple[str, Tensor]](parameters, buffers):
+        names.setdefault(tensor, []).append(name)
+    return names
+
+
+def fitted(value: object, like: Tensor, what: str) -> Tensor:
+    """The value in the dtype of the module's tensor.
+
+    Args:
+        value: what a source gave.
+        like: the module's tensor.
+        what: the beginning of the sentence that refuses the value.
+
+    Raises:
+        ValueError: the value has another shape, or is no tensor with values.
+    """
+    if not isinstance(value, Tensor) or value.is_meta:
+        found = "tensor on the meta device (without values)" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{what} as a {found}; give a tensor of shape {tuple(like.shape)}")
+    if value.shape != like.shape:
+        raise ValueError(
+            f"{what} with shape {tuple(value.shape)}, where the module has shape {tuple(like.shape)}; build the module "
+            f"that the values belong to"
+        )
+    return value.detach().to(like.dtype)

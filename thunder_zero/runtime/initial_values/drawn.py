@@ -1,0 +1,125 @@
+"""Values that modules draw as in ordinary construction, one module's own tensors at a time.
+
+In its turn a module has its own tensors in full, ``reset_parameters`` or ``init`` writes them, and they are cut to this
+rank's rows before the next module's turn. Every rank draws everything and keeps its rows, so that the number of ranks
+does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import Tensor, nn
+
+from thunder_zero.runtime.initial_values.data import CPU, Target, fitted
+from thunder_zero.runtime.initial_values.failures import Failures
+from thunder_zero.runtime.initial_values.held import Held
+from thunder_zero.runtime.initial_values.turn import Turn, address, children_first, own_tensors
+
+
+class Drawn:
+    """A source: tensors on the meta device that no other source has.
+
+    Args:
+        target: the module.
+        tensors: those that are drawn here.
+        held: where they are put.
+        all_draw: every module with tensors on the meta device has its turn, so that the random generator moves as in
+            construction; otherwise only those that own some of ``tensors``.
+    """
+
+    def __init__(self, target: Target, tensors: Collection[Tensor], held: Held, *, all_draw: bool) -> None:
+        self._target = target
+        self._tensors = tensors
+        self._held = held
+        self._all_draw = all_draw
+        self._written: set[Tensor] = set()
+        self._meta_names = {address(tensor): names[0] for tensor, names in target.names.items() if tensor.is_meta}
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether the tensor is drawn here."""
+        return tensor in self._tensors
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """The value of a tensor that is held in full; one without elements may have none."""
+        if self._held.has(tensor):
+            return self._held.take(tensor)
+        return torch.empty_like(tensor, device=self._target.device, requires_grad=False)
+
+    def reset(self) -> None:
+        """Call ``reset_parameters`` of each module that has a turn, in the order of construction.
+
+        The first of several owners of a tied parameter writes it; what the others draw is thrown away, so that the
+        random generator moves as in construction.
+        """
+        for owner in children_first(self._target.module):
+            reset = getattr(type(owner), "reset_parameters", None)
+            if callable(reset) and self._has_turn(owner):
+                self._reset(owner, reset)
+
+    def _reset(self, owner: nn.Module, reset: Callable[[nn.Module], object]) -> None:
+        turn = Turn(owner, lambda tensor: None if tensor.is_meta else _copied(tensor))
+        turn.call(reset, "reset_parameters", self._meta_names)
+        for tensor in turn.tensors:
+            if self.has(tensor) and turn.wrote(tensor) and tensor not in self._written:
+                self._written.add(tensor)
+                self._held.put(tensor, self._fitted(turn, tensor, "reset_parameters", owner))
+
+    def initialize(self, init: Callable[[nn.Module], object], failures: Failures) -> None:
+        """Call ``init`` as ``module.apply(init)`` does, but not for modules whose tensors all have values.
+
+        Each owner of a tied parameter writes to the values that the owners before it left. These are gathered, so
+        nothing is raised here, and whether something is gathered must not depend on what ``init`` did.
+        """
+
+        def visit(owner: nn.Module) -> None:
+            if self._has_turn(owner) or next(own_tensors(owner), None) is None:
+                self._initialize(owner, init, failures)
+
+        if self._tensors:
+            self._target.module.apply(visit)
+
+    def _initialize(self, owner: nn.Module, init: Callable[[nn.Module], object], failures: Failures) -> None:
+        turn = Turn(owner, lambda tensor: self._held.in_full(tensor) if tensor.is_meta else _copied(tensor))
+        with failures.remembered():
+            failures.raise_first()  # init is not called again after it failed
+            turn.call(init, "init", self._meta_names)
+        for tensor in filter(self.has, turn.tensors):
+            full = turn.lent(tensor).detach()
+            if turn.wrote(tensor) or tensor in self._written:
+                self._written.add(tensor)
+                with failures.remembered():
+                    full = self._fitted(turn, tensor, "init", owner)
+            self._held.put(tensor, full)
+
+    def _has_turn(self, owner: nn.Module) -> bool:
+        """Whether the module owns tensors on the meta device, as far as these matter."""
+        own = [tensor for _, _, tensor in own_tensors(owner) if tensor.is_meta]
+        return bool(self._tensors and own) if self._all_draw else any(map(self.has, own))
+
+    def _fitted(self, turn: Turn, tensor: Tensor, who: str, owner: nn.Module) -> Tensor:
+        name = self._target.name_of(tensor)
+        return fitted(turn.value(tensor), tensor, f"{who} of {type(owner).__name__} left {name!r}")
+
+    def require_written(self) -> None:
+        """Refuse a tensor that was given no value.
+
+        Raises:
+            ValueError: naming the first such tensor.
+        """
+        for owner_path, owner in self._target.module.named_modules():
+            for _, key, tensor in own_tensors(owner):
+                if self.has(tensor) and tensor not in self._written and tensor.numel():
+                    kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                    path = f"{owner_path}.{key}" if owner_path else key
+                    raise ValueError(
+                        f"{kind} {path!r} is on the meta device, and neither reset_parameters of "
+                        f"{type(owner).__name__} nor init gave it a value; give init, a function that writes it, or "
+                        f"weights, or build the module on a real device"
+                    )
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy on the CPU of a tensor that keeps its own values."""
+    return tensor.detach().to(CPU, copy=True)

@@ -1,0 +1,87 @@
+"""Makes the initial values: what happens in which order, and where ranks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from thunder_zero.comm import agree
+from thunder_zero.comm.group import Ranks
+from thunder_zero.plan import Plan
+from thunder_zero.runtime.initial_values.broadcast import Broadcast, arrives
+from thunder_zero.runtime.initial_values.compare import Cuts
+from thunder_zero.runtime.initial_values.data import Existing, Other, Source, Sources, Target, Values, full_of, names_of
+from thunder_zero.runtime.initial_values.drawn import Drawn
+from thunder_zero.runtime.initial_values.failures import Failures
+from thunder_zero.runtime.initial_values.held import Held
+from thunder_zero.runtime.initial_values.read import Read
+
+
+def initial_values(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, sources: Sources) -> Values:
+    """The values of a plain module, once all ranks agree that it is the same one; a collective.
+
+    A rank that fails between two agreements takes part in the collectives up to the next one, and raises there.
+
+    Raises:
+        RuntimeError: the ranks' modules or values differ, or another rank refused.
+        ValueError: nothing gives a parameter or buffer a value, or it cannot be given one module at a time; a state
+            dict with other names or shapes.
+    """
+    group = ranks.everyone
+    if group.size() > 1:
+        agree.require_same([*agree.module_facts(module, plan, device), *_given(plan, sources)], group)
+    target, failures = Target(module, plan, ranks, device, names_of(module)), Failures()
+    cuts = Cuts(target, are_read=sources.weights is not None)
+    held = Held(target, cuts)
+    read = Read(target, sources.weights, failures)
+    missing = {t for t in target.names if t.is_meta and not arrives(t, target) and not read.has(t)}
+    drawn = Drawn(target, missing, held, all_draw=sources.weights is None)
+    with agree.all_or_none(group):
+        read.require_names()
+        drawn.reset()
+    if sources.init is not None:
+        cuts.compare()  # before the next collective: a gather from ranks that differ would hide it
+        drawn.initialize(sources.init, failures)
+    with agree.all_or_none(group):
+        failures.raise_first()
+        drawn.require_written()
+    own: tuple[Source, ...] = (read, drawn, Existing(target))
+    sent = () if target.sender is None else (Broadcast(target, target.sender, own),)
+    values = _collected(target, (*sent, *own), held, cuts)
+    with agree.all_or_none(group):
+        failures.raise_first()
+    cuts.compare()
+    return values
+
+
+def _given(plan: Plan, sources: Sources) -> list[agree.Fact]:
+    """The arguments decide which collectives ranks launch, unless one rank sends the values to all."""
+    if plan.policy.broadcast_from is not None:
+        return []
+    return [
+        agree.Fact(f"the argument {name}", value, f"give {name} on every rank, or on none")
+        for name, value in (("init", _seen(sources.init)), ("weights", _seen(sources.weights)))
+    ]
+
+
+def _seen(argument: object) -> str:
+    return "None" if argument is None else "something"
+
+
+def _collected(target: Target, sources: Sequence[Source], held: Held, cuts: Cuts) -> Values:
+    """All values, one tensor at a time, so that one full tensor at most is alive; a collective, if one rank sends."""
+    at_rest: dict[str, Tensor] = {}
+    others = []
+    for tensor, names in target.names.items():
+        param = target.param_of(tensor)
+        if param is None:
+            full = full_of(tensor, sources)
+            if full is not tensor:
+                others.append(Other(names, tensor, full.to(target.device if tensor.is_meta else tensor.device)))
+        elif held.has(tensor) and held.is_cut(tensor):
+            at_rest[param.path] = held.take(tensor)
+        else:
+            at_rest[param.path] = cuts.cut(full_of(tensor, sources), param.path)
+    return Values({param.path: at_rest[param.path] for param in target.plan.params}, others)

@@ -1,0 +1,102 @@
+"""One optimizer as torch has it: the parameters it steps, which of its states are rows, and loading its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thunder_zero.plan import Param, Plan
+
+SIMPLE = (bool, int, float, str, type(None))  # kinds of states that are no tensors
+
+
+def state_is_rows(key: str, value: Any, param: Param, plan: Plan) -> bool:
+    """Whether an optimizer's state of a parameter is this rank's rows; otherwise this rank has all of the state: one
+    number, or any state of a replicated parameter.
+
+    Raises:
+        ValueError: a state of a sharded parameter that is neither rows nor one number, and so cannot be gathered.
+    """
+    if not param.sharded or isinstance(value, SIMPLE):
+        return False
+    if isinstance(value, Tensor):
+        if tuple(value.shape) == plan.shard_shape(param):
+            return True
+        if value.numel() == 1:
+            return False
+    raise ValueError(
+        f"cannot gather the optimizer's {key!r} of parameter {param.path!r}: it {_seen(value)}, and is neither one "
+        f"number nor of the shard's shape {plan.shard_shape(param)}; save optimizer.state_dict() on each rank instead"
+    )
+
+
+def state_is_full(key: str, value: Any, param: Param) -> bool:
+    """Whether a parameter's state in a full state dict has the parameter's shape, and so can be cut into rows;
+    otherwise all ranks take all of the state: one number, or any state of a replicated parameter.
+
+    Raises:
+        ValueError: any other state of a sharded parameter, which cannot be cut into rows.
+    """
+    if isinstance(value, Tensor) and value.ndim > 0 and tuple(value.shape) == param.shape:
+        return True
+    if not param.sharded or isinstance(value, SIMPLE) or (isinstance(value, Tensor) and value.numel() == 1):
+        return False
+    raise ValueError(
+        f"cannot cut the optimizer's {key!r} of parameter {param.path!r} into rows: it {_seen(value)} in the state "
+        f"dict, and is neither one number nor of the parameter's shape {param.shape}; load it where the parameter is "
+        f"replicated (stage 0)"
+    )
+
+
+def _seen(value: Any) -> str:
+    return f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that the optimizer steps, in its order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict``, but refuses the state of another kind of optimizer, which torch may accept and
+    then fail in a step.
+
+    Raises:
+        ValueError: the state is of another kind of optimizer, or the optimizer refuses it.
+    """
+    kind, before = type(optimizer).__name__, [dict(group) for group in optimizer.param_groups]
+    defaults = set(optimizer.defaults)
+    try:
+        optimizer.load_state_dict(saved)
+    except Exception as error:
+        raise ValueError(
+            f"{kind} refuses the saved optimizer state ({type(error).__name__}: {error}); load it into an optimizer of "
+            f"the kind that saved it"
+        ) from error
+    for own, group in zip(before, optimizer.param_groups, strict=True):
+        if missing := sorted((defaults & own.keys()) - group.keys()):
+            raise ValueError(
+                f"the saved optimizer state has no {missing[0]!r}, so it is not of {kind}; load it into an optimizer "
+                f"of the kind that saved it"
+            )
+        for name, value in own.items():
+            group.setdefault(name, value)  # a scheduler's or a user's own entries, which were not saved
+
+
+def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """``load_state`` that keeps the dtypes with which states were saved.
+
+    torch casts states to the parameter's dtype: a float32 momentum of a bfloat16 parameter would lose bits.
+
+    Raises:
+        ValueError: as ``load_state``.
+    """
+    load_state(optimizer, saved)
+    params = parameters_of(optimizer)
+    for number, values in saved["state"].items():
+        state = optimizer.state[params[number]]
+        for name, value in values.items():
+            if isinstance(value, Tensor) and name in state and state[name].dtype != value.dtype:
+                state[name] = value.to(state[name].device)

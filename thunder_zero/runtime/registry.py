@@ -1,0 +1,66 @@
+"""Finds the sharded model of a tensor: of a shard, a placeholder, or a parameter as it was before the transform.
+
+Weak tables: they keep no model and no tensor alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from thunder_zero.plan import Param
+from thunder_zero.runtime.state import State
+
+_states: weakref.WeakSet[State] = weakref.WeakSet()
+_replaced = (
+    WeakTensorKeyDictionary()
+)  # a plain module's parameter before the transform, or placeholder -> (path, state)
+_placeholders = WeakTensorKeyDictionary()  # placeholder -> its path
+
+
+def register(state: State, module: nn.Module) -> None:
+    """Enter a model's tensors.
+
+    Args:
+        state: the model's.
+        module: the plain module, which still has its own parameters.
+    """
+    _states.add(state)
+    for path, placeholder in state.placeholders.items():
+        original = module.get_parameter(path)
+        _replaced[original] = _replaced[placeholder] = (path, weakref.ref(state))
+        _placeholders[placeholder] = path
+
+
+def states() -> list[State]:
+    """The states of all models that are alive."""
+    return list(_states)
+
+
+def replaced_path(param: Tensor) -> str | None:
+    """The path of a plain module's parameter that a shard took the place of; None of any other tensor."""
+    path, state = _replaced.get(param, (None, None))
+    return None if state is None or state() is None else path
+
+
+def is_transformed(param: nn.Parameter) -> bool:
+    """Whether the parameter is a placeholder: its module was transformed before, by a model that may be gone."""
+    return param in _placeholders
+
+
+def shard_instead_of(param: Tensor) -> nn.Parameter | None:
+    """The shard of a plain module's parameter, given the parameter as it was before the transform or its placeholder;
+    None for any other tensor."""
+    path, state = _replaced.get(param, (None, None))
+    owner = None if state is None else state()
+    return None if owner is None else owner.shards[path]
+
+
+def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
+    """The model and the parameter that each of these is the shard of; None for any other tensor."""
+    owned = {id(shard): (state, path) for state in _states for path, shard in state.shards.items()}
+    found = [owned.get(id(param)) for param in params]
+    return [None if owner is None else (owner[0], owner[0].plan.by_name[owner[1]]) for owner in found]
