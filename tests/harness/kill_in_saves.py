@@ -157,7 +157,7 @@ def save_on_ranks(
 
 def value_of(at: Path) -> float:
     """The one value of everything in a checkpoint that is whole."""
-    wrong = manifest.faults(at, manifest.read(at).files)
+    wrong = manifest.find_faults(at, manifest.read(at).files)
     assert not wrong, wrong
     metadata = read_metadata(at)
     items = [

@@ -244,12 +244,12 @@ CASES: dict[str, Case] = {
         },
     ),
     "a module's own state": (own_state, {"told": "no scale of 4.0", "changed": [], "loaded": []}),
-    "ties": (ties, {"told": "'embed.weight' and 'head.weight' differ in it, and are tied here", "equal": "nothing"}),
-    "factored": (factored, {"as saved": [], "sharded": "so it cannot be cut into rows; load it where"}),
+    "ties": (ties, {"told": "'embed.weight' and 'head.weight' are tied here, and differ in it", "equal": "nothing"}),
+    "factored": (factored, {"as saved": [], "sharded": "cannot be cut into rows: its shape is"}),
     "torch's wrapper": (wrapped, {"names": True, "loaded": [], "optimizer": [0.05, 6], "back": "nothing"}),
     "a checkpoint that moves": (
         moving,
-        {"loaded": {1.0}, "told": "was replaced or deleted by another save", "left": {1.0}},
+        {"loaded": {1.0}, "told": "another save replaced or deleted", "left": {1.0}},
     ),
 }
 

@@ -62,7 +62,7 @@ def raise_error_of_last(state: State) -> None:
     if saves is not None and saves.last is not None:
         last, saves.last = saves.last, None
         if (error := last.exception()) is not None:
-            raise RuntimeError(f"the asynchronous save before this one failed: {error}") from error
+            raise RuntimeError(f"the previous asynchronous save failed: {error}") from error
 
 
 def _warn_of_error(saved: Future[Path]) -> None:

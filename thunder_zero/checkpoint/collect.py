@@ -89,20 +89,20 @@ def _group_items(number: int, values: Mapping[str, Any]) -> Iterator[Item]:
         try:
             yield whole_tensor(path, value) if isinstance(value, Tensor) else Item(path, pickle_value(value))
         except ValueError as error:
-            raise ValueError(f"the hyper-parameter {key!r} of the optimizer's group {number}: {error}") from None
+            raise ValueError(f"cannot save hyper-parameter {key!r} of parameter group {number}: {error}") from None
 
 
 def _state_items(contents: ModelContents, named: Named, key: str, value: Any) -> list[Item]:
     param = named.param
     if not isinstance(key, str) or "." in key:
         raise ValueError(
-            f"the optimizer has a state {key!r} of parameter {named.name!r}; names of states are strings without dots, "
-            f"or nobody could tell them from parameters' names"
+            f"cannot save the optimizer's state {key!r} of parameter {named.name!r}: the name of a state must be a "
+            f"string without dots; rename it"
         )
     if not isinstance(value, Tensor) and not isinstance(value, SIMPLE):
         raise ValueError(
-            f"the optimizer's {key!r} of parameter {named.name!r} is a {type(value).__name__}, which cannot be put "
-            f"together from ranks; save it on each rank by itself, as an extra"
+            f"cannot save the optimizer's state {key!r} of parameter {named.name!r}: values of type "
+            f"{type(value).__name__} cannot be merged across ranks; save it as an extra"
         )
     path: KeyPath = (OPTIM, STATE, named.name, key)
     if isinstance(value, Tensor) and param is not None and state_is_rows(key, value, param, contents.plan):

@@ -44,7 +44,7 @@ class MetadataUnpickler(pickle.Unpickler):
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         found = super().find_class(module, name) if described or plain or place or dtype else None
         if found is None or (described and not isinstance(found, type)):
-            raise pickle.UnpicklingError(f"the metadata names {module}.{name}, which does not belong in it")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in it")
         return found
 
 
@@ -61,11 +61,11 @@ class Reader(FileSystemReader):
             with (Path(self.path) / ".metadata").open("rb") as stream:
                 metadata = MetadataUnpickler(stream).load()
         except FileNotFoundError:
-            raise ValueError(f"{self.path} has no .metadata, so it is no checkpoint") from None
+            raise ValueError(f"{self.path} is not a checkpoint: it has no .metadata") from None
         except Exception as error:
-            raise ValueError(f"{self.path} cannot be read: .metadata is damaged ({error})") from None
+            raise ValueError(f"cannot read {self.path}: .metadata is damaged ({error})") from None
         if not isinstance(metadata, Metadata):
-            raise ValueError(f"{self.path} cannot be read: .metadata is damaged, it is no metadata")
+            raise ValueError(f"cannot read {self.path}: .metadata is damaged (it holds a {type(metadata).__name__})")
         return metadata
 
 
@@ -112,7 +112,7 @@ def read_items(folder: Path, metadata: Metadata, items: Sequence[Item], values: 
         assert isinstance(stored, TensorStorageMetadata), "the caller knows that it is a tensor"
         found = create_read_items_for_chunk_list(item.key, stored, [chunk_of(item)])
         if sum(prod(part.lengths) for part in found) != item.value.numel():
-            raise ValueError(f"{folder} lacks rows of {item.key}")
+            raise ValueError(f"{folder} is incomplete: rows of {item.key} are missing")
         reads += found
     nothing = torch.Size((0,))
     for key in values:
@@ -123,5 +123,5 @@ def read_items(folder: Path, metadata: Metadata, items: Sequence[Item], values: 
     try:
         reader.read_data(LoadPlan(reads), planner).wait()
     except Exception as error:
-        raise ValueError(f"{folder} cannot be read, it is damaged: {str(error).partition(chr(10))[0]}") from error
+        raise ValueError(f"cannot read {folder}, it is damaged: {str(error).partition(chr(10))[0]}") from error
     return planner.values

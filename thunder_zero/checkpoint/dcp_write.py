@@ -151,9 +151,11 @@ def chunk_of(item: Item) -> ChunkStorageMetadata:
 
 
 def _require_all_rows(key: str, stored: TensorStorageMetadata) -> None:
-    rows = sum(chunk.sizes.numel() for chunk in stored.chunks)
-    if rows != stored.size.numel():
-        raise ValueError(f"ranks gave {rows} elements of {key}, and its shape {tuple(stored.size)} has other rows, too")
+    written, needed = sum(chunk.sizes.numel() for chunk in stored.chunks), stored.size.numel()
+    if written != needed:
+        raise ValueError(
+            f"{key} is incomplete: its shape {tuple(stored.size)} needs {needed} elements, the ranks wrote {written}"
+        )
 
 
 def _write_item(item: Item, path: KeyPath) -> WriteItem:

@@ -37,8 +37,8 @@ def require_stateful(extra: Mapping[str, object]) -> None:
     for name, thing in extra.items():
         if not isinstance(thing, Stateful):
             raise TypeError(
-                f"{name}={thing!r} cannot take what was saved, as it has no state_dict and load_state_dict; load "
-                f"without it, and take it from what load returns"
+                f"cannot load into the extra {name!r}: an object of type {type(thing).__name__} has no state_dict and "
+                f"load_state_dict; leave it out, and read it from Loaded.own"
             )
 
 
@@ -52,17 +52,17 @@ def extra_items(contents: ModelContents, extra: Mapping[str, Any]) -> list[Item]
     items = []
     for name, value in extra.items():
         if isinstance(value, ShardedModel):
-            raise TypeError(f"the extra {name!r} is a model; save it as a checkpoint of its own, beside this one")
+            raise TypeError(f"the extra {name!r} is a model; save it as a checkpoint of its own")
         if isinstance(value, Optimizer) and any(owners_of(parameters_of(value))):
             raise ValueError(
-                f"the extra {name!r} is an optimizer of a sharded model, whose state would be rows without a place; "
-                f"give it as optimizer, or in a list of several"
+                f"the extra {name!r} is an optimizer of a sharded model, and an extra does not record which rows its "
+                f"state is; pass it as optimizer, alone or in a list"
             )
         state = value.state_dict() if isinstance(value, Stateful) else value
         try:
             items.append(Item((contents.rank_prefix, EXTRA, name), pickle_value(state)))
         except ValueError as error:
-            raise ValueError(f"the extra {name!r}: {error}") from None
+            raise ValueError(f"cannot save the extra {name!r}: {error}") from None
     return items
 
 
@@ -102,11 +102,11 @@ def require_extras(
     """
     for name in names:
         if not any(name in extras for extras in of_rank):
-            raise ValueError(f"the checkpoint has no extra {name!r}")
+            raise ValueError(f"the checkpoint has no extra {name!r}; it has {sorted(set().union(*of_rank))}")
         if name not in own:
             raise ValueError(
-                f"the extra {name!r} differs between the {len(of_rank)} ranks that saved, and there are {ranks} now; "
-                f"load without it, and take what you need from what load returns"
+                f"cannot load the extra {name!r} on {ranks} ranks: it differs between the {len(of_rank)} ranks that "
+                f"saved; leave it out, and take what you need from Loaded.of_rank"
             )
 
 

@@ -62,7 +62,7 @@ def pickle_value(value: Any) -> bytes:
         torch.load(io.BytesIO(stream.getvalue()), weights_only=True, map_location="cpu")
     except Exception as error:
         raise ValueError(
-            f"an object of type {type(value).__name__} cannot be saved so that torch.load(weights_only=True) "
-            f"reads it; give numbers, strings, tensors, and dicts and lists of them"
+            f"torch.load(weights_only=True) cannot read an object of type {type(value).__name__}; pass numbers, "
+            f"strings, tensors, or dicts and lists of them"
         ) from error
     return stream.getvalue()

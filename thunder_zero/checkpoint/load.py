@@ -34,8 +34,8 @@ class Loaded:
     """The extras of a checkpoint.
 
     Attributes:
-        own: the extras that this rank saved, by name. If another number of ranks saved, those that all of them saved
-            alike; a name whose values differ is missing then.
+        own: the extras that this rank saved, by name. If another number of ranks saved, only those whose values are
+            equal on all of them: ``own.get("rng")`` is None then.
         of_rank: the extras of each rank that saved, in rank order.
     """
 
@@ -120,7 +120,7 @@ def _load(request: Request) -> Loaded:
 
 
 def _pending(request: Request, found: Found, loaded: Loaded) -> Pending:
-    """What was read, and the objects that take it."""
+    """The values that were read, with the tensors and objects that take them."""
     plain = request.model.plain
     modules = {name: OwnState(plain.get_submodule(name.rpartition(".")[0])) for name in found.states}
     optimizers = zip(request.optimizers, found.optimizers, strict=True)
@@ -150,7 +150,9 @@ def find_checkpoint(path: Path, group: dist.ProcessGroup, *, check: bool) -> tup
     where, written = broadcast_object_from_rank_0((where, written), group)
     with all_or_none(group, "to load"):
         if not where.is_dir():
-            raise OSError(f"{where} is seen by rank 0 and not here; load from a file system that all ranks share")
+            raise OSError(
+                f"rank 0 found {where}, this rank does not see it; load from a file system that all ranks share"
+            )
         with refuse_replaced(where, written):
             if written is not None:
                 require_intact(where, written, group.rank(), group.size())
@@ -167,8 +169,8 @@ def read_manifest(where: Path) -> Manifest:
         return manifest.read(where)
     except FileNotFoundError:
         raise ValueError(
-            f"{where} has no {manifest.NAME}, so nothing says what its files should be: it is damaged, or another tool "
-            f"wrote it; for the latter give check=False"
+            f"cannot check {where}: it has no {manifest.NAME}, so it is damaged, or another tool wrote it; pass "
+            f"check=False to load another tool's checkpoint"
         ) from None
     except ValueError as error:
         raise ValueError(f"{where} is damaged: {error}") from None
@@ -180,14 +182,14 @@ def require_intact(where: Path, written: Manifest, rank: int, ranks: int) -> Non
     Raises:
         ValueError: files are missing, or were cut or changed.
     """
-    wrong = manifest.faults(where, written.files[rank::ranks])
+    wrong = manifest.find_faults(where, written.files[rank::ranks])
     if wrong:
-        raise ValueError(f"{where} is damaged: {'; '.join(wrong)}; nothing was loaded, take another checkpoint")
+        raise ValueError(f"{where} is damaged: {'; '.join(wrong)}; load another checkpoint, nothing was changed")
 
 
 @contextmanager
 def refuse_replaced(where: Path, written: Manifest | None) -> Iterator[None]:
-    """Refuse what is read within if another save replaced the checkpoint meanwhile, whatever else went wrong then.
+    """Raise if another save replaced the checkpoint during the block, whatever else the block raised.
 
     Raises:
         ValueError: it was replaced.
@@ -201,5 +203,5 @@ def refuse_replaced(where: Path, written: Manifest | None) -> Iterator[None]:
 
 
 def _require_not_replaced(where: Path, written: Manifest | None, cause: Exception | None) -> None:
-    if written is not None and not folder.is_still(where, written):
-        raise ValueError(f"{where} was replaced or deleted by another save while it was read; load it again") from cause
+    if written is not None and not folder.is_unchanged(where, written):
+        raise ValueError(f"another save replaced or deleted {where} while it was read; load again") from cause

@@ -16,7 +16,7 @@ def require_same_arguments(arguments: Mapping[str, object], group: dist.ProcessG
     Raises:
         RuntimeError: an argument differs.
     """
-    require_same([Fact(name, str(value), "give every rank the same") for name, value in arguments.items()], group)
+    require_same([Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()], group)
 
 
 def require_reduced_gradients(state: State, action: str) -> None:

@@ -52,7 +52,7 @@ def read_model(
     for path, alias, first, second in twins:  # another tool wrote it twice, or they were not tied
         if not torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)):
             raise ValueError(
-                f"the checkpoint is of another model: {path!r} and {alias!r} differ in it, and are tied here"
+                f"the checkpoint is of another model: {path!r} and {alias!r} are tied here, and differ in it"
             )
     return pairs, {keys[key]: value for key, value in values.items()}
 
@@ -74,24 +74,24 @@ def require_model(contents: ModelContents, stored: Mapping[str, Any]) -> None:
     missing, unexpected = sorted(here - in_file), sorted(in_file - here)
     if missing or unexpected:
         raise ValueError(
-            f"the checkpoint is of another model: it lacks {few(missing)} and has {few(unexpected)} that this model "
-            f"does not know"
+            f"the checkpoint is of another model (missing: {few(missing)}; unexpected: {few(unexpected)}); build the "
+            f"model as it was saved"
         )
     for key, (shape, dtype) in expected.items():
         found = stored[key]
         if not isinstance(found, TensorStorageMetadata):
-            raise ValueError(f"the checkpoint is of another model: {key} is no tensor in it")
+            raise ValueError(f"the checkpoint is of another model: {key} is not a tensor in it")
         if tuple(found.size) != shape or found.properties.dtype != dtype:
             raise ValueError(
-                f"the checkpoint is of another model: {key} has shape {tuple(found.size)} and {found.properties.dtype} "
-                f"in it, and {shape} and {dtype} here"
+                f"the checkpoint is of another model: {key} has shape {tuple(found.size)} and dtype "
+                f"{found.properties.dtype} in it, shape {shape} and dtype {dtype} here"
             )
 
 
 def few(names: list[str]) -> str:
     """The first of these names, for a message."""
     shown = ", ".join(map(repr, names[:3]))
-    return (shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")) or "nothing"
+    return (shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")) or "none"
 
 
 def _require_as_many_ranks(here: int, stored: Mapping[str, Any]) -> None:
@@ -100,6 +100,6 @@ def _require_as_many_ranks(here: int, stored: Mapping[str, Any]) -> None:
     ranks = {rank for rank, rest in split if rest.startswith((f"{MODEL}.", f"{OPTIM}."))}
     if ranks and ranks != set(range(here)):
         raise ValueError(
-            f"each rank of the checkpoint has parameters of its own, which the policy ignored, and it is of "
-            f"{len(ranks)} ranks; load it on as many, there are {here} here"
+            f"cannot load on {here} ranks: the checkpoint has values of ignored parameters from each of {len(ranks)} "
+            f"ranks; load it on {len(ranks)} ranks"
         )

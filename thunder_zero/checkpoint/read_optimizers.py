@@ -86,18 +86,18 @@ def require_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Sequence[s
         ValueError: the groups differ, or the checkpoint has no optimizer.
     """
     if not saved:
-        raise ValueError("the checkpoint has no optimizer; load it without one")
+        raise ValueError("the checkpoint has no optimizer; load without one")
     if len(saved) != len(here):
         raise ValueError(
-            f"the checkpoint's optimizer has {len(saved)} parameter groups, and this one has {len(here)}; build it as "
-            f"it was built when it was saved"
+            f"the checkpoint's optimizer has {len(saved)} parameter groups, this one has {len(here)}; build the "
+            f"optimizer as it was saved"
         )
     for number, (group, names) in enumerate(zip(saved, here, strict=True)):
         missing, unexpected = sorted(set(names) - set(group["params"])), sorted(set(group["params"]) - set(names))
         if missing or unexpected:
             raise ValueError(
-                f"parameter group {number} of the checkpoint's optimizer lacks {few(missing)} and has "
-                f"{few(unexpected)} that this optimizer's does not have; build it as it was built when it was saved"
+                f"parameter group {number} of the checkpoint's optimizer has other parameters (missing: "
+                f"{few(missing)}; unexpected: {few(unexpected)}); build the optimizer as it was saved"
             )
 
 
@@ -112,8 +112,8 @@ def require_classes(saved: Mapping[str, str], optimizers: Sequence[Optimizer]) -
         found = saved.get(f"{OPTIMIZER_CLASS}.{number}", here)
         if found != here:
             raise ValueError(
-                f"the checkpoint's optimizer is {found}, and this one is {here}; give one of the "
-                f"kind that was saved, or load without it"
+                f"the checkpoint's optimizer is {found}, this one is {here}; pass an optimizer of the saved class, or "
+                f"load without it"
             )
 
 
@@ -145,8 +145,8 @@ def _rows_to_read(contents: ModelContents, named: Named, key: str, found: Any) -
             rows = (stop - start, *shape[1:])
         elif found.size.numel() != 1:
             raise ValueError(
-                f"{key} has shape {shape} in the checkpoint, which is neither one number nor the parameter's "
-                f"{param.shape}, so it cannot be cut into rows; load it where the parameter is not sharded (stage 0)"
+                f"{key} cannot be cut into rows: its shape is {shape}, the parameter's is {param.shape}; load it where "
+                f"the parameter is replicated (stage 0)"
             )
     return Item((key,), torch.empty(rows, dtype=found.properties.dtype), start, shape)
 

@@ -119,4 +119,4 @@ def _write(request: Request, items: list[Item], state: State) -> Future[Path]:
 def _require_count(max_to_keep: object) -> None:
     if max_to_keep is None or (type(max_to_keep) is int and max_to_keep >= 1):
         return
-    raise ValueError(f"max_to_keep is {max_to_keep!r}; give a number of checkpoints, 1 or more, or None to keep all")
+    raise ValueError(f"max_to_keep is {max_to_keep!r}; pass a number of checkpoints, 1 or more, or None to keep all")

@@ -10,33 +10,33 @@ from typing import BinaryIO
 
 from thunder_zero.checkpoint.folder import explain_write_error
 
-STAYS = "what was there before stays"
+UNCHANGED = "existing files are unchanged"
 Create = Callable[[Path], AbstractContextManager[BinaryIO]]
 
 
 @contextmanager
 def create_together() -> Iterator[Create]:
-    """Files that have their names once all of them are whole; what it yields opens one to write.
+    """Yields a function that opens a file to write; at the end of the block all files get their names.
 
     Raises:
-        OSError: one cannot be written; what was there stays.
+        OSError: one cannot be written; existing files are unchanged.
     """
     written: list[tuple[Path, Path]] = []
 
     @contextmanager
     def create(path: Path) -> Iterator[BinaryIO]:
-        beside = path.with_name(f".{path.name}.writing")
-        written.append((beside, path))
-        with explain_write_error(str(path), STAYS), beside.open("wb") as stream:
+        temporary = path.with_name(f".{path.name}.writing")
+        written.append((temporary, path))
+        with explain_write_error(str(path), UNCHANGED), temporary.open("wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
 
     try:
         yield create
-        for beside, path in written:
-            with explain_write_error(str(path), STAYS):
-                beside.replace(path)
+        for temporary, path in written:
+            with explain_write_error(str(path), UNCHANGED):
+                temporary.replace(path)
     finally:
-        for beside, _ in written:
-            beside.unlink(missing_ok=True)
+        for temporary, _ in written:
+            temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A checkpoint on disk as whole tensors, without a process group: what is in it, what is wrong with it, a bar."""
+"""Opens a checkpoint on disk, checks its files, and reads its whole tensors, without a process group."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class OpenCheckpoint:
 
     Attributes:
         path: its folder.
-        metadata: DCP's, of all that is in it.
+        metadata: DCP's description of its contents.
     """
 
     path: Path
     metadata: Metadata
 
     def tensors(self, prefix: str) -> dict[str, TensorStorageMetadata]:
-        """The tensors whose names begin so, by the rest of their names."""
+        """The tensors whose keys begin with a prefix, by the rest of their keys."""
         found = self.metadata.state_dict_metadata.items()
         return {
             key.removeprefix(prefix): stored
@@ -42,7 +42,7 @@ class OpenCheckpoint:
         }
 
     def values(self, prefix: str) -> dict[str, Any]:
-        """The values that are no tensors, by the rest of their names."""
+        """The values that are not tensors, whose keys begin with a prefix, by the rest of their keys."""
         found = self.metadata.state_dict_metadata.items()
         keys = [
             key for key, stored in found if key.startswith(prefix) and not isinstance(stored, TensorStorageMetadata)
@@ -51,15 +51,15 @@ class OpenCheckpoint:
         return {key.removeprefix(prefix): value for key, value in read.items()}
 
     def read(self, key: str, dtype: torch.dtype) -> Tensor:
-        """All of one tensor, in a dtype."""
+        """Read all of one tensor, in a dtype."""
         stored = self.metadata.state_dict_metadata[key]
-        assert isinstance(stored, TensorStorageMetadata), "it is listed as one"
+        assert isinstance(stored, TensorStorageMetadata), "the caller knows that it is a tensor"
         value = torch.empty(stored.size, dtype=stored.properties.dtype)
         read_items(self.path, self.metadata, [Item((key,), value, 0, tuple(stored.size))])
         return value.to(dtype)
 
     def whole_tensors(self, prefix: str, dtype: torch.dtype | None = None) -> list[WholeTensor]:
-        """The tensors under a prefix, floats in a dtype; those that lie in the same bytes are one with aliases."""
+        """The tensors whose keys begin with a prefix, floats in a dtype; tied weights are one tensor with aliases."""
         places = places_by_key(self.metadata)
         by_place: dict[Any, WholeTensor] = {}
         for name, stored in self.tensors(prefix).items():
@@ -74,7 +74,7 @@ class OpenCheckpoint:
         return list(by_place.values())
 
     def keys_of_single_ranks(self) -> dict[str, list[str]]:
-        """What each rank has for itself of the model and of the optimizer: keys by name, such as ``"model.router"``."""
+        """Keys of the ranks' own values of model and optimizer, by name, such as ``"model.router"``."""
         found: dict[str, list[str]] = {}
         for key in self.metadata.state_dict_metadata:
             owner = split_rank_prefix(key)
@@ -83,37 +83,38 @@ class OpenCheckpoint:
         return found
 
     def optimizer_step(self) -> int | None:
-        """How many steps the optimizer has taken; None if it does not count, or is not there."""
+        """How many steps the optimizer has taken; None if it does not count, or was not saved."""
         prefix = f"{OPTIM}.{STATE}."
-        stored = self.metadata.state_dict_metadata.items()
-        counts = [(key, what) for key, what in stored if key.startswith(prefix) and key.endswith(".step")]
-        for key, what in counts[:1]:  # they are alike
-            if isinstance(what, TensorStorageMetadata):
-                return int(self.read(key, torch.int64))
-            return int(read_items(self.path, self.metadata, [], [key])[key])
-        return None
+        stored = self.metadata.state_dict_metadata
+        key = next((key for key in stored if key.startswith(prefix) and key.endswith(".step")), None)  # all are equal
+        if key is None:
+            return None
+        if isinstance(stored[key], TensorStorageMetadata):
+            return int(self.read(key, torch.int64))
+        return int(read_items(self.path, self.metadata, [], [key])[key])
 
 
 def open_checkpoint(path: Path, *, check: bool) -> OpenCheckpoint:
-    """A checkpoint, checked against its manifest.
+    """Open a checkpoint; with ``check``, compare its files with its manifest first.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged, or has no manifest and ``check`` is asked for.
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it is damaged, or has no manifest to check it by.
     """
     path = folder.locate(path)
     if check:
-        written = manifest_of(path)
+        written = read_manifest(path)
         if written is None:
             raise ValueError(
-                f"{path} has no {manifest.NAME}, as what another tool wrote; pass check=False (--no-check) to read it"
+                f"cannot check {path}: it has no {manifest.NAME}; pass check=False (--no-check) to read another "
+                f"tool's checkpoint"
             )
         _require_intact(path, written.files)
     return OpenCheckpoint(path, read_metadata(path))
 
 
-def manifest_of(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None of what another tool wrote.
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None if another tool wrote it.
 
     Raises:
         ValueError: it is damaged.
@@ -125,13 +126,13 @@ def manifest_of(path: Path) -> Manifest | None:
 
 
 def _require_intact(path: Path, files: Iterable[File]) -> None:
-    """Raise unless these files of a checkpoint are what was saved; they are read to their ends, under a bar.
+    """Raise unless these files are as they were saved; shows a progress bar.
 
     Raises:
-        ValueError: one is missing, or was changed.
+        ValueError: one is missing, or was cut or changed.
     """
     files = list(files)
     with show_progress(f"check {path.name}", sum(file.size for file in files)) as done:
-        wrong = manifest.faults(path, files, done)
+        wrong = manifest.find_faults(path, files, done)
     if wrong:
         raise ValueError(f"{path} is damaged: {wrong[0]}")

@@ -37,50 +37,50 @@ DTYPES = {
 
 
 def require_float(dtype: torch.dtype | None) -> None:
-    """Raise unless floating-point tensors can be written in a dtype (None: in their own).
+    """Raise unless ``dtype`` is a floating-point dtype that files can have, or None.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: it is not.
     """
     if dtype is not None and not (dtype in DTYPES and dtype.is_floating_point):
-        raise ValueError(f"dtype is {dtype!r}; give a floating-point dtype, such as torch.bfloat16, or None")
+        raise ValueError(f"dtype is {dtype!r}; pass a floating-point dtype, such as torch.bfloat16, or None")
 
 
 def write_safetensors(
-    stream: BinaryIO, wholes: Iterable[WholeTensor], read: ReadTensor, notes: Mapping[str, str]
+    stream: BinaryIO, tensors: Iterable[WholeTensor], read: ReadTensor, notes: Mapping[str, str]
 ) -> None:
-    """Write one safetensors file; aliases are recorded in its metadata, as JSON from alias to name.
+    """Write one safetensors file, with aliases as JSON from alias to name in its metadata.
 
     Raises:
-        ValueError: a dtype that the format does not have.
-        OSError: it cannot be written.
+        ValueError: the format does not have a dtype.
+        OSError: the file cannot be written.
     """
-    wholes = sorted(wholes, key=lambda whole: -whole.dtype.itemsize)  # so that all are aligned
+    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # so that all are aligned
     header: dict[str, Any] = {}
     start = 0
-    for whole in wholes:
-        if whole.dtype not in DTYPES:
-            raise ValueError(f"{whole.name} is {whole.dtype}, which safetensors files cannot hold; write a .pt file")
-        offsets = [start, start + whole.nbytes]
-        header[whole.name] = {"dtype": DTYPES[whole.dtype], "shape": whole.shape, "data_offsets": offsets}
-        start += whole.nbytes
-    aliases = {alias: whole.name for whole in wholes for alias in whole.aliases}
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"a safetensors file cannot hold {tensor.name} of {tensor.dtype}; write a .pt file")
+        offsets = [start, start + tensor.nbytes]
+        header[tensor.name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+        start += tensor.nbytes
+    aliases = {alias: tensor.name for tensor in tensors for alias in tensor.aliases}
     metadata = {"format": "pt", **MADE_HERE, **notes, **({"aliases": json.dumps(aliases)} if aliases else {})}
     text = json.dumps({"__metadata__": metadata, **header}).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     stream.write(len(text).to_bytes(8, "little") + text)
-    for whole in wholes:
-        stream.write(bytes_of(read(whole)))
+    for tensor in tensors:
+        stream.write(bytes_of(read(tensor)))
 
 
-def split_into_files(wholes: Iterable[WholeTensor], max_bytes: int | None) -> list[list[WholeTensor]]:
-    """Cut into files of at most so many bytes of tensors; a larger tensor has a file of its own."""
+def split_into_files(tensors: Iterable[WholeTensor], max_bytes: int | None) -> list[list[WholeTensor]]:
+    """Group tensors into files of at most ``max_bytes`` of tensors; a larger tensor gets a file of its own."""
     files: list[list[WholeTensor]] = [[]]
-    full = 0  # bytes of the last file
-    for whole in wholes:
-        if files[-1] and max_bytes is not None and full + whole.nbytes > max_bytes:
+    size = 0  # bytes of the last file
+    for tensor in tensors:
+        if files[-1] and max_bytes is not None and size + tensor.nbytes > max_bytes:
             files.append([])
-            full = 0
-        files[-1].append(whole)
-        full += whole.nbytes
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.nbytes
     return files

@@ -20,7 +20,7 @@ from torch import Tensor
 from thunder_zero.convert.whole_tensor import ReadTensor, WholeTensor, bytes_of
 
 RECORD_ALIGNMENT = 64  # bytes, of each record's content: as torch.load(mmap=True) likes it
-RECORD_HEADER_BYTES = 30 + 20 + 4  # before the content: the zip format's, its 64-bit sizes, the padding's own
+RECORD_HEADER_BYTES = 30 + 20 + 4  # the zip format's header, its 64-bit sizes, the padding's own header
 
 
 def write_torch(stream: BinaryIO, tree: Any, read: ReadTensor) -> None:
@@ -33,23 +33,23 @@ def write_torch(stream: BinaryIO, tree: Any, read: ReadTensor) -> None:
         read: reads the values of those.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     pickled = io.BytesIO()
     pickler = TorchPickler(pickled)
     pickler.dump(tree)
     with zipfile.ZipFile(stream, "w") as archive:
-        _record(archive, stream, "data.pkl", pickled.getvalue())
-        _record(archive, stream, "byteorder", sys.byteorder.encode())
+        _add_record(archive, stream, "data.pkl", pickled.getvalue())
+        _add_record(archive, stream, "byteorder", sys.byteorder.encode())
         for key, found in enumerate(pickler.tensors):
             content = bytes_of(read(found) if isinstance(found, WholeTensor) else found)
-            _record(archive, stream, f"data/{key}", content)
+            _add_record(archive, stream, f"data/{key}", content)
             del content  # before the next is read
-        _record(archive, stream, "version", b"3\n")
+        _add_record(archive, stream, "version", b"3\n")
 
 
-def _record(archive: zipfile.ZipFile, stream: BinaryIO, name: str, content: bytes | memoryview) -> None:
-    """Add a record, whose bytes are aligned; zipfile puts its CRC into the header once they are written."""
+def _add_record(archive: zipfile.ZipFile, stream: BinaryIO, name: str, content: bytes | memoryview) -> None:
+    """Add a record with aligned content; zipfile puts the CRC into its header once the content is written."""
     info = zipfile.ZipInfo(f"archive/{name}")
     padding = -(stream.tell() + RECORD_HEADER_BYTES + len(info.filename)) % RECORD_ALIGNMENT
     info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding  # as torch pads
@@ -59,7 +59,7 @@ def _record(archive: zipfile.ZipFile, stream: BinaryIO, name: str, content: byte
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Stands for the bytes of a tensor in a torch file: its class, the name of its record, how many elements."""
+    """Describes a tensor's bytes in a torch file: the storage's class, the name of its record, its elements."""
 
     kind: type
     key: str
@@ -67,14 +67,14 @@ class Storage:
 
 
 class TorchPickler(pickle.Pickler):
-    """Pickles as ``torch.save`` does, and collects the tensors, in the order of their storages' names."""
+    """Pickles as ``torch.save`` does, and collects the tensors in the order of their records."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        super().__init__(stream, protocol=2)  # the one that torch.load(weights_only=True) reads
+        super().__init__(stream, protocol=2)  # torch.load(weights_only=True) reads no other
         self.tensors: list[WholeTensor | Tensor] = []
 
     def reducer_override(self, value: Any) -> Any:
-        """A dense tensor as torch reduces one, on a storage that is written later."""
+        """Reduce a dense tensor as torch does, on a storage that is written later."""
         if not isinstance(value, WholeTensor) and not (isinstance(value, Tensor) and value.layout is torch.strided):
             return NotImplemented
         empty = torch.empty(0, dtype=value.dtype)
@@ -91,5 +91,5 @@ class TorchPickler(pickle.Pickler):
         return rebuild, (place, 0, tuple(value.shape), strides, *rest)
 
     def persistent_id(self, value: Any) -> Any:
-        """What torch.load finds a storage by."""
+        """How torch.load finds a storage."""
         return ("storage", value.kind, value.key, "cpu", value.count) if isinstance(value, Storage) else None

@@ -19,9 +19,9 @@ class WholeTensor:
 
     Attributes:
         name: in the file.
-        shape: of all of it.
+        shape: of the whole tensor.
         dtype: in the file.
-        key: what it is read by.
+        key: its key in the checkpoint.
         aliases: its other names (tied weights).
     """
 
@@ -33,7 +33,7 @@ class WholeTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Its bytes in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 
