@@ -1,15 +1,16 @@
-"""What the transform costs on one rank: time to compile, and host time of each step.
+"""Measures the cost of the transform on one rank: compile time, and host time per step.
 
     python examples/bench/overhead.py compile                          the GPT of the bench
-    python examples/bench/overhead.py compile --blocks 6 12 24         how it grows; narrow, since width adds no lines
+    python examples/bench/overhead.py compile --blocks 6 12 24         growth with depth; narrow, as width adds no lines
     python examples/bench/overhead.py passes                           the passes on 10,000 operations (needs `tests/`)
 
-``run.py`` does the first by itself. Compilations take turns, the one that starts too, each from a collected heap; what
-is reported is all that a first step takes longer, the garbage collector and Thunder's own work on our lines included.
+``run.py`` does the first by itself. Each round compiles both variants, from a collected heap, and alternates which one
+comes first. The reported difference is all extra time of the first step, including the garbage collector and Thunder's
+own work on our lines.
 
-Two accidents move a compilation by several percent each, with the transform or without: how deep in CPython's stack it
-starts (which calls cross from one chunk of the stack to the next, each an mmap and a page fault) and how large the heap
-is (whether one more full collection comes due). So each round has another depth and another heap, and means count.
+Two accidents change a compile time by several percent each, with the transform or without: the depth of CPython's
+stack at the start (calls that cross from one chunk of the stack to the next cost an mmap and a page fault) and the size
+of the heap (which may trigger one more full collection). So each round uses another depth and heap, and we take means.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from thunder_zero.transform import ZeroTransform
 
 import thunder
 
-COMPILES = 8  # even, so that each variant starts a round as often
-FRAMES = 15  # by which each round starts deeper than the one before
+COMPILES = 8  # rounds; even, so that each variant comes first in half of them
+FRAMES = 15  # each round starts so many frames deeper than the previous one
 HOST_STEPS = 100
-OURS: tuple[tuple[type, str], ...] = (  # everything of ours that Thunder calls while it compiles
+OURS: tuple[tuple[type, str], ...] = (  # all our functions that Thunder calls while it compiles
     (ZeroTransform, "transform_module"),
     (ZeroTransform, "transform_traces_pre_prologue"),
     (ZeroTransform, "transform_trace_post_optimization"),
@@ -75,14 +76,14 @@ def clocked(spent: dict[str, float]) -> Iterator[None]:
 
 
 def compile_times(size: Size, rounds: int = COMPILES) -> dict[str, Any]:
-    """Wall and CPU seconds from ``thunder.jit`` to the end of the first step, in turn without and with ZeRO-3; and our
-    share."""
+    """Wall and CPU seconds from ``thunder.jit`` to the end of the first step, without and with ZeRO-3; and the seconds
+    inside our functions."""
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     cpu: dict[str, list[float]] = {name: [] for name in VARIANTS}
     ours: list[dict[str, float]] = []
     tiny = replace(size, blocks=1, width=size.heads)
     for transforms in VARIANTS.values():
-        compile_and_step(make_model(tiny), transforms(), tiny)  # what only a first time pays
+        compile_and_step(make_model(tiny), transforms(), tiny)  # one-time costs
     for number in range(rounds):
         for name in sorted(VARIANTS, reverse=number % 2 == 1):
             module, transforms = make_model(size), VARIANTS[name]()
@@ -102,7 +103,7 @@ def compile_times(size: Size, rounds: int = COMPILES) -> dict[str, Any]:
 
 
 def deeper(frames: int, call: Callable[..., None], *args: Any) -> None:
-    """Run it so many frames further down the stack."""
+    """Call it from ``frames`` frames deeper in the stack."""
     if frames:
         deeper(frames - 1, call, *args)
     else:
@@ -118,7 +119,7 @@ def take_step(model: nn.Module, size: Size) -> None:
 
 
 def host_times(size: Size) -> dict[str, Any]:
-    """Seconds of a step, in turn without and with ZeRO-3, of the model and of one so narrow that the host is all."""
+    """Seconds per step, without and with ZeRO-3, of the model and of one so narrow that only host time counts."""
     narrow = replace(size, width=size.heads, vocabulary=16, tokens=2, sequences=1)
     return {name: step_times(of, steps) for name, of, steps in (("full", size, 20), ("narrow", narrow, HOST_STEPS))}
 
@@ -137,7 +138,7 @@ def step_times(size: Size, count: int) -> dict[str, list[float]]:
 
 
 def added(seconds: dict[str, list[float]], average: Callable[[list[float]], float] = median) -> float:
-    """How much longer it takes with the transform than without, as a fraction.
+    """The fraction by which the transform makes it slower.
 
     >>> added({"plain": [1.0, 2.0, 3.0], "zero3": [2.0, 2.2, 9.0]})
     0.1
@@ -147,7 +148,7 @@ def added(seconds: dict[str, list[float]], average: Callable[[list[float]], floa
 
 
 def compile_sentence(measured: dict[str, Any]) -> str:
-    """One sentence with the numbers of ``compile_times``."""
+    """A sentence with the numbers of ``compile_times``."""
     ours = fmean(sum(spent.values()) for spent in measured["ours"])
     plain, zero = (fmean(measured["seconds"][name]) for name in VARIANTS)
     return (
@@ -170,7 +171,7 @@ def summary(overhead: dict[str, Any]) -> list[str]:
 
 
 def passes_sentence(operations: int = 10_000, repeats: int = 5) -> str:
-    """How long all passes and all checks take on a GPT's timeline of at least so many operations."""
+    """The time of all passes and checks on a GPT's timeline of at least so many operations."""
     from tests.harness.timelines import gpt
 
     policy, layers = tz.ZERO3, 1
@@ -187,8 +188,8 @@ def passes_sentence(operations: int = 10_000, repeats: int = 5) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("compile", "passes"))
-    parser.add_argument("--blocks", type=int, nargs="+", help="narrow models of so many blocks, one after the other")
-    parser.add_argument("--rounds", type=int, default=COMPILES, help="compilations of each variant")
+    parser.add_argument("--blocks", type=int, nargs="+", help="use narrow models with these numbers of blocks")
+    parser.add_argument("--rounds", type=int, default=COMPILES, help="compilations per variant")
     options = parser.parse_args()
     if options.what == "passes":
         print(passes_sentence())
