@@ -1,4 +1,4 @@
-"""Reads items from files of ``torch.distributed.checkpoint`` (DCP), ours or another tool's, without a process group.
+"""Reads items from files of ``torch.distributed.checkpoint`` (DCP), without a process group.
 
 Nothing is unpickled that could run code.
 """

@@ -1,4 +1,4 @@
-"""Extras: each rank's own values in a checkpoint, such as a scheduler, RNG state or the data position."""
+"""Each rank's own values in a checkpoint: a scheduler, RNG state, the data position."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Proves that a timeline is right: ``check_pass`` and ``check_schedule`` for the passes, ``check`` for what runs.
+"""Proves a timeline right: after each pass, after the last one, and of the traces that run.
 
-Each raises on the first rule that a timeline breaks; each rule is one function below. They read sizes and orders only,
-in near-linear time.
+``check_pass``, ``check_schedule`` and ``check`` raise on the first broken rule; each rule is one function below. They
+read sizes and orders only, in near-linear time.
 """
 
 from __future__ import annotations
