@@ -48,7 +48,8 @@ def main() -> None:
     """Rewrite the page."""
     head, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, tail = rest.partition(END)
-    assert begin and end, f"{PAGE} has no place for the listing"
+    if not (begin and end):
+        raise SystemExit(f"{PAGE} has no place for the listing")
     PAGE.write_text(head + begin + listing() + end + tail)
 
 

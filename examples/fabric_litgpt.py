@@ -1,13 +1,13 @@
-"""Train LitGPT's GPT in Lightning Fabric: an ordinary Fabric script, but for its strategy.
+"""Train LitGPT's GPT in Lightning Fabric: an ordinary Fabric script, except for its strategy.
 
     pip install "thunder-zero[lightning,litgpt]"
     python examples/fabric_litgpt.py                                                     # Fabric starts two ranks
-    torchrun --standalone --nproc-per-node 2 examples/fabric_litgpt.py                   # or torchrun does
+    torchrun --standalone --nproc-per-node 2 examples/fabric_litgpt.py                   # torchrun starts them
     python examples/fabric_litgpt.py --accelerator cuda --devices 8 --model pythia-160m  # one of LitGPT's models
 
-A byte-level model, on the text of Python's own standard library; nothing is downloaded. Each step accumulates
-micro-batches without reducing gradients until the last one, and clips their norm. At the end the model and the
-optimizer go to one file, which any number of ranks loads with ``--resume``, and plain torch, too.
+A byte-level model trains on the source text of Python's standard library; nothing is downloaded. Each step accumulates
+micro-batches, reduces gradients in the last one only, and clips their norm. At the end model and optimizer are saved to
+one file, which any number of ranks can load (``--resume``), and plain torch, too.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ import thunder_zero as tz  # before thunder
 from thunder_zero.lightning import ZeroStrategy, zero_module
 
 SEED = 0
-TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "intermediate_size": 64}  # a look at the machinery
+TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "intermediate_size": 64}  # to try it out
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, default=3, help="0 DDP, 1 to 3 ZeRO")
+    parser.add_argument("--stage", type=int, default=3, help="0 for DDP, 1 to 3 for ZeRO")
     parser.add_argument("--accelerator", default="cpu")
-    parser.add_argument("--devices", type=int, default=2, help="ranks on this machine")
-    parser.add_argument("--precision", default="32-true", help="as Fabric names them, such as bf16-true")
-    parser.add_argument("--model", help="a name that LitGPT knows, with 256 tokens; a tiny Llama by default")
+    parser.add_argument("--devices", type=int, default=2, help="number of ranks on this machine")
+    parser.add_argument("--precision", default="32-true", help="Fabric's name for it, such as bf16-true")
+    parser.add_argument("--model", help="name of a LitGPT model, built with 256 tokens (default: a tiny Llama)")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--micro-batches", type=int, default=2, help="of a step")
-    parser.add_argument("--rows", type=int, default=4, help="of a micro-batch, on each rank")
+    parser.add_argument("--micro-batches", type=int, default=2, help="number in a step")
+    parser.add_argument("--rows", type=int, default=4, help="number in a micro-batch on each rank")
     parser.add_argument("--context", type=int, default=32)
     parser.add_argument("--learning-rate", type=float, default=1e-2)
-    parser.add_argument("--resume", type=Path, help="go on from this file")
+    parser.add_argument("--resume", type=Path, help="continue from this file")
     parser.add_argument("--out", type=Path, default=Path("runs/fabric_litgpt.pt"))
     return parser.parse_args()
 
@@ -63,7 +63,7 @@ def loss_of(model: Any, windows: Tensor) -> Tensor:
 
 
 def step(fabric: Fabric, model: Any, optimizer: Any, micro_batches: Sequence[Tensor]) -> tuple[float, float]:
-    """One step of the optimizer; returns the mean loss of all ranks, and the norm of the gradients."""
+    """Run one optimizer step; returns the mean loss over all ranks and the gradients' norm."""
     optimizer.zero_grad()
     total = torch.zeros((), device=fabric.device)
     for number, windows in enumerate(micro_batches, 1):
@@ -102,7 +102,7 @@ def main() -> None:
     fabric.save(options.out, {**state, "steps": options.steps})
     if fabric.is_global_zero:
         tz.print_trace(zero_module(model), unit="transformer.h.1", fold=True)
-    fabric.print(f"The model is in {options.out}.")
+    fabric.print(f"saved to {options.out}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ only (``tests/harness/tiers.py``).
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--slow"):
         os.environ[VARIABLE] = "1"
+    gc.set_threshold(100_000, 20, 100)  # compiling makes much and frees little
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,6 +60,10 @@ def _has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,10 @@
 """DDP and ZeRO-1/2/3 for Lightning Thunder, as traces that can be read. Import before Thunder."""
 
 from thunder_zero import _compat  # noqa: F401  # lets Thunder import
-from thunder_zero.checkpoint.api import load, save
+from thunder_zero.checkpoint.load import Loaded, load
+from thunder_zero.checkpoint.save import save
 from thunder_zero.convert.consolidate import consolidate
-from thunder_zero.convert.shard import shard_safetensors
+from thunder_zero.convert.shard_safetensors import shard_safetensors
 from thunder_zero.dry_run import trace
 from thunder_zero.measure import measure_times
 from thunder_zero.module import ZeroModule, traces_of
@@ -27,6 +28,7 @@ __all__ = [
     "ZERO2",
     "ZERO3",
     "Kind",
+    "Loaded",
     "MixedPrecision",
     "Op",
     "Param",

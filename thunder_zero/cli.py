@@ -1,4 +1,4 @@
-"""``thunder-zero``: what can be done with a checkpoint without training.
+"""``thunder-zero``: prints, converts and makes checkpoints, without training.
 
 thunder-zero inspect CHECKPOINT [--check]
 thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--max-file-bytes N] [--no-check]
@@ -18,27 +18,26 @@ from rich.table import Table
 
 from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.manifest import Manifest
-from thunder_zero.convert import reader
 from thunder_zero.convert.consolidate import consolidate
-from thunder_zero.convert.formats import FLOATS
-from thunder_zero.convert.reader import Checkpoint
-from thunder_zero.convert.shard import shard_safetensors
+from thunder_zero.convert.open_checkpoint import OpenCheckpoint, open_checkpoint, read_manifest
+from thunder_zero.convert.shard_safetensors import shard_safetensors
+from thunder_zero.convert.whole_tensor import FLOATS
 
-WIDTH = 100  # columns, where no terminal says
+WIDTH = 100  # columns, if stdout is not a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; what cannot be done is one sentence, and exits with 1."""
+    """Run a command; returns the exit code. An error is one sentence on stderr and exit code 1."""
     options = parse(arguments)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         failed = _failure(options)
-    for line in [str(warning.message) for warning in told] + ([failed] if failed else []):
+    for line in [str(warning.message) for warning in caught] + ([failed] if failed else []):
         print(f"thunder-zero: {line}", file=sys.stderr)
     return 1 if failed else 0
 
 
 def _failure(options: argparse.Namespace) -> str | None:
-    """Run a command; why it cannot be done, or None."""
+    """Run a command; returns the error's sentence, or None."""
     try:
         run(options)
     except (OSError, ValueError) as error:
@@ -51,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: a checkpoint is damaged; an option is out of its range.
+        ValueError: a checkpoint is damaged, or an option is invalid.
     """
     if options.command == "inspect":
         inspect(options.checkpoint, check=options.check)
@@ -70,77 +69,83 @@ def run(options: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the command line."""
-    parser = argparse.ArgumentParser("thunder-zero", description="Checkpoints of thunder_zero.save, without training.")
+    """Parse the command line."""
+    parser = argparse.ArgumentParser("thunder-zero", description="Print and convert checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    show = commands.add_parser("inspect", help="print what is in a checkpoint, and whether files or bytes are missing")
+    show = commands.add_parser("inspect", help="print the contents of a checkpoint; find missing or cut files")
     show.add_argument("checkpoint", type=Path)
-    show.add_argument("--check", action="store_true", help="compare all files with their SHA-256, too")
-    one = commands.add_parser("consolidate", help="make one file of whole tensors")
+    show.add_argument("--check", action="store_true", help="also compare all files with their SHA-256")
+    one = commands.add_parser("consolidate", help="make one file of whole tensors, or a few")
     one.add_argument("checkpoint", type=Path)
     one.add_argument("out", type=Path, help="OUT.safetensors, or OUT.pt for what torch.save writes")
-    one.add_argument("--dtype", choices=FLOATS, help="of floating-point parameters (as they were saved)")
-    one.add_argument("--optimizer", action="store_true", help="its state, too")
-    one.add_argument("--max-file-bytes", type=int, help="several files and an index, above this size (one file)")
-    one.add_argument("--no-check", dest="check", action="store_false", help="read what has no manifest, unchecked")
-    cut = commands.add_parser("shard", help="make a checkpoint out of safetensors files; `latest` stays as it is")
-    cut.add_argument("source", type=Path, help="the file, the index of several, or a folder that has one")
+    one.add_argument("--dtype", choices=FLOATS, help="of floating-point tensors (default: as saved)")
+    one.add_argument("--optimizer", action="store_true", help="include the optimizer's state")
+    one.add_argument("--max-file-bytes", type=int, help="of each of several files (default: one file)")
+    one.add_argument(
+        "--no-check",
+        dest="check",
+        action="store_false",
+        help="read another tool's checkpoint",
+    )
+    cut = commands.add_parser("shard", help="make a checkpoint from safetensors files; does not move `latest`")
+    cut.add_argument("source", type=Path, help="the file, the index of several, or a folder with either")
     cut.add_argument("checkpoint", type=Path)
-    cut.add_argument("--ranks", type=int, default=1, help="into how many files the rows are cut (1)")
-    cut.add_argument("--dtype", choices=FLOATS, help="of floating-point parameters (as they are)")
+    cut.add_argument("--ranks", type=int, default=1, help="number of files, one for the rows of each rank (default: 1)")
+    cut.add_argument("--dtype", choices=FLOATS, help="of floating-point tensors (default: as in the source)")
     return parser.parse_args(arguments)
 
 
 def inspect(path: Path, *, check: bool = False) -> None:
-    """Print a checkpoint's parameters, and what is in it altogether.
+    """Print a checkpoint's parameters and a summary.
 
     Args:
         path: the checkpoint.
-        check: whether all files are compared with their SHA-256, too.
+        check: whether to compare all files with their SHA-256, too.
 
     Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged; there is nothing to check it by.
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it is damaged, or has no manifest to check it by.
     """
     path = folder.locate(path)
-    written = reader.manifest_of(path)
-    wrong = manifest.faults_of_size(path, written.files) if written else []
-    source = reader.opened(path, check=False)
+    written = read_manifest(path)
+    wrong = manifest.find_wrong_sizes(path, written.files) if written else []
+    source = open_checkpoint(path, check=False)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(_table(source))
     console.print(_summary(source, written, whole=not wrong), highlight=False)
     if wrong:
         raise ValueError(f"{path} is damaged: {wrong[0]}")
     if check:
-        reader.opened(path, check=True)
+        open_checkpoint(path, check=True)
 
 
-def _table(source: Checkpoint) -> Table:
-    """A row for each parameter and buffer; for all tensors, of what has no model."""
+def _table(source: OpenCheckpoint) -> Table:
+    """A row for each parameter and buffer; for each tensor, if the checkpoint has no model."""
     table = Table("parameter or buffer", "shape", "dtype")
     table.add_column("bytes", justify="right")
-    for whole in source.wholes("model.") or source.wholes(""):
-        shape, dtype = " x ".join(map(str, whole.shape)) or "-", str(whole.dtype).removeprefix("torch.")
-        table.add_row(whole.name, shape, dtype, f"{whole.nbytes:,}")
-        for alias in whole.aliases:
-            table.add_row(alias, f"= {whole.name}", "", "")
+    for tensor in source.whole_tensors("model.") or source.whole_tensors(""):
+        shape, dtype = " x ".join(map(str, tensor.shape)) or "-", str(tensor.dtype).removeprefix("torch.")
+        table.add_row(tensor.name, shape, dtype, f"{tensor.nbytes:,}")
+        for alias in tensor.aliases:
+            table.add_row(alias, f"= {tensor.name}", "", "")
     return table
 
 
-def _summary(source: Checkpoint, written: Manifest | None, *, whole: bool) -> str:
-    """What is in a checkpoint altogether; where files are missing the optimizer's step is not read."""
+def _summary(source: OpenCheckpoint, written: Manifest | None, *, whole: bool) -> str:
+    """Numbers of ranks, tensors, files and bytes; the optimizer's step only if the files are ``whole``."""
     states = len(source.tensors("optim."))
     step = source.optimizer_step() if whole else None
-    own = sum(map(len, source.ranks_own().values()))
+    own = sum(map(len, source.keys_of_single_ranks().values()))
     if written is None:
-        by, sizes = "no manifest.json, so damage is not seen", [file.stat().st_size for file in source.path.iterdir()]
+        by = "no manifest.json, so its files cannot be checked"
+        sizes = [file.stat().st_size for file in source.path.iterdir()]
     else:
         by = f"saved by {written.ranks} {'rank' if written.ranks == 1 else 'ranks'}"
         sizes = [file.size for file in written.files]
     return (
         f"{source.path.name}: {by}; {states} tensors of an optimizer{'' if step is None else f' at step {step}'}; "
         f"{f'{own} values of single ranks; ' if own else ''}{len(sizes)} files, {sum(sizes):,} B; its tensors have "
-        f"{sum(tensor.nbytes for tensor in source.wholes('')):,} B"
+        f"{sum(tensor.nbytes for tensor in source.whole_tensors('')):,} B"
     )
 
 

@@ -1,6 +1,6 @@
-"""Who takes part: each contestant makes, from the same GPT, something that trains it data-parallel.
+"""The contestants: each trains the same GPT data-parallel in its own way.
 
-All of them are built on every rank in the same order, run ``warm_up`` steps and then take turns.
+All of them are built on every rank in the same order, take a few warm-up steps, and then run alternately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from thunder.executors.torch_compile import torch_compile_ex
 
 LEARNING_RATE = 0.01
 CPU = torch.device("cpu")
-# In elements: 16 MiB, as large as ours. By default it allocates buffers of 2 GB, whatever the model.
+# In elements: 16 MiB, like ours. The default allocates buffers of 2 GB for any model.
 DEEPSPEED_BUCKETS = {"reduce_bucket_size": 4 << 20, "allgather_bucket_size": 4 << 20}
 
 Step = Callable[[Tensor, Tensor], Tensor]  # tokens, targets -> loss
@@ -39,9 +39,9 @@ class Contestant:
     """One row of the tables.
 
     Attributes:
-        name: on the command line and in the tables.
-        stage: whose floor of bytes it is held against; None computes alone, without other ranks.
-        group: what it is compared as; the plot shows the best of each group.
+        name: its name on the command line and in the tables.
+        stage: the stage whose minimum of bytes it is compared with; None computes alone, without other ranks.
+        group: contestants that are compared as one; the plot shows the best of each group.
         build: makes the model, and a function that takes one training step with it.
     """
 
@@ -52,7 +52,7 @@ class Contestant:
 
 
 def trains(model: nn.Module) -> tuple[nn.Module, Step]:
-    """The model, and one step of SGD on it."""
+    """The model, and a function that takes one step of SGD on it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -104,8 +104,8 @@ def build_fsdp2(
     """FSDP2 on each block and on the root.
 
     Args:
-        reshard: frees the blocks' parameters after forward; the root's stay, which is FSDP2's default.
-        fair: gathers in the background, two blocks ahead; on a CPU nothing overlaps otherwise.
+        reshard: frees the blocks' parameters after forward, but not the root's, which is FSDP2's default.
+        fair: gathers in the background, two blocks ahead; without it nothing overlaps on a CPU.
         scatter: with the reduce-scatter below instead of gloo's, which is an all-reduce.
     """
     model = with_compiled_blocks(make_model(size), compiled)
@@ -127,7 +127,7 @@ def build_fsdp2(
 
 
 class LeastReduceScatter:
-    """A reduce-scatter that sends the least: every rank's rows to that rank, which adds up."""
+    """A reduce-scatter that sends the fewest bytes: every rank receives only its rows, and adds them up."""
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -143,7 +143,7 @@ class LeastReduceScatter:
 
 
 def with_compiled_blocks(model: nn.Module, compiled: bool) -> nn.Module:
-    """As torch's own recipes do it: each block by itself, so that hooks between blocks stay."""
+    """Compile each block separately, as torch's own recipes do, so that hooks between blocks stay."""
     for block in model.blocks if compiled else ():
         block.compile()
     return model
@@ -154,7 +154,7 @@ def build_thunder_ddp(size: Size) -> tuple[nn.Module, Step]:
 
 
 def build_thunder_fsdp(size: Size, strategy: str) -> tuple[nn.Module, Step]:
-    """Its ZeRO-3 makes the program of its ZeRO-2."""
+    """Its ZeRO-3 produces the same program as its ZeRO-2."""
     os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
     chosen = thunder.distributed.FSDPType[strategy]
     return trains(thunder.distributed.fsdp(thunder.jit(make_model(size)), device=CPU, sharding_strategy=chosen))
@@ -165,7 +165,7 @@ def build_deepspeed(size: Size, stage: int) -> tuple[nn.Module, Step]:
 
     config = {
         "train_micro_batch_size_per_gpu": size.sequences,
-        "gradient_clipping": 0.0,  # it clips to a norm of 1 by default, and would train something else
+        "gradient_clipping": 0.0,  # the default clips to a norm of 1, and would train differently
         "zero_optimization": {"stage": stage, "overlap_comm": True, **DEEPSPEED_BUCKETS},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -185,8 +185,8 @@ def build_deepspeed(size: Size, stage: int) -> tuple[nn.Module, Step]:
 
 
 def contestants() -> dict[str, Contestant]:
-    """All contestants by name, in the order of the tables; ``+tc`` compiles with torch.compile, ``+rs`` plugs in
-    the reduce-scatter above, ``-regather`` gathers everything again for backward."""
+    """All contestants by name, in the order of the tables; ``+tc`` compiles with torch.compile, ``+rs`` uses the
+    reduce-scatter above, ``-regather`` gathers everything again for backward."""
     found = [
         Contestant("eager", None, ALONE, build_eager),
         Contestant("thunder", None, ALONE, partial(build_thunder, compiled=False)),

@@ -1,10 +1,10 @@
-"""Copies that the transport for gloo still makes in a step of the bench's GPT, and the memory that it is given. Linux.
+"""Copies that the transport for gloo still makes in a step of the bench's GPT, and the memory of its buffers. Linux.
 
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 examples/bench/copies.py
 
-Prints the tables of docs/performance.md, "Remaining copies": for stages 2 and 3, what the transport does to
-tensors on the thread that computes; how much of the memory of its buffers the process had to ask the kernel for; and
-what weight gradients would gain that are written into memory that is there already.
+Prints the tables of docs/performance.md, "Remaining copies": for stages 2 and 3, the transport's tensor operations
+on the computing thread, and how much of its buffers' memory was new from the kernel; and the time that weight
+gradients would save if matmuls wrote them into existing memory.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from thunder_zero.comm.pairwise import Exchange
 MiB = 1 << 20
 STAGES = (2, 3)
 WARM_UP, STEPS = 4, 10
-OTHER_SEQUENCES = 3  # of the steps between
-FRESH_MiB = 64  # above what glibc ever keeps for reuse, 32 MiB: always new from the kernel
+OTHER_SEQUENCES = 3  # per batch of the steps in between
+FRESH_MiB = 64  # above 32 MiB, which glibc may keep for reuse: always new from the kernel
 PLACES = ((Exchange, "all_gather"), (Exchange, "reduce_scatter"), (Handle, "settle"))
-ROWS = {  # where, what -> in words
+ROWS = {  # where, operation -> words in the table
     ("all_gather", "aten.cat"): "small shards packed",
     ("all_gather", "aten.copy_"): "own rows into the gathered parameter",
     ("reduce_scatter", "aten.clone"): "gradients made contiguous",
     ("reduce_scatter", "aten.cat"): "small gradients packed",
-    ("settle", "aten.copy_"): "packed messages taken apart",
+    ("settle", "aten.copy_"): "packed messages unpacked",
     ("settle", "aten.add"): "the mean: sum",
     ("settle", "aten.add_"): "the mean: further sums",
     ("settle", "aten.div_"): "the mean: division",
@@ -57,13 +57,13 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Watch(TorchDispatchMode):
-    """Notes bytes and seconds of each operation that runs inside of it, and the memory of the buffers made there."""
+    """Records bytes and seconds of each operation that runs inside it, and the memory of new buffers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.place = ""
         self.done: defaultdict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
-        self.given = self.absent = 0  # bytes of buffers; of those, bytes that the kernel had yet to provide
+        self.given = self.absent = 0  # bytes of buffers; of those, bytes that the kernel still had to provide
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = time.perf_counter()
@@ -80,7 +80,7 @@ class Watch(TorchDispatchMode):
 
 @contextmanager
 def watching(watch: Watch) -> Iterator[None]:
-    """Watch what the transport does."""
+    """Watch the operations of the transport."""
 
     def inside(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -97,12 +97,12 @@ def watching(watch: Watch) -> Iterator[None]:
 
 
 def absent_bytes(tensor: Tensor) -> int:
-    """Bytes of the tensor's memory that no page stands behind yet; the first write to each page costs a page fault."""
+    """Bytes of the tensor's memory without a page yet; the first write to each page costs a page fault."""
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     nbytes = tensor.data_ptr() + tensor.nbytes - start
     pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
     if nbytes and LIBC.mincore(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), pages):
-        raise OSError(ctypes.get_errno(), "mincore failed")
+        raise OSError(ctypes.get_errno(), "mincore failed; run this on Linux")
     return bytes(pages).count(0) * mmap.PAGESIZE
 
 
@@ -113,7 +113,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def of_stage(stage: int, size: Size) -> tuple[list[list[str]], list[list[str]]]:
-    """Rows of the tables: the copies of a step; the memory of its buffers, alone and with other steps between."""
+    """Rows of the tables: copies of a step; memory of its buffers, with and without other steps in between."""
     rank = dist.get_rank()
     batch, other = (make_batch(Size(sequences=n), rank) for n in (size.sequences, OTHER_SEQUENCES))
     model, step = contestants()[f"zero{stage}"].build(size)
@@ -133,7 +133,7 @@ def of_stage(stage: int, size: Size) -> tuple[list[list[str]], list[list[str]]]:
             model(batch[0])
         with watching(watch):
             step(*batch)
-    between = "another step and an evaluation between"
+    between = "another step and an evaluation in between"
     return copies, [[head, *memory_row("step after step", alone)], [head, *memory_row(between, watch)]]
 
 
@@ -148,7 +148,7 @@ def memory_row(words: str, watch: Watch) -> list[str]:
 
 
 def first_touch() -> float:
-    """Milliseconds that it costs to write to a MiB of new memory, beyond those of writing to it again."""
+    """Milliseconds by which the first write to a MiB of new memory takes longer than the second."""
     found = []
     for _ in range(STEPS):
         fresh = torch.empty(FRESH_MiB * MiB, dtype=torch.uint8)
@@ -158,15 +158,15 @@ def first_touch() -> float:
 
 
 def weight_gradients(size: Size) -> tuple[float, float]:
-    """Milliseconds of all matmuls of a step that make weight gradients: results in new memory, and with ``out=``."""
+    """Milliseconds of all matmuls of weight gradients in a step: with results in new memory, and with ``out=``."""
     width, tokens = size.width, size.sequences * size.tokens
     block = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
     shapes = [*block * size.blocks, (size.vocabulary, width)]
     factors = {shape: (torch.randn(tokens, shape[0]).t(), torch.randn(tokens, shape[1])) for shape in shapes}
-    there = [torch.zeros(shape) for shape in shapes]
+    existing = [torch.zeros(shape) for shape in shapes]
     made = [
         lambda: [torch.mm(*factors[shape]) for shape in shapes],
-        lambda: [torch.mm(*factors[shape], out=out) for shape, out in zip(shapes, there, strict=True)],
+        lambda: [torch.mm(*factors[shape], out=out) for shape, out in zip(shapes, existing, strict=True)],
     ]
     rounds = [[seconds_of(make) * 1e3 for make in made] for _ in range(WARM_UP + 3 * STEPS)]
     new, out = (median(column) for column in zip(*rounds[WARM_UP:], strict=True))
@@ -183,10 +183,10 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, ", end="")
         print(f"{os.cpu_count()} cores, one thread a rank, W = {dist.get_world_size()}; means of {STEPS} steps")
-        print(table(["", "what", "calls", "MiB", "ms", "of a step"], copies))
+        print(table(["", "copy", "calls", "MiB", "ms", "of a step"], copies))
         print(table(["", "buffers", "MiB made", "MiB new"], memory))
-        print(f"\nWriting to new memory for the first time: {touch:.3f} ms a MiB more than writing to it again.")
-        print(f"All weight gradients of a step: {new:.1f} ms into new tensors, {out:.1f} ms with out=.")
+        print(f"\nThe first write to new memory takes {touch:.3f} ms per MiB longer than the second.")
+        print(f"All weight gradients of a step take {new:.1f} ms into new tensors, {out:.1f} ms with out=.")
     dist.destroy_process_group()
 
 

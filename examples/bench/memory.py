@@ -1,4 +1,4 @@
-"""Bytes of tensors alive: what a contestant holds between steps, and the most that is alive during a step."""
+"""Counts the bytes of tensors that a contestant holds between steps, and their peak during a step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 REPEATS = 5
-PLAIN = (torch.Tensor, nn.Parameter)  # a DTensor's memory is that of the plain tensor inside
+PLAIN = (torch.Tensor, nn.Parameter)  # the memory of a DTensor is that of its plain tensor
 
 
 def alive() -> dict[int, int]:
-    """Bytes of all memory behind CPU tensors that Python can reach, by address; what is shared counts once."""
+    """Bytes of the storages of all CPU tensors that Python can reach, by address; a shared storage counts once."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if type(thing) in PLAIN and thing.device.type == "cpu"]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
@@ -28,7 +28,7 @@ def alive() -> dict[int, int]:
 
 
 def held_bytes(before: dict[int, int], model: nn.Module) -> int:
-    """Bytes alive now and not ``before``; and DDP's buckets, which no Python object holds."""
+    """Bytes alive now but not ``before``; and DDP's buckets, which no Python object holds."""
     held = sum(nbytes for address, nbytes in alive().items() if address not in before)
     if isinstance(model, DistributedDataParallel):
         held += sum(param.numel() * param.element_size() for param in model.parameters())
@@ -36,12 +36,12 @@ def held_bytes(before: dict[int, int], model: nn.Module) -> int:
 
 
 def added_at_peak(step: Callable[[], object]) -> int:
-    """The most bytes alive at one time in a step that leaves no more than it found, beyond those alive before it.
+    """The peak of bytes alive during a step, minus those alive before it. The step must free all that it allocates.
 
-    Torch's profiler sees what its own thread allocates and frees. Where another thread (a transport's) is the last
-    to let go of a tensor, that tensor seems to stay; so of several steps the one that seems to leave least counts.
+    Torch's profiler sees only allocations and frees of its own thread. If another thread (a transport's) frees a
+    tensor, the tensor seems to stay alive; so the step counts that seems to leave the fewest bytes.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # it reports its start and stop otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # otherwise it logs its start and stop
     found = []
     for _ in range(REPEATS):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -55,7 +55,7 @@ def added_at_peak(step: Callable[[], object]) -> int:
 
 
 def sums_of(events: list[dict[str, object]]) -> tuple[int, int]:
-    """The last and the highest sum of the memory events, in the order in which they happened."""
+    """The last and the highest running sum of the memory events, in the order in which they happened."""
     changes = [event["args"] for event in events if event["name"] == "[memory]"]
     changes.sort(key=lambda change: change["Ev Idx"])
     sums = list(accumulate((int(change["Bytes"]) for change in changes), initial=0))

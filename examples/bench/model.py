@@ -1,4 +1,4 @@
-"""The model that all contestants train, its data, and the least bytes that a stage must send for it."""
+"""The model that all contestants train, its data, and the fewest bytes that a stage must send for it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from examples.gpt import GPT, GPTConfig
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The GPT and the batch of one rank."""
+    """Sizes of the GPT and of one rank's batch."""
 
     blocks: int = 6
     width: int = 512
     heads: int = 8
     vocabulary: int = 4096
-    sequences: int = 2  # of one rank
-    tokens: int = 128  # of one sequence
+    sequences: int = 2  # per rank
+    tokens: int = 128  # per sequence
 
 
 def make_model(size: Size) -> GPT:
-    """The same weights on every rank and in every call, float32."""
+    """A float32 model with the same weights on every rank and in every call."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(size.blocks, size.width, size.heads, size.tokens))
     model.embedding = nn.Embedding(size.vocabulary, size.width)  # examples/gpt.py knows bytes only
@@ -35,7 +35,7 @@ def make_model(size: Size) -> GPT:
 
 
 def make_batch(size: Size, rank: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of a rank, each (sequences, tokens)."""
+    """A rank's tokens and targets, each (sequences, tokens)."""
     generator = torch.Generator().manual_seed(rank)
     drawn = torch.randint(size.vocabulary, (size.sequences, size.tokens + 1), generator=generator)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
@@ -51,7 +51,7 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def is_spared(name: str) -> bool:
-    """Whether backward does not read a parameter: rows that are looked up, biases that are added."""
+    """Whether backward does not read a parameter: embeddings, which are looked up, and biases, which are added."""
     return name.endswith("bias") or name.startswith(("embedding", "positions"))
 
 
@@ -61,10 +61,10 @@ def spared_bytes(model: nn.Module) -> int:
 
 
 def floor_bytes(stage: int, world_size: int, full: int, spared: int) -> float:
-    """The least bytes that each rank sends in a step of a stage.
+    """The fewest bytes that each rank sends in a step of a stage.
 
-    With u = (W - 1) / W of the model's bytes: 2u for stages 0 to 2; for stage 3 one more u, for what backward
-    gathers again, less ``spared``: what backward does not read, or has from forward.
+    With u = (W - 1) / W of the model's bytes: 2u for stages 0 to 2; for stage 3 one more u, which backward gathers
+    again, except for ``spared`` bytes: parameters that backward does not read, or that are gathered once.
 
     >>> [floor_bytes(stage, world_size=2, full=100, spared=10) for stage in (2, 3)]
     [100.0, 145.0]

@@ -1,10 +1,10 @@
-"""Links between ranks on one machine: the loopback interface, or network namespaces joined at a set rate.
+"""Links between ranks on one machine: the loopback interface, or network namespaces whose links have a rate.
 
-A set rate needs Linux, root, and iproute2's ``ip`` and ``tc``. Each rank gets a namespace of its own and one
-interface, and a bridge in a further namespace joins them::
+A rate needs Linux, root, and iproute2's ``ip`` and ``tc``. Each rank gets its own namespace with one interface,
+and a bridge in a further namespace connects them::
 
     rank 0 [r0]--tbf--[b0]\\
-    rank 1 [r1]--tbf--[b1]--bridge        tbf: a token bucket, at both ends of each link: both directions are limited
+    rank 1 [r1]--tbf--[b1]--bridge        tbf: a token bucket at both ends of each link limits both directions
     rank 2 [r2]--tbf--[b2]/
 """
 
@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOOPBACK = "loopback"
-BURST, LATENCY = "256kb", "50ms"  # of the token bucket: what may leave at once, how long a packet may queue
+BURST, LATENCY = "256kb", "50ms"  # of the token bucket: bytes that may leave at once, how long a packet may queue
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank runs.
+    """A rank's place in the network.
 
     Attributes:
-        prefix: what stands before its command.
-        interface: what it talks over.
-        address: its own, on that interface.
+        prefix: the words before its command.
+        interface: the network interface that it uses.
+        address: its address on that interface.
         ends: both ends of its cable, each a namespace and an interface; none on loopback.
     """
 
@@ -47,22 +47,22 @@ def can_limit() -> bool:
 
 @contextmanager
 def seats(world_size: int, link: str) -> Iterator[list[Seat]]:
-    """A seat for each rank; namespaces are gone afterwards.
+    """A seat for each rank; removes the namespaces afterwards.
 
     Args:
         world_size: number of ranks.
-        link: ``"loopback"``, or a rate in the words of ``tc``, such as ``"1gbit"``.
+        link: ``"loopback"``, or a rate in ``tc``'s notation, such as ``"1gbit"``.
 
     Raises:
         PermissionError: a rate without root, ``ip`` and ``tc``.
-        subprocess.CalledProcessError: ``ip`` or ``tc`` refused; they say why on stderr.
+        subprocess.CalledProcessError: ``ip`` or ``tc`` failed; see their stderr.
     """
     if link == LOOPBACK:
         interface = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         yield [Seat((), interface)] * world_size
         return
     if not can_limit():
-        raise PermissionError(f"a link of {link} needs root, ip and tc (iproute2); without them measure {LOOPBACK!r}")
+        raise PermissionError(f"a link of {link} needs root, ip and tc (iproute2); measure {LOOPBACK!r} instead")
     with ExitStack() as stack:
         hub = _namespace(stack, f"tz{os.getpid()}hub")
         _in(hub, "ip link add bridge0 type bridge")
@@ -71,13 +71,13 @@ def seats(world_size: int, link: str) -> Iterator[list[Seat]]:
 
 
 def set_rate(seat: Seat, rate: str) -> None:
-    """Hold both ends of a rank's cable to a rate; what it was held to before no longer counts."""
+    """Limit both ends of a rank's cable to a rate, in place of an earlier one."""
     for namespace, interface in seat.ends:
         _in(namespace, f"tc qdisc replace dev {interface} root tbf rate {rate} burst {BURST} latency {LATENCY}")
 
 
 def bytes_sent(interface: str) -> int:
-    """Bytes that an interface of this process's namespace has sent, headers included."""
+    """Bytes that an interface in this process's namespace has sent, headers included."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     (counters,) = (line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == interface)
     return int(counters.split()[8])
@@ -98,7 +98,7 @@ def _join(stack: ExitStack, hub: str, rank: int, rate: str) -> Seat:
 
 def _namespace(stack: ExitStack, name: str) -> str:
     _call(f"ip netns add {name}")
-    stack.callback(_call, f"ip netns delete {name}")  # its interfaces go with it
+    stack.callback(_call, f"ip netns delete {name}")  # this removes its interfaces, too
     return name
 
 

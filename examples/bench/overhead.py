@@ -1,15 +1,16 @@
-"""What the transform costs on one rank: time to compile, and host time of each step.
+"""Measures the cost of the transform on one rank: time to compile, and host time of each step.
 
     python examples/bench/overhead.py compile                          the GPT of the bench
-    python examples/bench/overhead.py compile --blocks 6 12 24         how it grows; narrow, since width adds no lines
+    python examples/bench/overhead.py compile --blocks 6 12 24         how it grows, in narrow models
     python examples/bench/overhead.py passes                           the passes on 10,000 operations (needs `tests/`)
 
-``run.py`` does the first by itself. Compilations take turns, the one that starts too, each from a collected heap; what
-is reported is all that a first step takes longer, the garbage collector and Thunder's own work on our lines included.
+``run.py`` runs the first one itself. Compilations with and without the transform alternate, also in which starts, each
+from a collected heap. The result is the whole difference in the time of a first step, including the garbage collector
+and Thunder's own work on our operations.
 
-Two accidents move a compilation by several percent each, with the transform or without: how deep in CPython's stack it
-starts (which calls cross from one chunk of the stack to the next, each an mmap and a page fault) and how large the heap
-is (whether one more full collection comes due). So each round has another depth and another heap, and means count.
+Two random effects move a compilation by several percent each, with or without the transform: its depth in CPython's
+stack (calls that cross into the next chunk of the stack cost an mmap and a page fault) and the size of the heap
+(whether one more full collection is due). So each round has a different depth and heap, and the mean is reported.
 """
 
 from __future__ import annotations
@@ -36,27 +37,27 @@ import thunder_zero as tz  # before thunder
 from examples.bench.contestants import trains
 from examples.bench.model import Size, make_batch, make_model
 from thunder_zero.schedule import passes
-from thunder_zero.trace.executors import Mend, Schedule
+from thunder_zero.trace.executors import RepairFusion, Schedule
 from thunder_zero.transform import ZeroTransform
 
 import thunder
 
-COMPILES = 8  # even, so that each variant starts a round as often
-FRAMES = 15  # by which each round starts deeper than the one before
+COMPILES = 8  # even, so that each variant starts equally many rounds
+FRAMES = 15  # each round starts this much deeper than the previous one
 HOST_STEPS = 100
-OURS: tuple[tuple[type, str], ...] = (  # everything of ours that Thunder calls while it compiles
+OURS: tuple[tuple[type, str], ...] = (  # all our functions that Thunder calls while it compiles
     (ZeroTransform, "transform_module"),
     (ZeroTransform, "transform_traces_pre_prologue"),
     (ZeroTransform, "transform_trace_post_optimization"),
     (Schedule, "fusion_pass"),
-    (Mend, "fusion_pass"),
+    (RepairFusion, "fusion_pass"),
 )
 VARIANTS: dict[str, Callable[[], list[Any]]] = {"plain": list, "zero3": lambda: [tz.ZeroTransform(stage=3)]}
 
 
 @contextmanager
 def clocked(spent: dict[str, float]) -> Iterator[None]:
-    """Add up, in ``spent``, the seconds that each function of OURS takes."""
+    """Add the seconds that each function of OURS takes to ``spent``."""
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -75,14 +76,14 @@ def clocked(spent: dict[str, float]) -> Iterator[None]:
 
 
 def compile_times(size: Size, rounds: int = COMPILES) -> dict[str, Any]:
-    """Wall and CPU seconds from ``thunder.jit`` to the end of the first step, in turn without and with ZeRO-3; and our
-    share."""
+    """Wall and CPU seconds from ``thunder.jit`` to the end of the first step, alternately without and with ZeRO-3; and
+    our share."""
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     cpu: dict[str, list[float]] = {name: [] for name in VARIANTS}
     ours: list[dict[str, float]] = []
     tiny = replace(size, blocks=1, width=size.heads)
     for transforms in VARIANTS.values():
-        compile_and_step(make_model(tiny), transforms(), tiny)  # what only a first time pays
+        compile_and_step(make_model(tiny), transforms(), tiny)  # pays one-time costs
     for number in range(rounds):
         for name in sorted(VARIANTS, reverse=number % 2 == 1):
             module, transforms = make_model(size), VARIANTS[name]()
@@ -102,7 +103,7 @@ def compile_times(size: Size, rounds: int = COMPILES) -> dict[str, Any]:
 
 
 def deeper(frames: int, call: Callable[..., None], *args: Any) -> None:
-    """Run it so many frames further down the stack."""
+    """Call it this many frames deeper in the stack."""
     if frames:
         deeper(frames - 1, call, *args)
     else:
@@ -118,7 +119,7 @@ def take_step(model: nn.Module, size: Size) -> None:
 
 
 def host_times(size: Size) -> dict[str, Any]:
-    """Seconds of a step, in turn without and with ZeRO-3, of the model and of one so narrow that the host is all."""
+    """Seconds of a step, alternately without and with ZeRO-3: of the model, and of a narrow one bound by the host."""
     narrow = replace(size, width=size.heads, vocabulary=16, tokens=2, sequences=1)
     return {name: step_times(of, steps) for name, of, steps in (("full", size, 20), ("narrow", narrow, HOST_STEPS))}
 
@@ -137,7 +138,7 @@ def step_times(size: Size, count: int) -> dict[str, list[float]]:
 
 
 def added(seconds: dict[str, list[float]], average: Callable[[list[float]], float] = median) -> float:
-    """How much longer it takes with the transform than without, as a fraction.
+    """The extra time with the transform, as a fraction of the time without.
 
     >>> added({"plain": [1.0, 2.0, 3.0], "zero3": [2.0, 2.2, 9.0]})
     0.1
@@ -147,7 +148,7 @@ def added(seconds: dict[str, list[float]], average: Callable[[list[float]], floa
 
 
 def compile_sentence(measured: dict[str, Any]) -> str:
-    """One sentence with the numbers of ``compile_times``."""
+    """One sentence with the results of ``compile_times``."""
     ours = fmean(sum(spent.values()) for spent in measured["ours"])
     plain, zero = (fmean(measured["seconds"][name]) for name in VARIANTS)
     return (
@@ -158,7 +159,7 @@ def compile_sentence(measured: dict[str, Any]) -> str:
 
 
 def summary(overhead: dict[str, Any]) -> list[str]:
-    """Sentences with the numbers of ``compile_times`` and ``host_times``."""
+    """Sentences with the results of ``compile_times`` and ``host_times``."""
     sentences = [compile_sentence(overhead["compile"])]
     for name, steps in overhead["host"].items():
         plain, zero = median(steps["plain"]), median(steps["zero3"])
@@ -170,7 +171,7 @@ def summary(overhead: dict[str, Any]) -> list[str]:
 
 
 def passes_sentence(operations: int = 10_000, repeats: int = 5) -> str:
-    """How long all passes and all checks take on a GPT's timeline of at least so many operations."""
+    """The time of all passes and checks on a GPT's timeline of at least this many operations."""
     from tests.harness.timelines import gpt
 
     policy, layers = tz.ZERO3, 1
@@ -187,7 +188,7 @@ def passes_sentence(operations: int = 10_000, repeats: int = 5) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("compile", "passes"))
-    parser.add_argument("--blocks", type=int, nargs="+", help="narrow models of so many blocks, one after the other")
+    parser.add_argument("--blocks", type=int, nargs="+", help="measure narrow models with these numbers of blocks")
     parser.add_argument("--rounds", type=int, default=COMPILES, help="compilations of each variant")
     options = parser.parse_args()
     if options.what == "passes":

@@ -1,4 +1,4 @@
-"""The picture of the bench: step time over bandwidth, with the bound drawn in."""
+"""The plot of the bench: step time over bandwidth, and the bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import matplotlib
 
 from examples.bench.report import ALONE, Result, best_by_group, rate_of
 
-matplotlib.use("Agg")  # draws into a file; no screen needed
+matplotlib.use("Agg")  # draws into a file, without a screen
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -37,14 +37,14 @@ PEERS = {
 
 
 def save_plot(results: Sequence[Result], path: Path) -> None:
-    """One panel a world size; of each group its best contestant there. PNG."""
+    """A PNG with one panel per world size; it shows the best contestant of each group there."""
     worlds = sorted({result.world_size for result in results})
     figure, panels = plt.subplots(1, len(worlds), figsize=(6.2 * len(worlds), 5), squeeze=False, sharey=True)
     for panel, world_size in zip(panels[0], worlds, strict=True):
         own = [result for result in results if result.world_size == world_size]
         draw(panel, sorted(own, key=lambda result: rate_of(result.network)))
         panel.set_title(f"{world_size} ranks", color=INK)
-    panels[0][0].set_ylabel("seconds a step (best setting of each)", color=INK)
+    panels[0][0].set_ylabel("seconds per step (best setting of each)", color=INK)
     labels = {
         label: line for panel in panels[0] for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
@@ -55,7 +55,7 @@ def save_plot(results: Sequence[Result], path: Path) -> None:
 
 
 def draw(panel: Axes, results: Sequence[Result]) -> None:
-    """Lines over networks, slowest first; the bounds are dashed."""
+    """Draw lines over networks, slowest first; the bounds are dashed."""
     places = range(len(results))
     groups = dict.fromkeys(group for result in results for group in best_by_group(result.rows) if group != ALONE)
     for group in groups:

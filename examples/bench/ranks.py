@@ -1,4 +1,4 @@
-"""The worker processes of one world size, seen from ``run.py``."""
+"""Starts the worker processes of one world size for ``run.py``, and sends them commands."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from typing import Any
 from examples.bench.network import Seat
 
 ROOT = Path(__file__).parents[2]
-PORT = 29500  # in a namespace of our own every port is free
+PORT = 29500  # in our own namespace every port is free
 
 
 class RankFailed(RuntimeError):
-    """A worker ended, or was silent for too long."""
+    """A worker ended, or did not reply in time."""
 
 
 class CommandFailed(RuntimeError):
-    """Every rank has replied, and at least one of them with an error."""
+    """Every rank has replied, at least one of them with an error."""
 
 
 class Ranks:
-    """One worker a rank; every command goes to all of them."""
+    """One worker per rank; all of them get every command."""
 
     def __init__(self, workers: list[subprocess.Popen[str]], logs: list[Path]) -> None:
         self._workers, self._logs = workers, logs
 
     def do(self, what: str, seconds: float = 600.0, **arguments: Any) -> list[dict[str, Any]]:
-        """The replies of all ranks to one command, in their order.
+        """The replies of all ranks to one command, in rank order.
 
         Raises:
-            RankFailed: a rank ended, or had not replied after ``seconds``; with the end of its log.
-            CommandFailed: the command raised on some rank; with its traceback.
+            RankFailed: a rank ended, or did not reply within ``seconds``; the message has the end of its log.
+            CommandFailed: the command raised on some rank; the message has its traceback.
         """
         line = json.dumps({"do": what, **arguments}) + "\n"
         for worker in self._workers:
@@ -49,7 +49,7 @@ class Ranks:
         return self.replies(seconds, line)
 
     def replies(self, seconds: float, line: str = "the start") -> list[dict[str, Any]]:
-        """One reply of each rank."""
+        """Read one reply from each rank."""
         end = time.monotonic() + seconds
         found: list[dict[str, Any]] = []
         for worker, log in zip(self._workers, self._logs, strict=True):
@@ -57,18 +57,18 @@ class Ranks:
             ready, _, _ = select.select([worker.stdout], [], [], max(end - time.monotonic(), 0))
             text = worker.stdout.readline() if ready else ""
             if not text:
-                what = "ended" if ready else f"had not replied after {seconds:g} s"
+                what = "ended" if ready else f"did not reply within {seconds:g} s"
                 raise RankFailed(f"rank {len(found)} {what}, at {line.strip()}:\n{log.read_text()[-3000:]}")
             found.append(json.loads(text))
         for rank, reply in enumerate(found):
             if "error" in reply:
-                raise CommandFailed(f"rank {rank}, at {line.strip()}:\n{reply['error']}")
+                raise CommandFailed(f"rank {rank} failed at {line.strip()}:\n{reply['error']}")
         return found
 
 
 @contextmanager
 def ranks(seats: list[Seat], logs: Path) -> Iterator[Ranks]:
-    """Start a worker on each seat; end them, by their ids, on the way out. ``logs`` is a folder."""
+    """Start a worker on each seat, and end them all at exit. ``logs`` is a folder."""
     port = PORT if seats[0].ends else free_port()
     workers: list[subprocess.Popen[str]] = []
     paths = [logs / f"rank{rank}.log" for rank in range(len(seats))]
@@ -90,7 +90,7 @@ def ranks(seats: list[Seat], logs: Path) -> Iterator[Ranks]:
 
 
 def environment(rank: int, seats: list[Seat], port: int) -> dict[str, str]:
-    """The variables of one rank."""
+    """The environment variables of one rank."""
     return {
         **os.environ,
         "RANK": str(rank),

@@ -1,13 +1,13 @@
-"""thunder_zero beside its peers: time, bytes and memory of a training step, on networks of several speeds.
+"""Compares thunder_zero with its peers: time, bytes and memory of a training step, on networks of several speeds.
 
     ./dev bench                                                        loopback only
-    sudo ./dev bench                                                   and networks of 0.25, 1 and 10 Gbit/s
-    ./dev bench --quick                                                a first look, some minutes
+    sudo ./dev bench                                                   also networks of 0.25, 1 and 10 Gbit/s
+    ./dev bench --quick                                                a first look in a few minutes
     sudo ./dev bench --networks 1gbit --world-sizes 2 --contestants zero3 fsdp2-reshard-fair
 
-All contestants train the same GPT (23.1 M parameters, float32, SGD, 2 x 128 tokens a rank, one thread a rank). Those
-of one world size live in the same processes and take turns, so that noise hits all alike. Beside each time stands the
-bound: the longer of compute alone and of the least bytes on this network, both measured in the same rounds. Networks
+All contestants train the same GPT (23.1 M parameters, float32, SGD, 2 x 128 tokens and one thread per rank). Those of
+one world size run alternately in the same processes, so that noise affects all alike. Each time comes with its bound:
+the longer of compute alone and of sending the fewest bytes on this network, both measured in the same rounds. Networks
 other than loopback are Linux network namespaces, made for the run and removed after it; they need root.
 
 Writes bench.json, which examples/bench/report.py renders as tables, and bench.png.
@@ -44,19 +44,19 @@ from examples.bench.report import ALONE, Memory, Result, Row, different_losses, 
 
 RATES = ("250mbit", "1gbit", "10gbit")
 QUICK = ("eager", "thunder", "zero0", "zero2", "zero3", "ddp", "fsdp2-keep-fair", "fsdp2-reshard-fair")
-SLOW = 0.5e9  # bits a second; below it one step a turn is long enough
-WIDTH = 120  # columns, where no terminal says
+SLOW = 0.5e9  # bits per second; below it a turn is one step
+WIDTH = 120  # columns, without a terminal
 
 
 @dataclass
 class Found:
-    """Everything that is written down.
+    """All results.
 
     Attributes:
         memory: by world size and contestant.
-        waits: "network, W = 2" -> contestant -> waits of one step of rank 0, in seconds, in order, and the step's time.
+        waits: "network, W = 2" -> contestant -> seconds of rank 0's waits in one step, in order, and the step's time.
         builds: world size -> contestant -> seconds to build and warm up.
-        failed: contestants that could not be built, with the last line of what they said.
+        failed: contestants that could not be built, with the last line of their error.
         overhead: compile and host time of the transform on one rank.
     """
 
@@ -69,14 +69,14 @@ class Found:
 
 
 def parse_options(known: dict[str, Contestant], arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options; ``--quick`` and the machine choose what is left open."""
+    """The options; ``--quick`` and the machine choose the defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", help=f"{LOOPBACK}, or rates such as 1gbit (all; see above)")
-    parser.add_argument("--world-sizes", nargs="+", type=int, help="ranks (2 4)")
-    parser.add_argument("--rounds", type=int, help="turns of each contestant on each network (5)")
+    parser.add_argument("--networks", nargs="+", help=f"{LOOPBACK} or rates such as 1gbit (all; see above)")
+    parser.add_argument("--world-sizes", nargs="+", type=int, help="numbers of ranks (2 4)")
+    parser.add_argument("--rounds", type=int, help="turns per contestant and network (5)")
     parser.add_argument("--contestants", nargs="+", choices=known, metavar="NAME", help=f"of {' '.join(known)} (all)")
     parser.add_argument("--quick", action="store_true", help="few contestants, 2 ranks, 2 rounds, no overhead")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of what is written (runs/bench)")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="output folder (runs/bench)")
     options = parser.parse_args(arguments)
     rates = (RATES[1:2] if options.quick else RATES) if can_limit() else ()
     options.networks = options.networks or [LOOPBACK, *rates]
@@ -88,7 +88,7 @@ def parse_options(known: dict[str, Contestant], arguments: Sequence[str] | None 
     except ValueError as error:
         parser.error(f"argument --networks: {error}")
     if limited and not can_limit():
-        parser.error(f"networks {limited} need Linux, root, ip and tc (iproute2); without them give {LOOPBACK}")
+        parser.error(f"cannot limit {limited}: that needs Linux, root, ip and tc (iproute2); give only {LOOPBACK}")
     for name, least in (("world_sizes", 2), ("rounds", 1)):
         values = getattr(options, name)
         if min(values if isinstance(values, list) else [values]) < least:
@@ -107,35 +107,35 @@ class Bench:
         self.gathered_once: dict[str, int] = {}  # by contestant
 
     def run(self, logs: Path) -> None:
-        """Everything that was asked for; first the rates, which share their processes, then loopback."""
+        """Measure everything in the options: loopback, then the networks with a rate, which share their processes."""
         limited = [network for network in self.options.networks if network != LOOPBACK]
         for world_size in self.options.world_sizes:
             for networks in ([LOOPBACK] if LOOPBACK in self.options.networks else [], limited):
                 if networks:
                     self.measure(networks, world_size, logs)
         if not self.options.quick:
-            task = self.progress.add_task("what the transform adds, W = 1", total=2)
+            task = self.progress.add_task("overhead of the transform, W = 1", total=2)
             with seats(1, LOOPBACK) as places, ranks(places, logs) as group:
                 for what in ("compile", "host"):
                     self.found.overhead[what] = group.do(what)[0]
                     self.progress.advance(task)
 
     def measure(self, networks: list[str], world_size: int, logs: Path) -> None:
-        """The networks that share their processes, one after the other."""
+        """Measure networks that share their processes, one after the other."""
         first = world_size not in self.found.memory
         with seats(world_size, networks[0]) as places, ranks(places, logs) as group:
-            there = self.build(group, world_size, memory=first)
+            built = self.build(group, world_size, memory=first)
             for network in networks:
                 for seat in places:
                     set_rate(seat, network)
-                self.found.results.append(self.rounds(group, there, network, world_size))
+                self.found.results.append(self.rounds(group, built, network, world_size))
                 self.progress.console.print(table(self.found.results[-1], self.found.memory[world_size]))
-                zero = [contestant.name for contestant in there if contestant.group.startswith("thunder_zero")]
+                zero = [contestant.name for contestant in built if contestant.group.startswith("thunder_zero")]
                 waits = {name: group.do("waits", name=name)[0] for name in zero}
                 self.found.waits[f"{network}, W = {world_size}"] = waits
 
     def build(self, group: Ranks, world_size: int, memory: bool) -> list[Contestant]:
-        """Build the contestants on all ranks, and with ``memory`` count their bytes; those that were built."""
+        """Build the contestants on all ranks, count their bytes if ``memory``, and return those that could be built."""
         task = self.progress.add_task(f"W = {world_size}: building", total=len(self.chosen))
         losses: dict[str, list[list[float]]] = {}
         for contestant in self.chosen:
@@ -144,7 +144,7 @@ class Bench:
                 replies = group.do("build", name=contestant.name)
             except CommandFailed as error:
                 self.found.failed[contestant.name] = str(error).strip().splitlines()[-1]
-                self.progress.console.print(f"{contestant.name} is left out: {self.found.failed[contestant.name]}")
+                self.progress.console.print(f"leaving out {contestant.name}: {self.found.failed[contestant.name]}")
                 continue
             finally:
                 self.progress.advance(task)
@@ -154,21 +154,21 @@ class Bench:
             if memory:
                 counted = Memory(**group.do("peak", name=contestant.name)[0])
                 self.found.memory.setdefault(world_size, {})[contestant.name] = counted
-        there = [contestant for contestant in self.chosen if contestant.name in losses]
-        refuse_different(there, losses)
-        for contestant in there:  # what others have changed since it was built may make it compile once more
+        built = [contestant for contestant in self.chosen if contestant.name in losses]
+        refuse_different(built, losses)
+        for contestant in built:  # state that others have changed since may make it compile once more
             group.do("turn", name=contestant.name, steps=1)
-        return there
+        return built
 
-    def rounds(self, group: Ranks, there: list[Contestant], network: str, world_size: int) -> Result:
-        """All contestants in turn, round after round."""
+    def rounds(self, group: Ranks, built: list[Contestant], network: str, world_size: int) -> Result:
+        """Measure all contestants in each round."""
         wire_bytes = floor_bytes(2, world_size, self.full, self.spared)
         steps = 1 if rate_of(network) < SLOW else 2
         shared = world_size if network == LOOPBACK else 1  # all ranks count on the one interface
-        seconds: dict[str, list[float]] = {contestant.name: [] for contestant in there}
-        sent: dict[str, list[float]] = {contestant.name: [] for contestant in there}
+        seconds: dict[str, list[float]] = {contestant.name: [] for contestant in built}
+        sent: dict[str, list[float]] = {contestant.name: [] for contestant in built}
         wire: list[float] = []
-        task = self.progress.add_task(f"W = {world_size}, {network}", total=self.options.rounds * (len(there) + 1))
+        task = self.progress.add_task(f"W = {world_size}, {network}", total=self.options.rounds * (len(built) + 1))
         for _ in range(self.options.rounds):
             wire.append(max(reply["seconds"] for reply in group.do("wire", nbytes=wire_bytes)))
             self.progress.advance(task)
@@ -186,26 +186,28 @@ class Bench:
                 tuple(sent[one.name]),
                 self.gathered_once[one.name],
             )
-            for one in there
+            for one in built
         )
         return Result(network, world_size, self.full, self.spared, wire_bytes, tuple(wire), rows)
 
 
-def refuse_different(there: list[Contestant], losses: dict[str, list[list[float]]]) -> None:
-    """Raise if contestants that should train the same do not.
+def refuse_different(built: list[Contestant], losses: dict[str, list[list[float]]]) -> None:
+    """Raise if contestants have different losses.
 
     Raises:
-        RuntimeError: with their names.
+        RuntimeError: naming them.
     """
     for alone in (True, False):
         for rank in range(len(next(iter(losses.values())))):
-            same = {one.name: losses[one.name][rank] for one in there if (one.group == ALONE) == alone}
+            same = {one.name: losses[one.name][rank] for one in built if (one.group == ALONE) == alone}
             if wrong := different_losses(same):
-                raise RuntimeError(f"on rank {rank} the losses of {wrong} are not those of {next(iter(same))}: {same}")
+                raise RuntimeError(
+                    f"on rank {rank} the losses of {wrong} differ from those of {next(iter(same))}: {same}"
+                )
 
 
 def about(options: argparse.Namespace) -> dict[str, Any]:
-    """When, where and with what it ran."""
+    """Date, command, machine and versions of the run."""
     model = [line for line in read_lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -232,7 +234,7 @@ def save(found: Found, facts: dict[str, Any], folder: Path) -> None:
 
 @contextmanager
 def stopped_by_term() -> Iterator[None]:
-    """SIGTERM leaves as Ctrl-C does, so that processes and namespaces go with us."""
+    """SIGTERM exits like Ctrl-C does, so that processes and namespaces are removed."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         yield
@@ -253,7 +255,7 @@ def main() -> None:
     for line in summary(bench.found.overhead) if bench.found.overhead else ():
         console.print(line)
     data = options.out / "bench.json"
-    console.print(f"Data and plot are in {options.out}; python examples/bench/report.py {data} prints the tables.")
+    console.print(f"Data and plot are in {options.out}; print the tables with python examples/bench/report.py {data}")
 
 
 if __name__ == "__main__":

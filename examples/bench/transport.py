@@ -62,7 +62,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank is told."""
+    """The arguments of one rank."""
 
     rank: int
     world_size: int
@@ -82,7 +82,7 @@ class Rank:
         self.job = job
         self.group = dist.group.WORLD
         self.peers = [rank for rank in range(job.world_size) if rank != job.rank]
-        self.counts_bytes = not job.interface.startswith("lo")  # everybody talks over the loopback interface
+        self.counts_bytes = not job.interface.startswith("lo")  # all ranks share the loopback interface
 
     def measure(self, candidates: dict[str, Run]) -> dict[str, dict[str, float]]:
         """Milliseconds (median and quartiles, of the slowest rank) and bytes sent (median, of the busiest)."""
@@ -107,7 +107,7 @@ class Rank:
         return bytes_sent(self.job.interface) if self.counts_bytes else 0
 
     def bare(self, nbytes: int) -> Run:
-        """Sends and receives ``nbytes`` in all, spread over the peers."""
+        """Sends and receives ``nbytes`` in total, spread over the peers."""
         out, into = ([torch.zeros(nbytes // len(self.peers), dtype=torch.uint8) for _ in self.peers] for _ in range(2))
 
         def run() -> None:
@@ -119,7 +119,7 @@ class Rank:
         return run
 
     def case(self, shapes: Sequence[Shape]) -> dict[str, Any]:
-        """All three collectives, by our transport and by torch's own, of tensors of these shapes."""
+        """All three collectives of tensors of these shapes, by our transport and by torch's."""
         world = self.job.world_size
         fulls = [torch.randn(shape) for shape in shapes]
         shards = [torch.randn(layout.shard_shape(shape, world, self.job.rank)) for shape in shapes]
@@ -178,7 +178,7 @@ def _summary(seconds: Sequence[Sequence[float]], sent: Sequence[Sequence[int]]) 
 
 
 def rank_main(job: Job) -> None:
-    """Measure; rank 0 prints the figures as JSON."""
+    """Measure; rank 0 prints the results as JSON."""
     rank = Rank(job)
     figures = {
         "cases": {label: rank.case(shapes) for label, shapes in CASES.items()},
@@ -194,7 +194,7 @@ def rank_main(job: Job) -> None:
 
 
 def run_world(world_size: int, link: str, rounds: int) -> dict[str, Any]:
-    """What rank 0 prints; the ranks are ended when one of them fails or takes too long."""
+    """The results that rank 0 prints; ends all ranks if one fails or takes too long."""
     with tempfile.TemporaryDirectory() as folder, seats(world_size, link) as places:
         jobs = [Job(rank, world_size, place.interface, f"{folder}/store", rounds) for rank, place in enumerate(places)]
         ranks = [_start(job, place) for job, place in zip(jobs, places, strict=True)]
@@ -206,7 +206,7 @@ def run_world(world_size: int, link: str, rounds: int) -> dict[str, Any]:
                 process.kill()
                 process.wait()
     if failed:
-        raise SystemExit(f"transport: rank {failed[0]} of {world_size} on {link} failed; it says why above")
+        raise SystemExit(f"transport: rank {failed[0]} of {world_size} on {link} failed; see its error above")
     return json.loads(printed)
 
 
@@ -219,7 +219,7 @@ def _start(job: Job, seat: Seat) -> subprocess.Popen[str]:
 
 
 def case_table(label: str, by_world: dict[int, Any]) -> str:
-    """Times of one case; and MiB that a rank sent, beside the least possible, where the wire's bytes were counted."""
+    """Times of one case; if bytes on the wire were counted, also the MiB that a rank sent, and the minimum."""
     heads = ["W", "collective", "ours, ms", "torch, ms", "bare, ms"]
     rows, counted = [], False
     for world, figures in by_world.items():
@@ -259,8 +259,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--links", nargs="+", default=[LOOPBACK], help="loopback, or rates such as 1gbit (as root)")
     parser.add_argument("--world-sizes", nargs="+", type=int, default=[2, 4], help="numbers of ranks, 2 or more")
-    parser.add_argument("--rounds", type=int, default=11, help="how often each is measured, 2 or more")
-    parser.add_argument("--job", help=argparse.SUPPRESS)  # what one rank is told
+    parser.add_argument("--rounds", type=int, default=11, help="measurements of each candidate, 2 or more")
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # the arguments of one rank
     options = parser.parse_args()
     if options.job:
         rank_main(Job(**json.loads(options.job)))
@@ -268,10 +268,10 @@ def main() -> None:
     if min(options.world_sizes) < 2 or options.rounds < 2:
         parser.error("give world sizes and rounds of 2 or more")
     if not can_limit() and options.links != [LOOPBACK]:
-        parser.error(f"{', '.join(options.links)}: a link of a set rate needs Linux, root, ip and tc")
+        parser.error(f"{', '.join(options.links)}: a link with a rate needs Linux, root, ip and tc")
     print(f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, ", end="")
     print(f"{os.cpu_count()} cores, one thread a rank; median of {options.rounds} rounds (quartiles)")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and namespaces go too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks and namespaces are removed, too
     for link in options.links:
         by_world = {world: run_world(world, link, options.rounds) for world in options.world_sizes}
         for label in CASES:

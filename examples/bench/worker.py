@@ -1,15 +1,15 @@
-"""One rank of the bench: holds every contestant, and does what ``run.py`` writes to its standard input.
+"""One rank of the bench: holds all contestants, and runs the commands that ``run.py`` writes to its standard input.
 
-One JSON command a line comes in, one JSON reply goes out::
+Each line is one JSON command, and gets one JSON reply::
 
     {"do": "build", "name": "zero3"}               {"losses": [8.3, ...], "seconds": 11.2, "gathered_once": 0}
-    {"do": "turn", "name": "zero3", "steps": 2}    {"seconds": 0.81, "sent": 69538000}       of one step
+    {"do": "turn", "name": "zero3", "steps": 2}    {"seconds": 0.81, "sent": 69538000}       per step
     {"do": "wire", "nbytes": 92700000}             {"seconds": 0.78, "sent": 92760000}
     {"do": "peak", "name": "zero3"}                {"rest": 46200000, "peak": 120000000}
-    {"do": "waits", "name": "zero3"}               {"waits": [["forward", 0.012], ...]}
+    {"do": "waits", "name": "zero3"}               {"seconds": 0.81, "waits": [0.012, ...]}
     {"do": "compile"}, {"do": "host"}              the measurements of overhead.py
 
-It is started as ``python -m examples.bench.worker`` with the variables of ``torch.distributed`` set.
+Start it as ``python -m examples.bench.worker`` with the environment variables of ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from examples.bench.model import Size, make_batch
 from examples.bench.network import bytes_sent
 from thunder_zero.comm.handle import Handle
 
-WARM_UP = 3  # steps: the first one compiles, DDP lays its buckets anew after it
+WARM_UP = 3  # steps: the first one compiles, and DDP rebuilds its buckets after it
 MESSAGE_BYTES = 8 << 20  # of the bare exchange
 TAG = 77
 
@@ -50,7 +50,7 @@ class Worker:
         self.known = contestants()
         self.built: dict[str, tuple[nn.Module, Step]] = {}
         self.rest: dict[str, int] = {}  # bytes alive between steps
-        self.slots: list[tuple[int, Tensor, Tensor]] = []  # of the bare exchange: peer, what goes, what comes
+        self.slots: list[tuple[int, Tensor, Tensor]] = []  # of the bare exchange: peer, outgoing, incoming
 
     def build(self, name: str) -> dict[str, Any]:
         """Make a contestant and warm it up."""
@@ -63,27 +63,27 @@ class Worker:
         return {"losses": losses, "seconds": seconds, "gathered_once": gathered_once_bytes(model)}
 
     def turn(self, name: str, steps: int) -> dict[str, Any]:
-        """Some steps between two barriers, in one go."""
+        """Some steps between two barriers."""
         step = self.built[name][1]
         reply = self._timed(lambda: [step(*self.batch) for _ in range(steps)])
-        self.built[name][0].zero_grad()  # the next contestant finds the same memory
+        self.built[name][0].zero_grad()  # so that the next contestant finds the same memory
         return {key: value / steps for key, value in reply.items()}
 
     def wire(self, nbytes: float) -> dict[str, Any]:
-        """A bare exchange: each rank sends ``nbytes``, in equal parts to all others, and receives as many."""
+        """A bare exchange: each rank sends ``nbytes`` in equal parts to all others, and receives as many."""
         if not self.slots:
             self.slots = self._slots(nbytes)
         return self._timed(self._exchange)
 
     def peak(self, name: str) -> dict[str, Any]:
-        """Bytes of tensors alive between steps, without gradients, and at most during a step."""
+        """Bytes of tensors alive between steps without gradients, and at the peak of a step."""
         model, step = self.built[name]
         model.zero_grad()
         added = added_at_peak(lambda: [step(*self.batch), model.zero_grad()])
         return {"rest": self.rest[name], "peak": self.rest[name] + added}
 
     def waits(self, name: str) -> dict[str, Any]:
-        """How long compute stood still in each wait of one step of thunder_zero, in order; and the whole step."""
+        """How long compute waited in each wait of one step of thunder_zero, in order; and the time of the step."""
         waits: list[float] = []
         wait = Handle.wait
 
@@ -111,7 +111,7 @@ class Worker:
         dist.barrier()
         sent, start = bytes_sent(self.interface), time.perf_counter()
         work()
-        dist.barrier()  # so that what is still on its way counts
+        dist.barrier()  # so that bytes still in flight count
         seconds = time.perf_counter() - start
         return {"seconds": seconds, "sent": bytes_sent(self.interface) - sent}
 
@@ -134,7 +134,7 @@ class Worker:
 
 
 def reply_to(worker: Worker, command: dict[str, Any]) -> dict[str, Any]:
-    """What the command returns; where it raises, the traceback as ``{"error": ...}``."""
+    """The reply to a command; if it raises, ``{"error": traceback}``."""
     commands = {
         "build": worker.build,
         "turn": worker.turn,
@@ -152,7 +152,7 @@ def reply_to(worker: Worker, command: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not get among the replies
+    os.dup2(2, 1)  # libraries' prints must not mix with the replies
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # several contestants compile the same block
     worker = Worker()

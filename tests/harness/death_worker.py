@@ -1,4 +1,4 @@
-"""Lets a rank die, or hang, in the middle of what ranks do together, and notes what the others say.
+"""Lets a rank die or hang in the middle of a collective or a save, and collects the errors of the others.
 
 ``python -m tests.harness.death_worker FOLDER`` prints a JSON object: for each case what each other rank said. It is a
 process of its own, since it forks (ranks start in milliseconds that way), and pytest has threads.
@@ -23,20 +23,20 @@ import torch.distributed as dist
 import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.tiers import only
-from thunder_zero.checkpoint import dcp
+from thunder_zero.checkpoint import dcp_write
 from thunder_zero.comm import pairwise
 from thunder_zero.comm.pairwise import Exchange
 
 WORLD, VICTIM = 3, 1
-TIMEOUT_SECONDS = 6.0  # of the process group; the ranks compile one before, on a busy machine not at one time
-ENDS_SECONDS = TIMEOUT_SECONDS + 10.0  # after the death, all others have ended
+TIMEOUT_SECONDS = 6.0  # of the process group; ranks compile a step first, on a busy machine not at the same time
+ENDS_SECONDS = TIMEOUT_SECONDS + 10.0  # all others end this soon after the death
 START_SECONDS = 60.0
 Die = Callable[[], None]
 Step = Callable[[Any, torch.optim.Optimizer, Path], Any]
 
 
 def in_transport(method: str) -> Callable[[Die], None]:
-    """Dies in this collective of the model, right after the first of its messages has left."""
+    """Dies in this collective of the model, right after its first message was sent."""
 
     def arm(die: Die) -> None:
         launch, send = getattr(Exchange, method), pairwise.send
@@ -56,7 +56,7 @@ def in_transport(method: str) -> Callable[[Die], None]:
 
 def in_write(die: Die) -> None:
     """Dies while it writes a checkpoint."""
-    dcp.write = lambda *args: die()  # type: ignore[assignment]
+    dcp_write.write_items = lambda *args: die()  # type: ignore[assignment]
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -84,7 +84,7 @@ CASES = only(("killed in a gather", "killed in a save", "hangs in a gather"), AL
 
 
 def rank_of(rank: int, name: str, folder: Path) -> int:
-    """One rank: a step that is whole, then the one in which the victim dies."""
+    """One rank: a complete step, then steps until the victim dies in one."""
     deadly, arm, step = CASES[name]
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     store = f"file://{folder}/store"
@@ -95,7 +95,7 @@ def rank_of(rank: int, name: str, folder: Path) -> int:
     if rank == VICTIM:
         arm(lambda: os.kill(os.getpid(), deadly))
     try:
-        while True:  # a rank that has all it needs ends the step, and hears of the death in the next
+        while True:  # a rank that needs nothing more from the victim ends the step, and notices in the next
             step(model, optimizer, folder)
     except RuntimeError as error:
         (folder / f"said{rank}").write_text(str(error))
@@ -103,11 +103,11 @@ def rank_of(rank: int, name: str, folder: Path) -> int:
 
 
 def one(name: str, folder: Path) -> dict[int, str]:
-    """What the others said. They end as any program does: exit handlers are run and threads waited for.
+    """The errors of the others. They end as any program does: exit handlers run, threads are joined.
 
     Raises:
         SystemExit: in each rank's process, at its end.
-        TimeoutError: somebody hangs.
+        TimeoutError: a rank hangs.
     """
     folder.mkdir()
     children = {}
@@ -128,7 +128,7 @@ def one(name: str, folder: Path) -> dict[int, str]:
 
 
 def await_end(children: Sequence[int], seconds: float) -> None:
-    """Wait until all have ended, or were stopped.
+    """Wait until all have ended or were stopped.
 
     Raises:
         TimeoutError: one has not.

@@ -22,11 +22,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.tiers import of_tier
-from thunder_zero.checkpoint import dcp, folder, manifest
+from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint.dcp_read import read_items, read_metadata
+from thunder_zero.checkpoint.hashed_file import HashedFile
+from thunder_zero.checkpoint.item import Item
 
 WORLD = 2
 EVENTS = {"os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir"}  # audit events, raised before they happen
@@ -77,7 +81,7 @@ class Moments:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        write, flush = dcp.HashedFile.write, os.fsync
+        write, flush = HashedFile.write, os.fsync
 
         def half(file: Any, data: Any) -> int:
             whole = bytes(data)
@@ -92,7 +96,7 @@ class Moments:
             flush(handle)
 
         sys.addaudithook(self.heard)
-        with mock.patch.object(dcp.HashedFile, "write", half), mock.patch.object(os, "fsync", flushed):
+        with mock.patch.object(HashedFile, "write", half), mock.patch.object(os, "fsync", flushed):
             self.armed = True
             yield
             self.armed = False
@@ -114,7 +118,7 @@ def rank_of(rank: int, root: Path, value: float, name: str, deadly: int, wait: b
     said = "saved"
     with moments.counted():
         try:
-            tz.save(root / name, model, optimizer, max_to_keep=1, wait=wait, value=value).result()
+            tz.save(root / name, model, optimizer, max_to_keep=1, wait=wait, extra={"value": value}).result()
         except (OSError, RuntimeError) as error:
             said = str(error)
     Path(f"{root}.said{rank}").write_text(json.dumps([said, moments.count]))
@@ -153,13 +157,15 @@ def save_on_ranks(
 
 def value_of(at: Path) -> float:
     """The one value of everything in a checkpoint that is whole."""
-    wrong = manifest.faults(at, manifest.read(at).files)
+    wrong = manifest.find_faults(at, manifest.read(at).files)
     assert not wrong, wrong
-    metadata = dcp.read_metadata(at)
+    metadata = read_metadata(at)
     items = [
-        dcp.Item((tensor.key,), torch.zeros(tensor.shape), 0, tensor.shape) for tensor in manifest.read(at).tensors
+        Item((key,), torch.zeros(stored.size), 0, tuple(stored.size))
+        for key, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
     ]
-    values = dcp.read(at, metadata, items, ["rank0.extra.value", "rank1.extra.value"])
+    values = read_items(at, metadata, items, ["rank0.extra.value", "rank1.extra.value"])
     found = {float(value) for item in items for value in item.value.flatten()} | set(values.values())
     assert len(found) == 1, f"{at} is mixed: {found}"
     return found.pop()
@@ -181,7 +187,7 @@ def save_alone(path: Path) -> list[str]:
     """The next save, after the restart, works and clears away what was left; the names that are there then."""
     folder.prepare(path)
     (folder.staging_of(path) / "a").touch()
-    folder.publish(path, manifest.Manifest(folder.next_number(path), 1, (), ()))
+    folder.publish(path, manifest.Manifest(folder.next_number(path), 1, ()))
     folder.prune(path, 1)
     return sorted(at.name for at in path.parent.iterdir())
 

@@ -350,6 +350,7 @@ def _leave_group() -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.freeze()  # what a call leaves, caches mostly, would make each later collection longer
 
 
 def _alone(conn: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:

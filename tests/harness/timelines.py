@@ -19,13 +19,13 @@ def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **f
     """A parameter as ``make_plan`` plans it; ``fields`` replace what it says."""
     stage = STAGES[policy.stage]
     sharded = stage.sharded and is_sharded(shape)
-    kept = not sharded or stage.gathered_once
+    once = not sharded or stage.gathered_once
     dtype = fields.get("dtype", torch.float32)
     compute = fields.get("compute_dtype", dtype)
     reduce = fields.get("reduce_dtype", compute)
-    gather_per_unit = sharded and not kept and policy.gather_per_unit
+    gather_per_unit = sharded and not once and policy.gather_per_unit
     resident = sharded and stage.resident
-    param = Param(path, (), shape, dtype, compute, reduce, True, unit, sharded, resident, kept, gather_per_unit)  # type: ignore[arg-type]
+    param = Param(path, (), shape, dtype, compute, reduce, True, unit, sharded, resident, once, gather_per_unit)  # type: ignore[arg-type]
     return replace(param, **fields)  # type: ignore[arg-type]
 
 

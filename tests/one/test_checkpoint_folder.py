@@ -13,14 +13,14 @@ from unittest import mock
 import pytest
 
 from thunder_zero.checkpoint import folder, manifest
-from thunder_zero.checkpoint.manifest import File, Manifest, Stored
+from thunder_zero.checkpoint.manifest import File, Manifest
 
 CONTENT = b"what was saved"
 
 
 def written(number: int = 1) -> Manifest:
     file = File("a.distcp", len(CONTENT), sha256(CONTENT).hexdigest())
-    return Manifest(number, 2, (file,), (Stored("model.w", (3, 2), "float32"),))
+    return Manifest(number, 2, (file,))
 
 
 def save(path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_manifest_comes_back() -> None:
     assert manifest.from_text(manifest.to_text(written())) == written()
 
 
-@pytest.mark.parametrize("number", range(0, 380, 20))
+@pytest.mark.parametrize("number", range(0, 240, 20))
 def test_any_changed_byte_of_a_manifest_is_found(number: int) -> None:
     text = bytearray(manifest.to_text(written()).encode())
     text[number] ^= 1
@@ -59,22 +59,22 @@ def test_a_manifest_of_another_format_or_none_is_refused() -> None:
 
 def test_faults_are_named(tmp_path: Path) -> None:
     path, files = tmp_path / "a.distcp", written().files
-    assert manifest.faults(tmp_path, files) == ["a.distcp is missing"]
+    assert manifest.find_faults(tmp_path, files) == ["a.distcp is missing"]
     path.write_bytes(CONTENT)
-    assert manifest.faults(tmp_path, files) == []
+    assert manifest.find_faults(tmp_path, files) == []
     path.write_bytes(CONTENT[:-1])
-    assert manifest.faults(tmp_path, files) == ["a.distcp has 13 bytes and was saved with 14"]
+    assert manifest.find_faults(tmp_path, files) == ["a.distcp has 13 bytes, it was saved with 14"]
     path.write_bytes(b"W" + CONTENT[1:])
-    assert manifest.faults(tmp_path, files) == ["a.distcp was changed: its SHA-256 is another"]
+    assert manifest.find_faults(tmp_path, files) == ["a.distcp was changed: its SHA-256 differs"]
 
 
 def test_sizes_are_compared_without_reading(tmp_path: Path) -> None:
     path, files, read = tmp_path / "a.distcp", written().files, list[int]()
-    assert manifest.faults_of_size(tmp_path, files) == ["a.distcp is missing"]
+    assert manifest.find_wrong_sizes(tmp_path, files) == ["a.distcp is missing"]
     path.write_bytes(b"W" + CONTENT[1:])
-    assert manifest.faults_of_size(tmp_path, files) == []
+    assert manifest.find_wrong_sizes(tmp_path, files) == []
     path.write_bytes(CONTENT)
-    assert manifest.faults(tmp_path, files, read.append) == []
+    assert manifest.find_faults(tmp_path, files, read.append) == []
     assert sum(read) == len(CONTENT)  # what a bar is told
 
 
@@ -88,7 +88,10 @@ def test_latest_moves_if_it_is_asked_to(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_at_the_last_moment(tmp_path: Path) -> None:
     save(tmp_path / "a")
     full = OSError(errno.ENOSPC, "No space left on device")
-    with mock.patch.object(os, "fsync", side_effect=full), pytest.raises(OSError, match=r"manifest.* the disk is full"):
+    with (
+        mock.patch.object(os, "fsync", side_effect=full),
+        pytest.raises(OSError, match="json: the disk is full"),
+    ):
         save(tmp_path / "b")
     assert names(tmp_path) == [".b.saving", "a", "latest"]
 
@@ -98,14 +101,14 @@ def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:
         save(tmp_path / name)
         assert folder.locate(tmp_path / "latest") == tmp_path / name
     save(tmp_path / "s2")  # again: now the last
-    assert [found.number for found in folder.checkpoints(tmp_path).values()].count(5) == 1
+    assert [found.number for found in folder.list_checkpoints(tmp_path).values()].count(5) == 1
     (tmp_path / "notes").mkdir()
     (tmp_path / "s3").rename(tmp_path / ".s3.replaced")  # a save died between its two renames: it is one of them
     for left in (".s1.removed", ".s5.replaced.removed", ".s7.saving", ".other7.saving"):
         (tmp_path / left).mkdir()
-    folder.prune(tmp_path / "s2", keep=2)
+    folder.prune(tmp_path / "s2", max_to_keep=2)
     assert names(tmp_path) == [".other7.saving", "best", "latest", "notes", "s11", "s2"]  # others are of another series
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*/s3; checkpoints beside it: best, s11, s2"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*/s3; checkpoints in .*: best, s11, s2"):
         folder.locate(tmp_path / "s3")
 
 
@@ -128,20 +131,20 @@ def test_the_earlier_one_is_found_between_two_renames(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["latest", ".hidden", "link"])
 def test_names_that_mean_something_else(tmp_path: Path, name: str) -> None:
     (tmp_path / "link").symlink_to("a")
-    with pytest.raises(ValueError, match="mean something else"):
+    with pytest.raises(ValueError, match="are reserved"):
         folder.prepare(tmp_path / name)
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").touch()
-    with pytest.raises(FileExistsError, match="is no checkpoint of thunder_zero"):
+    with pytest.raises(FileExistsError, match="is not a checkpoint of thunder_zero"):
         folder.prepare(tmp_path / "thesis")
     assert names(tmp_path) == ["thesis"]
 
 
 def test_files_that_rank_0_does_not_see(tmp_path: Path) -> None:
     folder.prepare(tmp_path / "a")
-    with pytest.raises(OSError, match=r"a\.distcp was written by another rank .* all ranks share"):
+    with pytest.raises(OSError, match=r"rank 0 does not see a\.distcp in .* all ranks share"):
         folder.publish(tmp_path / "a", replace(written(), ranks=3))
     assert not (tmp_path / "a").exists()

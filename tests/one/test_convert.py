@@ -18,8 +18,9 @@ from torch.distributed import checkpoint as dcp
 
 import thunder_zero as tz
 from thunder_zero import cli
-from thunder_zero.convert import reader
-from thunder_zero.convert.formats import Whole, in_files
+from thunder_zero.convert.open_checkpoint import OpenCheckpoint
+from thunder_zero.convert.safetensors_file import split_into_files
+from thunder_zero.convert.whole_tensor import WholeTensor
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -98,15 +99,15 @@ def test_floats_are_cast(tmp_path: Path, command: Command) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("in.safetensors", b"no tensors, no tensors", "in.safetensors cannot be read as a safetensors file: "),
-        ("in.safetensors", save(weights(), {"aliases": "{"}), "in.safetensors cannot be read as a safetensors file: "),
-        ("in.safetensors", save(weights(), {"aliases": "[]"}), "in.safetensors cannot be read as a safetensors file: "),
-        ("in.pt", b"PK", "in.pt cannot be read as a safetensors file: "),
-        ("in.json", b"[1]", "in.json is no index of safetensors files (TypeError"),
-        ("in.json", b"{", "in.json is no index of safetensors files (JSONDecodeError"),
-        ("in.json", b'{"weight_map": {"no": "good.safetensors"}}', "good.safetensors cannot be read as a safetensors"),
+        ("in.safetensors", b"no tensors, no tensors", "in.safetensors as a safetensors file: "),
+        ("in.safetensors", save(weights(), {"aliases": "{"}), "in.safetensors as a safetensors file: "),
+        ("in.safetensors", save(weights(), {"aliases": "[]"}), "in.safetensors as a safetensors file: "),
+        ("in.pt", b"PK", "in.pt as a safetensors file: "),
+        ("in.json", b"[1]", "in.json is not an index of safetensors files (TypeError"),
+        ("in.json", b"{", "in.json is not an index of safetensors files (JSONDecodeError"),
+        ("in.json", b'{"weight_map": {"no": "good.safetensors"}}', "good.safetensors as a safetensors file: "),
         ("in.json", b'{"weight_map": {"no": "none.safetensors"}}', "No such file or directory: "),
-        ("folder/in", b"", "folder has neither model.safetensors.index.json nor model.safetensors; give the file"),
+        ("folder/in", b"", "folder has neither model.safetensors.index.json nor model.safetensors; pass the file"),
     ],
 )
 def test_garbage_is_one_sentence(tmp_path: Path, command: Command, name: str, content: bytes, sentence: str) -> None:
@@ -148,14 +149,14 @@ def test_tensors_are_aligned_in_safetensors_files(runs: Path, tmp_path: Path) ->
 def test_files_are_cut_in_linear_time() -> None:
     asked = 0
 
-    def nbytes(whole: Whole) -> int:
+    def nbytes(whole: WholeTensor) -> int:
         nonlocal asked
         asked += 1
         return 8
 
-    wholes = [Whole(str(number), (2,), torch.float32, str(number)) for number in range(100)]
-    with mock.patch.object(Whole, "nbytes", property(nbytes)):
-        assert [len(file) for file in in_files(wholes, 400)] == [50, 50]
+    wholes = [WholeTensor(str(number), (2,), torch.float32, str(number)) for number in range(100)]
+    with mock.patch.object(WholeTensor, "nbytes", property(nbytes)):
+        assert [len(file) for file in split_into_files(wholes, 400)] == [50, 50]
     assert asked <= 3 * len(wholes)
 
 
@@ -183,8 +184,8 @@ def test_what_was_there_stays_if_it_fails(runs: Path, tmp_path: Path, name: str)
     tz.consolidate(runs / "start", out / name, max_file_bytes=limit)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     with (
-        mock.patch.object(reader.Checkpoint, "read", side_effect=OSError(28, "No space left on device")),
-        pytest.raises(OSError, match=re.escape("could not be written: the disk is full; what was there before stays")),
+        mock.patch.object(OpenCheckpoint, "read", side_effect=OSError(28, "No space left on device")),
+        pytest.raises(OSError, match=re.escape(": the disk is full; existing files are unchanged")),
     ):
         tz.consolidate(runs / "start", out / name)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
@@ -201,13 +202,13 @@ def test_damage_is_shown(runs: Path, command: Command) -> None:
     code, out, err = command("inspect", runs / "start", "--check")
     assert (code, err) == (
         1,
-        f"thunder-zero: {runs / 'start'} is damaged: {file.name} was changed: its SHA-256 is another\n",
+        f"thunder-zero: {runs / 'start'} is damaged: {file.name} was changed: its SHA-256 differs\n",
     )
     assert "wide" in out
     file.write_bytes(content[:-1])
     code, out, err = command("inspect", runs / "start")
     assert code == 1
-    assert f"is damaged: {file.name} has {len(content) - 1:,} bytes and was saved with {len(content):,}\n" in err
+    assert f"is damaged: {file.name} has {len(content) - 1:,} bytes, it was saved with {len(content):,}\n" in err
     file.unlink()
     code, out, err = command("inspect", runs / "start")
     assert (code, err) == (1, f"thunder-zero: {runs / 'start'} is damaged: {file.name} is missing\n")
@@ -216,11 +217,11 @@ def test_damage_is_shown(runs: Path, command: Command) -> None:
     assert (code, err) == (1, f"thunder-zero: {runs / 'start'} is damaged: {file.name} is missing\n")
     code, _, err = command("consolidate", runs / "start", runs / "m.safetensors", "--no-check")
     assert code == 1
-    assert "cannot be read, it is damaged" in err
+    assert "start, it is damaged" in err
     (runs / "start/manifest.json").write_text("{}")
     assert "manifest.json is damaged" in command("inspect", runs / "start")[2]
     assert command("inspect", runs / "none")[2].startswith("thunder-zero: there is no checkpoint at ")
-    assert command("inspect", runs) == (1, "", f"thunder-zero: {runs} has no .metadata, so it is no checkpoint\n")
+    assert command("inspect", runs) == (1, "", f"thunder-zero: {runs} is not a checkpoint: it has no .metadata\n")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -230,10 +231,10 @@ def test_what_another_tool_wrote_is_shown(tmp_path: Path, command: Command, stat
     code, out, err = command("inspect", tmp_path / "other")
     assert (code, err) == (0, "")
     assert "│ wide " in out
-    assert "other: no manifest.json, so damage is not seen; 0 tensors of an optimizer; 2 files" in out
+    assert "other: no manifest.json, so its files cannot be checked; 0 tensors of an optimizer; 2 files" in out
     code, _, err = command("inspect", tmp_path / "other", "--check")
     assert code == 1
-    assert "has no manifest.json" in err
+    assert "other: it has no manifest.json" in err
     nested = "model" in state
     for options, right in (((), 1), (("--no-check",), 0 if nested else 1)):
         assert command("consolidate", tmp_path / "other", tmp_path / "m.safetensors", *options)[0] == right
@@ -248,7 +249,7 @@ def test_several_files_by_command(runs: Path, command: Command) -> None:
     code, _, err = command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", 0)
     assert (code, err) == (
         1,
-        "thunder-zero: max_file_bytes is 0; give 1 or more, and a name that ends in .safetensors\n",
+        "thunder-zero: max_file_bytes is 0; pass 1 or more, and a name that ends in .safetensors\n",
     )
 
 

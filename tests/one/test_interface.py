@@ -224,7 +224,7 @@ def unit_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is in the plan, and travels; what it trains to: tests/ranks/test_apart.py."""
+    """What is in the plan, and travels; what it trains to: tests/ranks/test_excluded_parameters.py."""
     result = traced(replace(tz.ZERO2, ignored=("layers.1", "layers.2.bias")))
     planned = {param.path for param in result.plan.params}
     assert planned == {"layers.0.weight", "layers.0.bias", "layers.2.weight", "layers.3.bias"}

@@ -66,7 +66,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("runtime/",      IMPORT, TYPES,   NOT,     DATA | {"rows", "schedule", "comm"}),
     Room("state_dict/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime"}),
     Room("checkpoint/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime", "state_dict"}),
-    Room("convert/",      IMPORT, IMPORT,  NOT,     DATA | {"state_dict", "checkpoint"}),
+    Room("convert/",      IMPORT, IMPORT,  NOT,     DATA | {"report", "state_dict", "checkpoint"}),
     Room("arguments.py",  IMPORT, TYPES,   NOT,     DATA | {"runtime"}),
     Room("refusals.py",   IMPORT, NOT,     IMPORT,  rooms("runtime")),
     Room("placement.py",  IMPORT, NOT,     IMPORT,  rooms("runtime")),

@@ -1,4 +1,4 @@
-"""What forward keeps without more being gathered at once."""
+"""The last units of forward, gathered once for both halves without raising the peak."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNITS = ("a.w", "b.w", "c.w", "d.w", "e.w")
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "kept"),
+    ("prefetch", "once"),
     [
         (0, ("e.w",)),  # one at a time is alive: while e is used, or between the halves
         (1, ("d.w", "e.w")),  # one computes, one is under way; c is gathered when backward has come to d
@@ -28,14 +28,16 @@ UNITS = ("a.w", "b.w", "c.w", "d.w", "e.w")
         (3, ("b.w", "c.w", "d.w", "e.w")),
     ],
 )
-def test_as_many_of_the_last_units_are_kept_as_the_peak_has_room_for(prefetch: int, kept: tuple[str, ...]) -> None:
+def test_as_many_of_the_last_units_are_gathered_once_as_the_peak_has_room_for(
+    prefetch: int, once: tuple[str, ...]
+) -> None:
     timeline = run(model(replace(LAST, prefetch=prefetch), *UNITS))
-    assert timeline.plan.gathered_once == kept
-    assert gathered(timeline, backward=True) == dict.fromkeys(set(UNITS) - set(kept), 1)
+    assert timeline.plan.gathered_once == once
+    assert gathered(timeline, backward=True) == dict.fromkeys(set(UNITS) - set(once), 1)
 
 
 @pytest.mark.parametrize("units", [1, 2, 3])
-def test_zero3_keeps_small_models_whole(units: int) -> None:
+def test_zero3_gathers_small_models_once(units: int) -> None:
     """One computes and two are under way: as they come, up to three units are gathered once, and five save three."""
     small, five = run(model(Policy(), *UNITS[:units])), run(model(Policy(), *UNITS))
     assert small.plan.gathered_once == UNITS[:units]
@@ -45,13 +47,13 @@ def test_zero3_keeps_small_models_whole(units: int) -> None:
 
 
 @pytest.mark.parametrize("units", range(1, 6))
-def test_keep_last_can_be_turned_off(units: int) -> None:
+def test_it_can_be_turned_off(units: int) -> None:
     after = run(model(replace(LAST, gather_last_units_once=False), *UNITS[:units]))
     assert after.plan.gathered_once == ()
     assert gathered(after, backward=True) == dict.fromkeys(UNITS[:units], 1)
 
 
-def test_a_unit_is_kept_with_all_its_parameters() -> None:
+def test_a_unit_is_gathered_once_with_all_its_parameters() -> None:
     """Though backward does not read the bias, and a unit's gather moves it along anyway: it is freed in forward."""
     after = run(model(replace(LAST, prefetch=0), "d.w", "d.v", "e.w", Use("e.bias", needed=False)))
     assert after.plan.gathered_once == ("e.w", "e.bias")
@@ -120,7 +122,7 @@ BACKWARD = {
 
 
 @pytest.mark.parametrize("prefetch", BACKWARD)
-def test_what_is_kept_counts_as_gathered_ahead(prefetch: int) -> None:
+def test_what_is_gathered_once_counts_as_gathered_ahead(prefetch: int) -> None:
     after = run(model(replace(LAST, prefetch=prefetch), *UNITS))
     others = (op for op in after.ops[:-1] if op.kind is not Kind.REDUCE and not after.ends(op, Kind.REDUCE))
     assert lines(after.with_ops(others), backward=True) == BACKWARD[prefetch]
@@ -139,7 +141,7 @@ def test_the_largest_that_fits_takes_few_tries(fitting: int, limit: int) -> None
     assert all(0 < number <= limit for number in tried)
 
 
-def test_the_peak_is_that_of_keeping_nothing() -> None:
+def test_the_peak_is_that_of_gathering_everything_again() -> None:
     """A unit has 4 bytes: one computes, ``prefetch`` are under way. In a GPT those are blocks of 3,488 bytes beside
     the tied embedding's 2,048."""
     for gather_last_units_once in (True, False):
@@ -152,7 +154,7 @@ def test_the_peak_is_that_of_keeping_nothing() -> None:
         )
 
 
-def test_what_backward_does_not_read_is_not_kept() -> None:
+def test_what_backward_does_not_read_is_freed_in_forward() -> None:
     assert run(model(LAST, *UNITS, Use("f.bias", needed=False))).plan.gathered_once == ("d.w", "e.w")
 
 
@@ -166,7 +168,7 @@ def test_the_peak_does_not_rise(timeline: Timeline) -> None:
 
 
 @given(timelines())
-def test_the_same_units_are_kept_on_every_rank(timeline: Timeline) -> None:
+def test_the_same_units_are_gathered_once_on_every_rank(timeline: Timeline) -> None:
     policy = replace(timeline.plan.policy, gather_last_units_once=True)
     plans = [replace(timeline.plan, policy=policy, rank=rank) for rank in range(timeline.plan.world_size)]
     assert len({run(replace(timeline, plan=plan)).plan.gathered_once for plan in plans}) == 1

@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
 
-# keep
+# regather
 
 
-def test_keep_gathers_again_before_the_first_reader_in_backward() -> None:
+def test_regather_gathers_again_before_the_first_reader_in_backward() -> None:
     after = regather(model(ALONE, Use("a.w", ("view",))))
     assert lines(after, backward=True) == [
         "g <- gy",
@@ -60,12 +60,22 @@ def test_keep_gathers_again_before_the_first_reader_in_backward() -> None:
     assert after.values["a.w_again"] == after.values["a.w"]
 
 
-def test_keep_leaves_what_backward_does_not_read() -> None:
+def test_a_copy_of_a_view_views_the_copy() -> None:
+    timeline = model(ALONE, Use("a.w", ("view", "view")))
+    views = {name: replace(timeline.values[name], base="a.w") for name in ("c0.0", "c0.1")}
+    after = regather(timeline.with_ops(timeline.ops, views))
+    assert [after.base_of(name) for name in ("a.w", "c0.1", "a.w_again", "c0.0_again", "c0.1_again")] == [
+        *("a.w",) * 2,
+        *("a.w_again",) * 3,
+    ]
+
+
+def test_regather_leaves_what_backward_does_not_read() -> None:
     after = regather(model(ALONE, Use("a.embedding", needed=False), "a.w", Use("a.bias", ("view",), needed=False)))
     assert gathered(after, backward=True) == {"a.w": 1}
 
 
-def test_keep_gathers_once_for_all_readers_in_backward() -> None:
+def test_regather_gathers_once_for_all_readers_in_backward() -> None:
     after = regather(model(ALONE, "a.w", Use("a.w", ("view",)), Use("a.w", ("view",), view_in_backward=True)))
     assert gathered(after, backward=True) == {"a.w": 1}
     assert [name for op in after.ops if op.again for name in op.writes] == [
@@ -76,41 +86,41 @@ def test_keep_gathers_once_for_all_readers_in_backward() -> None:
     ]
 
 
-def test_keep_gathers_nothing_again_that_is_kept_and_computes_again_what_mixes() -> None:
+def test_regather_gathers_nothing_again_that_is_gathered_once_and_computes_again_what_mixes() -> None:
     after = regather(model(ALONE, Use("a.w", ("a.scale",)), a_scale={"gathered_once": True}))
     assert gathered(after, backward=True) == {"a.w": 1}
     (copy,) = [op for op in after.ops if op.again and op.kind is Kind.COMPUTE]
     assert copy.reads == ("a.w_again", "a.scale")
 
 
-def test_keep_copies_operations_with_several_outputs_whole() -> None:
+def test_regather_copies_operations_with_several_outputs_whole() -> None:
     after = regather(model(ALONE, Use("a.w", ("pair", "view"))))
     assert [op.writes for op in after.ops if op.again][2:] == [("c0.0'_again", "c0.0_again"), ("c0.1_again",)]
 
 
-def test_keep_reads_forwards_constants_and_replicated_parameters() -> None:
+def test_regather_reads_forwards_constants_and_replicated_parameters() -> None:
     after = regather(model(ALONE, Use("a.w", ("constant", "a.scalar")), a_scalar={"shape": ()}))
     assert [op.reads for op in after.ops if op.again][2:] == [("a.w_again", "k0.0"), ("c0.0_again", "t_a.scalar")]
 
 
-def test_keep_saves_what_is_random() -> None:
+def test_regather_saves_what_is_random() -> None:
     after = regather(model(ALONE, Use("a.w", ("random",))))
     assert gathered(after, backward=True) == {}
     assert "gx0 <- g c0.0" in lines(after)
 
 
-def test_keep_lets_forwards_outputs_alone() -> None:
+def test_regather_leaves_forwards_outputs() -> None:
     after = regather(model(ALONE, Use("a.w", ("view",), returned=True)))
     assert after.ops[-1].reads[0] == "c0.0"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_keep_changes_nothing_before_stage_3(stage: int) -> None:
+def test_regather_changes_nothing_before_stage_3(stage: int) -> None:
     timeline = gpt(2, Policy(stage=stage))
     assert regather(timeline) == timeline
 
 
-def test_keep_regathers_for_each_unit_in_forward() -> None:
+def test_regather_gathers_again_for_each_unit_in_forward() -> None:
     uses = ("root.tied", "a.w", "a.v", Use("root.tied", ("view",)), "root.tied", "b.w", "root.tied")
     again = regather(model(replace(ALONE, gather_per_unit=True), *uses, training=False))
     assert gathered(again, backward=False) == {"root.tied": 3, "a.w": 1, "a.v": 1, "b.w": 1}
@@ -185,13 +195,13 @@ def test_bucket_cuts_by_bytes(bucket_bytes: int, buckets: list[str]) -> None:
     assert lines(bucket(timeline), Kind.GATHER) == buckets
 
 
-def test_bucket_parts_dtypes() -> None:
+def test_bucket_separates_dtypes() -> None:
     half: dict[str, object] = {"dtype": torch.bfloat16}
     timeline = model(replace(ALONE, bucket_bytes=MiB), "a.p", "a.q", "a.r", training=False, a_q=half)
     assert lines(bucket(timeline), Kind.GATHER) == ["gather a.p a.r", "gather a.q"]
 
 
-def test_bucket_parts_all_reduces_from_reduce_scatters() -> None:
+def test_bucket_separates_all_reduces_from_reduce_scatters() -> None:
     timeline = model(replace(ALONE, bucket_bytes=MiB), "a.p", "a.q", "a.r", a_q={"shape": ()})
     assert lines(bucket(timeline), Kind.REDUCE) == ["reduce a.q", "reduce a.r a.p"]
 
@@ -220,10 +230,10 @@ def test_bucket_does_not_delay_who_reads_a_reduced_gradient() -> None:
     assert lines(bucket(timeline), Kind.REDUCE) == ["reduce a.q a.p"]
 
 
-# launch
+# prefetch
 
 
-def test_launch_starts_gathers_at_the_borders_of_the_units_before() -> None:
+def test_prefetch_starts_gathers_at_the_borders_of_the_units_before() -> None:
     names = ("a.w", "b.w", "c.w", "d.w")
     after = prefetch(model(replace(ALONE, in_flight_bytes=8), *names, training=False))
     assert lines(after) == [
@@ -244,23 +254,23 @@ def test_launch_starts_gathers_at_the_borders_of_the_units_before() -> None:
 
 
 @pytest.mark.parametrize(("buckets", "under_way"), [(0, 1), (1, 1), (2, 2), (3, 3), (9, 4)])
-def test_launch_puts_at_most_prefetch_buckets_under_way(buckets: int, under_way: int) -> None:
+def test_prefetch_puts_at_most_so_many_buckets_in_flight(buckets: int, under_way: int) -> None:
     policy = replace(ALONE, in_flight_bytes=MiB, prefetch=buckets)
     after = prefetch(model(policy, "a.w", "b.w", "c.w", "d.w", "e.w", training=False))
     assert max(in_flight_bytes(after, Kind.GATHER)) == 4 * under_way
 
 
-def test_launch_starts_each_gather_right_before_its_wait_when_nothing_may_be_ahead() -> None:
+def test_prefetch_starts_each_gather_right_before_its_wait_when_nothing_may_be_ahead() -> None:
     timeline = model(ALONE, "a.w", "b.w")
     assert prefetch(timeline) == timeline
 
 
-def test_launch_keeps_the_gathers_of_backward_in_backward() -> None:
+def test_prefetch_keeps_the_gathers_of_backward_in_backward() -> None:
     after = prefetch(regather(model(replace(ALONE, in_flight_bytes=MiB), "a.w", "b.w")))
     assert lines(after, backward=True)[:4] == ["gather b.w", "g <- gy", "gw1 <- g y0", "wait b.w"]
 
 
-def test_launch_waits_for_shards_that_are_computed() -> None:
+def test_prefetch_waits_for_shards_that_are_computed() -> None:
     timeline = model(replace(ALONE, in_flight_bytes=MiB), "a.p", "a.q", training=False)
     cast = Op(Kind.COMPUTE, ("raw",), ("t_a.q",), repeatable=True, source=(99,))
     after = prefetch(timeline.with_ops([*timeline.ops[:3], cast, *timeline.ops[3:]]))
@@ -278,15 +288,15 @@ def test_gathers_start_as_early_as_the_bound_allows(nbytes: list[int], bound: in
         assert before == 0 or under_way + nbytes[before - 1] > bound  # one earlier would exceed it
 
 
-# wait
+# sink_waits
 
 
-def test_wait_ends_reductions_before_the_return() -> None:
+def test_sink_waits_ends_reductions_before_the_return() -> None:
     after = sink_waits(model(Policy(stage=2, bucket_bytes=0), "a.w", "b.w"))
     assert lines(after)[-4:-1] == ["reduce a.w", "wait b.w", "wait a.w"]
 
 
-def test_wait_ends_the_oldest_first_when_too_much_is_under_way() -> None:
+def test_sink_waits_ends_the_oldest_first_when_too_much_is_under_way() -> None:
     after = sink_waits(model(replace(ALONE, in_flight_bytes=8), "a.w", "b.w", "c.w", "d.w"))
     assert lines(after, Kind.REDUCE, Kind.WAIT, backward=True) == [
         "reduce d.w",
@@ -300,7 +310,7 @@ def test_wait_ends_the_oldest_first_when_too_much_is_under_way() -> None:
     ]
 
 
-def test_wait_ends_the_oldest_before_the_next_gradient_is_made() -> None:
+def test_sink_waits_ends_the_oldest_before_the_next_gradient_is_made() -> None:
     """Each gradient has 4 bytes: 8 hold two, whether they travel or are only made."""
     after = sink_waits(model(replace(ALONE, in_flight_bytes=8), "a.w", "b.w", "c.w"))
     assert lines(after, backward=True) == [
@@ -324,7 +334,7 @@ def test_wait_ends_the_oldest_before_the_next_gradient_is_made() -> None:
     ]
 
 
-def test_wait_counts_all_gradients_of_the_next_reduction() -> None:
+def test_sink_waits_counts_all_gradients_of_the_next_reduction() -> None:
     """b's reduction takes 8 bytes from its first gradient on, beside c's 4."""
     policy = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=8)
     after = sink_waits(bucket(model(policy, "b.w", "b.v", "c.w")))
@@ -341,13 +351,13 @@ def test_wait_counts_all_gradients_of_the_next_reduction() -> None:
     ]
 
 
-def test_wait_ends_what_nobody_reads() -> None:
+def test_sink_waits_ends_what_nobody_reads() -> None:
     timeline = model(Policy(stage=2), "a.w")
     after = sink_waits(timeline.with_ops([*timeline.ops[:-1], replace(timeline.ops[-1], reads=("y0",))]))
     assert lines(after)[-2:] == ["wait a.w", "return <- y0"]
 
 
-def test_wait_comes_before_who_reads_a_reduced_gradient() -> None:
+def test_sink_waits_comes_before_who_reads_a_reduced_gradient() -> None:
     timeline = model(Policy(stage=2, bucket_bytes=0), "a.w", "b.w")
     reader = Op(Kind.COMPUTE, ("mean_b.w",), backward=True, source=(99,))
     at = next(at for at, op in enumerate(timeline.ops) if op.kind is Kind.REDUCE and op.params == ("a.w",))
@@ -383,12 +393,12 @@ def test_frees_of_each_stage(stage: int, frees: int) -> None:
 
 @pytest.mark.parametrize(("units", "frees"), [("abc", 3 + 0), ("abcde", 5 + 2)])
 def test_frees_of_zero3_as_it_comes(units: str, frees: int) -> None:
-    """Three units are under way at the peak, and so the last three are kept: freed once, and not twice."""
+    """Three units are under way at the peak, and so the last three are gathered once: freed once, not twice."""
     after = run(model(Policy(), *(f"{unit}.w" for unit in units)))
     assert len(lines(after, Kind.FREE)) == frees
 
 
-def test_free_of_what_is_kept_comes_in_the_half_that_reads_it_last() -> None:
+def test_free_of_what_is_gathered_once_comes_in_the_half_that_reads_it_last() -> None:
     after = run(model(Policy(stage=2), "a.w", Use("a.bias", needed=False)))
     assert lines(after, Kind.FREE, backward=False) == ["free a.bias"]
     assert lines(after, Kind.FREE, backward=True) == ["free a.w"]

@@ -22,7 +22,7 @@ MICRO, ROWS, STEPS = 3, 6, 4  # micro-batches of a step, rows of one over all ra
 WAYS = ("reduced", "deferred", "mixed")
 POLICIES = {f"stage {stage}": tz.Policy(stage=stage, gather_last_units_once=False) for stage in STAGES}
 POLICIES["stage 2 held"] = replace(tz.ZERO2, gather_once_per_accumulation=True)
-POLICIES = only(("stage 0", "stage 3", "stage 2 held"), POLICIES)
+POLICIES = only(("stage 3", "stage 2 held"), POLICIES)
 
 
 class Paths(nn.Module):

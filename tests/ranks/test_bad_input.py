@@ -1,4 +1,4 @@
-"""What bad input gets on several ranks: every rank is told, in time, what differs and where; and then all works.
+"""Bad input on several ranks: every rank raises in time and says what differs and where; afterwards all works.
 
 One process: ``tests/one/test_bad_input.py``.
 """
@@ -24,7 +24,7 @@ import thunder
 
 
 class Net(nn.Module):
-    """Two layers, whose rows 2 and 3 do not divide, and a buffer; ``skip`` leaves the second one out."""
+    """Two layers, whose rows are not divisible by 2 and 3, and a buffer; ``skip`` leaves out the second layer."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def shard(module: nn.Module, **arguments: Any) -> Any:
 
 
 def norm(model: Any) -> float:
-    """Norm of all full parameters; the same on all ranks, if all is well."""
+    """Norm of all full parameters; the same on all ranks."""
     return float(torch.stack([value.float().norm() for value in tz.full_state_dict(model).values()]).norm())
 
 
@@ -122,7 +122,7 @@ def norm_of_step(model: Any) -> float:
 def shard_differing(
     rank: int, world_size: int, change: Callable[[Net], None], theirs: dict[str, Any]
 ) -> tuple[tuple[str, str], bool, float]:
-    """The last rank has a changed module or other arguments; afterwards all shard the same one in the same group."""
+    """The last rank has a changed module or other arguments; afterwards all ranks shard equal modules."""
     net = Net()
     if rank == world_size - 1:
         change(net)
@@ -151,18 +151,18 @@ DIFFER = [
 @pytest.mark.parametrize("case", DIFFER, ids=lambda case: case[0].__name__)
 def test_a_module_that_differs(ranks_pool: RanksPool, world_size: int, case: tuple[Any, ...]) -> None:
     change, *words = case
-    require_told(ranks_pool.run(world_size, shard_differing, change, {}), words)
+    assert_all_raise(ranks_pool.run(world_size, shard_differing, change, {}), words)
 
 
-def require_told(replies: list[tuple[tuple[str, str], bool, float]], words: list[str]) -> None:
+def assert_all_raise(replies: list[tuple[tuple[str, str], bool, float]], words: list[str]) -> None:
     raised, unharmed, norms = zip(*replies, strict=True)
-    assert len(set(raised)) == 1, "all ranks say the same"
+    assert len(set(raised)) == 1, "all ranks raise the same"
     kind, text = raised[0]
     assert kind == "RuntimeError", text
     assert [word for word in [*words, "rank 0", f"rank {len(replies) - 1}"] if word not in text] == [], text
     assert "\n" not in text
     assert "; " in text, text
-    assert all(unharmed), "every module has its weights still"
+    assert all(unharmed), "every module still has its weights"
     assert len(set(norms)) == 1, "the group still works"
 
 
@@ -181,7 +181,7 @@ def require_told(replies: list[tuple[tuple[str, str], bool, float]], words: list
 def test_a_policy_that_differs(ranks_pool: RanksPool, theirs: dict[str, Any], words: list[str]) -> None:
     if "unit_of" in theirs:
         theirs = {"unit_of": first_layer}
-    require_told(ranks_pool.run(2, shard_differing, nothing, theirs), words)
+    assert_all_raise(ranks_pool.run(2, shard_differing, nothing, theirs), words)
 
 
 def first_layer(module: nn.Module) -> tuple[str, ...]:
@@ -197,14 +197,14 @@ def first_layer(module: nn.Module) -> tuple[str, ...]:
         (nothing, {"device": "meta"}, ["no meta tensors"]),
     ],
 )
-def test_a_module_that_one_rank_refuses(
+def test_a_module_that_only_one_rank_refuses(
     ranks_pool: RanksPool, change: Callable[[Net], None], theirs: dict[str, Any], words: list[str]
 ) -> None:
-    """The other ranks would wait for it in the first collective."""
+    """Otherwise the other ranks would wait in the first collective."""
     (here, there), unharmed, norms = zip(*ranks_pool.run(2, shard_differing, change, theirs), strict=True)
     assert here[0] == "RuntimeError"
-    assert here[1].startswith("rank 1 refused its module, so all ranks do: ")
-    assert here[1].endswith(there[1]), "the same sentence"
+    assert here[1].startswith("rank 1 refused its module, so every rank stops: ")
+    assert here[1].endswith(there[1]), "the same message"
     assert [word for word in words if word not in there[1]] == [], there[1]
     assert all(unharmed)
     assert norms[0] == norms[1]
@@ -214,7 +214,7 @@ def test_a_module_that_one_rank_refuses(
 
 
 class Odd(nn.Module):
-    """Parameters and buffers of every kind that a broadcast could trip over."""
+    """Parameters and buffers of every kind that could break a broadcast."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class Odd(nn.Module):
         return torch.nn.functional.linear(self.a(x), self.turned) * self.scalar * self.low.float()
 
 
-def take_from(rank: int, world_size: int, source: int, stage: int) -> tuple[dict[str, Tensor], float]:
+def weights_from(rank: int, world_size: int, source: int, stage: int) -> tuple[dict[str, Tensor], float]:
     model = shard(Odd(10 + rank), broadcast_from=source, stage=stage)
     state = tz.full_state_dict(model)
     return state, norm_of_step(model)
@@ -245,7 +245,7 @@ def take_from(rank: int, world_size: int, source: int, stage: int) -> tuple[dict
 @pytest.mark.parametrize(("world_size", "source"), of_tier([(3, 2)], [(2, 0), (3, 2)]))
 def test_weights_of_one_rank_for_all(ranks_pool: RanksPool, world_size: int, source: int, stage: int) -> None:
     expected = Odd(10 + source).state_dict()
-    replies = ranks_pool.run(world_size, take_from, source, stage)
+    replies = ranks_pool.run(world_size, weights_from, source, stage)
     for state, norm_here in replies:
         assert state.keys() == expected.keys()
         assert [name for name in expected if not torch.equal(state[name], expected[name])] == []
@@ -253,14 +253,14 @@ def test_weights_of_one_rank_for_all(ranks_pool: RanksPool, world_size: int, sou
         assert norm_here == replies[0][1]
 
 
-def take_from_nobody(rank: int, world_size: int) -> tuple[str, str]:
+def weights_from_a_missing_rank(rank: int, world_size: int) -> tuple[str, str]:
     return raised_as(lambda: shard(Net(), broadcast_from=world_size))
 
 
-def test_weights_of_a_rank_that_is_not_there(ranks_pool: RanksPool) -> None:
-    for kind, text in ranks_pool.run(3, take_from_nobody):
+def test_weights_from_a_missing_rank(ranks_pool: RanksPool) -> None:
+    for kind, text in ranks_pool.run(3, weights_from_a_missing_rank):
         assert kind == "ValueError"
-        assert text.startswith("broadcast_from is 3; "), text
+        assert text.startswith("broadcast_from is 3, "), text
         assert "ranks 0 to 2" in text
 
 
@@ -277,7 +277,7 @@ def shard_in_part(rank: int, world_size: int, members: list[int]) -> tuple[str, 
 
 @pytest.mark.parametrize(("world_size", "members"), [(2, [0]), (3, [1, 2])])
 def test_a_group_that_a_rank_is_not_in(ranks_pool: RanksPool, world_size: int, members: list[int]) -> None:
-    """That rank is told so; the others are complete without it. ``broadcast_from`` counts within the group."""
+    """That rank raises; the others train without it. ``broadcast_from`` is a rank within the group."""
     replies = ranks_pool.run(world_size, shard_in_part, members)
     expected = Net(seed=members[0]).state_dict()
     for rank, (first, second) in enumerate(replies):
@@ -286,11 +286,11 @@ def test_a_group_that_a_rank_is_not_in(ranks_pool: RanksPool, world_size: int, m
             assert second == replies[members[0]][1]
         else:
             assert first == "ValueError", second
-            assert second.startswith(f"rank {rank} is not in the process_group"), second
+            assert second.startswith(f"rank {rank} is not in the given process_group"), second
             assert "; transform the module only on" in second
 
 
-# Programs that go wrong on every rank alike.
+# Programs that are wrong on every rank.
 
 
 def step_other_parameters(rank: int, world_size: int, stage: int) -> tuple[tuple[str, str], bool, float]:
@@ -357,7 +357,7 @@ def take_other_paths(rank: int, world_size: int) -> tuple[str, str]:
 
 
 def test_a_path_that_differs(ranks_pool: RanksPool) -> None:
-    """Only rank 0 uses the second layer: without a word it would gather what rank 1 never sends."""
+    """Only rank 0 uses the second layer: it would wait for shards that rank 1 never sends."""
     replies = ranks_pool.run(2, take_other_paths)
     assert replies[0] == replies[1]
     kind, text = replies[0]
@@ -389,7 +389,7 @@ def poison_one_rank(rank: int, world_size: int, stage: int, value: float) -> dic
     ("stage", "value"), of_tier([(0, nan), (1, inf), (3, nan)], list(itertools.product(range(4), (nan, inf))))
 )
 def test_a_gradient_that_is_not_finite_on_one_rank(ranks_pool: RanksPool, stage: int, value: float) -> None:
-    """All ranks raise, whoever owns the rows; the clean step afterwards is the first one."""
+    """All ranks raise, whichever owns the rows; the next step trains as if it were the first."""
     replies = ranks_pool.run(3, poison_one_rank, stage, value)
     reference = Net()
     optimizer = torch.optim.SGD(reference.parameters(), lr=1.0)

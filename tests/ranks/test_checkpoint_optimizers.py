@@ -18,7 +18,10 @@ from tests.harness.checkpoints import adamw, same, state_of, stepped
 from tests.harness.errors import raised
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
-from thunder_zero.checkpoint import dcp, folder, reading, saving
+from thunder_zero.checkpoint import folder, read
+from thunder_zero.checkpoint.dcp_write import write_items
+from thunder_zero.checkpoint.extras import extra_items
+from thunder_zero.checkpoint.write import finish_checkpoint
 from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.state_dict.contents import ModelContents
 
@@ -88,10 +91,10 @@ def float32_states(rank: int, world_size: int, root: Path) -> Found:
     optimizer = Momentum(model.parameters())
     stepped(model, optimizer)
     saved = state_of(model, optimizer)
-    tz.save(root / "float32", model, optimizer, stubborn=Stubborn())
+    tz.save(root / "float32", model, optimizer, extra={"stubborn": Stubborn()})
     stepped(model, optimizer)
     now = state_of(model, optimizer)
-    told = raised(lambda: tz.load(root / "float32", model, optimizer, stubborn=Stubborn()))
+    told = raised(lambda: tz.load(root / "float32", model, optimizer, extra={"stubborn": Stubborn()}))
     refused = same(state_of(model, optimizer), now)
     tz.load(root / "float32", model, optimizer)
     return {
@@ -199,7 +202,7 @@ def moving(rank: int, world_size: int, root: Path) -> Found:
             for param in model.parameters():
                 param.fill_(step)
         tz.save(root / f"step-{step}", model)
-    read = reading.read_model
+    read_model = read.read_model  # type: ignore[attr-defined]
     with mock.patch.object(folder, "locate", return_value=root / f"step-{1 + rank}"):
         tz.load(root / "latest", model)
     loaded = {float(value) for tensor in tz.full_state_dict(model).values() for value in tensor.flatten()}
@@ -209,9 +212,9 @@ def moving(rank: int, world_size: int, root: Path) -> Found:
         if rank == 0:
             save_again(where, sharded_model(model).state.plan)
         dist.barrier()
-        return read(where, *args)
+        return read_model(where, *args)
 
-    with mock.patch.object(reading, "read_model", slow):
+    with mock.patch.object(read, "read_model", slow):
         told = raised(lambda: tz.load(root / "step-2", model))
     left = {float(value) for tensor in tz.full_state_dict(model).values() for value in tensor.flatten()}
     return {"loaded": loaded, "told": told, "left": left}
@@ -219,9 +222,9 @@ def moving(rank: int, world_size: int, root: Path) -> Found:
 
 def save_again(path: Path, plan: tz.Plan) -> None:
     """As another job would, under the same name."""
-    items = saving.extra_items(ModelContents(plan, {}, {}, {}, {}, 0), {"a": 1})
+    items = extra_items(ModelContents(plan, {}, {}, {}, {}, 0), {"a": 1})
     folder.prepare(path)
-    saving.finish_checkpoint(path, [dcp.write(folder.staging_of(path), 0, items)], None)
+    finish_checkpoint(path, [write_items(folder.staging_of(path), 0, items)], None)
 
 
 Case = tuple[Callable[[int, int, Path], Found], Found]
@@ -241,12 +244,12 @@ CASES: dict[str, Case] = {
         },
     ),
     "a module's own state": (own_state, {"told": "no scale of 4.0", "changed": [], "loaded": []}),
-    "ties": (ties, {"told": "'embed.weight' and 'head.weight' differ in it, and are tied here", "equal": "nothing"}),
-    "factored": (factored, {"as saved": [], "sharded": "so it cannot be cut into rows; load it where"}),
+    "ties": (ties, {"told": "'embed.weight' and 'head.weight' are tied here, and differ in it", "equal": "nothing"}),
+    "factored": (factored, {"as saved": [], "sharded": "cannot be cut into rows: its shape is"}),
     "torch's wrapper": (wrapped, {"names": True, "loaded": [], "optimizer": [0.05, 6], "back": "nothing"}),
     "a checkpoint that moves": (
         moving,
-        {"loaded": {1.0}, "told": "was replaced or deleted by another save", "left": {1.0}},
+        {"loaded": {1.0}, "told": "another save replaced or deleted", "left": {1.0}},
     ),
 }
 

@@ -21,7 +21,7 @@ from tests.harness.errors import raised
 from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero import cli
-from thunder_zero.convert.reader import Checkpoint
+from thunder_zero.convert.open_checkpoint import OpenCheckpoint
 
 WORLD, STEPS = 3, 2
 TOKENS = torch.arange(6).view(2, 3)
@@ -165,8 +165,8 @@ def test_a_torch_file_loads_into_the_plain_module(run: Any, tmp_path: Path) -> N
 
 def test_nothing_is_lost_without_a_word(run: Any, tmp_path: Path) -> None:
     odd = run[0].parent / "odd"
-    lacks = "lacks what each rank has for itself, of parameters that the policy ignores: model.own.weight"
-    with pytest.warns(UserWarning, match="lacks") as told:
+    lacks = "does not contain the ranks' own values of ignored parameters: model.own.weight"
+    with pytest.warns(UserWarning, match="does not contain") as told:
         (file,) = tz.consolidate(odd, tmp_path / "odd.pt", optimizer=True)
     assert [str(warning.message).partition(";")[0] for warning in told] == [
         f"odd.pt {lacks}, optim.state.own.weight.momentum_buffer, optim.state.own.weight.step"
@@ -177,10 +177,10 @@ def test_nothing_is_lost_without_a_word(run: Any, tmp_path: Path) -> None:
     kept = state["optim"]["state"]["layer.weight"]
     assert kept["step"] == STEPS
     assert kept["momentum_buffer"].shape == (3, 3)
-    with pytest.warns(UserWarning, match="lacks") as told:
+    with pytest.warns(UserWarning, match="does not contain") as told:
         *_, beside = tz.consolidate(odd, tmp_path / "odd.safetensors", optimizer=True)
     assert [str(warning.message).partition(";")[0] for warning in told][1:] == [
-        "odd.safetensors lacks _extra_state, since safetensors files hold no extra states"
+        "odd.safetensors does not contain _extra_state: safetensors files cannot hold extra states"
     ]
     with safe_open(beside, framework="pt") as stream:
         assert json.loads(stream.metadata()["state"]) == {"layer.weight.step": STEPS, "layer.bias.step": STEPS}
@@ -192,16 +192,16 @@ def test_nothing_is_lost_without_a_word(run: Any, tmp_path: Path) -> None:
 def test_one_tensor_is_there_at_a_time(run: Any, tmp_path: Path, name: str) -> None:
     alive: list[weakref.ref[Tensor]] = []
     most = 0
-    read = Checkpoint.read
+    read = OpenCheckpoint.read
 
-    def watched(self: Checkpoint, key: str, dtype: torch.dtype) -> Tensor:
+    def watched(self: OpenCheckpoint, key: str, dtype: torch.dtype) -> Tensor:
         nonlocal most
         most = max(most, sum(seen() is not None for seen in alive))
         value = read(self, key, dtype)
         alive.append(weakref.ref(value))
         return value
 
-    with mock.patch.object(Checkpoint, "read", watched):
+    with mock.patch.object(OpenCheckpoint, "read", watched):
         tz.consolidate(run[0], tmp_path / name)
     assert len(alive) > 5
     assert most <= 1
@@ -232,7 +232,7 @@ def test_the_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert str(tmp_path / "m.optimizer.safetensors") in capsys.readouterr().out
     assert load_file(out)["row"].dtype is torch.float16
     assert cli.main(["consolidate", str(path.parent / "odd"), str(tmp_path / "odd.pt")]) == 0
-    assert "thunder-zero: odd.pt lacks what each rank has for itself" in capsys.readouterr().err
+    assert "thunder-zero: odd.pt does not contain the ranks' own values" in capsys.readouterr().err
     (tmp_path / "cut").mkdir()
     for file in (".metadata", "manifest.json"):
         shutil.copy(path / file, tmp_path / "cut")
@@ -244,21 +244,21 @@ def test_the_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_what_is_refused(run: Any, tmp_path: Path) -> None:
     path = run[0]
-    assert "model.txt ends in '.txt'; give a name that ends in .safetensors or .pt" in raised(
+    assert "model.txt ends in '.txt'; pass a name that ends in .safetensors or .pt" in raised(
         lambda: tz.consolidate(path, tmp_path / "model.txt")
     )
-    assert "max_file_bytes is 5; give 1 or more, and a name" in raised(
+    assert "max_file_bytes is 5; pass 1 or more, and a name" in raised(
         lambda: tz.consolidate(path, tmp_path / "model.pt", max_file_bytes=5)
     )
-    assert "dtype is torch.int8; give a floating-point dtype" in raised(
+    assert "dtype is torch.int8; pass a floating-point dtype" in raised(
         lambda: tz.consolidate(path, tmp_path / "model.pt", dtype=torch.int8)
     )
-    assert "ranks is 0; give the number of files" in raised(
+    assert "ranks is 0; pass the number of files" in raised(
         lambda: tz.shard_safetensors(tmp_path / "no", tmp_path / "no", ranks=0)
     )
     tz.consolidate(path, tmp_path / "model.safetensors")
     bare = tz.shard_safetensors(tmp_path / "model.safetensors", tmp_path / "bare")
-    assert "has no optimizer; consolidate it without one" in raised(
+    assert "has no optimizer; consolidate without one" in raised(
         lambda: tz.consolidate(bare, tmp_path / "again.pt", optimizer=True)
     )
     data = next(file for file in bare.iterdir() if file.suffix == ".distcp")

@@ -1,7 +1,7 @@
-"""ZeroStrategy under Lightning Fabric itself: training, clipping, accumulation, checkpoints, and wrong uses.
+"""ZeroStrategy in Lightning Fabric: training, clipping, accumulation, checkpoints, and misuse.
 
-Fabric finds itself under torchrun, on the ranks and in the process group of the harness; its own launcher and LitGPT
-are in ``test_fabric_litgpt.py``. Lightning is imported on the ranks only.
+Fabric runs as if torchrun had started it, in the ranks and the process group of the harness; ``test_fabric_litgpt.py``
+tests its own launcher, and LitGPT. Only the ranks import Lightning.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, r
 STAGES = (1, 2, 3)
 MICRO, ROWS, STEPS = 2, 4, 4  # micro-batches of a step, rows of one over all ranks, steps
 SAVED_AFTER = 2  # steps
-LIMIT = 0.05  # less than the norms that are met
+LIMIT = 0.05  # below all norms in the test
 
 
 class Net(nn.Module):
-    """Rows that two ranks do not divide, one row, a tie, a scalar, a frozen parameter, one not reached, a buffer."""
+    """Has rows that two ranks do not divide, one row, a tie, a scalar, a frozen and an unused parameter, a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> tuple[list[float], list[float]]:
-    """What one process does with plain torch, in one batch a step: the losses, and the norms before clipping."""
+    """Train in one process with plain torch, one batch a step: the losses, and the norms before clipping."""
     losses, norms = [], []
     for step in steps:
         optimizer.zero_grad()
@@ -85,7 +85,7 @@ def train_plain(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
 def train(
     fabric: Any, model: Any, optimizer: Any, steps: range, micro_batches: int
 ) -> tuple[list[float], list[float], list[int]]:
-    """The same as a Fabric script, in micro-batches; and how many reductions each micro-batch starts."""
+    """Train as a Fabric script does, in micro-batches; also the number of reductions that each micro-batch starts."""
     losses, norms, reductions = [], [], []
     for step in steps:
         model.zero_grad()
@@ -108,7 +108,7 @@ def train(
 
 @contextmanager
 def fabric_on(rank: int, world_size: int, **options: Any) -> Iterator[Any]:
-    """Fabric on a rank of the harness, with ZeroStrategy."""
+    """Fabric with ZeroStrategy on a rank of the harness."""
     from lightning.fabric import Fabric
 
     from thunder_zero.lightning import ZeroStrategy
@@ -134,7 +134,7 @@ def differences(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str,
 
 
 def stages(rank: int, world_size: int, folder: Path) -> dict[int, Any]:
-    """Each stage trains, saves after two steps, and goes on."""
+    """In each stage, train, save after two steps, and continue."""
     results = {}
     for stage in STAGES:
         with fabric_on(rank, world_size, stage=stage) as fabric:
@@ -155,8 +155,8 @@ def stages(rank: int, world_size: int, folder: Path) -> dict[int, Any]:
 
 
 def go_on(rank: int, world_size: int, file: Path, stage: int) -> Any:
-    """The rest of the training that a file was saved in, the weights after it, and names of shards with padding that
-    is not zero."""
+    """Load the file and finish the training: what Fabric returned, the losses, the weights, and names of shards whose
+    padding is not zero."""
     with fabric_on(rank, world_size, stage=stage) as fabric:
         torch.manual_seed(99)  # other weights
         module = Net()
@@ -243,7 +243,7 @@ def test_scalers_skip_on_all_ranks_and_files_are_read_in_full_precision(ranks_po
 
 
 def cut_rows(states: dict[int, Any]) -> dict[int, Any]:
-    """A state of more rows than a parameter has, in the place of each that is of one number a row."""
+    """Replace each state that has one number a row by one that has more rows than the parameter."""
     return {index: {**of, "row_var": torch.ones(9, 1)} if "row_var" in of else of for index, of in states.items()}
 
 
@@ -253,11 +253,12 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     from thunder_zero.lightning import ZeroStrategy, zero_module
 
     class Other(Precision):
-        """A plugin of somebody's."""
+        """A third party's plugin."""
 
     found = {
-        "unknown": raised(lambda: ZeroStrategy(stages=3)),
+        "unknown": raised(lambda: ZeroStrategy(stages=3)),  # type: ignore[call-arg]
         "stage": raised(lambda: ZeroStrategy(stage=4)),
+        "mesh": raised(lambda: ZeroStrategy(mesh=None)),
         "plain": raised(lambda: zero_module(Net())),
     }
 
@@ -279,6 +280,13 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         fabric.save(folder / "whole.pt", {"optimizer": optimizer})
         fabric.load(folder / "whole.pt", {"optimizer": optimizer})
         found["replicated"] = str(any("row_var" in of for of in optimizer.optimizer.state.values()))
+    return found | misuse_of_files(rank, world_size, folder) | misuse_of_wrappers(rank, world_size)
+
+
+def misuse_of_files(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    from thunder_zero.lightning import zero_module
+
+    found = {}
     with fabric_on(rank, world_size) as fabric:
         jitted = thunder.jit(fresh(Net))
         model = fabric.setup(jitted)
@@ -300,6 +308,8 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         found["rows of a file"] = raised(
             lambda: optimizer.load_state_dict({**packed, "state": cut_rows(packed["state"])})
         )
+        fewer = [{**packed["param_groups"][0], "params": [0]}]
+        found["fewer parameters"] = raised(lambda: optimizer.load_state_dict({**packed, "param_groups": fewer}))
         full = Net().state_dict()
         for case, state in {
             "missing": {"scale": full["scale"]},
@@ -310,6 +320,13 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         torch.save({"scale": torch.tensor(3.0, dtype=torch.float64)}, folder / f"part{rank}.pt")
         fabric.load_raw(folder / f"part{rank}.pt", model, strict=False)
         found["part"] = str(full_weights(model)["scale"].item())
+    return found
+
+
+def misuse_of_wrappers(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+    x = inputs(0, 0, rank, world_size)
+    with fabric_on(rank, world_size) as fabric:
         params = list(Net().parameters())  # of a module that is not sharded
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(params))
         found["left alone"] = str(all(map(operator.is_, optimizer.param_groups[0]["params"], params)))
@@ -326,25 +343,31 @@ def words_of_misuse() -> dict[str, list[str]]:
     return {
         "unknown": ["TypeError", "stages=3 is not a field"],
         "stage": ["ValueError", "stage is 4"],
+        "mesh": ["TypeError", "ZeroStrategy does not take mesh: Fabric sets it"],
         "plain": ["TypeError", "Net", "fabric.setup"],
         "plugin": ["TypeError", "'32-true' (Other)", "'bf16-mixed' or '16-mixed'"],
         "option": ["SAME_INPUT"],
-        "jitted": ["TypeError", "jit_options (cache)", "give it the plain module"],
+        "jitted": [
+            "TypeError",
+            "jit_options (cache), but the module is already jitted",
+            "give Fabric the plain module",
+        ],
         "full weights stay": ["False"],
-        "again": ["RuntimeError", "Net is sharded already", "plain module"],
+        "again": ["RuntimeError", "Net is already sharded", "plain module"],
         "empty": ["ValueError", "empty_init=False"],
         "init": ["cpu"],
         "no model": ["TypeError", "Net", "fabric.setup"],
         "clipped": ["tensor(0.0010)"],
         "rows": ["ValueError", "parameter 'tied'", "save it on each rank by itself"],
         "rows of a file": ["ValueError", "has shape (9, 1) in the state dict", "(stage 0)"],
+        "fewer parameters": ["ValueError", "doesn't match the size of optimizer's group"],  # torch's own words
         "replicated": ["True"],
-        "missing": ["RuntimeError", "'first.weight'", "strict=False"],
-        "shape": ["ValueError", "'first.weight' has shape (2, 4)"],
+        "missing": ["RuntimeError", "missing: 'tied', 'row'", "unexpected: none", "strict=False"],
+        "shape": ["ValueError", "'first.weight' has shape (2, 4) in the state dict and (7, 4) in the model"],
         "part": ["3.0"],
         "left alone": ["True"],
         "compiled": ["True"],
-        "method": ["RuntimeError", "a method of Net", "let forward do"],
+        "method": ["RuntimeError", "a method of Net", "move the method's code into forward"],
         "method of a jitted module": ["RuntimeError", "a method of Net"],
     }
 

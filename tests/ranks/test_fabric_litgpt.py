@@ -1,4 +1,4 @@
-"""examples/fabric_litgpt.py as a user runs it: Fabric starts two ranks, and LitGPT's GPT trains as in plain torch."""
+"""Runs examples/fabric_litgpt.py as a user does: two ranks train LitGPT's GPT as plain torch does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.harness.ranks import example_environment
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 120
-STEPS, ROWS, CONTEXT = 3, 2, 16  # rows are of each rank
+STEPS, ROWS, CONTEXT = 3, 2, 16  # rows on each rank
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec(name) is None, reason=f"needs {name}")
@@ -28,10 +28,10 @@ pytestmark = [
 
 
 def run_example(*options: str) -> str:
-    """What the example prints; ends it, and the rank that it has started, when it takes too long.
+    """Run the example and return its output; if it takes too long, kill it and the rank that it has started.
 
     Raises:
-        AssertionError: it failed or was ended; the message has what it printed.
+        AssertionError: the example failed or was killed; the message is its output.
     """
     run = subprocess.Popen(
         [sys.executable, "examples/fabric_litgpt.py", *options],
@@ -40,7 +40,7 @@ def run_example(*options: str) -> str:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # so that both ranks can be ended
+        start_new_session=True,  # so that both ranks can be killed
     )
     try:
         printed, _ = run.communicate(timeout=SECONDS)

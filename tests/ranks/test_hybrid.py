@@ -31,7 +31,7 @@ def tokens(step: int, micro: int) -> Tensor:
 
 
 def train(model: Any, way: str, rank: int, world_size: int) -> list[int]:
-    """Steps of an accumulation; what each micro-batch sent."""
+    """Train steps of several micro-batches; returns the bytes that each micro-batch sent."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     sends = []
     for step in range(STEPS):
@@ -88,8 +88,8 @@ def one(ranks_pool: RanksPool) -> dict[str, Tensor]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_two_copies_train_as_one_process(ranks: Any, one: dict[str, Tensor], stage: int, way: str) -> None:
-    """Also what is clipped, replicated and tied, and rows that two ranks do not divide."""
+def test_two_copies_train_like_one_process(ranks: Any, one: dict[str, Tensor], stage: int, way: str) -> None:
+    """With clipping, replicated and tied parameters, and rows not divisible by two ranks."""
     for found in ranks:
         for name, weight in one.items():
             assert error(found[stage, way][1][name], weight) < 1e-5, name
@@ -98,8 +98,8 @@ def test_two_copies_train_as_one_process(ranks: Any, one: dict[str, Tensor], sta
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("stage", STAGES)
-def test_rows_are_averaged_once_in_an_accumulation(ranks: Any, stage: int) -> None:
-    """What each rank sends: gathers inside of its copy, its part of each gradient inside, its rows across."""
+def test_an_accumulation_averages_rows_once(ranks: Any, stage: int) -> None:
+    """Each rank sends shards and its part of each gradient inside its copy, and its rows across copies."""
     plans = [found[stage, "reduced"][2] for found in ranks]
     assert [(plan.world_size, plan.rank) for plan in plans] == [(2, 0), (2, 1)] * 2
     assert {plan.replicas for plan in plans} == {2}
@@ -113,7 +113,7 @@ def test_rows_are_averaged_once_in_an_accumulation(ranks: Any, stage: int) -> No
         forecast += sum(map(plan.reduce_bytes, trained))
         close = 4 * 4 * len(trained)  # an all-reduce of few elements is cut unevenly
         assert abs(found[stage, "reduced"][3] - each[-MICRO]) <= close
-        for param in trained:  # the other's rows inside, own rows across; of an all-reduce 3 quarters, twice
+        for param in trained:  # the peer's rows inside, own rows across; twice 3/4 of an all-reduce
             whole = full_rows(param, 0) + full_rows(param, 1) if param.sharded else param.full_bytes * 6 / 4
             by_hand += whole
     assert sent == pytest.approx(by_hand)
@@ -128,7 +128,7 @@ def full_rows(param: tz.Param, rank: int) -> int:
 
 
 def other_shapes(rank: int, world_size: int) -> dict[str, Any]:
-    """Meshes of one dimension, with one rank a copy, with one copy; in bfloat16; broadcast."""
+    """Meshes of one dimension, of one rank per copy, of one copy; bfloat16; a broadcast."""
     x = torch.randn(8, 7, generator=torch.Generator().manual_seed(0)).tensor_split(world_size)[rank]
     found: dict[str, Any] = {}
     policies = {
@@ -146,7 +146,7 @@ def other_shapes(rank: int, world_size: int) -> dict[str, Any]:
             optimizer.step()
         plan = tz.traces_of(model).plan
         found[name] = tz.full_state_dict(model), (plan.replicas, plan.world_size, plan.rank)
-        for _ in range(40 if name == "no shards" else 0):  # two threads send, in an order that is not the same on all
+        for _ in range(40 if name == "no shards" else 0):  # two threads send, in an order that differs between ranks
             model(x).square().mean().backward()
     torch.manual_seed(rank)
     mesh = init_device_mesh("cpu", SHAPE)
@@ -193,15 +193,17 @@ def misuse(rank: int, world_size: int) -> list[str]:
     return found
 
 
-def test_a_mesh_that_does_not_fit_gets_one_sentence(ranks_pool: RanksPool) -> None:
+def test_a_bad_mesh_gets_one_sentence(ranks_pool: RanksPool) -> None:
     for dimensions, both, no_mesh, different in ranks_pool.run(4, misuse):
-        assert "mesh has 3 dimensions ('a', 'b', 'c'); give one (shard) or two (replicate, shard)" in dimensions
-        assert "process_group and mesh are both given; give one of them" in both
+        assert (
+            "mesh has 3 dimensions ('a', 'b', 'c'); give one dimension (shard) or two (replicate, shard)" in dimensions
+        )
+        assert "process_group and mesh are both given; give only one of them" in both
         assert "the mesh (copies x ranks) differs between ranks: rank 0 has 2 x 2, rank 1 has 1 x 4" in different
         assert "mesh is (2, 2), a tuple; give a torch.distributed.device_mesh.DeviceMesh" in no_mesh
 
 
-def test_a_trace_of_a_hybrid_says_so_and_counts_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_of_a_hybrid_shows_copies_and_counts_all_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     x = torch.zeros(2, 7)
     traces = [tz.trace(fresh(Mlp), x, policy=tz.ZERO2, world_size=2, replicas=replicas) for replicas in (1, 4)]
     one, four = (sum(map(result.timeline.bytes_sent, result.timeline.ops)) for result in traces)

@@ -24,7 +24,7 @@ import thunder
 from thunder.core.dtypes import to_torch_dtype
 
 HALF, FULL = torch.bfloat16, torch.float32
-STAGES, STEPS, ROWS, WIDTH = of_tier((0, 1, 3), (0, 1, 2, 3)), 3, 6, 9
+STAGES, STEPS, ROWS, WIDTH = of_tier((1, 3), (0, 1, 2, 3)), 3, 6, 9
 NORM = tz.MixedPrecision(param_dtype=FULL, output_dtype=HALF)
 MIXED = tz.MixedPrecision(HALF, FULL, FULL, HALF, overrides={"*norm": NORM, "router": tz.MixedPrecision()})
 
@@ -320,7 +320,9 @@ def eighths(rank: int, world_size: int) -> list[str]:
 
 def test_a_dtype_that_cannot_be_reduced_is_refused_on_all_ranks(ranks_pool: RanksPool) -> None:
     for trained, frozen in ranks_pool.run(2, eighths):
-        assert "the gradient of parameter 'extra' would be reduced in torch.float8_e4m3fn, which the backend" in trained
+        assert (
+            "cannot reduce the gradient of parameter 'extra': the backend has no sum of torch.float8_e4m3fn" in trained
+        )
         assert "mixed_precision with reduce_dtype=torch.float32" in trained
         assert frozen == "nothing"
 

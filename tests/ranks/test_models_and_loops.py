@@ -85,7 +85,8 @@ def step_zoo(rank: int, world_size: int, policies: tuple[tz.Policy, ...]) -> lis
 
 @pytest.mark.parametrize("world_size", of_tier([3], [2, 3]))
 def test_every_kind_of_parameter(ranks_pool: RanksPool, world_size: int) -> None:
-    policies = (tz.DDP, tz.ZERO1, tz.ZERO2, tz.ZERO3, replace(tz.ZERO3, gather_per_unit=True, bucket_bytes=0))
+    each_unit = replace(tz.ZERO3, gather_per_unit=True, bucket_bytes=0)
+    policies = of_tier((tz.DDP, tz.ZERO1, each_unit), (tz.DDP, tz.ZERO1, tz.ZERO2, tz.ZERO3, each_unit))
     ranks = ranks_pool.run(world_size, step_zoo, policies, timeout=110)
     copies = [fresh(Zoo) for _ in range(world_size)]
     inputs = [rows_of(rank, 9).requires_grad_() for rank in range(world_size)]

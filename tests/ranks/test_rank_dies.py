@@ -1,4 +1,4 @@
-"""A rank dies, or hangs, in the middle of what all do: the others end in time, and say which."""
+"""A rank dies or hangs in the middle of a collective or a save: the others end in time, and name it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     command = [sys.executable, "-m", "tests.harness.death_worker", str(tmp_path_factory.mktemp("deaths"))]
     worker = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert worker.returncode == 0, worker.stderr
-    told: dict[str, dict[str, str]] = json.loads(worker.stdout.splitlines()[-1])
-    return told
+    errors: dict[str, dict[str, str]] = json.loads(worker.stdout.splitlines()[-1])
+    return errors
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", CASES)
-def test_the_others_end_and_name_the_rank_or_the_time_out(name: str, said: dict[str, dict[str, str]]) -> None:
-    """Who hears of it later may have lost another one by then, which ended because of it."""
+def test_the_others_end_and_name_the_rank_or_the_timeout(name: str, said: dict[str, dict[str, str]]) -> None:
+    """A rank that notices later may have lost another one as well, which ended because of it."""
     assert set(said[name]) == {"0", "2"}
     for rank, sentence in said[name].items():
         other = 2 - int(rank)

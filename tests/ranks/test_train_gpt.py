@@ -1,4 +1,4 @@
-"""examples/train_gpt.py, run as a user runs it: torchrun, two ranks, a tiny model and few steps."""
+"""examples/train_gpt.py as a user runs it: torchrun, two ranks, a tiny model and few steps."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ EXAMPLE = "examples/train_gpt.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SECONDS = 240
 WIDTH = 32
-BLOCK = 12 * WIDTH**2 + 9 * WIDTH + 4 * WIDTH  # products, their biases, two norms
+BLOCK = 12 * WIDTH**2 + 9 * WIDTH + 4 * WIDTH  # weights, biases, two norms
 TIED_MODEL = (256 + 32) * WIDTH + 2 * BLOCK + 2 * WIDTH  # parameters of --size tiny --context 32
 MODEL = TIED_MODEL + 256 * WIDTH
-# Backward does not look up bytes (256) and positions (32), nor add biases: 9 + 2 widths a block, 1 in the last norm.
+# Backward does not read the lookup tables (256 + 32 rows) and biases: 9 + 2 widths a block, 1 in the last norm.
 NOT_READ = (256 + 32 + 2 * (9 + 2) + 1) * WIDTH
-KEPT = 2 * (BLOCK - 11 * WIDTH) + WIDTH + 256 * WIDTH  # what backward reads of both blocks, the last norm and the head
+GATHERED_ONCE = 2 * (BLOCK - 11 * WIDTH) + WIDTH + 256 * WIDTH  # both blocks, norm, head
 
 
 def run_example(*options: str) -> str:
-    """What the example prints on two ranks; ends it when it takes too long.
+    """Run the example on two ranks and return its output; end it if it takes too long.
 
     Raises:
-        AssertionError: it failed or was ended; the message has what it printed.
+        AssertionError: it failed or was ended; the message is its output.
     """
     command = [*TORCHRUN, EXAMPLE, *options]
     run = subprocess.Popen(
@@ -66,7 +66,7 @@ Example = Callable[[str], tuple[str, Path]]
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
-    """Runs the example with one of OPTIONS, once: what it prints, and the folder that it fills."""
+    """Runs the example once with each of OPTIONS; returns its output and its folder."""
 
     @cache
     def run(name: str) -> tuple[str, Path]:
@@ -78,19 +78,19 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
 
 @pytest.mark.timeout(SECONDS + 60)
 @pytest.mark.parametrize(
-    ("name", "sends", "words", "kept"),
+    ("name", "sends", "words", "once"),
     [
         # u is half the model: 2 bytes a parameter.
         (
             "zero3",
-            2 * (3 * MODEL - NOT_READ - KEPT),
-            f"3u - {2 * NOT_READ:,} not read by backward - {2 * KEPT:,} kept",
-            (f"{4 * KEPT / 1e6:.2f} MB", "blocks.0, blocks.1, norm, head"),
+            2 * (3 * MODEL - NOT_READ - GATHERED_ONCE),
+            f"3u - {2 * NOT_READ:,} not read by backward - {2 * GATHERED_ONCE:,} gathered",
+            (f"{4 * GATHERED_ONCE / 1e6:.2f} MB", "blocks.0, blocks.1, norm, head"),
         ),
         pytest.param("zero1-tied-bfloat16", TIED_MODEL * 2, "2u", None, marks=pytest.mark.slow),
     ],
 )
-def test_trains_and_reports(example: Example, name: str, sends: int, words: str, kept: tuple[str, str] | None) -> None:
+def test_trains_and_reports(example: Example, name: str, sends: int, words: str, once: tuple[str, str] | None) -> None:
     printed, out = example(name)
     table = table_of(printed)
 
@@ -99,8 +99,8 @@ def test_trains_and_reports(example: Example, name: str, sends: int, words: str,
     assert end < first - 1.5
     assert float(table["validation loss"][0]) < float(table["validation loss"][1].split()[-1]) - 1.5
     assert table["bytes sent per rank and step"][0] == table["by the formula"][0] == f"{sends:,}"
-    assert table["by the formula"][1].startswith(words)
-    assert table.get("kept for backward") == kept
+    assert table["by the formula"][1].startswith(words)  # the table breaks the line after them
+    assert table.get("gathered once") == once
     assert int(table["tokens/s"][0].replace(",", "")) > 0
     rest, peak = (float(table[f"memory at {when} per rank"][0].removesuffix(" MB")) for when in ("rest", "peak"))
     assert 0 < rest < peak
@@ -122,7 +122,7 @@ def test_a_bad_option_gets_one_sentence() -> None:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
+    """The ids of a process's child processes."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -135,8 +135,8 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.timeout(2 * SECONDS + 60)
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds a rank's process in /proc")
 def test_a_run_whose_rank_dies_ends_with_the_same_weights(example: Example, tmp_path: Path) -> None:
-    """Rank 1 is killed while it trains; torchrun starts both again, and they go on from the last checkpoint. That
-    nothing is kept for backward changes what they send, and no bit of the weights."""
+    """Rank 1 is killed while it trains; torchrun starts both again, and they resume from the last checkpoint.
+    Gathering every unit again for backward changes the bytes they send, and no bit of the weights."""
     _, whole = example("zero3")
     command = [
         *TORCHRUN,
@@ -146,7 +146,7 @@ def test_a_run_whose_rank_dies_ends_with_the_same_weights(example: Example, tmp_
         *TINY,
         "--stage",
         "3",
-        "--no-keep-last",
+        "--no-gather-last-units-once",
         "--out",
         str(tmp_path),
     ]
@@ -162,12 +162,12 @@ def test_a_run_whose_rank_dies_ends_with_the_same_weights(example: Example, tmp_
             run.terminate()  # it ends its ranks
             run.wait()
         printed.seek(0)
-        told = printed.read()
-    assert run.returncode == 0, told
-    assert "Going on after step" in told
-    table = table_of(told)
+        output = printed.read()
+    assert run.returncode == 0, output
+    assert "Resuming after step" in output
+    table = table_of(output)
     sends = f"{2 * (3 * MODEL - NOT_READ):,}"
     assert table["bytes sent per rank and step"][0] == table["by the formula"][0] == sends
-    assert table["kept for backward"][1] == "nothing"
+    assert table["gathered once"][1] == "nothing"
     right, found = weights_of(whole), weights_of(tmp_path)
     assert all(torch.equal(found[name], weight) for name, weight in right.items())

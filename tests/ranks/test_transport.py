@@ -1,6 +1,6 @@
-"""The transports: values, bits, bytes and memory, against what one process computes from known tensors.
+"""The transports: values, bits, bytes sent and memory, compared with what one process computes from known tensors.
 
-Every rank's tensors come from a seed, so that each process knows what all the others have.
+Every rank's tensors come from a seed, so each process knows those of all others.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Shapes = tuple[Shape, ...]
 CPU = torch.device("cpu")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 BUCKETS: dict[str, Shapes] = {
-    "one that is divisible": ((12, 5),),
-    "one large that is not": ((257, 401),),  # its share stays above PACK_BELOW_BYTES for W = 2, 3, 4
+    "one divisible": ((12, 5),),
+    "one large, not divisible": ((257, 401),),  # its share stays above PACK_BELOW_BYTES for W = 2, 3, 4
     "uneven rows": ((5,), (7, 3), (13, 2, 2)),
     "fewer rows than ranks": ((1, 4), (2,), (3, 3)),
     "small among large": ((3,), (257, 401), (1, 7), (350, 300), (64,)),
 }
-SCALARS: Shapes = ((), (0, 3), (1,), (257, 401))  # what replicated parameters may be, too
+SCALARS: Shapes = ((), (0, 3), (1,), (257, 401))  # replicated parameters may have these shapes, too
 
 
 def param(shape: Shape, dtype: torch.dtype = torch.float32, sharded: bool = True) -> Param:
@@ -57,7 +57,7 @@ def param(shape: Shape, dtype: torch.dtype = torch.float32, sharded: bool = True
 
 
 def known(shape: Shape, rank: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """What ``rank`` has: a gradient, or (rank 0's) the full parameter."""
+    """The gradient of ``rank``; that of rank 0 is also the full parameter."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     return torch.randn(shape, generator=generator).to(dtype)
 
@@ -103,7 +103,7 @@ def transport_named(name: str) -> Transport:
 
 @dataclass
 class Seen:
-    """What one rank saw of one bucket."""
+    """Results and traffic of one bucket on one rank."""
 
     results: list[Tensor]
     sent_bytes: int
@@ -130,7 +130,7 @@ def carry(
     return Seen(list(results), sum(sent), sum(map(bytes_of, params)), len(sent))
 
 
-def assert_carried(seen: Sequence[Seen], kind: str, shapes: Shapes, dtype: torch.dtype) -> None:
+def assert_exact(seen: Sequence[Seen], kind: str, shapes: Shapes, dtype: torch.dtype) -> None:
     """Shapes, dtypes and, bit for bit, values on every rank."""
     for rank, one in enumerate(seen):
         for shape, result in zip(shapes, one.results, strict=True):
@@ -143,13 +143,13 @@ def assert_carried(seen: Sequence[Seen], kind: str, shapes: Shapes, dtype: torch
 @pytest.mark.parametrize("bucket", BUCKETS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_exchange_gives_the_exact_values_at_the_least_bytes(
+def test_exchange_gives_exact_values_and_sends_the_fewest_bytes(
     ranks_pool: RanksPool, world_size: int, kind: str, bucket: str
 ) -> None:
     shapes = BUCKETS[bucket]
     seen = ranks_pool.run(world_size, carry, "Exchange", kind, shapes, torch.float32)
-    assert_carried(seen, kind, shapes, torch.float32)
-    if kind == "all_reduce":  # uneven parts: each rank near the least, all together exactly at it
+    assert_exact(seen, kind, shapes, torch.float32)
+    if kind == "all_reduce":  # uneven parts: each rank is near the minimum, their sum is exactly at it
         numel = sum(map(torch.Size.numel, map(torch.Size, shapes)))
         assert sum(one.sent_bytes for one in seen) == 2 * (world_size - 1) * numel * 4
     else:
@@ -175,13 +175,13 @@ def test_exchange_of_other_dtypes(ranks_pool: RanksPool, world_size: int, kind: 
                 wanted = expected(kind, shape, rank, world_size, dtype)
                 torch.testing.assert_close(result, wanted, rtol=1e-6, atol=1e-6)
     else:
-        assert_carried(seen, kind, shapes, dtype)
+        assert_exact(seen, kind, shapes, dtype)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_scalars_and_empty_tensors_are_averaged(ranks_pool: RanksPool, world_size: int) -> None:
     seen = ranks_pool.run(world_size, carry, "Exchange", "all_reduce", SCALARS, torch.float32)
-    assert_carried(seen, "all_reduce", SCALARS, torch.float32)
+    assert_exact(seen, "all_reduce", SCALARS, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["Exchange", "Plain"])
@@ -189,13 +189,13 @@ def test_scalars_and_empty_tensors_are_averaged(ranks_pool: RanksPool, world_siz
 def test_gradients_may_be_transposed(ranks_pool: RanksPool, kind: str, name: str) -> None:
     shapes = ((7, 3), (401, 257))
     seen = ranks_pool.run(2, carry, name, kind, shapes, torch.float32, True)
-    assert_carried(seen, kind, shapes, torch.float32)  # W = 2: halving before or after the sum gives the same bits
+    assert_exact(seen, kind, shapes, torch.float32)  # W = 2: halving before or after the sum gives the same bits
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_plain_gives_the_same_values(ranks_pool: RanksPool, world_size: int, kind: str, bucket: str) -> None:
+def test_plain_gives_close_values(ranks_pool: RanksPool, world_size: int, kind: str, bucket: str) -> None:
     shapes = BUCKETS[bucket]
     seen = ranks_pool.run(world_size, carry, "Plain", kind, shapes, torch.float32)
     for rank, one in enumerate(seen):
@@ -213,7 +213,7 @@ def test_small_tensors_share_a_message_and_large_ones_do_not(ranks_pool: RanksPo
     assert [one.sends for one in seen] == [3, 3]  # three small ones in one message, two large ones
 
 
-def test_messages_are_cut_by_the_bytes_that_go_to_one_peer() -> None:
+def test_tensors_share_messages_by_their_bytes_to_one_peer() -> None:
     limit = torch.empty(PACK_BELOW_BYTES // 4)
     below = limit[:-1]
     assert messages([limit, below, limit, below], 4, sharded=True) == [[1, 3], [0], [2]]
@@ -284,7 +284,7 @@ def test_reductions_are_equal_bit_for_bit_on_all_ranks_and_in_reruns(ranks_pool:
 
 
 def refresh(rank: int, world_size: int, name: str) -> tuple[list[Tensor], list[bool], bool]:
-    """Each rank's buffers have right rows of its own and wrong rows of all others."""
+    """Gather into buffers in which only the rank's own rows are right."""
     shapes = BUCKETS["small among large"] if name == "Exchange" else BUCKETS["uneven rows"]
     buffers, shards = [], []
     for shape in shapes:
@@ -296,26 +296,26 @@ def refresh(rank: int, world_size: int, name: str) -> tuple[list[Tensor], list[b
         shards.append(torch.nn.Parameter(shard))
     results = transport_named(name).all_gather(shards, [param(shape) for shape in shapes], into=buffers).wait()
     in_place = [result.data_ptr() == buffer.data_ptr() for result, buffer in zip(results, buffers, strict=True)]
-    own_kept = all(
+    own_unchanged = all(
         torch.equal(shard, shard_of(known(shape, 0), rank, world_size))
         for shard, shape in zip(shards, shapes, strict=True)
     )
-    return list(results), in_place, own_kept
+    return list(results), in_place, own_unchanged
 
 
 @pytest.mark.parametrize("name", ["Exchange", "Plain"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_gather_into_buffers_fills_the_other_rows_in_place(ranks_pool: RanksPool, world_size: int, name: str) -> None:
     shapes = BUCKETS["small among large"] if name == "Exchange" else BUCKETS["uneven rows"]
-    for results, in_place, own_kept in ranks_pool.run(world_size, refresh, name):
+    for results, in_place, own_unchanged in ranks_pool.run(world_size, refresh, name):
         assert all(in_place)
-        assert own_kept
+        assert own_unchanged
         for shape, result in zip(shapes, results, strict=True):
             assert torch.equal(result, known(shape, 0))
 
 
 def inputs_after(rank: int, world_size: int, name: str, kind: str) -> list[bool]:
-    """Whether the inputs are as before, and whether a result shares memory with its input."""
+    """Whether each input is unchanged, and whether each result has memory of its own."""
     shapes = ((5, 2), (350, 300))
     params = [param(shape) for shape in shapes]
     inputs = [known(shape, rank) for shape in shapes]
@@ -324,11 +324,11 @@ def inputs_after(rank: int, world_size: int, name: str, kind: str) -> list[bool]
     before = [tensor.clone() for tensor in inputs]
     results = getattr(transport_named(name), kind)(inputs, params).wait()
     unchanged = [torch.equal(tensor, old) for tensor, old in zip(inputs, before, strict=True)]
-    apart = [
+    own_memory = [
         result.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
         for result, tensor in zip(results, inputs, strict=True)
     ]
-    return unchanged + apart
+    return unchanged + own_memory
 
 
 @pytest.mark.parametrize("name", ["Exchange", "Plain"])
@@ -370,7 +370,7 @@ def test_wait_drops_the_inputs(ranks_pool: RanksPool, world_size: int) -> None:
         assert waited == 0
 
 
-# What is under way
+# In flight
 
 
 def out_of_order(rank: int, world_size: int) -> dict[str, list[Tensor]]:
@@ -393,7 +393,7 @@ def test_several_buckets_may_be_waited_for_in_any_order(ranks_pool: RanksPool, w
 def lazy_first_rank(rank: int, world_size: int) -> Tensor:
     handle = launch(Exchange(everyone()), "all_reduce", ((257, 401),))
     if rank == 0:
-        dist.barrier()  # the others arrive here only after they have the means, rank 0's part among them
+        dist.barrier()  # the others come here only after they have the means, including rank 0's part
         return handle.wait()[0]
     mean = handle.wait()[0]
     dist.barrier()
@@ -406,7 +406,7 @@ def test_an_all_reduce_goes_on_while_nobody_waits(ranks_pool: RanksPool) -> None
 
 
 def behind_a_late_rank(rank: int, world_size: int) -> tuple[Tensor, Tensor | None]:
-    """Rank 1 comes to the all-reduce only after the others have ended a gather that they launched after it."""
+    """Rank 1 launches its all-reduce only after the others have ended a gather that they launched after theirs."""
     pair = dist.new_group([0, 2])
     if rank == 1:
         dist.barrier()
@@ -417,7 +417,7 @@ def behind_a_late_rank(rank: int, world_size: int) -> tuple[Tensor, Tensor | Non
     return late.wait()[0], full
 
 
-def test_an_all_reduce_that_has_to_wait_holds_up_nothing_else(ranks_pool: RanksPool) -> None:
+def test_an_all_reduce_that_has_to_wait_blocks_nothing_else(ranks_pool: RanksPool) -> None:
     results = ranks_pool.run(3, behind_a_late_rank, timeout=20.0)
     assert all(torch.equal(mean, mean_of((257, 401), 3, torch.float32)) for mean, _ in results)
     assert [full.tolist() for _, full in results if full is not None] == [[[0.0, 0.0], [2.0, 2.0]]] * 2
@@ -434,7 +434,7 @@ def fail_then_go_on(rank: int, world_size: int) -> tuple[list[Tensor], int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_drain_ends_what_a_failed_step_left(ranks_pool: RanksPool, world_size: int) -> None:
+def test_drain_ends_all_that_a_failed_step_left_in_flight(ranks_pool: RanksPool, world_size: int) -> None:
     for rank, ((rows,), left) in enumerate(ranks_pool.run(world_size, fail_then_go_on)):
         assert left == 0
         assert torch.equal(rows, expected("reduce_scatter", (257, 401), rank, world_size, torch.float32))
@@ -453,11 +453,11 @@ def drain_then_wait(rank: int, world_size: int) -> tuple[Tensor, str]:
 def test_a_drained_handle_still_has_its_results_and_a_second_wait_is_an_error(ranks_pool: RanksPool) -> None:
     for full, message in ranks_pool.run(2, drain_then_wait):
         assert torch.equal(full, known((7, 2), 0))
-        assert message == "this handle was waited for already; a launch is waited for once"
+        assert message == "this handle was already waited for; call wait once per launch"
 
 
-def beside_user_messages(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """A user's own message is under way all the while."""
+def during_user_messages(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """A user's own message is in flight meanwhile."""
     mine, theirs = torch.full((3,), float(rank)), torch.empty(3)
     works = [dist.irecv(theirs, 1 - rank), dist.isend(mine, 1 - rank)]
     (mean,) = launch(Exchange(everyone()), "all_reduce", ((3,),)).wait()
@@ -469,7 +469,7 @@ def beside_user_messages(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
 
 def test_user_messages_do_not_get_mixed_up_with_ours(ranks_pool: RanksPool) -> None:
     assert TAG != 0
-    for rank, (mean, theirs) in enumerate(ranks_pool.run(2, beside_user_messages)):
+    for rank, (mean, theirs) in enumerate(ranks_pool.run(2, during_user_messages)):
         assert torch.equal(mean, mean_of((3,), 2, torch.float32))
         assert theirs.tolist() == [1.0 - rank] * 3
 
@@ -487,7 +487,7 @@ def test_ranks_are_those_of_the_group(ranks_pool: RanksPool) -> None:
     assert [mean.tolist() for mean in means] == [[1.5] * 3] * 2
 
 
-def test_a_failure_in_the_background_reaches_who_waits_and_the_thread_lives_on() -> None:
+def test_a_failure_in_the_background_is_raised_by_its_wait_and_the_thread_goes_on() -> None:
     done: list[int] = []
     failed = in_background(AVERAGER, lambda: done.index(0) and None)
     after = in_background(AVERAGER, lambda: done.append(1))
@@ -497,7 +497,7 @@ def test_a_failure_in_the_background_reaches_who_waits_and_the_thread_lives_on()
     assert done == [1]
 
 
-# The table
+# Choice of a transport
 
 
 def choose(rank: int, world_size: int) -> tuple[str, str]:
@@ -506,10 +506,10 @@ def choose(rank: int, world_size: int) -> tuple[str, str]:
     return type(transport_for(everyone(), CPU)).__name__, str(caught.value)
 
 
-def test_the_table_says_who_carries(ranks_pool: RanksPool) -> None:
+def test_device_and_backend_choose_the_transport(ranks_pool: RanksPool) -> None:
     for name, message in ranks_pool.run(2, choose):
         assert name == "Exchange"
-        assert "carries no meta tensors" in message
+        assert "supports no meta tensors" in message
     assert ranks_pool.run(1, choose)[0][0] == "Alone"
 
 
@@ -533,7 +533,7 @@ def test_one_rank_needs_no_communication(ranks_pool: RanksPool) -> None:
 
 
 def on_fake_ranks(rank: int, world_size: int) -> tuple[str, list[list[Shape]], Tensor]:
-    """Rank 3 of 8, alone in its world: both native transports give the right shapes."""
+    """Rank 3 of 8 without real peers: both native transports give the right shapes."""
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=3, world_size=8)
     try:
@@ -554,11 +554,11 @@ def test_native_transports_on_eight_fake_ranks(ranks_pool: RanksPool) -> None:
     ((chosen, seen, full),) = ranks_pool.run(1, on_fake_ranks)
     assert chosen == "Plain"
     assert seen == [[(5, 2), (16, 3), (9,)], [(1, 2), (2, 3), (2,)], [(5, 2), (16, 3), (9,)]] * 2
-    assert full.tolist() == [3.0] * 15  # fake ranks have what we have
+    assert full.tolist() == [3.0] * 15  # fake ranks have the same values as ours
 
 
 def calls_of_grouped(rank: int, world_size: int) -> tuple[list[Shape], list[str], int]:
-    """What NCCL would be given for one bucket: the calls' inputs, their operations, and the launches."""
+    """The calls that NCCL would get for one bucket: shapes of inputs, operations, number of launches."""
     from thunder_zero.comm import native
 
     transport = Grouped(everyone())
@@ -575,12 +575,12 @@ def calls_of_grouped(rank: int, world_size: int) -> tuple[list[Shape], list[str]
         mock.patch.object(native, "_coalescing_manager") as manager,
     ):
         transport.reduce_scatter(grads, [param((4, 2)), param((5,))])
-    assert inputs[0].data_ptr() == grads[0].data_ptr(), "rows that ranks divide are not copied"
-    assert inputs[1].tolist() == [*grads[1].tolist(), 0.0], "padding is zero"
+    assert inputs[0].data_ptr() == grads[0].data_ptr(), "rows divisible by the ranks are not copied"
+    assert inputs[1].tolist() == [*grads[1].tolist(), 0.0], "the padding is zero"
     return [tuple(given.shape) for given in inputs], ops, manager.call_count
 
 
-def test_grouped_averages_in_one_launch_and_copies_only_what_it_must_pad(ranks_pool: RanksPool) -> None:
+def test_grouped_averages_in_one_launch_and_copies_only_to_pad(ranks_pool: RanksPool) -> None:
     for shapes, ops, launches in ranks_pool.run(2, calls_of_grouped):
         assert shapes == [(4, 2), (6,)]
         assert ops == ["RedOpType.AVG"] * 2

@@ -1,7 +1,6 @@
-"""What a checkpoint on disk consists of, as frozen data: each file with its size and SHA-256.
+"""``manifest.json``: the files of a checkpoint with their sizes and SHA-256, as frozen data; compares files with it.
 
-Needs neither torch nor a process group, so that a tool can read, check and list a checkpoint by itself. A manifest is
-written last, so a folder that has one was written to its end.
+Needs neither torch nor a process group. The manifest is written last, so a folder that has one is complete.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class File:
     """A file of a checkpoint.
 
     Attributes:
-        name: in the checkpoint's folder.
+        name: within the checkpoint's folder.
         size: in bytes.
-        sha256: of all of them, 64 hex digits.
+        sha256: of its content, 64 hex digits.
     """
 
     name: str
@@ -34,35 +33,18 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of a checkpoint, put together from all ranks.
-
-    Attributes:
-        key: its name in the files, such as ``"model.embed.weight"``.
-        shape: of the whole tensor, without padding.
-        dtype: ``"float32"``.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
     """A checkpoint.
 
     Attributes:
-        number: larger than that of any checkpoint that was beside it when it was saved.
+        number: larger than that of every checkpoint that was in the same folder when it was saved.
         ranks: how many ranks saved it.
         files: all files but the manifest.
-        tensors: all tensors in them.
     """
 
     number: int
     ranks: int
     files: tuple[File, ...]
-    tensors: tuple[Stored, ...]
 
 
 def to_text(manifest: Manifest) -> str:
@@ -72,30 +54,24 @@ def to_text(manifest: Manifest) -> str:
 
 
 def from_text(text: str) -> Manifest:
-    """The other way.
+    """Parse a manifest.
 
     Raises:
-        ValueError: not a manifest, one of a later version, or one that was changed.
+        ValueError: it is not a manifest, of a later version, or changed.
     """
     try:
         document = json.loads(text)
-        told = document.pop("sha256")
-        intact = told == _digest(document)
+        intact = document.pop("sha256") == _digest(document)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{NAME} is damaged: it is no manifest ({error!r})") from None
+        raise ValueError(f"{NAME} is damaged: it is not a manifest ({error!r})") from None
     if not intact:
-        raise ValueError(f"{NAME} is damaged: its SHA-256 is not the one that it names")
+        raise ValueError(f"{NAME} is damaged: its contents do not match its SHA-256")
     if document.get("format") != FORMAT:
         raise ValueError(f"{NAME} has format {document.get('format')}; this thunder_zero reads format {FORMAT}")
     try:
-        return Manifest(
-            document["number"],
-            document["ranks"],
-            tuple(File(**file) for file in document["files"]),
-            tuple(Stored(stored["key"], tuple(stored["shape"]), stored["dtype"]) for stored in document["tensors"]),
-        )
+        return Manifest(document["number"], document["ranks"], tuple(File(**file) for file in document["files"]))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{NAME} is damaged: it is no manifest ({error!r})") from None
+        raise ValueError(f"{NAME} is damaged: it is not a manifest ({error!r})") from None
 
 
 def read(folder: Path) -> Manifest:
@@ -108,39 +84,39 @@ def read(folder: Path) -> Manifest:
     return from_text((folder / NAME).read_text(errors="replace"))
 
 
-def faults(folder: Path, files: Iterable[File], read: Callable[[int], None] = lambda count: None) -> list[str]:
-    """What is wrong with these files of a checkpoint, a sentence for each; they are read to their ends.
+def find_faults(folder: Path, files: Iterable[File], done: Callable[[int], None] = lambda count: None) -> list[str]:
+    """A sentence for each of these files that is not as it was saved; reads all of them.
 
     Args:
         folder: the checkpoint's.
-        files: those to look at.
-        read: is told how many bytes more of them were read.
+        files: the files to check.
+        done: called with each number of further bytes that were read.
     """
-    return [fault for file in files if (fault := _fault(folder / file.name, file, read)) is not None]
+    return [fault for file in files if (fault := _fault(folder / file.name, file, done)) is not None]
 
 
-def faults_of_size(folder: Path, files: Iterable[File]) -> list[str]:
-    """Which of these files are missing, or have another size, a sentence for each; none is read."""
-    return [fault for file in files if (fault := _fault_of_size(folder / file.name, file)) is not None]
+def find_wrong_sizes(folder: Path, files: Iterable[File]) -> list[str]:
+    """A sentence for each of these files that is missing or has another size; reads none of them."""
+    return [fault for file in files if (fault := _wrong_size(folder / file.name, file)) is not None]
 
 
-def _fault(path: Path, file: File, read: Callable[[int], None]) -> str | None:
-    if wrong := _fault_of_size(path, file):
+def _fault(path: Path, file: File, done: Callable[[int], None]) -> str | None:
+    if wrong := _wrong_size(path, file):
         return wrong
     with path.open("rb") as stream:
         digest = hashlib.sha256()
         while block := stream.read(BLOCK):
             digest.update(block)
-            read(len(block))
-    return None if digest.hexdigest() == file.sha256 else f"{file.name} was changed: its SHA-256 is another"
+            done(len(block))
+    return None if digest.hexdigest() == file.sha256 else f"{file.name} was changed: its SHA-256 differs"
 
 
-def _fault_of_size(path: Path, file: File) -> str | None:
+def _wrong_size(path: Path, file: File) -> str | None:
     try:
         size = path.stat().st_size
     except FileNotFoundError:
         return f"{file.name} is missing"
-    return None if size == file.size else f"{file.name} has {size:,} bytes and was saved with {file.size:,}"
+    return None if size == file.size else f"{file.name} has {size:,} bytes, it was saved with {file.size:,}"
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""Do all ranks hold the same model, will they run the same collectives, do they all take what is loaded?
+"""Compares modules, arguments and schedules between ranks, and makes all ranks refuse what one refuses.
 
-Ranks that disagree do not fail by themselves: they hang, or exchange bytes that mean something else. What one rank
-refuses is therefore told to all, before anything is written, and what has to agree is compared line by line.
+Ranks that disagree do not fail by themselves: they hang, or exchange bytes that mean something else. So a rank that
+refuses tells all others before anything is written, and everything that has to agree is compared fact by fact.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thunder_zero.comm.peers import answered, told_by_all
+from thunder_zero.comm.peers import all_gather_object, naming_lost_ranks
 from thunder_zero.plan import Plan
 
 Item = TypeVar("Item")
@@ -25,12 +25,12 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something that has to agree.
+    """Something that has to agree between ranks.
 
     Attributes:
-        name: what it is, as the sentence calls it: ``"parameter 'w'"``.
-        value: what it is on this rank.
-        remedy: what to do where it differs.
+        name: its name in the error message: ``"parameter 'w'"``.
+        value: its value on this rank.
+        remedy: the action to take if it differs.
     """
 
     name: str
@@ -43,63 +43,68 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(_flat_bytes(tensor.detach().cpu()).numpy().data).hexdigest()[:16]
 
 
-def describe(module: nn.Module, plan: Plan, device: torch.device) -> list[Fact]:
-    """What has to agree beside the values: the policy, the units, each parameter and buffer in order.
+def module_facts(module: nn.Module, plan: Plan, device: torch.device) -> list[Fact]:
+    """Everything but values that has to agree: the policy, the mesh, each parameter and buffer in order.
 
-    Where values are comes in where no rank's are broadcast, since ranks make those of the meta device together.
+    Which parameters are on the meta device counts only without ``broadcast_from``, since all ranks then initialize
+    them together.
     """
-    lines = [
+    facts = [
         Fact(f"the policy's {field.name}", repr(getattr(plan.policy, field.name)), "give every rank the same policy")
         for field in fields(plan.policy)
-        if field.name != "unit_of"  # a function; what it answers is compared
+        if field.name != "unit_of"  # a function: the units that it returns are compared
     ]
-    lines.append(Fact("the device", device.type, "put the module on the same kind of device on every rank"))
+    facts.append(Fact("the device", device.type, "put the module on the same kind of device on every rank"))
     mesh = f"{plan.replicas} x {plan.world_size}"
-    lines.append(Fact("the mesh (copies x ranks)", mesh, "give every rank the same mesh, or the same process_group"))
+    facts.append(Fact("the mesh (copies x ranks)", mesh, "give every rank the same mesh, or the same process_group"))
     for param in plan.params:
-        what = f"shape {param.shape}, {param.dtype}, requires_grad={param.requires_grad}, unit {param.unit!r}"
+        value = f"shape {param.shape}, {param.dtype}, requires_grad={param.requires_grad}, unit {param.unit!r}"
         if plan.policy.broadcast_from is None and module.get_parameter(param.path).is_meta:
-            what += ", on the meta device"
-        lines.append(Fact(f"parameter {' = '.join(map(repr, param.names))}", what))
+            value += ", on the meta device"
+        facts.append(Fact(f"parameter {' = '.join(map(repr, param.names))}", value))
     for name, buffer in module.named_buffers():
-        lines.append(Fact(f"buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
-    return lines
+        facts.append(Fact(f"buffer {name!r}", f"shape {tuple(buffer.shape)}, {buffer.dtype}"))
+    return facts
 
 
 @contextmanager
 def all_or_none(group: dist.ProcessGroup, what: str = "its module") -> Iterator[None]:
-    """What one rank refuses inside of the block, every rank refuses at its end; ``what`` is for the sentence.
+    """If the block raises on one rank, every rank raises at its end; a collective.
+
+    Args:
+        group: the ranks that take part.
+        what: completes "rank 1 refused ..." in the message on the other ranks.
 
     Raises:
-        Exception: what the block raised here.
-        RuntimeError: the block raised on another rank; its sentence is in the message.
+        Exception: the block raised it here.
+        RuntimeError: the block raised on another rank; its message is quoted.
     """
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
-    told = told_by_all(None if failure is None else str(failure), group)
+    refusals = all_gather_object(None if failure is None else str(failure), group)
     if failure is not None:
         raise failure
-    for rank, sentence in enumerate(told):
-        if sentence is not None:
-            raise RuntimeError(f"rank {rank} refused {what}, so all ranks do: {sentence}")
+    for rank, refusal in enumerate(refusals):
+        if refusal is not None:
+            raise RuntimeError(f"rank {rank} refused {what}, so every rank stops: {refusal}")
 
 
-def require_same(lines: Sequence[Fact], group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank's lines differ from rank 0's; a collective.
+def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
+    """Raise on every rank if any rank's facts differ from rank 0's; a collective.
 
     Raises:
-        RuntimeError: naming the first line that differs, both values and both ranks.
+        RuntimeError: naming the first fact that differs, both values and both ranks.
     """
-    difference = _first_difference(lines, group)
+    difference = _first_difference(facts, group)
     if difference is None:
         return
-    rank, _, expected, found = difference
+    rank, expected, found = difference.rank, difference.expected, difference.found
     if expected is None or found is None or expected.name != found.name:
-        here, there = (line.name if line is not None else "nothing more" for line in (expected, found))
-        remedy = next(line.remedy for line in (expected, found) if line is not None)
+        here, there = (fact.name if fact is not None else "nothing more" for fact in (expected, found))
+        remedy = next(fact.remedy for fact in (expected, found) if fact is not None)
         raise RuntimeError(f"the ranks differ: rank 0 has {here} where rank {rank} has {there}; {remedy}")
     raise RuntimeError(
         f"{expected.name} differs between ranks: rank 0 has {expected.value}, rank {rank} has {found.value}; "
@@ -108,10 +113,10 @@ def require_same(lines: Sequence[Fact], group: dist.ProcessGroup) -> None:
 
 
 def require_same_schedule(program: str, lines: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Raise on every rank if any rank's collectives differ from rank 0's.
+    """Raise on every rank if any rank's collectives differ from rank 0's; a collective.
 
     Args:
-        program: what runs, such as "backward"; it has to agree, too.
+        program: the name of the program, such as "backward"; it has to agree, too.
         lines: what this rank starts, ends and frees, in order.
         group: the ranks that take part.
 
@@ -119,47 +124,52 @@ def require_same_schedule(program: str, lines: Sequence[str], group: dist.Proces
         RuntimeError: naming the program or the first line that differs, and both ranks.
     """
     difference = _first_difference([program, *lines], group)
-    if difference is not None:
-        rank, number, *texts = difference
-        expected, found = (text or "nothing" for text in texts)
-        if number == 0:
-            raise RuntimeError(
-                f"the ranks would run different programs: rank 0 runs {expected}, rank {rank} runs {found}; call the "
-                f"model on every rank alike, with gradients or without, inside of no_sync or outside"
-            )
+    if difference is None:
+        return
+    rank, expected, found = difference.rank, difference.expected or "nothing", difference.found or "nothing"
+    if difference.position == 0:
         raise RuntimeError(
-            f"the ranks would run different collectives: line {number - 1} of {program} is {expected!r} on rank 0 and "
-            f"{found!r} on rank {rank}; give every rank inputs that take the same path through the module"
+            f"the ranks would run different programs: rank 0 runs {expected}, rank {rank} runs {found}; call the "
+            f"model the same way on every rank: with or without gradients, inside or outside no_sync"
         )
+    raise RuntimeError(
+        f"the ranks would run different collectives: line {difference.position - 1} of {program} is {expected!r} on "
+        f"rank 0 and {found!r} on rank {rank}; give every rank inputs that take the same path through the module"
+    )
 
 
-def _first_difference(
-    lines: Sequence[Item], group: dist.ProcessGroup
-) -> tuple[int, int, Item | None, Item | None] | None:
-    """The first rank and line that differ from rank 0's, what rank 0 has and what that rank has; a collective.
+@dataclass(frozen=True, slots=True)
+class _Difference(Generic[Item]):
+    """The first item in which a rank differs from rank 0. None is an item that only the other of them has."""
 
-    Only digests travel where all agree.
-    """
-    if len(set(told_by_all(hashlib.sha256("\n".join(map(repr, lines)).encode()).hexdigest(), group))) == 1:
+    rank: int
+    position: int
+    expected: Item | None  # on rank 0
+    found: Item | None  # on the other
+
+
+def _first_difference(items: Sequence[Item], group: dist.ProcessGroup) -> _Difference[Item] | None:
+    """The first rank and item that differ from rank 0's; a collective. If all ranks agree, only digests travel."""
+    if len(set(all_gather_object(hashlib.sha256("\n".join(map(repr, items)).encode()).hexdigest(), group))) == 1:
         return None
-    of_all = told_by_all(lines, group)
+    by_rank = all_gather_object(items, group)
     return next(
-        (rank, number, expected, found)
-        for rank, others in enumerate(of_all)
-        for number, (expected, found) in enumerate(zip_longest(of_all[0], others))
+        _Difference(rank, position, expected, found)
+        for rank, others in enumerate(by_rank)
+        for position, (expected, found) in enumerate(zip_longest(by_rank[0], others))
         if expected != found
     )
 
 
 @torch.no_grad()
 def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Give every rank the values that rank ``source`` of the group has, in place.
+    """Overwrite a tensor on every rank with its values on rank ``source`` of the group.
 
-    They travel as bytes on ``device``, since no backend carries every dtype.
+    The values travel as bytes on ``device``, since no backend carries every dtype.
     """
     staged = tensor.detach().to(device).contiguous()
     if staged.numel():
-        with answered(group):
+        with naming_lost_ranks(group):
             dist.broadcast(_flat_bytes(staged), group=group, group_src=source)
         tensor.copy_(staged)
 

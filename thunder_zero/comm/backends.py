@@ -1,4 +1,4 @@
-"""Chooses a transport by device and backend, and builds the one that a model uses."""
+"""Chooses a transport by device and backend, and builds the transport of a model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from thunder_zero.comm.staging import Staging, needs_staging
 from thunder_zero.comm.transport import Alone, Transport
 from thunder_zero.plan import Plan
 
-# (device type, backend) -> who carries the bucket
+# (device type, backend) -> transport; Plain for all others
 BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup, int], Transport]] = {
-    ("cpu", "gloo"): Exchange,  # messages between pairs of ranks: gloo's own reduce-scatter sends twice the least
+    ("cpu", "gloo"): Exchange,  # messages between pairs of ranks: gloo's own reduce-scatter sends twice the minimum
     ("cuda", "nccl"): Grouped,  # one launch a bucket, the mean inside the collective
     ("cuda", "fake"): Grouped,  # stands in for NCCL: the same kernels and memory, no peers
 }
 
 
 def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> Transport:
-    """The transport for tensors on ``device``; those of one model have different roles, if they may share a group.
+    """The transport for tensors on ``device``; transports of one model that may share a group have different roles.
 
     Raises:
         ValueError: the group has no backend for this device.
@@ -34,8 +34,8 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> T
     backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device.type)
     if backend is None:
         raise ValueError(
-            f"the process group's backend is {config!r}, which carries no {device.type} tensors; move the module to "
-            f"a device that it carries, or give a group with a backend for {device.type} (gloo for CPU)"
+            f"the process group's backend {config!r} supports no {device.type} tensors; move the module to a device "
+            f"that it supports, or give a process group with a backend for {device.type} (gloo for CPU)"
         )
     if dist.get_world_size(group) == 1:
         return Alone()
@@ -43,7 +43,7 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> T
 
 
 def model_transport(plan: Plan, ranks: Ranks, device: torch.device) -> Transport:
-    """The transport of a model: over one group or several, with casts and copies in front of it where the plan has any."""
+    """The transport of a model: over one group or several, with the casts and copies that the plan asks for."""
     transport = transport_for(ranks.inside, device)
     if ranks.across is not None:
         across, everyone = transport_for(ranks.across, device, role=1), transport_for(ranks.everyone, device, role=2)

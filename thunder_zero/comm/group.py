@@ -1,4 +1,4 @@
-"""Which ranks share a model, and on which device; what cannot be sharded is refused here."""
+"""Finds the process groups of a model from its ``process_group`` or ``mesh``, and makes further ones."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from thunder_zero.comm.peers import timeout_of
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Who trains a model together.
+    """The process groups of a model.
 
     Attributes:
-        everyone: all ranks that do.
-        inside: those among which one copy of the model is sharded, this rank's.
-        across: those that hold the same rows as this rank, of other copies; None if there is one copy.
+        everyone: all ranks that train it.
+        inside: the ranks that share this rank's copy of the model.
+        across: the ranks that hold the same rows as this one in each copy; None if there is one copy.
     """
 
     everyone: dist.ProcessGroup
@@ -25,32 +27,34 @@ class Ranks:
 
     @property
     def replicas(self) -> int:
-        """How many copies of the model there are."""
+        """The number of copies of the model."""
         return 1 if self.across is None else self.across.size()
 
 
 def ranks_of(group: object, mesh: object) -> Ranks:
-    """Who trains together, by the process group or the mesh that was given, or the default group.
+    """The process groups of a model from the given process group, the given mesh, or the default group.
 
-    A mesh of one dimension shards over it, one of two (replicate, shard) over the second. A collective of its ranks,
-    where a mesh is not all ranks.
+    A mesh of one dimension shards over it, a mesh of two (replicate, shard) over the second. If the mesh leaves out
+    ranks, this is a collective of the ranks in it.
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: this rank is not in the group or in the mesh; both are given; a mesh of more dimensions.
+        ValueError: this rank is not in the group or in the mesh; both are given; the mesh has more dimensions.
         TypeError: not a process group; not a mesh.
     """
     if mesh is None:
         alone = process_group(group)
         return Ranks(alone, alone, None)
     if group is not None:
-        raise ValueError("process_group and mesh are both given; give one of them, a mesh has its process groups")
+        raise ValueError(
+            "process_group and mesh are both given; give only one of them (a mesh has its own process groups)"
+        )
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is {mesh!r}, a {type(mesh).__name__}; give a torch.distributed.device_mesh.DeviceMesh")
     if mesh.ndim > 2:
         raise ValueError(
-            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.mesh.shape)}; give one (shard) or two "
-            f"(replicate, shard) of them, such as mesh['replicate', 'shard']"
+            f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names or tuple(mesh.mesh.shape)}; give one dimension "
+            f"(shard) or two (replicate, shard), such as mesh['replicate', 'shard']"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -62,12 +66,21 @@ def ranks_of(group: object, mesh: object) -> Ranks:
 
 
 def hybrid_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
-    """All ranks as so many copies of so many ranks; a collective."""
+    """A mesh of all ranks, ``shape`` = (copies, ranks of each copy); a collective."""
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
+def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A new gloo group of the same ranks, with the timeout that ``group`` has on ``device``; a collective of them.
+
+    For collectives that must not mix with those of ``group``, such as those of another thread.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    return process_group(dist.new_group(ranks, timeout_of(group, device), "gloo", use_local_synchronization=True))
+
+
 def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The default group where the mesh is all ranks, so that one that was given another mesh is heard."""
+    """A group of the mesh's ranks: the default one if it has all, so that a rank with another mesh can still object."""
     ranks = mesh.mesh.flatten().tolist()
     if ranks == list(range(dist.get_world_size())):
         return process_group(None)
@@ -75,7 +88,7 @@ def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def process_group(group: object) -> dist.ProcessGroup:
-    """The group that was given, or the default one.
+    """The given group, or the default one.
 
     Raises:
         RuntimeError: there is neither.
@@ -85,13 +98,13 @@ def process_group(group: object) -> dist.ProcessGroup:
     if group is not None:
         if group == dist.GroupMember.NON_GROUP_MEMBER:  # an int, which new_group returns on the other ranks
             raise ValueError(
-                f"rank {dist.get_rank()} is not in the process_group that it was given; transform the module only on "
-                f"the ranks that torch.distributed.new_group was given"
+                f"rank {dist.get_rank()} is not in the given process_group; transform the module only on the ranks of "
+                f"that group"
             )
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 f"process_group is {group!r}, a {type(group).__name__}; give a torch.distributed.ProcessGroup "
-                f"(of a DeviceMesh: mesh.get_group()), or None for the default group"
+                f"(for a DeviceMesh: mesh.get_group()), or None for the default group"
             )
         return group
     if not (dist.is_available() and dist.is_initialized()):

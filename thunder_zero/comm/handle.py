@@ -1,4 +1,4 @@
-"""What is under way: one handle a launched bucket."""
+"""Handles of launched buckets: each is waited for once, and keeps its tensors alive until then."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ Result = TypeVar("Result")
 
 
 class Waitable(Protocol):
-    """What is under way."""
+    """A launched collective of one bucket."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """End it; one tensor a parameter."""
+        """Wait for its end; returns one tensor for each parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A part of a bucket that can be finished by itself.
+    """A part of a bucket that finishes independently.
 
     Attributes:
         waits: called in order; each returns when its message has ended, and raises if it failed.
-        then: local work on what has arrived.
+        then: local work on the received data.
     """
 
     waits: Iterable[Callable[[], object]]
     then: Callable[[], object] | None = None
 
     def finish(self) -> None:
-        """Wait for all, then do the local work."""
+        """Wait for all messages, then do the local work."""
         for wait in self.waits:
             wait()
         if self.then is not None:
@@ -40,10 +40,10 @@ class Step:
 
 
 class Handle:
-    """One launched bucket. It keeps alive every tensor that the backend still reads or writes.
+    """One launched bucket. It keeps every tensor alive that the backend still reads or writes.
 
-    The transport that launched it holds it in ``pending`` until it is over, so that dropping a handle
-    never frees memory that is still written to.
+    The transport that launched it holds it in ``pending`` until it has ended, so that dropping a handle
+    never frees memory that the backend still writes to.
     """
 
     def __init__(self, steps: Iterable[Step], results: tuple[Tensor, ...], pending: set[Handle]) -> None:
@@ -53,29 +53,29 @@ class Handle:
         pending.add(self)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The results, one for each parameter of the bucket, in its order. To be called once.
+        """The results, one for each parameter of the bucket, in its order. Call it once.
 
         Raises:
-            RuntimeError: called a second time, or the backend failed (a peer died, a time-out).
+            RuntimeError: called a second time, or the backend failed (a peer died, a timeout).
         """
         if self._results is None:
-            raise RuntimeError("this handle was waited for already; a launch is waited for once")
+            raise RuntimeError("this handle was already waited for; call wait once per launch")
         self.settle()
         results, self._results = self._results, None
         return results
 
     def settle(self) -> None:
-        """End what is under way and drop the inputs; the results can still be taken with ``wait``."""
+        """Wait for all messages and drop the inputs; ``wait`` still returns the results."""
         while self._steps:
-            self._steps.popleft().finish()  # taken out first: a message that failed must not be waited for again
+            self._steps.popleft().finish()  # removed first: a message that failed must not be waited for again
         self._pending.discard(self)
 
 
 def drain(pending: set[Handle]) -> None:
-    """End all that a failed step left under way.
+    """Wait for all that a failed step left in flight.
 
     Raises:
-        RuntimeError: the backend failed; what is left stays pending.
+        RuntimeError: the backend failed; the remaining handles stay pending.
     """
     while pending:
         next(iter(pending)).settle()

@@ -1,11 +1,11 @@
-"""Hybrid sharding: a model is sharded among some ranks, and there are several such copies of it.
+"""Hybrid sharding: several copies of a model, each sharded over some of the ranks.
 
-Rows are gathered inside of a copy. A gradient is reduce-scattered inside of it, and its rows then averaged over the
-ranks of the other copies that hold the same rows (Zhao et al., PyTorch FSDP, 2023, section 3.2.2)::
+Rows are gathered inside a copy. A gradient is reduce-scattered inside the copy, and its rows are then averaged over
+the ranks of the other copies that hold the same rows (Zhao et al., PyTorch FSDP, 2023, section 3.2.2)::
 
     ranks 0 1 | 2 3     reduce_scatter  0-1, 2-3        all_reduce of the rows  0-2, 1-3
 
-What is replicated anyway is averaged over all ranks at once.
+Gradients of replicated parameters are averaged over all ranks at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from thunder_zero.rows import real_rows
 
 
 class Hybrid:
-    """The transport of one copy of several. See :class:`thunder_zero.comm.transport.Transport`."""
+    """The transport of a model of several copies. See :class:`thunder_zero.comm.transport.Transport`."""
 
     def __init__(self, inside: Transport, across: Transport, everyone: Transport, plan: Plan) -> None:
         self._inside, self._across, self._everyone = inside, across, everyone
@@ -33,11 +33,11 @@ class Hybrid:
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Waitable:
-        """Gather inside of the copy."""
+        """Gather inside the copy."""
         return self._inside.all_gather(shards, params, into)
 
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """Average inside of the copy and then, without anybody waiting for that, this rank's rows over all copies."""
+        """Average inside the copy and then, in the background, this rank's rows over all copies."""
         reduced = self._inside.reduce_scatter(grads, params)
 
         def average() -> tuple[Sequence[Tensor], Waitable]:
@@ -52,7 +52,7 @@ class Hybrid:
         return self._everyone.all_reduce(grads, params)
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """As inside of the copy."""
+        """As the transport inside the copy does."""
         return self._inside.soon(start)
 
     def drain(self) -> None:
@@ -63,11 +63,11 @@ class Hybrid:
             transport.drain()
 
 
-Started = tuple[Sequence[Tensor], Waitable]  # means inside of a copy, and what averages their rows
+Started = tuple[Sequence[Tensor], Waitable]  # means inside a copy; the handle that averages them over copies
 
 
 class Averaged:
-    """The handle of gradients that are averaged inside of a copy, then over the copies."""
+    """The handle of gradients that are averaged inside a copy, then over the copies."""
 
     def __init__(
         self, started: Callable[[], Started], params: Sequence[Param], plan: Plan, pending: set[Averaged]
@@ -79,13 +79,13 @@ class Averaged:
     @torch.inference_mode(False)
     @torch.no_grad()
     def wait(self) -> tuple[Tensor, ...]:
-        """This rank's rows of the means over all ranks, with padding."""
+        """This rank's rows of the means over all ranks, padded."""
         self._pending.discard(self)
         means, handle = self._started()
         results = []
         for mean, rows, param in zip(means, handle.wait(), self._params, strict=True):
             if rows.shape == mean.shape:
-                results.append(rows)  # not written into the mean, which may be the gradient itself
+                results.append(rows)  # not copied into the mean, which may be the gradient itself
             else:
                 real_rows(mean, param, self._plan).copy_(rows)
                 results.append(mean)

@@ -1,7 +1,7 @@
-"""The backend's own collectives: grouped in one launch on NCCL, one by one elsewhere.
+"""Transports over the backend's own collectives: grouped into one launch on NCCL, one by one elsewhere.
 
-The tensors travel as they are. Only a gradient whose rows do not divide by the number of ranks is
-copied, into a buffer with zeros at its end, since these collectives send chunks of one size.
+The tensors travel without copies. Only a gradient whose number of rows is not divisible by the number of ranks is
+copied, into a buffer with zeros at its end, since these collectives send chunks of equal size.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class _Native:
-    """What both have in common: buffers, padding, handles."""
+    """Buffers, padding and handles, which both transports share."""
 
-    averages = FLOATS  # NCCL and MPI add up no complex numbers
+    averages = FLOATS  # NCCL and MPI have no sum of complex numbers
     _op: dist.ReduceOp.RedOpType
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
@@ -70,7 +70,7 @@ class _Native:
     @torch.no_grad()
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """See :meth:`thunder_zero.comm.transport.Transport.all_reduce`."""
-        # A copy each: the collective works in place, and others may still read the gradient.
+        # Copied: the collective works in place, and other operations may still read the gradient.
         means = tuple(grad.new_empty(grad.shape) for grad in grads)
         for mean, grad in zip(means, grads, strict=True):
             self._write_share(mean, grad)
@@ -78,7 +78,7 @@ class _Native:
         return Handle(steps, means, self._pending)
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """When it is waited for; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
+        """Run it when its result is waited for; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
         return start
 
     def drain(self) -> None:
@@ -90,14 +90,14 @@ class _Native:
         raise NotImplementedError
 
     def _share(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
-        """What this rank puts into the reduction, contiguous, with zero rows where ranks do not divide it."""
+        """This rank's contiguous input of the reduction, padded with zero rows."""
         share = grad.new_empty(padded_shape)
         self._write_share(share[: grad.shape[0]], grad)
         share[grad.shape[0] :].zero_()
         return share
 
     def _write_share(self, out: Tensor, grad: Tensor) -> None:
-        """Write into ``out`` what ``_op`` turns into the mean."""
+        """Write this rank's input into ``out``; ``_op`` over all ranks' inputs gives the mean."""
         raise NotImplementedError
 
     def _own_rows(self, padded: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class _Native:
 
 
 class Grouped(_Native):
-    """NCCL: the calls of a bucket in one launch; the mean is taken inside the collective.
+    """NCCL: one launch for all calls of a bucket; the collective itself takes the mean.
 
     ``wait`` makes the current stream wait for the collectives, not the host.
     """
@@ -129,9 +129,9 @@ class Grouped(_Native):
 
 
 class Plain(_Native):
-    """Any backend: one collective a tensor, and a sum of gradients that were divided before.
+    """Any backend: one collective for each tensor, and a sum of gradients that are divided first.
 
-    Dividing first keeps float16 from overflowing where the mean would not, as NCCL's average does.
+    Dividing first keeps float16 from overflowing if the mean does not, as NCCL's average does.
     """
 
     _op = dist.ReduceOp.SUM
@@ -148,5 +148,5 @@ class Plain(_Native):
 
 
 def _keep_alive(tensors: object) -> Callable[[], object]:
-    """Holds ``tensors`` until it is called and dropped."""
+    """A function that holds ``tensors`` until it is called and dropped."""
     return lambda: tensors

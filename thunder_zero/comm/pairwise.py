@@ -1,24 +1,24 @@
-"""Collectives by direct exchange: each rank sends every other rank just the rows that it needs.
+"""The transport for gloo: each rank sends every other rank exactly the rows that it needs.
 
-gloo's reduce-scatter is an all-reduce of which most is thrown away, and its sums are in the dtype
-that travels. Messages between pairs of ranks send the least possible, in the background, straight
+gloo's reduce-scatter is an all-reduce that discards most of its result, and it adds up in the dtype of
+the messages. Messages between pairs of ranks send the fewest bytes possible, in the background, directly
 from and into the tensors' own memory (rows of dim 0 are contiguous)::
 
     all_gather       own rows -> every peer                              (W - 1) / W of the bytes
     reduce_scatter   every peer's rows -> that peer, which adds up       (W - 1) / W
     all_reduce       reduce_scatter of equal parts, all_gather of means  2 (W - 1) / W
-                     W = 2: both send all they have and add up           the same, one message
+                     W = 2: both send everything and add up              the same, one message
 
-Padding never travels, and an empty range is no message. Both ends derive the messages from
-shapes and paths alone. Sums are taken in rank order, of half precision in float32, and divided once.
+Padding is never sent, and an empty range needs no message. Both ends derive the messages from shapes and
+dtypes alone. Sums run in rank order, half precision is added up in float32, and the division comes last.
 
-Two background threads, which mostly sleep: COURIER tells gloo what to receive and what to send.
-gloo copies as much as the socket takes before a send returns (milliseconds, for large ones), and
-who announces a receive must wait for that. The announcement is a message too, so receives come
-before the sends of their bucket, or it would leave behind their bytes. AVERAGER starts the second
-half of an all-reduce when the first has ended, and in hybrid sharding the averaging over copies when
-that inside of one has, so that neither waits for somebody to wait. Each
-sends under a tag of its own: among messages of one tag and pair, the n-th sent is the n-th received.
+Two background threads, which mostly sleep: COURIER posts receives and sends to gloo. gloo copies as much
+as the socket takes before a send returns (milliseconds, for large ones), and posting a receive waits for
+that. Posting a receive also sends a message to announce it, so a bucket's receives are posted before its
+sends; the announcement would otherwise queue behind their bytes. AVERAGER starts the second part of an
+all-reduce when the first has ended, and in hybrid sharding the averaging over copies when the averaging
+inside a copy has ended, so that neither depends on a call of ``wait``. Each thread sends under its own
+tag: of the messages between two ranks under one tag, the n-th sent is the n-th received.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from torch.distributed import ProcessGroup
 
 from thunder_zero import layout
 from thunder_zero.comm.handle import Handle, Result, Step, drain
-from thunder_zero.comm.peers import answered
+from thunder_zero.comm.peers import naming_lost_ranks
 from thunder_zero.comm.transport import COMPLEX, FLOATS
 from thunder_zero.plan import Param
 
-End = Callable[[], object]  # waits for the end of a message
-# Messages smaller than this (bytes to one peer) travel packed: below it a message costs more than
+Wait = Callable[[], object]  # waits for the end of a message
+# Tensors with fewer bytes to one peer are packed into one message: below this a message costs more than
 # two copies of its bytes. Measured on loopback, docs/performance.md.
 PACK_BELOW_BYTES = 64 << 10
-TAG = 0x7A65726F  # "zero": user messages will hardly carry it; and one more for the second half of an all-reduce
+TAG = 0x7A65726F  # "zero": users hardly send under it; the tags after it are ours as well
 COURIER, AVERAGER = "courier", "averager"  # the background threads
-EXIT_SECONDS = 1.0  # how long a rank that failed waits for them
-BLOCK = 1 << 16  # elements of half precision that are added up at once, so that their float32 sums stay in the cache
+EXIT_SECONDS = 1.0  # how long an exiting rank waits for them
+BLOCK = 1 << 16  # elements of half precision added up at a time, so that their float32 sums stay in the cache
 
 
 class Exchange:
-    """The transport for gloo. See :class:`thunder_zero.comm.transport.Transport`."""
+    """The transport for gloo; see :class:`thunder_zero.comm.transport.Transport`."""
 
-    averages = FLOATS | COMPLEX  # torch adds up
+    averages = FLOATS | COMPLEX  # torch adds up, not the backend
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
         self._group = group
-        # Of a hybrid's transports, two may have one group, and are used by two threads.
+        # Two transports of a hybrid may share a group, and two threads use them.
         self._tag, self._tag_of_means = TAG + 2 * role, TAG + 2 * role + 1
         self._world_size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
@@ -134,19 +134,19 @@ class Exchange:
         return Handle([*steps, *self._send_soon(outgoing)], means, self._pending)
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """In the averager; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
+        """Run it in AVERAGER; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
         return in_background(AVERAGER, start).result
 
     def drain(self) -> None:
-        """End what is under way; see :meth:`thunder_zero.comm.transport.Transport.drain`."""
+        """Wait for all that is in flight; see :meth:`thunder_zero.comm.transport.Transport.drain`."""
         drain(self._pending)
 
     def _reduce(self, parts: Sequence[Tensor], mean: Tensor) -> Step:
-        """The step writes the mean of what all ranks have for this one into ``mean``.
+        """A step that writes the mean of all ranks' parts for this rank into ``mean``.
 
-        Whoever calls has ``parts[r]`` sent to rank r.
+        The caller sends ``parts[r]`` to rank r.
         """
-        lowest = min(self._peers)  # its part is the first or second one, so its place may be where the mean goes
+        lowest = min(self._peers)  # its part is the first or second one, so it may arrive where the mean is written
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
         receives = self._receive_soon(arrived, self._tag)
         arrived[self._rank] = parts[self._rank]
@@ -154,11 +154,11 @@ class Exchange:
         return Step(receives, lambda: mean_into(mean, in_rank_order))
 
     def _reduce_and_spread(self, parts: Sequence[Tensor], mean: Tensor) -> list[Step]:
-        """As ``_reduce``, for this rank's part of ``mean``, which it then sends to the others, as they send theirs."""
+        """Steps that average this rank's part of ``mean``, send it to all peers, and receive the other parts."""
         slots = self._cut_rows(mean)
         receives = self._receive_soon({rank: slots[rank] for rank in self._peers}, self._tag_of_means)
         reduce = self._reduce(parts, slots[self._rank])
-        sent: list[End] = []
+        sent: list[Wait] = []
 
         def average_then_send() -> None:
             reduce.finish()
@@ -173,8 +173,8 @@ class Exchange:
         return [tensor[start:stop].view(-1) for start, stop in ranges]
 
     def _send_soon(self, outgoing: Sequence[dict[int, Tensor]]) -> list[Step]:
-        """Have a bucket's messages sent, each by rank, under the first tag; the steps end the sending."""
-        sent: list[End] = []
+        """Send a bucket's messages, given by rank, in the background; the steps wait for the end."""
+        sent: list[Wait] = []
 
         def post() -> None:
             for messages in outgoing:
@@ -183,54 +183,54 @@ class Exchange:
         posted = in_background(COURIER, post)
         return [Step((posted.result,)), Step(sent)]
 
-    def _send(self, messages: dict[int, Tensor], tag: int) -> list[End]:
+    def _send(self, messages: dict[int, Tensor], tag: int) -> list[Wait]:
         return [send(message, rank, self._group, tag) for rank, message in messages.items() if message.numel()]
 
-    def _receive_soon(self, slots: dict[int, Tensor], tag: int) -> Iterable[End]:
-        """Have messages received, by rank; the waits, in their order, end the receiving."""
+    def _receive_soon(self, slots: dict[int, Tensor], tag: int) -> Iterable[Wait]:
+        """Receive messages, given by rank, in the background; the waits, called in order, return at the end."""
         pairs = [(slot, rank) for rank, slot in slots.items() if slot.numel()]
-        received: list[End] = []
+        received: list[Wait] = []
         posted = in_background(
             COURIER, lambda: received.extend(receive(slot, rank, self._group, tag) for slot, rank in pairs)
         )
         return chain((posted.result,), received)
 
 
-def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> End:
-    """Start sending to a rank of the group; the one place that sends. Returns what waits for its end."""
-    with answered(group, rank):
+def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
+    """Start sending to a rank of the group; the only place that sends."""
+    with naming_lost_ranks(group, rank):
         work = dist.isend(message, group=group, group_dst=rank, tag=tag)
     return partial(_end, work, group, rank)
 
 
-def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> End:
-    """Start receiving from a rank of the group into ``slot``. Returns what waits for its end."""
-    with answered(group, rank):
+def receive(slot: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
+    """Start receiving from a rank of the group into ``slot``."""
+    with naming_lost_ranks(group, rank):
         work = dist.irecv(slot, group=group, group_src=rank, tag=tag)
     return partial(_end, work, group, rank)
 
 
 def _end(work: dist.Work | None, group: ProcessGroup, rank: int) -> None:
     assert work is not None, "every rank of the group takes part"
-    with answered(group, rank):
+    with naming_lost_ranks(group, rank):
         work.wait()
 
 
 def messages(tensors: Sequence[Tensor], world_size: int, *, sharded: bool) -> list[list[int]]:
-    """Which tensors of a bucket share messages: each large one by itself, all small ones together.
+    """Which tensors of a bucket share messages: each large one has its own, all small ones share one.
 
     Args:
-        tensors: shards, or (``sharded=False``) full tensors that are cut into one part a rank.
+        tensors: shards, or (``sharded=False``) full tensors that are cut into one part per rank.
         world_size: number of ranks.
         sharded: see ``tensors``.
 
     Returns:
-        Positions in ``tensors``, in an order that depends on their shapes and dtype only.
+        Positions in ``tensors`` for each message, in an order that depends on shapes and dtypes only.
     """
     parts = 1 if sharded else world_size
     small = [at for at, tensor in enumerate(tensors) if tensor.nbytes < PACK_BELOW_BYTES * parts]
-    alone = [[at] for at in range(len(tensors)) if at not in set(small)]
-    return [small, *alone] if small else alone
+    large = [[at] for at in range(len(tensors)) if at not in set(small)]
+    return [small, *large] if small else large
 
 
 def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
@@ -253,7 +253,7 @@ def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def in_background(thread: str, task: Callable[[], Result]) -> Future[Result]:
-    """Run a task in the named thread, after all tasks that the thread was given before."""
+    """Run a task in the named thread, after all tasks that were given to it earlier."""
     future: Future[Result] = Future()
     _tasks_of(thread).put((task, future))
     return future
@@ -261,10 +261,10 @@ def in_background(thread: str, task: Callable[[], Result]) -> Future[Result]:
 
 @cache
 def _tasks_of(thread: str) -> SimpleQueue[tuple[Callable[[], Any], Future[Any]]]:
-    """The queue of a background thread, which is started when it is first needed.
+    """The queue of a background thread, which starts when it is first needed.
 
-    One thread for all transports of the process: messages of a tag must leave in the same order on
-    all ranks. A daemon: a rank that fails must be able to exit while the thread waits for its peers.
+    One thread serves all transports of the process: messages under a tag must leave in the same order on all
+    ranks. It is a daemon, so that a rank that fails can exit while the thread waits for its peers.
     """
     tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
     threading.Thread(target=_serve, args=(tasks,), name=f"thunder_zero {thread}", daemon=True).start()
@@ -280,7 +280,7 @@ def _serve(tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
             result = task()
         except BaseException as error:
             failure = error
-        del task  # before anybody hears of its end: what it held must be free by then
+        del task  # before the future is done: the tensors that it held must be free by then
         if failure is None:
             future.set_result(result)
         else:
@@ -289,22 +289,22 @@ def _serve(tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
 
 
 def _let_end(thread: str) -> None:
-    """At exit: give the thread time to see that its peers are gone; the interpreter cannot stop it cleanly later."""
+    """At exit: give the thread time to notice lost peers; the interpreter cannot stop it cleanly later."""
     futures.wait([in_background(thread, lambda: None)], timeout=EXIT_SECONDS)
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:
-    """One 1-D message: the tensor itself if there is only one, else a copy of all, one after the other."""
+    """One 1-D message: a single tensor itself, or several concatenated."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _one_buffer(tensors: Sequence[Tensor]) -> Tensor:
-    """A 1-D buffer for such a message: the tensor itself if there is only one, else new memory."""
+    """A 1-D buffer for such a message: a single tensor itself, or new memory for several."""
     return tensors[0] if len(tensors) == 1 else tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
 
 
 def _unpacking(arrived: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> Callable[[], None]:
-    """Copies each packed message into the tensors that it was packed for."""
+    """A function that copies each packed message into its tensors."""
     pairs = list(arrived)
 
     def unpack() -> None:

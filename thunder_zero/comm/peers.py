@@ -1,7 +1,7 @@
-"""What ranks tell each other beside the model's tensors, and what is said when one of them does not answer.
+"""Small collectives of numbers and Python objects, and errors that name the lost rank.
 
-A backend that loses a rank tells an address at best. gloo's connections are one a pair of ranks, and one that is
-closed refuses the next message at once; so a message to each rank tells which are gone.
+If a backend loses a rank, its error has an address at best. gloo has one connection for each pair of ranks, and a
+closed connection refuses the next message at once, so sending one message to each rank shows which ones are lost.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistNetworkError, ProcessGroup
 
-Told = TypeVar("Told")
+Value = TypeVar("Value")
 CPU, GLOO = torch.device("cpu"), "cpu:gloo"
-PROBE = 0x676F6E65  # "gone": the tag of messages that nobody receives
+PROBE_TAG = 0x676F6E65  # "gone": messages under this tag only test connections, nobody receives them
 
 
 @contextmanager
-def answered(group: ProcessGroup, rank: int | None = None) -> Iterator[None]:
-    """What fails inside of the block names whom it waited for: ``rank`` of the group, if it is a message of or to that
-    one, and those that are gone.
+def naming_lost_ranks(group: ProcessGroup, rank: int | None = None) -> Iterator[None]:
+    """Turn an error of the backend into one that names the ranks that may be lost.
+
+    Args:
+        group: the ranks that the block communicates with.
+        rank: the one rank of the group that the block waits for; None waits for all.
 
     Raises:
         DistNetworkError: a RuntimeError; the backend raised.
@@ -35,37 +38,38 @@ def answered(group: ProcessGroup, rank: int | None = None) -> Iterator[None]:
         yield
     except RuntimeError as error:
         everyone = dist.get_process_group_ranks(group)
-        lost = [everyone[peer] for peer in suspects(group, rank, time.monotonic() - start)]
+        lost = [everyone[peer] for peer in possibly_lost(group, rank, time.monotonic() - start)]
         who = f"rank {lost[0]}" if len(lost) == 1 else f"one of ranks {lost}"
         raise DistNetworkError(
-            f"rank {dist.get_rank()} got no answer from {who}: it died, failed before this one, or was silent for the "
-            f"process group's time-out; see what it printed last, and start all ranks again from the last checkpoint "
+            f"rank {dist.get_rank()} got no answer from {who}: it died, failed before this one, or was silent longer "
+            f"than the process group's timeout; read its last output, then restart all ranks from the last checkpoint "
             f"({error})"
         ) from error
 
 
-def suspects(group: ProcessGroup, rank: int | None, seconds: float) -> list[int]:
-    """Which ranks of the group one that waited so long, for ``rank`` or for all, may have lost.
+def possibly_lost(group: ProcessGroup, rank: int | None, seconds: float) -> list[int]:
+    """Ranks of the group that may be lost after waiting for ``rank`` (None: for all) for so many seconds.
 
-    gloo tells which connections are closed, but not after a time-out: then it closes all by itself.
+    gloo knows which connections are closed, but not after a timeout, since it then closes all of them itself.
     """
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     waited_for = peers if rank is None else [rank]
     if GLOO not in dist.get_backend_config(group).split(",") or seconds >= timeout_of(group, CPU).total_seconds():
         return waited_for
-    return [peer for peer in peers if _refuses(peer, group)] or waited_for
+    return [peer for peer in peers if _is_closed(peer, group)] or waited_for
 
 
-def _refuses(peer: int, group: ProcessGroup) -> bool:
+def _is_closed(peer: int, group: ProcessGroup) -> bool:
+    """Whether the connection to a rank of the group refuses a message."""
     try:
-        dist.isend(torch.empty(1), group=group, group_dst=peer, tag=PROBE)
+        dist.isend(torch.empty(1), group=group, group_dst=peer, tag=PROBE_TAG)
     except RuntimeError:
         return True
     return False
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
-    """How long the group's collectives of tensors on this device may take; for other groups that are to fail as soon.
+    """The timeout of the group's collectives of tensors on this device.
 
     Private in torch, and there is no public way.
     """
@@ -73,56 +77,56 @@ def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
-def told_by_all(value: Told, group: ProcessGroup) -> list[Told]:
-    """What each rank of the group tells, in rank order; a small collective."""
-    of_all = [value] * group.size()
+def all_gather_object(value: Value, group: ProcessGroup) -> list[Value]:
+    """The value of each rank of the group, in rank order; a small collective."""
+    values = [value] * group.size()
     if group.size() > 1:
-        with answered(group):
-            dist.all_gather_object(of_all, value, group=group)
-    return of_all
+        with naming_lost_ranks(group):
+            dist.all_gather_object(values, value, group=group)
+    return values
 
 
-def told_to_rank_0(value: Told, group: ProcessGroup) -> list[Told]:
-    """On rank 0 what each rank tells, in rank order, elsewhere nothing; a small collective."""
-    of_all = [value] * group.size() if group.rank() == 0 else None
+def gather_object_on_rank_0(value: Value, group: ProcessGroup) -> list[Value]:
+    """The value of each rank of the group, in rank order, on its rank 0; empty on the others. A small collective."""
+    values = [value] * group.size() if group.rank() == 0 else None
     if group.size() > 1:
-        with answered(group):
-            dist.gather_object(value, of_all, group=group, group_dst=0)
-    return of_all or []
+        with naming_lost_ranks(group):
+            dist.gather_object(value, values, group=group, group_dst=0)
+    return values or []
 
 
-def told_by_rank_0(value: Told, group: ProcessGroup) -> Told:
-    """What rank 0 of the group tells; a small collective."""
-    told = [value]
+def broadcast_object_from_rank_0(value: Value, group: ProcessGroup) -> Value:
+    """The value of the group's rank 0; a small collective."""
+    values = [value]
     if group.size() > 1:
-        with answered(group):
-            dist.broadcast_object_list(told, group=group, group_src=0)
-    return told[0]
+        with naming_lost_ranks(group):
+            dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
 
 
-def largest_of_all(flags: Tensor, group: ProcessGroup) -> None:
-    """Each element becomes the largest that any rank has, in place; a small collective."""
-    with answered(group):
+def all_reduce_max(flags: Tensor, group: ProcessGroup) -> None:
+    """Replace each element by its maximum over ranks, in place; a small collective."""
+    with naming_lost_ranks(group):
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
 
 
-def sums_of_all(numbers: Sequence[int], group: ProcessGroup, device: torch.device) -> list[int]:
-    """The sum of all ranks' numbers, one by one; a small collective."""
+def all_reduce_sum(numbers: Sequence[int], group: ProcessGroup, device: torch.device) -> list[int]:
+    """The sum of each number over ranks; a small collective."""
     totals = torch.tensor(numbers, dtype=torch.int64, device=device)
-    with answered(group):
+    with naming_lost_ranks(group):
         dist.all_reduce(totals, group=group)
     return [int(total) for total in totals]
 
 
-def tensors_of_all(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
-    """Each rank's tensor, in rank order; all have one shape and dtype. A small collective."""
+def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """The tensor of each rank, in rank order; all have one shape and dtype. A small collective."""
     found = [torch.empty_like(tensor) for _ in range(group.size())]
-    with answered(group):
+    with naming_lost_ranks(group):
         dist.all_gather(found, tensor, group=group)
     return found
 
 
-def meet(group: ProcessGroup) -> None:
-    """Wait until all ranks are here."""
-    with answered(group):
+def barrier(group: ProcessGroup) -> None:
+    """Wait until all ranks have come here."""
+    with naming_lost_ranks(group):
         dist.barrier(group=group)

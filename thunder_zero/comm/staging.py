@@ -1,8 +1,8 @@
-"""Between what rests and what travels: casts (mixed precision), and copies out of host memory and back (CPU offload).
+"""Casts (mixed precision) and copies from and to host memory (CPU offload), in front of another transport.
 
-Both come before the gather, so that only shards are cast or copied, and a copy lives no longer than its bytes travel;
-and after the reduction. On CUDA shards in host memory are pinned, and what is cast is cast on the device, since a copy
-that casts as well makes the host wait; the copies stand in the stream of compute.
+Shards are cast and copied before the gather, so that only shards are, and a copy lives only while its bytes travel;
+gradients after the reduction. On CUDA, shards in host memory are pinned, and casts run on the device, since a copy
+that also casts makes the host wait; the copies run in the stream of compute.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ HOST = torch.device("cpu")
 
 
 def rest_device(param: Param, plan: Plan, device: torch.device) -> torch.device:
-    """Where a parameter's shard, its gradient and the optimizer's state are; what is replicated is never offloaded."""
+    """The device of a parameter's shard, gradient and optimizer state; replicated parameters are never offloaded."""
     return HOST if plan.rests_on_host(param) else device
 
 
 def is_staged(param: Param, plan: Plan, device: torch.device) -> bool:
-    """Whether what is gathered is another tensor than the shard."""
+    """Whether a cast or copy of the shard is gathered instead of the shard itself."""
     return param.is_cast or rest_device(param, plan, device) != device
 
 
 def needs_staging(plan: Plan, device: torch.device) -> bool:
-    """Whether anything travels otherwise than it rests."""
+    """Whether any parameter or gradient is cast or copied."""
     return any(is_staged(param, plan, device) or param.reduce_dtype is not param.dtype for param in plan.params)
 
 
@@ -49,7 +49,7 @@ class Staging:
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Waitable:
-        """Gather in the dtype and on the device of compute; own rows of ``into`` are written, too."""
+        """Gather in the dtype and on the device of compute; this rank's rows of ``into`` are written, too."""
         if into is None:
             staged = [
                 shard.detach().to(self._device, non_blocking=True).to(param.compute_dtype)
@@ -65,14 +65,14 @@ class Staging:
     @torch.inference_mode(False)
     @torch.no_grad()
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        """Average in ``reduce_dtype``; the means have the shards' dtypes, and are where the shards are."""
-        return self._back(self._inner.reduce_scatter(_as_reduced(grads, params), params), params)
+        """Average in ``reduce_dtype``; the means have the dtypes and devices of the shards."""
+        return self._put_back(self._inner.reduce_scatter(_as_reduced(grads, params), params), params)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average in ``reduce_dtype``; the means have the parameters' dtypes."""
-        return self._back(self._inner.all_reduce(_as_reduced(grads, params), params), params)
+        return self._put_back(self._inner.all_reduce(_as_reduced(grads, params), params), params)
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """See :meth:`thunder_zero.comm.transport.Transport.soon`."""
@@ -82,14 +82,14 @@ class Staging:
         """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
         self._inner.drain()
 
-    def _back(self, handle: Waitable, params: Sequence[Param]) -> Waitable:
+    def _put_back(self, handle: Waitable, params: Sequence[Param]) -> Waitable:
         return PutBack(handle, [(rest_device(param, self._plan, self._device), param.dtype) for param in params])
 
 
 class PutBack:
-    """The handle of means that go where the shards are, in their dtypes, once they are there.
+    """The handle of means that are cast and copied to the dtypes and devices of the shards.
 
-    A copy to host memory has not ended when ``wait`` returns: ``State.land`` waits for all of them.
+    A copy to host memory may still run when ``wait`` returns: ``State.land`` waits for all of them.
     """
 
     def __init__(self, handle: Waitable, places: Sequence[tuple[torch.device, torch.dtype]]) -> None:

@@ -1,4 +1,4 @@
-"""The protocol that every transport of collectives follows, and the transport of a world of one rank."""
+"""The protocol of all transports, and the transport of one rank alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ COMPLEX = frozenset((torch.complex64, torch.complex128))
 class Transport(Protocol):
     """Launches the collectives of one bucket at a time; all tensors of a bucket share a dtype.
 
-    Every rank launches the same buckets in the same order, from one thread. Inputs must not change
-    until the handle's ``wait``.
+    Every rank launches the same buckets in the same order, from one thread. Inputs must not change before the
+    handle's ``wait`` returns.
 
     Attributes:
         averages: dtypes of gradients that it can average.
@@ -34,9 +34,9 @@ class Transport(Protocol):
 
         Args:
             shards: contiguous, each ``layout.shard_shape(param.shape, W)``.
-            params: what travels.
-            into: buffers of ``layout.padded_shape(param.shape, W)`` whose own rows are the shards
-                already; the other rows are filled.
+            params: the parameters of the bucket.
+            into: buffers of ``layout.padded_shape(param.shape, W)`` in which this rank's rows already are the
+                shards; the other rows are filled.
 
         Returns:
             A handle of the full, unpadded, contiguous parameters (views of ``into``, if given).
@@ -47,32 +47,32 @@ class Transport(Protocol):
 
         Args:
             grads: each ``param.shape``, contiguous or not.
-            params: whose gradients they are.
+            params: their parameters.
 
         Returns:
-            A handle of this rank's rows of the means, ``layout.shard_shape(param.shape, W)``, padding zero.
+            A handle of this rank's rows of the means, ``layout.shard_shape(param.shape, W)``, zero in the padding.
         """
 
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average gradients of replicated parameters over ranks.
 
         Returns:
-            A handle of the means, equal on all ranks, in tensors that are new (for W > 1).
+            A handle of the means, equal on all ranks, in new tensors (for W > 1).
         """
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run ``start``, which waits for something and launches more on this transport, without anybody waiting.
+        """Run ``start``, which waits for a handle and launches more on this transport, without blocking the caller.
 
         Returns:
-            What waits for its result. Where a backend's streams order what is launched, ``start`` runs only then.
+            A function that waits for its result. If the backend orders launches by streams, ``start`` runs only then.
         """
 
     def drain(self) -> None:
-        """End all that a failed step left under way. Every rank must have failed at the same point of the step."""
+        """Wait for all that a failed step left in flight. Every rank must have failed at the same point of the step."""
 
 
 class Alone:
-    """A world of one rank: nothing travels."""
+    """The transport of one rank alone: it sends nothing."""
 
     averages = FLOATS | COMPLEX
 
@@ -82,7 +82,7 @@ class Alone:
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Handle:
-        """The shards are the parameters: one rank's rows are all rows."""
+        """The shards are the parameters, since this rank has all rows."""
         fulls = tuple(shard.detach() for shard in (shards if into is None else into))
         return Handle((), fulls, self._pending)
 
@@ -94,9 +94,9 @@ class Alone:
     all_reduce = reduce_scatter
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Nothing travels, so there is no hurry."""
+        """Run it when its result is waited for."""
         return start
 
     def drain(self) -> None:
-        """Nothing is ever under way."""
+        """Forget the handles; nothing is ever in flight."""
         self._pending.clear()

@@ -1,4 +1,4 @@
-"""From a checkpoint to a few files of whole tensors, one tensor at a time, without a process group."""
+"""Makes one file of whole tensors (or a few) from a checkpoint, one tensor at a time, without a process group."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from thunder_zero.convert import reader
-from thunder_zero.convert.formats import (
-    INDEX,
+from thunder_zero.convert.atomic_files import Create, create_together
+from thunder_zero.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
+from thunder_zero.convert.safetensors_file import (
+    INDEX_SUFFIX,
     MADE_HERE,
-    SAFETENSORS,
-    Create,
-    Read,
-    Whole,
-    in_files,
+    SUFFIX,
     require_float,
-    together,
+    split_into_files,
     write_safetensors,
-    write_torch,
 )
-from thunder_zero.convert.reader import Checkpoint
+from thunder_zero.convert.torch_file import write_torch
+from thunder_zero.convert.whole_tensor import ReadTensor, WholeTensor
+from thunder_zero.report.progress import show_progress
 from thunder_zero.state_dict.contents import GROUPS, MODEL, OPTIM, STATE, groups_of
 
 TORCH = (".pt", ".pth", ".bin")
@@ -41,13 +39,35 @@ class Optim:
 
     Attributes:
         tensors: its states that are tensors, named ``"parameter.state"``.
-        values: those that are none, by such names.
+        values: its other states, by such names.
         groups: hyper-parameters by ``"<group>.<name>"``.
     """
 
-    tensors: list[Whole]
+    tensors: list[WholeTensor]
     values: dict[str, Any]
     groups: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What to write.
+
+    Attributes:
+        model: its tensors.
+        extra_states: the states that modules add to a state dict (``get_extra_state``), by name.
+        optim: the optimizer, if it is to be written.
+        left_out: names of the ranks' own values, which no file has.
+    """
+
+    model: list[WholeTensor]
+    extra_states: dict[str, Any]
+    optim: Optim | None
+    left_out: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in (*self.model, *(self.optim.tensors if self.optim else ())))
 
 
 def consolidate(
@@ -59,184 +79,185 @@ def consolidate(
     max_file_bytes: int | None = None,
     check: bool = True,
 ) -> tuple[Path, ...]:
-    """Make one file (or a few) of whole tensors out of a checkpoint, one tensor at a time.
+    """Make one file of whole tensors (or a few) from a checkpoint, one tensor at a time.
 
-    Needs no process group and no model. The files have their names once all are whole; then what an earlier call has
-    left under the name ``out`` (parts, index, optimizer) and is not written again is removed. What each rank has for
-    itself is not in them, and safetensors files have no extra states (``get_extra_state``): a warning names those.
+    Needs no process group and no model. The files get their names once all are complete; then files that an earlier
+    call wrote under the name ``out`` (parts, index, optimizer) and this one did not are deleted. The ranks' own values
+    are left out, and in safetensors files extra states (``get_extra_state``), too: a warning names them.
 
     >>> tz.consolidate("runs/latest", "model.safetensors", dtype=torch.bfloat16)
 
     Args:
-        checkpoint: the folder that :func:`thunder_zero.save` wrote, or ``latest`` beside it.
-        out: the file; what it ends in says what it is: ``.safetensors``, or ``.pt``, ``.pth``, ``.bin`` for what
-            ``torch.save`` writes. A tied weight is there once: safetensors files have its other names as JSON under
-            ``aliases`` in their metadata, others the same tensor under each name.
+        checkpoint: the folder that :func:`thunder_zero.save` wrote, or the link ``latest``.
+        out: the file. Its suffix sets the format: ``.safetensors``, or ``.pt``, ``.pth``, ``.bin`` for the format of
+            ``torch.save``. A tied weight is written once: a safetensors file has its other names as JSON under
+            ``aliases`` in its metadata, a torch file has the same tensor under each name.
         dtype: of the model's floating-point tensors (default None: as they were saved).
-        optimizer: its state, too: in ``NAME.optimizer.safetensors`` beside (names ``parameter.state``; as JSON in the
-            metadata states that are no tensors, by such names under ``state``, and hyper-parameters under
-            ``param_groups``); in a torch file as ``{"model": ..., "optim": ...}``, where otherwise is the model's state
-            dict alone (default False).
-        max_file_bytes: safetensors only: files ``NAME-00001-of-00003.safetensors`` of at most so many bytes of tensors,
-            and ``NAME.safetensors.index.json`` that says what is where (default None: one file).
-        check: the files are compared with their SHA-256 first; False reads what has no manifest, too.
+        optimizer: also write its state. With safetensors to ``NAME.optimizer.safetensors``: tensors are named
+            ``parameter.state``; other states and hyper-parameters are JSON in the metadata, under ``state`` and
+            ``param_groups``. A torch file is ``{"model": ..., "optim": ...}`` then, instead of the model's state dict.
+        max_file_bytes: safetensors only: write files ``NAME-00001-of-00003.safetensors`` of at most so many bytes of
+            tensors, and ``NAME.safetensors.index.json`` (default None: one file).
+        check: compare the checkpoint's files with their SHA-256 first; False also reads one without a manifest.
 
     Returns:
         The files that were written.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it is damaged; an argument is out of its range.
+        ValueError: it is damaged, or an argument is invalid.
         OSError: a file cannot be written.
     """
     out = Path(out)
-    _require_possible(out, max_file_bytes)
-    require_float(dtype)
-    source = reader.opened(Path(checkpoint), check=check)
-    model = source.wholes(f"{MODEL}.", dtype)
-    if not model:
-        raise ValueError(f"{source.path} has no model; it is no checkpoint of thunder_zero.save")
-    optim = _optim_of(source) if optimizer else None
-    _warn_of_ranks_own(source, out, optimizer)
-    if out.suffix == SAFETENSORS:
-        _warn_of_extra_states(source, out)
-    total = sum(whole.nbytes for whole in [*model, *(optim.tensors if optim else ())])
-    with reader.progress(f"write {out.name}", total) as done, together() as create:
-        read = _reader(source, done)
-        if out.suffix == SAFETENSORS:
-            written = _to_safetensors(create, out, model, optim, read, max_file_bytes)
-        else:
-            written = _to_torch(create, out, _tree(model, source.values(f"{MODEL}."), optim), read)
-    if out.suffix == SAFETENSORS:
-        _remove_older(out, written)
+    _require_valid(out, dtype, max_file_bytes)
+    source = open_checkpoint(Path(checkpoint), check=check)
+    contents = _find_contents(source, dtype, optimizer)
+    _warn_of_omissions(out, contents)
+    with show_progress(f"write {out.name}", contents.nbytes) as done, create_together() as create:
+        read = _reading_with_progress(source, done)
+        if out.suffix != SUFFIX:
+            return _write_torch(create, out, contents, read)
+        written = _write_safetensors(create, out, contents, read, max_file_bytes)
+    _remove_older(out, written)
     return tuple(written)
 
 
-def _require_possible(out: Path, max_file_bytes: int | None) -> None:
-    if out.suffix not in (SAFETENSORS, *TORCH):
+def _require_valid(out: Path, dtype: torch.dtype | None, max_file_bytes: int | None) -> None:
+    if out.suffix not in (SUFFIX, *TORCH):
         raise ValueError(
-            f"{out.name} ends in {out.suffix or 'nothing'!r}; give a name that ends in .safetensors or .pt"
+            f"{out.name} ends in {out.suffix or 'nothing'!r}; pass a name that ends in .safetensors or .pt"
         )
-    if max_file_bytes is not None and (out.suffix != SAFETENSORS or max_file_bytes < 1):
-        raise ValueError(f"max_file_bytes is {max_file_bytes}; give 1 or more, and a name that ends in .safetensors")
+    if max_file_bytes is not None and (out.suffix != SUFFIX or max_file_bytes < 1):
+        raise ValueError(f"max_file_bytes is {max_file_bytes}; pass 1 or more, and a name that ends in .safetensors")
+    require_float(dtype)
 
 
-def _optim_of(source: Checkpoint) -> Optim:
+def _find_contents(source: OpenCheckpoint, dtype: torch.dtype | None, optimizer: bool) -> Contents:
+    model = source.whole_tensors(f"{MODEL}.", dtype)
+    if not model:
+        raise ValueError(f"{source.path} has no model; pass a checkpoint that thunder_zero.save wrote")
+    prefixes = (f"{MODEL}.", f"{OPTIM}.") if optimizer else (f"{MODEL}.",)
+    left_out = [name for name in source.keys_of_single_ranks() if name.startswith(prefixes)]
+    return Contents(model, source.values(f"{MODEL}."), _read_optim(source) if optimizer else None, left_out)
+
+
+def _read_optim(source: OpenCheckpoint) -> Optim:
     prefix = f"{OPTIM}.{GROUPS}."
     tensors = source.tensors(prefix).items()
     numbers = {name: source.read(prefix + name, stored.properties.dtype).tolist() for name, stored in tensors}
     groups = source.values(prefix) | numbers
     if not groups:
-        raise ValueError(f"{source.path} has no optimizer; consolidate it without one")
-    return Optim(source.wholes(f"{OPTIM}.{STATE}."), source.values(f"{OPTIM}.{STATE}."), groups)
+        raise ValueError(f"{source.path} has no optimizer; consolidate without one")
+    return Optim(source.whole_tensors(f"{OPTIM}.{STATE}."), source.values(f"{OPTIM}.{STATE}."), groups)
 
 
-def _warn_of_ranks_own(source: Checkpoint, out: Path, optimizer: bool) -> None:
-    prefixes = (f"{MODEL}.", f"{OPTIM}.") if optimizer else (f"{MODEL}.",)
-    names = [name for name in source.ranks_own() if name.startswith(prefixes)]
-    if names:
+def _warn_of_omissions(out: Path, contents: Contents) -> None:
+    if contents.left_out:
         warnings.warn(
-            f"{out.name} lacks what each rank has for itself, of parameters that the policy ignores: "
-            f"{', '.join(names)}; tz.load gives it to the ranks that saved it",
+            f"{out.name} does not contain the ranks' own values of ignored parameters: {', '.join(contents.left_out)}; "
+            f"tz.load restores them on the same number of ranks",
+            stacklevel=3,
+        )
+    if out.suffix == SUFFIX and contents.extra_states:
+        warnings.warn(
+            f"{out.name} does not contain {', '.join(contents.extra_states)}: safetensors files cannot hold extra "
+            f"states; write {out.with_suffix('.pt').name} for them",
             stacklevel=3,
         )
 
 
-def _warn_of_extra_states(source: Checkpoint, out: Path) -> None:
-    names = list(source.values(f"{MODEL}."))
-    if names:
-        warnings.warn(
-            f"{out.name} lacks {', '.join(names)}, since safetensors files hold no extra states; "
-            f"{out.with_suffix('.pt').name} would have them",
-            stacklevel=3,
-        )
-
-
-def _reader(source: Checkpoint, done: Callable[[int], None]) -> Read:
-    def read(whole: Whole) -> Tensor:
-        value = source.read(whole.key, whole.dtype)
-        done(whole.nbytes)
+def _reading_with_progress(source: OpenCheckpoint, done: Callable[[int], None]) -> ReadTensor:
+    def read(tensor: WholeTensor) -> Tensor:
+        value = source.read(tensor.key, tensor.dtype)
+        done(tensor.nbytes)
         return value
 
     return read
 
 
-def _tree(model: Iterable[Whole], extra: Mapping[str, Any], optim: Optim | None) -> dict[str, Any]:
-    """What a torch file has."""
-    named: dict[str, Any] = {name: whole for whole in model for name in (whole.name, *whole.aliases)}
-    named |= extra
+def _write_torch(create: Create, out: Path, contents: Contents, read: ReadTensor) -> tuple[Path, ...]:
+    with create(out) as stream:
+        write_torch(stream, _torch_tree(contents), read)
+    return (out,)
+
+
+def _torch_tree(contents: Contents) -> dict[str, Any]:
+    """The nested dict of a torch file."""
+    model: dict[str, Any] = {name: tensor for tensor in contents.model for name in (tensor.name, *tensor.aliases)}
+    model |= contents.extra_states
+    optim = contents.optim
     if optim is None:
-        return named
+        return model
     state: dict[str, dict[str, Any]] = {}
-    for name, value in ({whole.name: whole for whole in optim.tensors} | optim.values).items():
+    for name, value in ({tensor.name: tensor for tensor in optim.tensors} | optim.values).items():
         param, _, entry = name.rpartition(".")
         state.setdefault(param, {})[entry] = value
-    return {MODEL: named, OPTIM: {STATE: state, GROUPS: groups_of(optim.groups)}}
+    return {MODEL: model, OPTIM: {STATE: state, GROUPS: groups_of(optim.groups)}}
+
+
+def _write_safetensors(
+    create: Create, out: Path, contents: Contents, read: ReadTensor, max_file_bytes: int | None
+) -> list[Path]:
+    optim = contents.optim
+    if optim is None:
+        return _write_parts(create, out, contents.model, read, {}, max_file_bytes)
+    notes = _notes(optim)  # refuses before anything is written
+    of_optimizer = out.with_name(f"{out.stem}.optimizer{SUFFIX}")
+    written = _write_parts(create, out, contents.model, read, {}, max_file_bytes)
+    return written + _write_parts(create, of_optimizer, optim.tensors, read, notes, max_file_bytes)
 
 
 def _notes(optim: Optim) -> dict[str, str]:
-    """What of an optimizer stands in a safetensors file's metadata."""
+    """The metadata of the optimizer's safetensors file."""
     try:
         return {STATE: json.dumps(optim.values), GROUPS: json.dumps(optim.groups)}
     except TypeError as error:
-        raise ValueError(f"the optimizer has what safetensors files cannot hold ({error}); write a .pt file") from None
+        raise ValueError(f"a safetensors file cannot hold the optimizer's state ({error}); write a .pt file") from None
 
 
-def _to_torch(create: Create, out: Path, tree: dict[str, Any], read: Read) -> list[Path]:
-    with create(out) as stream:
-        write_torch(stream, tree, read)
-    return [out]
-
-
-def _to_safetensors(
-    create: Create, out: Path, model: list[Whole], optim: Optim | None, read: Read, limit: int | None
+def _write_parts(
+    create: Create,
+    out: Path,
+    tensors: list[WholeTensor],
+    read: ReadTensor,
+    notes: Mapping[str, str],
+    max_file_bytes: int | None,
 ) -> list[Path]:
-    if optim is None:
-        return _in_parts(create, out, model, read, {}, limit)
-    notes = _notes(optim)
-    beside = out.with_name(f"{out.stem}.optimizer{SAFETENSORS}")
-    written = _in_parts(create, out, model, read, {}, limit)
-    return written + _in_parts(create, beside, optim.tensors, read, notes, limit)
-
-
-def _in_parts(
-    create: Create, out: Path, wholes: list[Whole], read: Read, notes: Mapping[str, str], limit: int | None
-) -> list[Path]:
-    """Write the files, and their index if there are several."""
-    files = in_files(wholes, limit)
-    numbered = [f"{out.stem}-{number:05}-of-{len(files):05}{SAFETENSORS}" for number in range(1, len(files) + 1)]
+    """Write safetensors files, and their index if there are several."""
+    files = split_into_files(tensors, max_file_bytes)
+    numbered = [f"{out.stem}-{number:05}-of-{len(files):05}{SUFFIX}" for number in range(1, len(files) + 1)]
     paths = [out] if len(files) == 1 else [out.with_name(name) for name in numbered]
     for path, members in zip(paths, files, strict=True):
         with create(path) as stream:
             write_safetensors(stream, members, read, notes)
     if len(files) == 1:
         return paths
-    where = {whole.name: path.name for path, members in zip(paths, files, strict=True) for whole in members}
-    total = {"total_size": sum(whole.nbytes for whole in wholes), **MADE_HERE}
-    index = out.with_name(out.name + INDEX)
+    where = {tensor.name: path.name for path, members in zip(paths, files, strict=True) for tensor in members}
+    total = {"total_size": sum(tensor.nbytes for tensor in tensors), **MADE_HERE}
+    index = out.with_name(out.name + INDEX_SUFFIX)
     with create(index) as stream:
         stream.write(json.dumps({"metadata": total, "weight_map": where}, indent=1).encode() + b"\n")
     return [*paths, index]
 
 
 def _remove_older(out: Path, written: Iterable[Path]) -> None:
-    """Delete what an earlier consolidation of this name wrote and this one did not: a reader would mix them."""
-    stem, dot, end = re.escape(out.stem), re.escape(SAFETENSORS), re.escape(INDEX)
+    """Delete files that an earlier call wrote under this name and this one did not: a reader would mix them."""
+    stem, dot, end = re.escape(out.stem), re.escape(SUFFIX), re.escape(INDEX_SUFFIX)
     ours = re.compile(rf"{stem}(\.optimizer)?(-\d{{5,}}-of-\d{{5,}}{dot}|{dot}({end})?)")
-    kept = {path.name for path in written}
+    current = {path.name for path in written}
     for path in list(out.parent.iterdir()):
-        if ours.fullmatch(path.name) and path.name not in kept and _is_made_here(path):
+        if ours.fullmatch(path.name) and path.name not in current and _is_made_here(path):
             path.unlink()
 
 
 def _is_made_here(path: Path) -> bool:
-    """Whether a safetensors file, or the index of several, says that it is of ``consolidate``."""
+    """Whether ``consolidate`` wrote a safetensors file, or an index, by its metadata."""
     try:
-        if path.name.endswith(INDEX):
-            said = json.loads(path.read_text())["metadata"]
+        if path.name.endswith(INDEX_SUFFIX):
+            metadata = json.loads(path.read_text())["metadata"]
         else:
             with safe_open(path, "pt") as file:
-                said = file.metadata() or {}
-        return bool(said.items() >= MADE_HERE.items())
+                metadata = file.metadata() or {}
+        return bool(metadata.items() >= MADE_HERE.items())
     except (SafetensorError, ValueError, LookupError, AttributeError, TypeError):
         return False

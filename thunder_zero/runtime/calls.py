@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.comm.peers import largest_of_all
+from thunder_zero.comm.peers import all_reduce_max
 from thunder_zero.plan import Param
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule.program import ProgramName
@@ -118,7 +118,7 @@ class Calls:
             RuntimeError: naming the first such parameter, on every rank.
         """
         bad = not_finite(grads, self.device).to(torch.int32)
-        largest_of_all(bad, self._state.group)
+        all_reduce_max(bad, self._state.group)
         if bad.any():
             path = paths[int(bad.argmax())]
             self._state.drop_deferred()
@@ -148,7 +148,7 @@ class Calls:
         seen = (*(self._state.shards[path] for path in others), *self._ignored)
         also = [*apart, *(param.grad for param in seen if param.grad is not None)]
         overflows = not_finite((*grads, *also), self.device).any().to(torch.int32)
-        largest_of_all(overflows, self._state.group)
+        all_reduce_max(overflows, self._state.group)
         if overflows:
             next(grad for grad in grads if grad.numel()).view(-1)[:1].fill_(torch.inf)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from thunder_zero.comm.peers import tensors_of_all
+from thunder_zero.comm.peers import all_gather_tensor
 from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.runtime.state import State
 
@@ -96,7 +96,7 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     if state.accumulation.paths:
         status = OPEN
     message = torch.stack([mine, torch.full_like(mine, status)])
-    norms_of_all, statuses = torch.stack(tensors_of_all(message, state.group)).unbind(1)
+    norms_of_all, statuses = torch.stack(all_gather_tensor(message, state.group)).unbind(1)
     parts = norms_of_all[: state.plan.world_size]  # of the first copy; the others have the same
     norm: Tensor = torch.linalg.vector_norm(torch.cat([parts, everywhere[None]]), norm_type)
     return norm, [int(status) for status in statuses.tolist()]

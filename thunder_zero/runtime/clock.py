@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.comm.peers import told_by_all
+from thunder_zero.comm.peers import all_gather_object
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -153,4 +153,4 @@ def _between(waits: Sequence[Waited], gathers: Sequence[int]) -> Seconds:
 
 def mean_over_ranks(values: Sequence[float], group: ProcessGroup) -> list[float]:
     """The mean of each value, added up in rank order, so that all ranks get the same bits; a small collective."""
-    return [sum(column) / len(column) for column in zip(*told_by_all(values, group), strict=True)]
+    return [sum(column) / len(column) for column in zip(*all_gather_object(values, group), strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from thunder_zero.comm.peers import sums_of_all
+from thunder_zero.comm.peers import all_reduce_sum
 from thunder_zero.runtime.sharded_model import sharded_model
 
 
@@ -32,7 +32,7 @@ def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
     """
     state = sharded_model(model).state
     is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 0
-    everywhere, refused = sums_of_all((count if is_count else 0, not is_count), state.group, state.device)
+    everywhere, refused = all_reduce_sum((count if is_count else 0, not is_count), state.group, state.device)
     if refused:
         raise ValueError(f"a rank's count is not a number of items (on this rank it is {count!r}); give an int >= 0")
     if everywhere == 0:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thunder_zero.comm.backends import model_transport
 from thunder_zero.comm.group import Ranks
-from thunder_zero.comm.peers import largest_of_all, meet
+from thunder_zero.comm.peers import all_reduce_max, barrier
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.clock import Clock
@@ -76,7 +76,7 @@ class State:
         if self.plan.ranks == 1:
             return [path for path in paths if path in here]
         flags = torch.tensor([path in here for path in paths], dtype=torch.int32, device=self.device)
-        largest_of_all(flags, self.group)
+        all_reduce_max(flags, self.group)
         return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
 
     def drop_deferred(self) -> None:
@@ -113,7 +113,7 @@ class State:
     def seconds_alone(self, paths: Sequence[str]) -> float:
         """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""
         params, shards = [self.plan.by_name[path] for path in paths], [self.shards[path].detach() for path in paths]
-        meet(self.group)
+        barrier(self.group)
         start = self.clock.now()
         self.transport.all_gather(shards, params).wait()
         return start.until(self.clock.now())

@@ -12,15 +12,15 @@ from collections.abc import Collection, Iterator, Mapping
 from thunder_zero.schedule.cone import cone, last_reads, regathered, returned
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 
-NAMED = 8  # values or parameters of an operation that an error names
+MOST_NAMES = 8  # of an operation, in an error
 
 
 class ScheduleError(Exception):
-    """A timeline breaks a rule. One sentence that names the operation, its parameters and the rule."""
+    """A timeline breaks a rule. The message names the operation, its parameters and the rule, in one sentence."""
 
 
 def check(timeline: Timeline, trained: Collection[str] = ()) -> None:
-    """Prove that a timeline is right, as it is read from the traces that run.
+    """Prove that the timeline of the traces that run is right.
 
     Args:
         timeline: what to prove.
@@ -35,7 +35,7 @@ def check(timeline: Timeline, trained: Collection[str] = ()) -> None:
 
 
 def check_pass(timeline: Timeline, lifted: Timeline) -> None:
-    """Prove that a pass did nothing wrong; parameters may still lack frees, and backward its gathers.
+    """Prove that a pass did nothing wrong. The gathers of backward and the frees may still be missing.
 
     Args:
         timeline: what the pass returned.
@@ -91,42 +91,42 @@ def _check_lifetimes(timeline: Timeline) -> None:
 def _fail(timeline: Timeline, at: int, rule: str) -> ScheduleError:
     op = timeline.ops[at]
     names = op.params or op.writes or op.reads
-    what = ", ".join(names if len(names) <= NAMED else (*names[:NAMED], "..."))
+    what = ", ".join(names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "..."))
     return ScheduleError(f"op {at} ({op.kind} {what}) {rule}")
 
 
 def _check_order(timeline: Timeline) -> None:
-    """The return is last, backward follows forward, values are written once and before they are read."""
+    """The return is last, backward follows forward, and each value is written once, before it is read."""
     ops = timeline.ops
     if not ops or ops[-1].kind is not Kind.COMPUTE or ops[-1].writes:
-        raise ScheduleError(f"op {len(ops) - 1} is the last one and not the return: a compute that writes nothing")
+        raise ScheduleError(f"op {len(ops) - 1} is last, but it is not the return: a compute that writes nothing")
     written: dict[str, int] = {}
     first_read: dict[str, int] = {}
     backward = False
     for at, op in enumerate(ops):
         if unknown := [path for path in op.params if path not in timeline.plan.by_name]:
-            raise _fail(timeline, at, f"names {unknown[0]}, which is no parameter of the plan")
+            raise _fail(timeline, at, f"names {unknown[0]}, which is not a parameter of the plan")
         if backward and not op.backward:
-            raise _fail(timeline, at, "belongs to forward and stands in backward")
+            raise _fail(timeline, at, "belongs to forward, but comes after operations of backward")
         backward = op.backward
         for name in op.reads:
             first_read.setdefault(name, at)
         for name in op.writes:
             if name in written:
-                raise _fail(timeline, at, f"writes {name}, which op {written[name]} has written already")
+                raise _fail(timeline, at, f"writes {name}, which op {written[name]} already wrote")
             if name in first_read:
-                raise _fail(timeline, at, f"writes {name}, which op {first_read[name]} reads before")
+                raise _fail(timeline, at, f"writes {name} after op {first_read[name]} has read it")
             written[name] = at
 
 
 def _check_inputs(timeline: Timeline) -> None:
-    """A tensor is written by an operation, or it is an input."""
+    """Each tensor is an input or written by an operation."""
     there = {name for op in timeline.ops for name in op.writes}.union(timeline.inputs)
     for at, op in enumerate(timeline.ops):
         if inputs := [name for name in op.writes if name in timeline.inputs]:
             raise _fail(timeline, at, f"writes {inputs[0]}, which is an input")
         if missing := [name for name in op.reads if name in timeline.values and name not in there]:
-            raise _fail(timeline, at, f"reads {missing[0]}, which nothing writes and which is no input")
+            raise _fail(timeline, at, f"reads {missing[0]}, which is neither an input nor written by any operation")
 
 
 def _check_launches(timeline: Timeline) -> None:
@@ -149,7 +149,7 @@ def _check_bucket(timeline: Timeline, at: int, op: Op) -> None:
     params = timeline.params_of(op)
     limit = timeline.plan.policy.bucket_bytes
     if not all(name in timeline.values for name in (*op.reads, *op.writes)):
-        raise _fail(timeline, at, "reads or writes a value whose bytes and dtype are not known")
+        raise _fail(timeline, at, "reads or writes a value whose bytes and dtype are unknown")
     read = [timeline.values[name].dtype for name in op.reads]
     if len({*zip(read, (timeline.travels_in(op, param) for param in params), strict=True)}) > 1:
         raise _fail(timeline, at, "mixes dtypes in one bucket")
@@ -161,21 +161,21 @@ def _check_bucket(timeline: Timeline, at: int, op: Op) -> None:
 
 def _check_gather(timeline: Timeline, at: int, op: Op, shards: Mapping[str, str]) -> None:
     if not timeline.params_of(op)[0].sharded:
-        raise _fail(timeline, at, "gathers a replicated parameter, which is there already")
+        raise _fail(timeline, at, "gathers a replicated parameter, which every rank has in full")
     for name, path in zip(op.reads, op.params, strict=True):
         if shards.get(name) != path:
-            what = f"the shard of {shards[name]}" if name in shards else "no shard"
-            raise _fail(timeline, at, f"gathers {name} as {path}; it is {what}")
+            what = f"the shard of {shards[name]}" if name in shards else "not a shard"
+            raise _fail(timeline, at, f"gathers {name} as {path}, but it is {what}")
 
 
 def _check_waits(timeline: Timeline) -> None:
-    """Each launch is waited for exactly once, after it and in its half, and only waits read handles."""
+    """Exactly one wait ends each launch, after it and in the same half, and only waits read handles."""
     under_way: dict[str, int] = {}
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.WAIT:
             launched = under_way.pop(op.reads[0], None) if len(op.reads) == 1 else None
             if launched is None:
-                raise _fail(timeline, at, f"waits for {', '.join(op.reads) or 'nothing'}, which is not under way")
+                raise _fail(timeline, at, f"waits for {', '.join(op.reads) or 'nothing'}, which is not in flight")
             launch = timeline.ops[launched]
             if op.params != launch.params or len(op.writes) != len(op.params):
                 raise _fail(timeline, at, f"waits for other parameters than op {launched} launched")
@@ -190,32 +190,30 @@ def _check_waits(timeline: Timeline) -> None:
 
 
 def _check_reductions(timeline: Timeline) -> None:
-    """Gradients of trainable parameters are reduced once, in backward, or all of them are deferred to a later one."""
+    """Backward reduces each gradient of a trainable parameter at most once, or defers all of them to a later one."""
     verbs = {Kind.REDUCE: ("reduces", "reduced"), Kind.DEFER: ("defers", "deferred")}
     handled: dict[str, int] = {}
-    kinds: dict[Kind, int] = {}
+    first: tuple[Kind, int] | None = None
     for at, op in enumerate(timeline.ops):
         if op.kind not in verbs:
             continue
-        verb, participle = verbs[op.kind]
-        kinds.setdefault(op.kind, at)
-        if len(kinds) > 1:
-            raise _fail(timeline, at, f"{verb} a gradient, and op {min(kinds.values())} does otherwise")
+        verb, past = verbs[op.kind]
+        first = first or (op.kind, at)
+        if op.kind is not first[0]:
+            raise _fail(timeline, at, f"{verb} a gradient, but op {first[1]} {verbs[first[0]][0]} one")
         if not op.backward:
             raise _fail(timeline, at, f"{verb} a gradient in forward")
         for param in timeline.params_of(op):
             if not param.requires_grad:
                 raise _fail(timeline, at, f"{verb} a gradient of {param.path}, which is frozen")
             if param.path in handled:
-                raise _fail(
-                    timeline, at, f"{verb} {param.path}, which op {handled[param.path]} has {participle} already"
-                )
+                raise _fail(timeline, at, f"{verb} {param.path}, which op {handled[param.path]} already {past}")
             handled[param.path] = at
 
 
 def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
-    """Backward returns, as the gradient of a parameter, what its reduction gives (the mean) or what stands for the one
-    that is deferred, and all of those."""
+    """Backward returns every reduced gradient (the mean) as the gradient of its own parameter, and nothing else as the
+    gradient of a parameter; a deferred gradient has a placeholder that is returned in the same way."""
     means = {
         (path, name): at
         for at, op in enumerate(timeline.ops)
@@ -226,23 +224,27 @@ def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
     returned: set[str] = set()
     for path, name in timeline.gradients:
         if path in returned:
-            raise ScheduleError(f"backward returns a second gradient of {path}, {name}, which is added to the first")
+            raise ScheduleError(
+                f"backward returns a second gradient of {path}, {name}, which torch would add to the first"
+            )
         if (path, name) not in means:
-            raise ScheduleError(f"backward returns {name} as the gradient of {path}; no reduction of {path} gives it")
+            raise ScheduleError(
+                f"backward returns {name} as the gradient of {path}, but no reduction of {path} writes it"
+            )
         if name not in read:
             raise ScheduleError(f"backward's return does not read {name}, the gradient of {path}")
         returned.add(path)
     for (path, name), at in means.items():
         if path not in returned:
             what = "ends the reduction of" if timeline.ops[at].kind is Kind.WAIT else "defers the gradient of"
-            raise _fail(timeline, at, f"{what} {path}, and {name} is not returned as its gradient")
+            raise _fail(timeline, at, f"{what} {path}, but {name} is not returned as its gradient")
     if lost := sorted(set(trained) - returned):
         raise ScheduleError(f"backward returns no gradient of {lost[0]}, which is trained")
 
 
 def _check_in_flight(timeline: Timeline) -> None:
-    """Gathers under way, and reductions under way, stay within the bounds; one alone, or one that is waited for at
-    once, may exceed them."""
+    """Gathers in flight, and reductions in flight, stay within the bounds. A single one may exceed them, and so may one
+    that is waited for immediately."""
     policy = timeline.plan.policy
     bound, prefetch = policy.in_flight_bytes, policy.prefetch
     under_way: Counter[Kind] = Counter()
@@ -265,8 +267,8 @@ def _check_in_flight(timeline: Timeline) -> None:
 
 
 def _check_making(timeline: Timeline) -> None:
-    """Full gradients that travel, with those that are being made and will, stay within the bound, or nothing travels
-    while they are made. A rule for what is emitted only: a fuser makes several gradients at once."""
+    """Full gradients in flight, and those that are being made for the next reductions, stay within the bound, unless
+    nothing is in flight while they are made. Holds before fusion only: a fuser makes several gradients at once."""
     bound = timeline.plan.policy.in_flight_bytes
     written = {name: at for at, op in enumerate(timeline.ops) for name in op.writes}
     begun: Counter[int] = Counter()
@@ -280,7 +282,7 @@ def _check_making(timeline: Timeline) -> None:
             raise _fail(
                 timeline,
                 at,
-                f"makes {made} bytes of gradients beside {under_way} that travel; in_flight_bytes is {bound}",
+                f"makes {made} bytes of gradients while {under_way} bytes are in flight; in_flight_bytes is {bound}",
             )
         if op.kind is Kind.REDUCE:
             under_way += timeline.full_bytes(op)
@@ -290,10 +292,10 @@ def _check_making(timeline: Timeline) -> None:
 
 
 def _check_copies(timeline: Timeline) -> None:
-    """Only gathers, their waits and repeatable computations are done again."""
+    """Only gathers, their waits and repeatable computations have copies."""
     for at, op in enumerate(timeline.ops):
         if op.again and not (op.kind is Kind.GATHER or op.repeatable or timeline.ends(op, Kind.GATHER)):
-            raise _fail(timeline, at, "is done again, and is neither a gather, its wait nor a repeatable computation")
+            raise _fail(timeline, at, "is done again, but is neither a gather, its wait nor a repeatable computation")
 
 
 def _check_frees(timeline: Timeline, inside: Mapping[str, int], last: Mapping[str, int]) -> None:
@@ -304,11 +306,11 @@ def _check_frees(timeline: Timeline, inside: Mapping[str, int], last: Mapping[st
             continue
         gathered = _gathered(timeline, inside, op)
         if gathered is None or timeline.params_of(op)[0].resident:
-            raise _fail(timeline, at, "frees what is not the memory of a gathered parameter")
+            raise _fail(timeline, at, "frees memory that is not a gathered parameter's")
         if gathered in freed:
-            raise _fail(timeline, at, f"frees {gathered}, which op {freed[gathered]} has freed")
+            raise _fail(timeline, at, f"frees {gathered}, which op {freed[gathered]} already freed")
         if last[gathered] > at:
-            raise _fail(timeline, at, f"frees {gathered}, which op {last[gathered]} reads, itself or a view of it")
+            raise _fail(timeline, at, f"frees {gathered}, but op {last[gathered]} still reads it or a view of it")
         freed[gathered] = at
 
 
@@ -334,7 +336,7 @@ def _check_ends(timeline: Timeline, inside: Mapping[str, int], last: Mapping[str
 
 
 def _gathered(timeline: Timeline, inside: Mapping[str, int], free: Op) -> str | None:
-    """The gathered value whose memory a FREE ends: what it reads, or what that was computed from."""
+    """The gathered value whose memory a FREE releases: the one that it reads, or that this was computed from."""
     needed = list(free.reads) if len(free.reads) == len(free.params) == 1 else []
     seen: set[str] = set()
     while needed:
@@ -352,27 +354,29 @@ def _gathered(timeline: Timeline, inside: Mapping[str, int], free: Op) -> str | 
 
 
 def _check_gathered_again(timeline: Timeline) -> None:
-    """What is kept is gathered once; the rest once in each half, or in forward as often as it is regathered."""
+    """A parameter is gathered once in all or once in each half; with ``gather_per_unit``, several times in forward."""
     gathered: dict[tuple[str, bool], int] = {}
     for at, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
             half = (param.path, op.backward and not param.gathered_once)
             if half in gathered and (op.backward or param.gathered_once or not param.gather_per_unit):
-                why = "is kept" if param.gathered_once else "needs one gather in each half"
+                why = "is gathered once" if param.gathered_once else "needs one gather in each half"
                 raise _fail(timeline, at, f"gathers {param.path} again after op {gathered[half]}; it {why}")
             gathered[half] = at
 
 
 def _check_saved(timeline: Timeline, inside: Mapping[str, int]) -> None:
-    """Backward reads nothing of forward's that depends on parameters alone, unless they are kept."""
+    """Backward reads no value of forward's cone, unless its parameters are gathered once for both halves."""
     crossing = {name for name, at in regathered(timeline, inside).items() if not timeline.ops[at].backward}
     for at, op in enumerate(timeline.ops[:-1]):
         if op.backward and (saved := [name for name in op.reads if name in crossing]):
-            raise _fail(timeline, at, f"reads forward's {saved[0]}, which depends on parameters that are not kept")
+            raise _fail(
+                timeline, at, f"reads forward's {saved[0]}, which depends on parameters that backward gathers again"
+            )
 
 
 def _check_same(timeline: Timeline, lifted: Timeline) -> None:
-    """Every lifted operation is there once; all of them, and all copies, read what the lifted ones read."""
+    """Every lifted operation occurs once; all of them, and all copies, read the values that the lifted ones read."""
     originals = {op.source[0]: op for op in lifted.ops}
     canonical: dict[str, str] = {}  # name that a copy writes -> name that its original writes
     seen: set[int] = set()
@@ -381,13 +385,13 @@ def _check_same(timeline: Timeline, lifted: Timeline) -> None:
             (source,) = part.source
             original = originals.get(source)
             if original is None or not _is_copy(part, original):
-                raise _fail(timeline, at, f"is not what stands at position {source} of the lifted trace")
+                raise _fail(timeline, at, f"differs from position {source} of the lifted trace")
             if op.again:
                 canonical.update(zip(part.writes, original.writes, strict=True))
             elif source in seen:
                 raise _fail(timeline, at, f"runs position {source} of the lifted trace twice")
             elif op.backward != original.backward:
-                raise _fail(timeline, at, f"is in another half than position {source} of the lifted trace")
+                raise _fail(timeline, at, f"is in a different half than position {source} of the lifted trace")
             elif op.kind not in LAUNCHES and part.writes != original.writes:
                 raise _fail(timeline, at, f"writes other values than position {source} of the lifted trace")
             else:
@@ -396,9 +400,9 @@ def _check_same(timeline: Timeline, lifted: Timeline) -> None:
                 raise _fail(timeline, at, f"reads other values than position {source} of the lifted trace")
     if lost := sorted(originals.keys() - seen):
         what = " ".join((originals[lost[0]].kind, *originals[lost[0]].params))
-        raise ScheduleError(f"position {lost[0]} ({what}) of the lifted trace is lost")
+        raise ScheduleError(f"position {lost[0]} ({what}) of the lifted trace is missing")
     if timeline.ops[-1].source != lifted.ops[-1].source:
-        raise _fail(timeline, len(timeline.ops) - 1, "is the last one and not the return")
+        raise _fail(timeline, len(timeline.ops) - 1, "is last, but it is not the return")
 
 
 def _is_copy(op: Op, original: Op) -> bool:
@@ -407,12 +411,14 @@ def _is_copy(op: Op, original: Op) -> bool:
 
 
 def _parts(timeline: Timeline, at: int, op: Op) -> Iterator[Op]:
-    """An operation as it was before bucketing: one for each parameter."""
+    """The operations before bucketing that this one was merged from: one for each parameter."""
     if len(op.source) == 1:
         yield op
         return
     if op.kind is Kind.COMPUTE or not 0 < len(op.source) == len(op.params):
-        raise _fail(timeline, at, "must come from one line of the trace, or a bucket from one for each parameter")
+        raise _fail(
+            timeline, at, "must come from one line of the trace, or for a bucket from one line for each parameter"
+        )
     for number, (source, path) in enumerate(zip(op.source, op.params, strict=True)):
         reads = op.reads if op.kind is Kind.WAIT else (op.reads[number],)
         writes = (op.writes[number],) if op.kind is Kind.WAIT else op.writes

@@ -28,8 +28,8 @@ STATE = "state"
 GROUPS = "param_groups"
 EXTRA = "extra"
 EXTRA_STATE = "_extra_state"  # the end of the name of a module's extra state; other values that hooks add are not saved
-KINDS = "optimizers"  # the names of the optimizers' classes, by number
-RANK_KEY = re.compile(r"rank(\d+)\.(.*)")
+OPTIMIZER_CLASS = "optimizer_class"  # the names of the optimizers' classes, by number
+RANK_KEY = re.compile(r"rank(\d+)\.(.*)", re.DOTALL)
 Optimizers = Optimizer | Iterable[Optimizer] | None
 
 

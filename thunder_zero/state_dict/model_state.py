@@ -120,10 +120,10 @@ def values_for_model(
     """Read a state dict for this rank, and write nothing yet; a collective.
 
     Args:
-        contents: what this rank holds of the model.
+        contents: this rank's part of the model.
         module: the plain module, whose submodules take their extra states.
         values: the state dict.
-        source: whose state dict is read.
+        source: the ranks whose state dict is read.
         strict: refuse other names than the model's.
 
     Raises:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.agree import Fact
-from thunder_zero.comm.peers import told_by_rank_0
+from thunder_zero.comm.peers import broadcast_object_from_rank_0
 from thunder_zero.plan import Param
 from thunder_zero.rows import own_rows
 from thunder_zero.runtime.state import State
@@ -46,7 +46,7 @@ class Source(Protocol):
         """
 
     def pack(self, value: Any) -> Any:
-        """Prepare what all ranks must know, beside the tensors, for :meth:`exchange`.
+        """Prepare what all ranks must know, besides the tensors, for :meth:`exchange`.
 
         Raises:
             ValueError: it cannot be sent.
@@ -59,7 +59,7 @@ class Source(Protocol):
         """Whether a value is a DTensor whose local part is not this rank's rows of ``param``."""
 
     def require_same_gathers(self, gathers: Mapping[str, Sequence[str]]) -> None:
-        """Raise on every rank unless all ranks must gather the same tensors, listed by what they belong to; a
+        """Raise on every rank unless all ranks must gather the same tensors, by their owner; a
         collective.
 
         Raises:
@@ -170,7 +170,7 @@ class FromRank0:
 
     def exchange(self, packed: bytes) -> Any:
         """Rank 0's value, with its tensors on the CPU: rank 0's device is not this rank's. A small collective."""
-        sent = told_by_rank_0(packed, self.state.group)
+        sent = broadcast_object_from_rank_0(packed, self.state.group)
         return torch.load(io.BytesIO(sent), weights_only=False, map_location="cpu")
 
     def must_gather(self, value: Any, param: Param | None) -> bool:

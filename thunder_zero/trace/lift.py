@@ -1,26 +1,23 @@
-"""Traces -> timeline.
+"""Reads traces into timelines.
 
-``lift`` reads the joint trace, lowered and not yet fused or split, for the passes to decide on.
-``lift_halves`` reads the forward and the backward trace that run, for checks and reports: there the
-``del`` lines are the frees.
+``lift`` reads the joint trace, lowered but not yet fused or split, for the passes. ``lift_halves`` reads the forward
+and the backward trace that run, for proofs and reports; their ``del`` lines are the frees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 from math import prod
 from types import NoneType
 from typing import Any, NamedTuple
 
-import torch
-
 from thunder_zero.schedule.cone import frees_of_gathered
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 from thunder_zero.schedule.verify import ScheduleError
 from thunder_zero.trace.program import Program
 from thunder_zero.trace.symbols import ZeroExecutor, dtype_name
+from thunder_zero.trace.work import VIEWS, draws_random_numbers, symbol_names, work_of
 
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
@@ -31,14 +28,14 @@ from thunder.executors.pythonex import clear_mutable_collection
 
 PREAMBLE = {prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, prims.PrimIDs.COMMENT}
 SEQUENCES = (tuple, list)
-PLAIN = {bool, int, float, str, NoneType}  # nearly all that is no proxy
+PLAIN = {bool, int, float, str, NoneType}  # types of nearly all other arguments
 NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DONT_DCE}
 
 
 def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
-    """The timeline of a joint trace: one operation a line, forward half first.
+    """The timeline of a joint trace: one operation for each line, forward half first.
 
-    A line belongs to forward if forward's outputs need it, which is how Thunder will split.
+    A line belongs to forward if forward's outputs need it; Thunder will split by the same rule.
     """
     lines = lines_of(trace)
     needed = _forward_lines(lines)
@@ -54,9 +51,9 @@ def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
 def lift_halves(
     forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor, program: Program | None = None
 ) -> Timeline:
-    """The timeline of the two traces that run; ``source`` counts within each half.
+    """The timeline of the two traces that run; ``source`` counts the lines of each half.
 
-    ``program`` is what was found out when they were compiled: if None, they are what the executor compiled last.
+    ``program`` has the facts about their compilation; None: the executor compiled them last.
     """
     program = program or executor.program
     halves = [lines_of(forward), [] if backward is None else lines_of(backward)]
@@ -77,7 +74,7 @@ def lift_halves(
 
 
 class TraceLine(NamedTuple):
-    """A line of a trace, with the proxies that it is called with and that it gives."""
+    """A line of a trace, with the proxies of its arguments and of its output."""
 
     bsym: BoundSymbol
     given: list[Proxy]
@@ -96,7 +93,7 @@ def _inputs(given: Any, program: Program) -> dict[str, str | None]:
 
 
 def _gradients(given: Sequence[Any], returned: Sequence[Any], program: Program) -> tuple[tuple[str, str], ...]:
-    """Path and gradient of each argument that is a parameter and gets one: backward returns an entry an argument."""
+    """Path and gradient of each parameter that gets one: backward returns an entry for each argument of forward."""
     pairs = zip(given, returned, strict=True)
     named = ((arg.name, grad.name) for arg, grad in pairs if isinstance(arg, Proxy) and isinstance(grad, Proxy))
     return tuple((program.inputs[name], grad) for name, grad in named if name in program.inputs)
@@ -107,7 +104,7 @@ def _ops(line: TraceLine, position: int, backward: bool, executor: ZeroExecutor)
     if bsym.sym.id in PREAMBLE or bsym.sym is clear_mutable_collection:
         return
     reads, writes = tuple(read_by(line)), tuple(written_by(line))
-    kind, repeatable = Kind.COMPUTE, False
+    kind, repeatable, work = Kind.COMPUTE, False, Work.NONE
     paths: tuple[str, ...] = ()
     if bsym.sym.id is prims.PrimIDs.DEL:
         kind = Kind.FREE
@@ -120,20 +117,23 @@ def _ops(line: TraceLine, position: int, backward: bool, executor: ZeroExecutor)
     elif bsym.sym == executor.defer:
         kind, paths = Kind.DEFER, (bsym.args[1],)
     else:
-        repeatable = _is_repeatable(bsym)
-    yield Op(kind, reads, writes, paths, backward, repeatable, source=(position,))
+        repeatable, work = _is_repeatable(bsym), work_of(bsym)
+    yield Op(kind, reads, writes, paths, backward, repeatable, source=(position,), work=work)
 
 
 def _require_right_symbol(single: Symbol, paths: Sequence[str], executor: ZeroExecutor) -> None:
-    """A timeline says REDUCE, and the plan which kind; here is where another kind would be overlooked."""
+    """The line must use the plan's kind of reduction, since the timeline only says REDUCE."""
     for path in paths if single is not executor.all_gather else ():
         if single is not (right := executor.reduction(executor.plan.by_name[path])):
-            raise ScheduleError(f"a line reduces {path} with {single.name}; by the plan it needs {right.name}")
+            raise ScheduleError(f"a line reduces {path} with {single.name}; the plan needs {right.name}")
 
 
 def read_by(line: TraceLine) -> dict[str, Proxy]:
-    """What a line reads, by name. A ``get_grad`` names an output of forward and reads its gradient; forward's
-    return hands out outputs, and saves the rest for backward, where it is read."""
+    """The proxies that a line reads, by name.
+
+    A ``get_grad`` names an output of forward but reads its gradient. Forward's return reads the outputs; the values
+    that it saves are read in backward.
+    """
     bsym = line.bsym
     if bsym.sym is prims.get_grad:
         return {}
@@ -143,13 +143,13 @@ def read_by(line: TraceLine) -> dict[str, Proxy]:
 
 
 def written_by(line: TraceLine) -> dict[str, Proxy]:
-    """What a line writes, by name; an input that it hands through is not written."""
+    """The proxies that a line writes, by name, without arguments that it returns."""
     inputs = {proxy.name for proxy in line.given}
     return {proxy.name: proxy for proxy in line.gives if proxy.name not in inputs}
 
 
 def proxies_in(tree: Any) -> list[Proxy]:
-    """The proxies in what a line is called with, or gives. Thunder's own flattening takes ten times as long."""
+    """The proxies in the arguments or the output of a line. Thunder's own flattening takes ten times as long."""
     found: list[Proxy] = []
     _collect(tree, found)
     return found
@@ -170,7 +170,7 @@ def _collect(tree: Any, found: list[Proxy]) -> None:
 
 
 def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
-    """Waits carry the parameters of their launches."""
+    """Gives waits the parameters of their launches."""
     params: dict[str, tuple[str, ...]] = {}
     for op in ops:
         if op.kind in (Kind.GATHER, Kind.REDUCE):
@@ -181,9 +181,13 @@ def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
 def _values(lines: Sequence[TraceLine]) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for line in lines:
+        base = ""
+        if line.bsym.sym.name in VIEWS:
+            viewed = line.given[0].name
+            base = values[viewed].base or viewed
         for proxy in (*line.gives, *line.given):
             if proxy.name not in values and isinstance(proxy, TensorProxy | FutureTensorProxy):
-                values[proxy.name] = Value(prod(proxy.shape) * dtype_bytes(proxy), dtype_name(proxy.dtype))
+                values[proxy.name] = Value(prod(proxy.shape) * dtype_bytes(proxy), dtype_name(proxy.dtype), base)
     return values
 
 
@@ -193,7 +197,7 @@ def dtype_bytes(proxy: TensorProxy | FutureTensorProxy) -> int:
 
 
 def _forward_lines(lines: Sequence[TraceLine]) -> list[bool]:
-    """Which lines forward's outputs need: Thunder's rule for the split, on positions."""
+    """For each line, whether forward's outputs need it: Thunder's rule for the split."""
     result = lines[-1].bsym.args[0]
     if not is_joint(result):
         return [True] * len(lines)
@@ -211,28 +215,12 @@ def _forward_lines(lines: Sequence[TraceLine]) -> list[bool]:
 
 
 def is_joint(result: Any) -> bool:
-    """Whether a trace that returns this holds a backward half too."""
+    """Whether a trace that returns this has a backward half too."""
     return isinstance(result, dict) and "fw_flat_out" in result
 
 
 def _is_repeatable(bsym: BoundSymbol) -> bool:
-    """Whether running a line twice gives the same values and does no harm."""
+    """Whether running a line twice gives the same values and has no side effect."""
     if bsym.sym in (prims.python_return, prims.get_grad) or gather_tags(bsym) & NOT_REPEATABLE:
         return False
-    return not any(name == "copy_" or _draws_random_numbers(name) for name in _symbol_names(bsym))
-
-
-def _symbol_names(bsym: BoundSymbol) -> Iterator[str]:
-    yield bsym.sym.name
-    for inner in bsym.subsymbols:
-        yield from _symbol_names(inner)
-
-
-@cache
-def _draws_random_numbers(name: str) -> bool:
-    """Whether torch tags the operator as seeded; Thunder does not tag all that it lowers or registers by itself."""
-    packet: Any = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return False
-    overloads = (getattr(packet, overload) for overload in packet.overloads())
-    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    return not any(name == "copy_" or draws_random_numbers(name) for name in symbol_names(bsym))

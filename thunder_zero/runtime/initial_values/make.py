@@ -31,7 +31,7 @@ def initial_values(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.de
     """
     group = ranks.everyone
     if group.size() > 1:
-        agree.require_same([*agree.describe(module, plan, device), *_given(plan, sources)], group)
+        agree.require_same([*agree.module_facts(module, plan, device), *_given(plan, sources)], group)
     target, failures = Target(module, plan, ranks, device, names_of(module)), Failures()
     cuts = Cuts(target, are_read=sources.weights is not None)
     drawn_values = DrawnValues(target, cuts)

@@ -1,4 +1,4 @@
-"""From safetensors files to a checkpoint, one rank's rows at a time, without a process group."""
+"""Makes a checkpoint from safetensors files, one rank's rows of one tensor at a time, without a process group."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thunder_zero import layout
-from thunder_zero.checkpoint import dcp, folder
-from thunder_zero.checkpoint.dcp import Item
+from thunder_zero.checkpoint import folder
+from thunder_zero.checkpoint.dcp_write import write_items, write_metadata
+from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.manifest import Manifest
-from thunder_zero.convert.formats import INDEX, SAFETENSORS, require_float
-from thunder_zero.convert.reader import progress
+from thunder_zero.convert.safetensors_file import INDEX_SUFFIX, SUFFIX, require_float
+from thunder_zero.convert.whole_tensor import dtype_to_write
+from thunder_zero.report.progress import show_progress
 from thunder_zero.state_dict.contents import MODEL
 
 
@@ -30,10 +32,10 @@ class Source:
 
     Attributes:
         name: in the file.
-        shape: of all of it.
+        shape: of the whole tensor.
         dtype: in the checkpoint.
         aliases: its other names (tied weights).
-        file: which is open.
+        file: the open file.
     """
 
     name: str
@@ -42,8 +44,8 @@ class Source:
     aliases: tuple[str, ...]
     file: Any
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """These rows; all of what has none."""
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Read these rows; all of a tensor without dimensions."""
         value: Tensor = self.file.get_slice(self.name)[start:stop] if self.shape else self.file.get_tensor(self.name)
         return value.to(self.dtype)
 
@@ -55,29 +57,29 @@ def shard_safetensors(
     *,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Make a checkpoint of a model out of safetensors files, as so many ranks would have saved it.
+    """Make a checkpoint of a model from safetensors files, as ``ranks`` ranks would have saved it.
 
-    The other way of :func:`consolidate`; needs no process group, and memory for one rank's rows at most. Any number of
-    ranks loads it. The link ``latest`` beside it stays as it is, since it leads to where training goes on.
+    The inverse of :func:`consolidate`. Needs no process group, and memory for at most one rank's rows. Any number of
+    ranks can load it. Does not move the link ``latest``, from which training resumes.
 
     >>> tz.shard_safetensors("model.safetensors", "runs/start", ranks=8, dtype=torch.float32)
 
     Args:
-        source: the file; or the index of several (``model.safetensors.index.json``); or a folder that has either under
+        source: the file; or the index of several (``model.safetensors.index.json``); or a folder with either under
             the name ``model.safetensors``. Other names of tied weights are read from ``aliases`` in the metadata.
         checkpoint: the folder to write.
-        ranks: into how many files the rows are cut.
-        dtype: of the floating-point tensors (default None: as they are).
+        ranks: number of files, one for the rows of each rank.
+        dtype: of the floating-point tensors (default None: as in the source).
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: ``ranks`` or ``dtype`` is out of its range; a name that means something else; no safetensors file.
-        OSError: it cannot be read, or written.
+        ValueError: ``ranks``, ``dtype`` or the name ``checkpoint`` is invalid; ``source`` is not a safetensors file.
+        OSError: a file cannot be read or written.
     """
     if ranks < 1:
-        raise ValueError(f"ranks is {ranks}; give the number of files, 1 or more")
+        raise ValueError(f"ranks is {ranks}; pass the number of files, 1 or more")
     require_float(dtype)
     path = Path(checkpoint)
     with ExitStack() as files:
@@ -95,21 +97,21 @@ def _write(path: Path, sources: list[Source], ranks: int) -> None:
     by_name = {source.name: source for source in sources}
     staging = folder.staging_of(path)
     total = sum(prod(source.shape) * source.dtype.itemsize for source in sources)
-    with progress(f"write {path.name}", total) as done:
+    with show_progress(f"write {path.name}", total) as done:
 
         def value_of(item: Item) -> Tensor:
             assert isinstance(item.value, Tensor), "a safetensors file has tensors only"
-            rows = by_name[str(item.path[1])].rows(item.start, item.start + (len(item.value) if item.shape else 1))
+            rows = by_name[str(item.path[1])].read_rows(item.start, item.start + (len(item.value) if item.shape else 1))
             done(rows.nbytes)
             return rows
 
-        parts = [dcp.write(staging, rank, _items(sources, ranks, rank), value_of) for rank in range(ranks)]
-    written, tensors = dcp.finish(staging, parts)
-    folder.publish(path, Manifest(folder.next_number(path), ranks, written, tensors), latest=False)
+        parts = [write_items(staging, rank, _items(sources, ranks, rank), value_of) for rank in range(ranks)]
+    files = write_metadata(staging, parts)
+    folder.publish(path, Manifest(folder.next_number(path), ranks, files), latest=False)
 
 
 def _items(sources: list[Source], ranks: int, rank: int) -> list[Item]:
-    """What a rank writes: shapes and dtypes only, on the meta device."""
+    """The items that a rank writes, on the meta device: shapes and dtypes only."""
     items = []
     for source in sources:
         start, stop = 0, source.shape[0] if source.shape else 1
@@ -127,57 +129,56 @@ def _items(sources: list[Source], ranks: int, rank: int) -> list[Item]:
 
 
 def _sources(path: Path, dtype: torch.dtype | None, files: ExitStack) -> list[Source]:
-    """The tensors of a file, of those that an index names, or of those in a folder; the files stay open."""
-    path = _within(path) if path.is_dir() else path
+    """The tensors of a file, of the files that an index names, or of a folder; leaves the files open."""
+    path = _find_in(path) if path.is_dir() else path
     if path.suffix != ".json":
         return _of_file(path, None, dtype, files)
-    return [source for file, names in _named_by(path).items() for source in _of_file(file, names, dtype, files)]
+    return [source for file, names in _read_index(path).items() for source in _of_file(file, names, dtype, files)]
 
 
-def _within(parent: Path) -> Path:
-    """The file or the index in a folder, as Hugging Face names them."""
-    for name in (f"model{SAFETENSORS}{INDEX}", f"model{SAFETENSORS}"):
+def _find_in(parent: Path) -> Path:
+    """The index or the file in a folder, as Hugging Face names them."""
+    for name in (f"model{SUFFIX}{INDEX_SUFFIX}", f"model{SUFFIX}"):
         if (parent / name).is_file():
             return parent / name
     raise ValueError(
-        f"{parent} has neither model{SAFETENSORS}{INDEX} nor model{SAFETENSORS}; give the file itself, or its index"
+        f"{parent} has neither model{SUFFIX}{INDEX_SUFFIX} nor model{SUFFIX}; pass the file itself, or its index"
     )
 
 
-def _named_by(index: Path) -> dict[Path, list[str]]:
-    """Which tensors an index expects in which file."""
+def _read_index(index: Path) -> dict[Path, list[str]]:
+    """The names of the tensors in each file, from an index."""
     found: dict[Path, list[str]] = {}
     try:
         for name, file in json.loads(index.read_bytes())["weight_map"].items():
             found.setdefault(index.parent / file, []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of safetensors files ({error!r})") from None
+        raise ValueError(f"{index} is not an index of safetensors files ({error!r})") from None
     return found
 
 
 def _of_file(path: Path, names: list[str] | None, dtype: torch.dtype | None, files: ExitStack) -> list[Source]:
-    """The tensors of one file: all, or those of these names."""
-    with _reading(path):
+    """The tensors of one file: all, or those with these names."""
+    with _explain_read_error(path):
         file = files.enter_context(safe_open(path, framework="pt"))
         aliases: dict[str, str] = json.loads((file.metadata() or {}).get("aliases", "{}"))
         sources = []
         for name in file.keys() if names is None else names:
             shape = tuple(file.get_slice(name).get_shape())
             found = (file.get_slice(name)[:0] if shape else file.get_tensor(name)).dtype
-            kept = dtype if dtype is not None and found.is_floating_point else found
             also = tuple(alias for alias, first in aliases.items() if first == name)
-            sources.append(Source(name, shape, kept, also, file))
+            sources.append(Source(name, shape, dtype_to_write(found, dtype), also, file))
     return sources
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Within: what keeps a safetensors file from being read is told in a sentence.
+def _explain_read_error(path: Path) -> Iterator[None]:
+    """Reword an error inside of the block as one sentence.
 
     Raises:
-        ValueError: it is something else, damaged, or lacks a tensor.
+        ValueError: the file is damaged, not a safetensors file, or does not contain a tensor.
     """
     try:
         yield
     except (SafetensorError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} cannot be read as a safetensors file: {error}") from None
+        raise ValueError(f"cannot read {path} as a safetensors file: {error}") from None

@@ -1,0 +1,131 @@
+"""What lifting says of each operation's work, and of the memory that views share: on modules of a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import thunder_zero as tz
+from thunder_zero.schedule.timeline import Kind, Op, Work
+from thunder_zero.trace.work import work_of
+
+import thunder
+import thunder.torch as ltorch
+from thunder.executors.torch_compile import torch_compile_ex
+from thunder.extend import add_default_executor, remove_default_executor
+
+
+class Mixed(nn.Module):
+    """One line of each class of work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.linear = nn.Linear(8, 8)
+        self.conv = nn.Conv1d(8, 8, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.softmax(self.linear(self.embed(tokens)), dim=-1)
+        x = F.dropout(self.conv(x.transpose(1, 2)), 0.5)
+        first, second = x.transpose(1, 2).split(4, dim=-1)
+        return torch.tanh(first) * second.unsqueeze(0)[0]
+
+
+TOKENS = torch.zeros(2, 7, dtype=torch.int64)
+
+
+@pytest.fixture(scope="module")
+def traces() -> tz.Traces:
+    return tz.trace(Mixed(), TOKENS, policy=tz.ZERO3, world_size=2)
+
+
+def calls(traces: tz.Traces, name: str, *, backward: bool = False) -> list[Op]:
+    """The operations of one half whose lines call this symbol."""
+    trace = traces.backward if backward else traces.forward
+    half = traces.backward_timeline if backward else traces.forward_timeline
+    assert trace is not None
+    return [op for op in half.ops if trace.bound_symbols[op.source[0]].sym.name == name]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("linear", Work.MATMUL),
+        ("convolution", Work.CONVOLUTION),
+        ("softmax", Work.REDUCTION),
+        ("embedding", Work.INDEX),
+        ("uniform", Work.RANDOM),
+        ("tanh", Work.POINTWISE),
+        ("permute", Work.VIEW),
+        ("python_return", Work.NONE),
+        ("zero_all_gather_coalesced", Work.NONE),
+    ],
+)
+def test_each_line_of_forward_has_its_class_of_work(traces: tz.Traces, name: str, expected: Work) -> None:
+    assert {op.work for op in calls(traces, name)} == {expected}
+
+
+@pytest.mark.parametrize(("name", "expected"), [("matmul", Work.MATMUL), ("sum", Work.REDUCTION)])
+def test_backward_has_work_too(traces: tz.Traces, name: str, expected: Work) -> None:
+    assert {op.work for op in calls(traces, name, backward=True)} == {expected}
+
+
+def test_no_line_of_a_usual_module_is_unknown(traces: tz.Traces) -> None:
+    unknown = {op.writes for op in traces.timeline.ops if op.work is Work.OTHER}
+    assert unknown == set()
+    assert {op.work for op in traces.timeline.ops if op.kind is not Kind.COMPUTE} == {Work.NONE}
+
+
+def test_attention_is_more_than_its_parts() -> None:
+    q = torch.zeros(1, 2, 4, 8)
+    trace = thunder.trace()(ltorch.scaled_dot_product_attention, q, q, q)
+    (line,) = (bsym for bsym in trace.bound_symbols if bsym.sym.name == "scaled_dot_product_attention")
+    assert line.subsymbols
+    assert work_of(line) is Work.ATTENTION
+
+
+def test_a_line_that_the_table_lacks_does_the_work_of_its_heaviest_part() -> None:
+    trace = thunder.trace()(lambda x: ltorch.gelu(x) + ltorch.mse_loss(x, x), torch.zeros(4, 4))
+    lines = {bsym.sym.name: bsym for bsym in trace.bound_symbols}
+    assert work_of(lines["gelu"]) is Work.POINTWISE
+    assert work_of(lines["mse_loss"]) is Work.REDUCTION
+    assert work_of(lines["gelu"].from_bsym(subsymbols=[])) is Work.OTHER
+
+
+@pytest.fixture
+def torch_compile() -> Iterator[None]:
+    add_default_executor(torch_compile_ex)
+    yield
+    remove_default_executor(torch_compile_ex)
+
+
+@pytest.mark.usefixtures("torch_compile")
+def test_a_fused_region_does_the_work_of_its_heaviest_part() -> None:
+    traces = tz.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.zeros(2, 8), world_size=2)
+    regions = [op for op in traces.forward_timeline.ops if traces.forward.bound_symbols[op.source[0]].sym.is_fusion]
+    assert [op.work for op in regions] == [Work.MATMUL]
+
+
+def test_a_value_names_the_value_whose_memory_it_views(traces: tz.Traces) -> None:
+    timeline = traces.forward_timeline
+    before, after = calls(traces, "permute")
+    (memory,) = after.reads
+    views = {
+        name for call in ("split", "unsqueeze", "expand", "squeeze") for op in calls(traces, call) for name in op.writes
+    }
+    assert len(views) == 5
+    assert {timeline.base_of(name) for name in (*after.writes, *views)} == {memory}
+    assert timeline.base_of(memory) == memory
+    assert timeline.base_of(before.writes[0]) == before.reads[0]
+    (wait,) = calls(traces, "zero_wait_coalesced")
+    assert [timeline.base_of(name) for name in wait.writes] == list(wait.writes)
+
+
+def test_what_may_be_a_copy_is_not_called_a_view() -> None:
+    traces = tz.trace(nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (2, 4))), torch.zeros(3, 8), world_size=2)
+    (op,) = (op for op in traces.forward_timeline.ops if op.work is Work.VIEW)
+    assert [traces.timeline.base_of(name) for name in op.writes] == list(op.writes)

@@ -1,0 +1,127 @@
+"""Reads items from files of ``torch.distributed.checkpoint`` (DCP), ours or another tool's, without a process group.
+
+Nothing is unpickled that could run code.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from thunder_zero.checkpoint.dcp_write import chunk_of
+from thunder_zero.checkpoint.item import Item
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads DCP's metadata and nothing else: a pickle may name any function to call."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class that metadata consists of.
+
+        Raises:
+            UnpicklingError: anything else.
+        """
+        described = module == "torch.distributed.checkpoint.metadata" and "." not in name
+        plain = (module, name) in {
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("collections", "OrderedDict"),
+        }
+        place = module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath")
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        found = super().find_class(module, name) if described or plain or place or dtype else None
+        if found is None or (described and not isinstance(found, type)):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in it")
+        return found
+
+
+class Reader(FileSystemReader):
+    """DCP's reader, which runs no code from the file."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's description of the files.
+
+        Raises:
+            ValueError: it is missing, damaged, or something else.
+        """
+        try:
+            with (Path(self.path) / ".metadata").open("rb") as stream:
+                metadata = MetadataUnpickler(stream).load()
+        except FileNotFoundError:
+            raise ValueError(f"{self.path} is not a checkpoint: it has no .metadata") from None
+        except Exception as error:
+            raise ValueError(f"cannot read {self.path}: .metadata is damaged ({error})") from None
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"cannot read {self.path}: .metadata is damaged (it holds a {type(metadata).__name__})")
+        return metadata
+
+
+class ReadPlanner(DefaultLoadPlanner):
+    """Gives the reader the tensors to fill, and takes the values."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        super().__init__()
+        self._tensors = {item.key: item.value for item in items if isinstance(item.value, Tensor)}
+        self.values: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take a value; unlike DCP's default, run no code from the file."""
+        self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True, map_location="cpu")
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The tensor to fill."""
+        return self._tensors[index.fqn]
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """DCP's description of a checkpoint. Raises as :meth:`Reader.read_metadata`."""
+    return Reader(folder).read_metadata()
+
+
+def places_by_key(metadata: Metadata) -> dict[str, Any]:
+    """The places of each key's bytes in the files: keys with the same places are names of one tensor."""
+    places: dict[str, list[Any]] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        places.setdefault(index.fqn, []).append((tuple(index.offset or ()), info.relative_path, info.offset))
+    return {key: tuple(sorted(found)) for key, found in places.items()}
+
+
+def read_items(folder: Path, metadata: Metadata, items: Sequence[Item], values: Sequence[str] = ()) -> dict[str, Any]:
+    """Fill the items' tensors, which have the file's dtypes and whole shapes; returns the values of these keys.
+
+    Raises:
+        ValueError: the files are damaged, or do not contain all rows.
+    """
+    reads = []
+    for item in items:
+        assert isinstance(item.value, Tensor), "values are read by key"
+        stored = metadata.state_dict_metadata[item.key]
+        assert isinstance(stored, TensorStorageMetadata), "the caller knows that it is a tensor"
+        found = create_read_items_for_chunk_list(item.key, stored, [chunk_of(item)])
+        if sum(prod(part.lengths) for part in found) != item.value.numel():
+            raise ValueError(f"{folder} is incomplete: rows of {item.key} are missing")
+        reads += found
+    nothing = torch.Size((0,))
+    for key in values:
+        index = MetadataIndex(key)
+        reads.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
+    reader, planner = Reader(folder), ReadPlanner(items)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    try:
+        reader.read_data(LoadPlan(reads), planner).wait()
+    except Exception as error:
+        raise ValueError(f"cannot read {folder}, it is damaged: {str(error).partition(chr(10))[0]}") from error
+    return planner.values

@@ -1,0 +1,22 @@
+"""A progress bar on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn
+
+
+@contextmanager
+def show_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar if stderr is a terminal; call what this yields with each number of further bytes."""
+    console = Console(stderr=True)
+    if not console.is_terminal:  # rich would print an empty line
+        yield lambda count: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task(what, total=total_bytes)
+        yield lambda count: bars.advance(task, count)
