@@ -1,4 +1,4 @@
-"""Modules built on the meta device: their values equal those of ordinary construction, and no rank holds much at a time.
+"""Modules built on the meta device: their values equal those of construction, and no rank holds much at once.
 
 Bytes are those of allocations, as torch's profiler sees them. Refusals on one rank: ``tests/one``.
 """
@@ -234,7 +234,7 @@ def test_the_values_of_a_rank(ranks_pool: RanksPool, world_size: int, source: in
 
 
 def mix(rank: int, world_size: int) -> list[str]:
-    """Real tensors stay as they are, with ``init`` or without; ignored parameters are each rank's own, from its seed."""
+    """Real tensors stay as they are, with ``init`` or without; ignored parameters are each rank's own."""
     right = ordinary(Net)
     module = on_meta(Net)
     module.blocks[1], module.head.bias = ordinary(Net).blocks[1], nn.Parameter(torch.full((11,), 3.0))

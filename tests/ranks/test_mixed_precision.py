@@ -349,7 +349,7 @@ class Borders(nn.Module):
 
 
 def test_an_empty_override_computes_in_the_dtype_of_the_module() -> None:
-    """Its inputs are cast to its own dtype and its outputs back; a tied parameter has the override of any of its names."""
+    """Its inputs are cast to its own dtype and its outputs back; a tied one has the override of any of its names."""
     kept = {name: tz.MixedPrecision() for name in ("router", "norm", "head")}
     half = tz.MixedPrecision(HALF, output_dtype=FULL, overrides=kept)
     policy = tz.Policy(stage=3, mixed_precision=half)

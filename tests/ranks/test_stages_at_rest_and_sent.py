@@ -195,7 +195,7 @@ def test_bytes_of_every_phase(counted: Any, world_size: int, stage: int) -> None
 
 
 def reduced_bytes(plan: Plan, buckets: list[tuple[str, ...]]) -> int:
-    """The fewest bytes that can reduce these buckets, in whole elements: each rank receives its rows and sends the means.
+    """The fewest bytes that can reduce these buckets, in whole elements: a rank gets its rows and sends means.
 
     An all-reduce cuts its bucket as a whole; two ranks swap all that they have. The plan, which divides each tensor
     by itself, rounds up and counts alike for all ranks: it may be off by an element a rank.
