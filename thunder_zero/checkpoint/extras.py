@@ -1,4 +1,4 @@
-"""Extras: each rank's own values in a checkpoint, such as a scheduler, RNG state or the data position."""
+"""Writes and reads extras: each rank's own values, such as a scheduler or RNG state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes a checkpoint visible in one rename once it is complete, moves ``latest``, and deletes old checkpoints.
+"""Makes a complete checkpoint visible in one rename, moves ``latest``, deletes old ones.
 
 A name that begins with a dot is temporary; a checkpoint under any other name is complete::
 

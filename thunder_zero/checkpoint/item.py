@@ -1,4 +1,4 @@
-"""One entry of a checkpoint: rows of a tensor, or a pickled value, and its path in the nested state dict."""
+"""One entry of a checkpoint: rows of a tensor, or a pickled value, and its path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``manifest.json``: the files of a checkpoint with their sizes and SHA-256, as frozen data; compares files with it.
+"""``manifest.json``: the sizes and SHA-256 of a checkpoint's files; compares files with it.
 
 Needs neither torch nor a process group. The manifest is written last, so a folder that has one is complete.
 """

@@ -1,4 +1,4 @@
-"""Makes one file of whole tensors (or a few) from a checkpoint, one tensor at a time, without a process group."""
+"""Makes one file of whole tensors (or a few) from a checkpoint, one tensor at a time."""
 
 from __future__ import annotations
 
