@@ -1,10 +1,10 @@
-"""ZeRO-3 (FSDP) by hand: what ZeroTransform does to a module, one step after the other.
+"""ZeRO-3 (FSDP) by hand: does the work of ZeroTransform step by step.
 
     python examples/fsdp_by_hand.py
 
-Two linear layers are sharded for rank 0 of 2. Every step calls one piece of the package, or of Thunder, and prints
-what it made. At the end the result is compared with what the transform makes by itself, and run. One process is
-enough: a trace names tensors and parameters, and only at run time somebody has to answer for the other rank.
+It shards two linear layers for rank 0 of 2. Each step calls one function of this package or of Thunder and prints the
+result. The last steps compare the traces with those of ZeroTransform, and run them. One process is enough: a trace
+only names tensors and parameters, and at run time a small class plays the other rank.
 """
 
 from __future__ import annotations
@@ -45,27 +45,28 @@ class TwoLayers(nn.Module):
         self.down = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        y: Tensor = self.down(torch.tanh(self.up(x)))
+        return y
 
 
 WORLD_SIZE = 2
-# Each layer's parameters travel together; all are freed in forward, as the textbook has it. Step 12 is the default.
+# Each layer's parameters travel together. As in the textbook, forward frees them all; step 12 shows our default.
 POLICY = tz.Policy(stage=3, unit_of=lambda module: ("up", "down"), gather_last_units_once=False)
 
 
-# 1. Thunder runs the module once under its interpreter and writes down every operation. In that functional trace
-#    parameters are arguments like the input, and the prologue says which argument is which parameter.
+# 1. Thunder runs the module once in its interpreter and records every operation. In this functional trace the
+#    parameters are arguments like the input, and the prologue maps arguments to parameters.
 
 
 def functional_trace(jitted: thunder.ThunderModule, x: Tensor) -> tuple[TraceCtx, TraceCtx]:
     jitted(x)
     prologue, computation = thunder.last_prologue_traces(jitted)[0], thunder.last_traces(jitted)[0]
     show("1. The functional trace: parameters are arguments", code(computation))
-    return prologue, wrap_return_value_together_with_arguments(computation)  # autodiff wants to see both
+    return prologue, wrap_return_value_together_with_arguments(computation)  # autodiff needs both
 
 
-# 2. The plan says what each parameter is; a shard is this rank's rows of it. All ranks' shards have one shape, so
-#    the last ones are padded, with zeros: padding must not turn an optimizer's or a norm's result into NaN.
+# 2. The plan describes each parameter. A shard is this rank's rows of it. All ranks' shards have the same shape, so
+#    the last ones are padded with zeros, which cannot turn the result of an optimizer or a norm into NaN.
 
 
 def shard(plan: tz.Plan, module: nn.Module) -> dict[str, Tensor]:
@@ -87,8 +88,8 @@ def show_shards(plan: tz.Plan) -> None:
     show("2. The plan: each parameter and its shard", "\n".join(lines))
 
 
-# 3. The arguments become shards, and before the first line that reads a parameter stands a synchronise. It means:
-#    here is the full parameter, and its gradient is the mean over ranks.
+# 3. The arguments become shards, and a synchronise is inserted before the first line that reads a parameter. It
+#    returns the full parameter, whose gradient is the mean over ranks.
 
 
 def synchronised(prologue: TraceCtx, computation: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
@@ -98,7 +99,7 @@ def synchronised(prologue: TraceCtx, computation: TraceCtx, executor: ZeroExecut
 
 
 # 4. Thunder differentiates the trace. The gradient rule of synchronise turns it into a gather and a wait in forward,
-#    and a reduce-scatter and a wait in backward, where autodiff has made the parameter's gradient.
+#    and a reduce-scatter and a wait in backward, right after the parameter's gradient.
 
 
 def joint(computation: TraceCtx) -> TraceCtx:
@@ -107,7 +108,8 @@ def joint(computation: TraceCtx) -> TraceCtx:
     return trace
 
 
-# 5. Executors replace each operation by what runs it: Thunder's run torch, and the collectives run in our own.
+# 5. Executors replace each operation by the function that runs it: torch's functions for Thunder's operations, our
+#    executor's for the collectives.
 
 
 def lowered(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
@@ -116,19 +118,19 @@ def lowered(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     return trace
 
 
-# 6. As it stands the trace is right, and slow, and it is not ZeRO-3: each parameter is waited for where it is
-#    launched, and backward reads what forward has gathered. To change that, lift the trace into a timeline, where an
-#    operation is a few words of frozen data.
+# 6. This trace is correct, but it is slow and not yet ZeRO-3: each wait follows its launch directly, and backward
+#    reads the parameters that forward gathered. To change that, lift the trace into a timeline, whose operations are
+#    small frozen dataclasses.
 
 
 def lifted(trace: TraceCtx, executor: ZeroExecutor) -> tz.Timeline:
     timeline = lift(trace, executor)
-    show("6. Lifted: the timeline of the trace", format_timeline(timeline))
+    show("6. Lifted: the trace as a timeline", format_timeline(timeline))
     return timeline
 
 
-# 7. Each pass answers one question, timeline to timeline. verify.check_pass proves the result right after each of
-#    them, and verify.check_schedule after the last.
+# 7. Each pass takes a timeline, makes one decision and returns a new timeline. verify.check_pass checks the result of
+#    each pass, and verify.check_schedule the final one.
 
 
 def scheduled(timeline: tz.Timeline) -> tz.Timeline:
@@ -136,14 +138,14 @@ def scheduled(timeline: tz.Timeline) -> tz.Timeline:
     for step in passes.PASSES:
         before, timeline = timeline, step(timeline)
         verify.check_pass(timeline, reference)
-        summary = step.__doc__.splitlines()[0].replace("``", "")
+        summary = (step.__doc__ or "").partition("\n")[0].replace("``", "")
         show(f"7. Pass {step.__name__}: {summary}", changes(before, timeline))
     verify.check_schedule(timeline, reference)
     return timeline
 
 
-# 8. Emitting is reordering: lines of the lowered trace in the order of the timeline; only buckets are built anew. A
-#    free is not a line of its own: a gathered parameter is freed by the del that the next step puts there.
+# 8. Emitting puts the lines of the lowered trace into the order of the timeline; only buckets get new lines. A free
+#    gets no line: the del that the next step inserts frees the gathered parameter.
 
 
 def emitted(trace: TraceCtx, timeline: tz.Timeline, executor: ZeroExecutor) -> TraceCtx:
@@ -152,8 +154,8 @@ def emitted(trace: TraceCtx, timeline: tz.Timeline, executor: ZeroExecutor) -> T
     return trace
 
 
-# 9. Thunder splits the trace in two and deletes every value after its last use. What backward needs of forward is
-#    saved: look at forward's return. It saves the shard of down.weight, and no full parameter.
+# 9. Thunder splits the trace in two and deletes every value after its last use. Forward's return also lists the
+#    values that it saves for backward: the shard of down.weight is one of them, and no full parameter.
 
 
 def halves(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
@@ -165,8 +167,8 @@ def halves(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
     return forward, backward
 
 
-# 10. The transform does the same from within Thunder's hooks. What is gathered, waited for, reduced and freed must
-#     be equal, line for line.
+# 10. ZeroTransform does the same in Thunder's hooks. Both must gather, wait, reduce and free the same parameters in
+#     the same order.
 
 
 def communication(timeline: tz.Timeline) -> list[str]:
@@ -180,17 +182,17 @@ def communication(timeline: tz.Timeline) -> list[str]:
 def compare(by_hand: tz.Timeline, by_itself: tz.Timeline) -> None:
     mine, theirs = communication(by_hand), communication(by_itself)
     assert mine == theirs, "\n".join(difflib.unified_diff(mine, theirs, "by hand", "the transform", lineterm=""))
-    show(f"10. The same {len(mine)} lines as the transform's own trace", "\n".join(mine))
+    show(f"10. The same {len(mine)} lines as in the traces of ZeroTransform", "\n".join(mine))
 
 
-# 11. To run, a trace needs a runtime that carries out what the collectives ask for. ZeroTransform's talks to
-#     torch.distributed. This one knows rank 1's shards; and it gives both ranks the same batch, so that rank 1's
-#     gradients are rank 0's, and so is their mean.
+# 11. To run, a trace needs a runtime that carries out the collectives. ZeroTransform's runtime calls
+#     torch.distributed. This one knows rank 1's shards and pretends that both ranks have the same batch, so both have
+#     the same gradients, and the mean equals them.
 
 
 @dataclass
 class Done:
-    """The handle of a collective that has ended already."""
+    """The handle of a collective that has already finished."""
 
     results: tuple[Tensor, ...]
 
@@ -220,8 +222,8 @@ def run(
     result, (saved, other) = forward.python_callable()(*arguments)
     shapes = [tuple(tensor.shape) for tensor in saved]
     grads = backward.python_callable()([list(saved), list(other)], [grad])
-    show("11. It runs, and forward saves for backward", f"tensors of shapes {shapes}")
-    return result["flat_output"][0], list(grads[1:])  # the first gradient would be x's
+    show("11. It runs: the tensors that forward saves for backward", f"shapes {shapes}")
+    return result["flat_output"][0], list(grads[1:])  # the first one belongs to x and is None
 
 
 def check_numbers(module: nn.Module, x: Tensor, plan: tz.Plan, output: Tensor, grads: Mapping[str, Tensor]) -> None:
@@ -230,13 +232,15 @@ def check_numbers(module: nn.Module, x: Tensor, plan: tz.Plan, output: Tensor, g
     torch.testing.assert_close(output, expected)
     for param in plan.params:
         start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
-        torch.testing.assert_close(grads[param.path], module.get_parameter(param.path).grad[start:stop])
-    show("11. It is right", "output and gradients equal those of the plain module, in this rank's rows")
+        grad = module.get_parameter(param.path).grad
+        assert grad is not None
+        torch.testing.assert_close(grads[param.path], grad[start:stop])
+    show("11. The numbers are right", "the output equals the plain module's, the gradients its gradients' rows")
 
 
-# 12. That was the textbook. By default the policy also sets gather_last_units_once: the last units of forward stay
-#     gathered for backward, which begins with them, as far as that does not raise the peak. Here down is gathered
-#     while up computes, so both are in memory at the peak anyway.
+# 12. So far this was the textbook. By default the policy also sets gather_last_units_once: the last units of forward
+#     stay gathered until backward, which starts with them, as long as that does not raise the peak of gathered bytes.
+#     Here down is gathered while up computes, so both are in memory at the peak anyway.
 
 
 def gather_last_unit_once(textbook: tz.Timeline, module: nn.Module, x: Tensor) -> None:
@@ -244,11 +248,11 @@ def gather_last_unit_once(textbook: tz.Timeline, module: nn.Module, x: Tensor) -
     peaks = [max(gathered_bytes(timeline)) for timeline in (textbook, fewer)]
     diff = list(difflib.unified_diff(communication(textbook), communication(fewer), n=0, lineterm=""))[2:]
     lines = [line for line in diff if not line.startswith("@@")]
-    lines.append("the most gathered bytes at one time: {}, and {} with it".format(*peaks))
+    lines.append("peak of gathered bytes: {} without it, {} with it".format(*peaks))
     show("12. What gather_last_units_once changes", "\n".join(lines))
 
 
-# How the steps above print.
+# Helpers that print.
 
 
 def show(heading: str, body: str) -> None:
@@ -258,7 +262,7 @@ def show(heading: str, body: str) -> None:
 
 
 def code(trace: TraceCtx) -> str:
-    """The lines of a trace that do something, each with its result's shape."""
+    """The lines of a trace without comments and blank lines, each with its result's shape."""
     lines = trace.python(print_depth=1).replace("thunder_zero.trace.symbols.", "").splitlines()
     start = next(at for at, line in enumerate(lines) if line.startswith("def "))
     wanted = [line for line in lines[start:] if line.strip() and not line.lstrip().startswith("# /")]
@@ -266,10 +270,10 @@ def code(trace: TraceCtx) -> str:
 
 
 def changes(before: tz.Timeline, after: tz.Timeline) -> str:
-    """Lines that went (-) and came (+), with one line around them."""
-    texts = (format_timeline(timeline).splitlines() for timeline in (before, after))
-    diff = list(difflib.unified_diff(*texts, n=1, lineterm=""))[2:]
-    return "\n".join("  ..." if line.startswith("@@") else line for line in diff) or "nothing to do here"
+    """Removed (-) and added (+) lines, with one line of context."""
+    old, new = format_timeline(before).splitlines(), format_timeline(after).splitlines()
+    diff = list(difflib.unified_diff(old, new, n=1, lineterm=""))[2:]
+    return "\n".join("  ..." if line.startswith("@@") else line for line in diff) or "changes nothing here"
 
 
 def main() -> None:
@@ -283,7 +287,7 @@ def main() -> None:
     prologue, computation = functional_trace(jitted, x)
     show_shards(plan)
     paths = list(parameter_inputs(prologue, computation).values())
-    # Thunder's functions look up the executors, and so our gradient rule, in the compilation that is going on.
+    # Thunder's functions look up the executors, and so our gradient rule, in the current compilation.
     with compile_data_and_stats(thunder.compile_data(jitted), thunder.compile_stats(jitted)):
         trace = lowered(joint(synchronised(prologue, computation, executor)), executor)
         trace = emitted(trace, scheduled(lifted(trace, executor)), executor)

@@ -1,7 +1,7 @@
-"""A byte-level GPT: a plain ``nn.Module`` that knows nothing about ranks or shards.
+"""A byte-level GPT: a plain ``nn.Module``, without any code for ranks or shards.
 
 Pre-norm transformer blocks (Radford et al., Language models are unsupervised multitask learners,
-2019) with learned positions. The blocks stand in a ``ModuleList``, so each is a unit by default.
+2019) with learned positions. The blocks are in a ``ModuleList``, so each is a unit by default.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class GPTConfig:
     """Sizes of the model.
 
     Attributes:
-        blocks: transformer blocks.
-        width: features of a token between the blocks.
-        heads: attention heads; ``width`` is a multiple of it.
-        context: tokens that one sequence holds at most.
+        blocks: number of transformer blocks.
+        width: features per token between the blocks.
+        heads: number of attention heads; divides ``width``.
+        context: most tokens in a sequence.
         tied: the output head uses the embedding's weight.
 
     Raises:
@@ -46,7 +46,7 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention; one product makes queries, keys and values of all heads."""
+    """Causal self-attention; one linear layer computes queries, keys and values of all heads."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each added to what came in."""
+    """Attention and a two-layer perceptron, each with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in; out come, for each position, the logits of the next byte."""
+    """Takes bytes and returns, for each position, the logits of the next byte."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -102,9 +102,9 @@ class GPT(nn.Module):
         return logits
 
     def _reset_parameters(self, config: GPTConfig) -> None:
-        """Small normal weights, smaller yet where a block adds to the stream; norms stay at 1.
+        """Draw small normal weights, smaller ones for layers that add to the residual stream; norms stay at 1.
 
-        The deviation sqrt(2 / 5d) is that of Nguyen and Salazar, Transformers without tears, 2019.
+        The deviation sqrt(2 / 5d) is from Nguyen and Salazar, Transformers without tears, 2019.
         """
         deviation = sqrt(2 / (5 * config.width))
         for name, parameter in self.named_parameters():

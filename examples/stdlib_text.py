@@ -1,9 +1,9 @@
-"""Text that every machine has: the sources of Python's own standard library.
+"""Text that every machine has: the sources of Python's standard library.
 
-    files, sorted by path ->  every 16th: validation,  the others: training
+    files, sorted by path       ->  every 16th: validation; the others: training
     bytes of the files, joined  ->  one uint8 tensor each; a token is a byte
 
-Batches depend on the seed and the step alone. All ranks cut their rows from the same global
+A batch depends only on the seed and the step. All ranks take their rows from the same global
 batch, so runs on 1, 2 or 4 ranks see the same text in the same step::
 
     global batch, 16 rows     [0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15]
@@ -19,12 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Not the library's own prose: installed packages, tests, generated tables, and what some
-# distributions leave out.
+# Installed packages, tests, generated tables, and modules that some distributions leave out.
 SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data", "lib2to3", "idlelib", "tkinter"}
 )
-VALIDATION_EVERY = 16  # one file in so many
+VALIDATION_EVERY = 16  # every 16th file is for validation
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a global batch is cut: ``rows`` (a multiple of ``world_size``) of ``context`` tokens, for one rank."""
+    """A global batch of ``rows`` (a multiple of ``world_size``) times ``context`` tokens, seen from one rank."""
 
     rows: int
     context: int
@@ -50,22 +49,24 @@ class Shape:
 
 
 def stdlib_files(root: Path) -> list[Path]:
-    """The library's Python files below ``root``, sorted by their path in it."""
+    """The library's Python files below ``root``, sorted by their path relative to it."""
     inside = {path: path.relative_to(root) for path in root.rglob("*.py")}
-    kept = [path for path, name in inside.items() if SKIPPED.isdisjoint(name.parts)]
-    return sorted(kept, key=lambda path: inside[path].as_posix())
+    wanted = [path for path, name in inside.items() if SKIPPED.isdisjoint(name.parts)]
+    return sorted(wanted, key=lambda path: inside[path].as_posix())
 
 
 def load_text(root: Path | None = None) -> Text:
     """Read the sources and split them by file; ``root`` is this Python's standard library if None.
 
     Raises:
-        FileNotFoundError: there are too few sources (a Python that ships only compiled files).
+        FileNotFoundError: ``root`` has too few sources (a Python that ships only compiled files).
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = stdlib_files(root)
     if len(files) < 2 * VALIDATION_EVERY:
-        raise FileNotFoundError(f"{root} holds {len(files)} Python files; use a Python that ships its sources")
+        raise FileNotFoundError(
+            f"too few sources: {root} has {len(files)} Python files; use a Python that ships its sources"
+        )
     train = [path for index, path in enumerate(files) if index % VALIDATION_EVERY]
     return Text(train=_read(train), validation=_read(files[::VALIDATION_EVERY]))
 
@@ -73,7 +74,7 @@ def load_text(root: Path | None = None) -> Text:
 def train_batch(text: Text, step: int, shape: Shape, seed: int) -> Tensor:
     """This rank's rows of one step's global batch: int64, (rows / world_size, context + 1).
 
-    The last column is there as a target only.
+    The last column is only a target.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(text.train) - shape.context, (shape.rows,), generator=generator)

@@ -3,11 +3,11 @@
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py                # ZeRO-3, on 2 or more ranks
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --stage 0      # DDP
     python examples/train_gpt.py --size tiny --steps 50                           # one rank
-    torchrun --max-restarts 3 ... examples/train_gpt.py --save-every 100          # goes on where it was, if a rank dies
+    torchrun --max-restarts 3 ... examples/train_gpt.py --save-every 100          # resumes if a rank dies
 
-NCCL where each rank of a machine has a GPU, gloo on CPUs elsewhere. Nothing is downloaded. It shows the loss as it
-falls, then a table (losses, speed, bytes sent, memory), saves the loss curve, and prints what one transformer
-block does in the program that ran. On 2 CPU cores the default takes about two minutes.
+Uses NCCL if each rank on the machine has a GPU, else gloo on CPUs. Downloads nothing. Shows the loss while it trains,
+then prints a table (losses, speed, bytes sent, memory), saves the loss curve, and prints one transformer block's part
+of the program that ran. The defaults take about two minutes on 2 CPU cores.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from thunder_zero.schedule.timeline import gathered_bytes
 import thunder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-VALIDATIONS = 10  # in one run, evenly spread, after the one at the start
+VALIDATIONS = 10  # per run, evenly spread, after the one at the start
 VALIDATION_BATCHES = 8
-WIDTH = 100  # columns, where no terminal says
-ONE_BLOCK = "blocks.1"  # whose trace is printed; every size has it
-PEAK_STEP = 2  # the step whose peak is measured and whose time is not: the optimizer has its state by then
+WIDTH = 100  # columns, if the output is not a terminal
+ONE_BLOCK = "blocks.1"  # the unit whose trace is printed; every size has it
+PEAK_STEP = 2  # memory is measured in this step, time is not; by then the optimizer has its state
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(blocks=2, width=32, heads=2, learning_rate=1e-2),  # 0.04 M parameters: a look at the machinery
+    "tiny": Size(blocks=2, width=32, heads=2, learning_rate=1e-2),  # 0.04 M parameters: to see it run
     "small": Size(blocks=4, width=128, heads=4, learning_rate=4e-3),  # 0.9 M: two minutes on 2 cores
     "medium": Size(blocks=6, width=384, heads=6, learning_rate=1e-3),  # 11 M
     "large": Size(blocks=12, width=768, heads=12, learning_rate=6e-4),  # 86 M: for GPUs
@@ -67,7 +67,7 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Where this process stands among the ranks, and the device on which it computes."""
+    """This process's rank, the number of ranks, and the device this rank computes on."""
 
     rank: int
     world_size: int
@@ -82,13 +82,13 @@ class Ranks:
 
 @dataclass
 class Run:
-    """What is written down while training.
+    """Measurements taken while training.
 
     Attributes:
-        losses: of each step, of this rank.
+        losses: this rank's loss in each step.
         validation: (steps done, mean loss over ranks).
-        seconds: of each step.
-        peak: the most bytes of tensors that were alive in one step.
+        seconds: the time of each step.
+        peak: the most bytes of tensors alive at one time in a step.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -97,8 +97,8 @@ class Run:
     peak: int = 0
 
     @property
-    def counting(self) -> list[float]:
-        """Seconds of the steps that count: neither those that compile nor the one whose peak is measured."""
+    def timed(self) -> list[float]:
+        """Seconds per step, without the steps that compile and the one that measures memory."""
         return self.seconds[PEAK_STEP + 1 :] or self.seconds
 
 
@@ -107,19 +107,19 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, choices=range(4), default=3, help="0: DDP, 1-3: ZeRO-1 to ZeRO-3 (3)")
     once = "ZeRO-3: gather the last blocks once for forward and backward, as many as cost no memory (yes)"
     parser.add_argument("--gather-last-units-once", action=argparse.BooleanOptionalAction, default=True, help=once)
-    parser.add_argument("--size", choices=SIZES, default="small", help="of the model (small)")
+    parser.add_argument("--size", choices=SIZES, default="small", help="size of the model (small)")
     parser.add_argument("--tied", action="store_true", help="the output head uses the embedding's weight")
-    dtype = "in which it computes, gathers and reduces; parameters and optimizer state stay float32 (float32)"
+    dtype = "dtype of compute, gathers and reductions; parameters and optimizer state stay float32 (float32)"
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help=dtype)
     parser.add_argument("--steps", type=int, default=500, help="training steps (500)")
-    parser.add_argument("--batch", type=int, default=16, help="sequences in a step, all ranks together (16)")
-    parser.add_argument("--context", type=int, default=128, help="bytes in a sequence (128)")
-    parser.add_argument("--lr", type=float, help="the highest learning rate (by size)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches (0)")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks (16)")
+    parser.add_argument("--context", type=int, default=128, help="bytes per sequence (128)")
+    parser.add_argument("--lr", type=float, help="highest learning rate (depends on --size)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the batches (0)")
     parser.add_argument(
-        "--out", type=Path, default=Path("runs"), help="folder of the loss curve and checkpoints (runs)"
+        "--out", type=Path, default=Path("runs"), help="folder for the loss curve and checkpoints (runs)"
     )
-    every = "steps from checkpoint to checkpoint, and one at the end; starts from the last one in --out (none)"
+    every = "save a checkpoint every so many steps and at the end; resume from the latest in --out (never)"
     parser.add_argument("--save-every", type=int, default=0, help=every)
     options = parser.parse_args()
     for name, least in {"steps": PEAK_STEP + 2, "batch": 1, "context": 1}.items():
@@ -133,14 +133,14 @@ def env(name: str) -> int:
 
 
 def store_of_attempt() -> dist.Store:
-    """Where ranks find each other; those that torchrun has started again must not find the addresses of the dead."""
+    """The store of this attempt: ranks that torchrun restarts must not find the addresses of dead ranks."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], env("MASTER_PORT"), is_master=False)
     return dist.PrefixStore(f"attempt {env('TORCHELASTIC_RESTART_COUNT')}", store)
 
 
 @contextmanager
 def ranks_of_torchrun() -> Iterator[Ranks]:
-    """The process group that torchrun describes; without torchrun, a group of this process alone."""
+    """The process group that torchrun describes; without torchrun, a group of one process."""
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -158,7 +158,7 @@ def ranks_of_torchrun() -> Iterator[Ranks]:
 
 
 def learning_rate_at(step: int, steps: int) -> float:
-    """Warm-up over the first tenth, then a cosine down to a twentieth; a factor of the highest rate."""
+    """The factor of the highest rate: warm-up over the first tenth, then a cosine down to a twentieth."""
     warm_up = max(steps // 10, 1)
     if step < warm_up:
         return (step + 1) / warm_up
@@ -186,7 +186,7 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace, ranks: Ranks, text: Text) -> None:
         self.options, self.ranks, self.text = options, ranks, text
-        rows = -(-options.batch // ranks.world_size) * ranks.world_size  # as many on each rank, or the mean is another
+        rows = -(-options.batch // ranks.world_size) * ranks.world_size  # equal on each rank, as the mean needs
         self.shape = Shape(rows, options.context, ranks.rank, ranks.world_size)
         size = SIZES[options.size]
         torch.manual_seed(options.seed)  # the same weights on every rank
@@ -206,9 +206,9 @@ class Trainer:
         self.checkpoints = options.out / f"train_gpt_stage{options.stage}"
 
     def step(self, number: int) -> Tensor:
-        """One step on one global batch; returns this rank's loss.
+        """Take one step on one global batch; return this rank's loss.
 
-        Old gradients go before the step, so that they are still there to be counted at rest.
+        Clears the gradients before the step, not after it, so that ``held`` can count them between steps.
         """
         windows = train_batch(self.text, number, self.shape, self.options.seed)
         self.optimizer.zero_grad()
@@ -219,7 +219,7 @@ class Trainer:
         return loss.detach()
 
     def resume(self) -> int:
-        """Load the last checkpoint, if there is one; how many steps were done."""
+        """Load the latest checkpoint, if one exists; return the number of steps already done."""
         if not self.options.save_every or not (self.checkpoints / "latest").exists():
             return 0
         extra = {"schedule": self.schedule}
@@ -227,7 +227,7 @@ class Trainer:
         return int(loaded.own["step"])
 
     def save(self, done: int) -> None:
-        """Save after so many steps, if one is due; batches follow from the step's number."""
+        """Save a checkpoint if one is due after ``done`` steps; the step's number determines its batch."""
         every, steps = self.options.save_every, self.options.steps
         if every and (done % every == 0 or done == steps):
             path = self.checkpoints / f"step-{done}"
@@ -243,12 +243,12 @@ class Trainer:
 
 
 def train(trainer: Trainer, batches: list[Tensor], first: int, console: Console) -> tuple[Run, tz.Traces]:
-    """All training steps from ``first``, with validations before, between and after; the traces are those of a step."""
+    """Train from step ``first``, validating before, between and after; return the record and a step's traces."""
     run, steps = Run(), trainer.options.steps
     validate_at = {first, *(steps * part // VALIDATIONS for part in range(VALIDATIONS + 1))}
     tokens = trainer.shape.rows * trainer.shape.context
     if first:
-        console.print(f"Going on after step {first}, from {trainer.checkpoints / 'latest'}.")
+        console.print(f"Resuming after step {first} from {trainer.checkpoints / 'latest'}.")
     with progress_bar(console) as bar:
         task = bar.add_task("compiling", total=steps, completed=first, loss="-", validation="-", speed="-")
         for number in range(first, steps + 1):
@@ -260,15 +260,15 @@ def train(trainer: Trainer, batches: list[Tensor], first: int, console: Console)
             measure = number == min(first + PEAK_STEP, steps - 1)
             take_step(trainer, number, measure, run)
             trainer.save(number + 1)
-            speed = f"{tokens / median(run.counting[-20:]):,.0f}"
+            speed = f"{tokens / median(run.timed[-20:]):,.0f}"
             bar.update(task, description="training", advance=1, loss=f"{run.losses[-1]:.3f}", speed=speed)
             if measure:
-                traces = tz.traces_of(trainer.model)  # of what ran last, a training step
+                traces = tz.traces_of(trainer.model)  # of the program that ran last, a training step
     return run, traces
 
 
 def take_step(trainer: Trainer, number: int, measure: bool, run: Run) -> None:
-    """One training step, and its place in ``run``; maybe its peak is measured."""
+    """Take one training step and record it in ``run``; with ``measure``, record its memory peak, too."""
 
     def step() -> None:
         run.losses.append(trainer.step(number))
@@ -296,7 +296,7 @@ def progress_bar(console: Console) -> Progress:
 
 
 def traffic_of(traces: tz.Traces, stage: int, ranks: Ranks) -> Traffic:
-    """What the program of one training step sends, beside the formula."""
+    """The bytes that the program of one training step sends, and the formula's."""
     timeline, plan = traces.timeline, traces.plan
     sent = ranks.mean(torch.tensor(sum(map(timeline.bytes_sent, timeline.ops)))).item()
     share = (ranks.world_size - 1) / ranks.world_size
@@ -311,10 +311,10 @@ def traffic_of(traces: tz.Traces, stage: int, ranks: Ranks) -> Traffic:
 
 
 def needed_again(names: tuple[str, ...]) -> bool:
-    """Whether the GPT's backward reads a parameter, which is known by all its names.
+    """Whether the GPT's backward reads a parameter, given all its names.
 
-    To look a row up and to add a bias have gradients that do not depend on the parameter. A tied head is a
-    product, and needs it.
+    The gradients of a lookup and of an added bias do not depend on the parameter; those of the head's product do,
+    so backward reads a tied embedding.
     """
     return any(not name.endswith("bias") and not name.startswith(("embedding", "positions")) for name in names)
 
@@ -337,7 +337,7 @@ def report_of(trainer: Trainer, run: Run, traces: tz.Traces) -> Report:
         title=f"Byte-level GPT, {parameters / 1e6:.2f} M parameters, {options.dtype}, {stage} on {where}",
         losses=ranks.mean(torch.stack(run.losses)).tolist(),
         validation=run.validation,
-        tokens_per_second=trainer.shape.rows * trainer.shape.context / median(run.counting),
+        tokens_per_second=trainer.shape.rows * trainer.shape.context / median(run.timed),
         traffic=traffic_of(traces, options.stage, ranks),
         memory=Memory(*trainer.held(), run.peak, max(gathered_bytes(traces.timeline)), at_border),
         gathered_once=modules_gathered_once(traces.plan),
@@ -352,7 +352,8 @@ def main() -> None:
         batches = validation_batches(trainer.text, VALIDATION_BATCHES, trainer.shape)
         first = trainer.resume()
         if first == options.steps:
-            console.print(f"All {first} steps are done already, in {trainer.checkpoints / 'latest'}.")
+            latest = trainer.checkpoints / "latest"
+            console.print(f"Nothing to train: {latest} is from step {first}, the last one; give another --out.")
             return
         run, traces = train(trainer, batches, first, console)
         report = report_of(trainer, run, traces)
@@ -362,7 +363,7 @@ def main() -> None:
             curve = options.out / f"train_gpt_stage{options.stage}.png"
             save_curve(report, curve)
             console.print(f"The loss curve is in {curve}.")
-            tz.print_trace(traces, unit=ONE_BLOCK, fold=True)  # without them: every line of the program
+            tz.print_trace(traces, unit=ONE_BLOCK, fold=True)  # without unit and fold: the whole program
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a training run shows in the end: a table and the picture of its loss curve."""
+"""Reports a training run: prints a table and plots the loss curve."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import matplotlib
 from rich.console import Console
 from rich.table import Table
 
-matplotlib.use("Agg")  # draws into a file; no screen needed
+matplotlib.use("Agg")  # draws into a file; needs no screen
 
 from matplotlib import pyplot as plt
 
-SMOOTHING = 12  # steps to either side over which the curve averages the training loss
+SMOOTHING = 12  # steps on either side that the curve averages the training loss over
 INK, FAINT, TRAIN, VALIDATION = "#1f2933", "#9aa5b1", "#3b82c4", "#d1495b"
 
 
@@ -24,8 +24,8 @@ class Memory:
 
     Attributes:
         parameters, gradients, optimizer: at rest, right after an optimizer step.
-        peak: the most alive at one time in a training step, everything included.
-        gathered: the most bytes of gathered parameters alive at one time, of the timeline.
+        peak: most bytes of all tensors alive at one time in a training step.
+        gathered: most bytes of gathered parameters alive at one time, by the timeline.
         gathered_between: bytes of gathered parameters alive between forward and backward, by the timeline.
     """
 
@@ -43,7 +43,7 @@ class Traffic:
 
     Attributes:
         timeline: the sum over the collectives of the program that ran, mean over ranks.
-        formula: what it must be, from the stage and the model's parameters alone.
+        formula: the expected number, computed from the stage and the model's parameters alone.
         words: the formula in words.
     """
 
@@ -57,10 +57,10 @@ class Report:
     """One run.
 
     Attributes:
-        title: what was trained, on what.
-        losses: of each training step, mean over ranks, nats per byte.
+        title: the model, its dtype, the stage and the number of ranks.
+        losses: loss of each training step in nats per byte, mean over ranks.
         validation: (steps done, loss in nats per byte, mean over ranks).
-        tokens_per_second: of all ranks together, in a median step.
+        tokens_per_second: sum over ranks, in a median step.
         gathered_once: the modules whose parameters are gathered once for forward and backward, in words.
     """
 
@@ -74,12 +74,12 @@ class Report:
 
     @property
     def loss_at_end(self) -> float:
-        """Mean training loss of the last steps: a twentieth of the run, at least one."""
+        """Mean training loss of the last twentieth of the steps, at least one."""
         return mean(self.losses[-max(len(self.losses) // 20, 1) :])
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The table, one figure a line."""
+    """Print the table, one figure per line."""
     memory, traffic = report.memory, report.traffic
     parts = f"parameters {_mb(memory.parameters)}, gradients {_mb(memory.gradients)}, AdamW {_mb(memory.optimizer)}"
     rest = memory.parameters + memory.gradients + memory.optimizer
@@ -92,7 +92,7 @@ def print_report(report: Report, console: Console) -> None:
         ("by the formula", f"{traffic.formula:,.0f}", traffic.words),
         *([("gathered once", _mb(memory.gathered_between), report.gathered_once)] if memory.gathered else []),
         ("memory at rest per rank", _mb(rest), parts),
-        ("memory at peak per rank", _mb(memory.peak), f"in one step; of it gathered parameters {_mb(memory.gathered)}"),
+        ("memory at peak per rank", _mb(memory.peak), f"in one step; gathered parameters {_mb(memory.gathered)} of it"),
     )
     table = Table("", "value", "", title=report.title, title_justify="left", title_style="bold", show_header=False)
     table.columns[1].justify = "right"
@@ -111,7 +111,7 @@ def save_curve(report: Report, path: Path) -> None:
     at, validation = zip(*report.validation, strict=True)
     axes.plot(at, validation, "o", color=VALIDATION, markersize=7, markeredgecolor="white", zorder=3, clip_on=False)
     low, high = sorted([(report.loss_at_end, "training", TRAIN), (validation[-1], "validation", VALIDATION)])
-    gap = 0.06 * (max(report.losses) - min(report.losses))  # keeps the two labels apart
+    gap = 0.06 * (max(report.losses) - min(report.losses))  # between the two labels, at least
     shift = max(gap - (high[0] - low[0]), 0) / 2
     for (value, name, color), place in ((low, low[0] - shift), (high, high[0] + shift)):
         label = f"{name} {value:.2f}"
@@ -128,7 +128,7 @@ def save_curve(report: Report, path: Path) -> None:
 
 
 def _smoothed(losses: list[float]) -> list[float]:
-    """Moving average over the steps before and after; over fewer of both at the steep start."""
+    """Moving average over the steps before and after; over fewer at the steep start and at the end."""
     sides = [min(step, SMOOTHING) for step in range(len(losses))]
     return [mean(losses[step - side : step + side + 1]) for step, side in enumerate(sides)]
 

@@ -1,4 +1,4 @@
-"""Traces without running: for any rank of any world, in one process, without a process group."""
+"""``trace``: the traces of any rank of any world, in one process, without a process group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from thunder.extend import TemporaryExecutor
 
 
 class _Rehearsed(ZeroTransform):
-    """Plans for a rank of a world that need not exist, and leaves the module as it is."""
+    """Plans for a rank of a world that does not exist, and does not change the module."""
 
     def __init__(self, policy: Policy, synced: bool, *world: int) -> None:
         super().__init__(policy)
@@ -48,27 +48,27 @@ def trace(
     synced: bool = True,
     **kwargs: Any,
 ) -> Traces:
-    """What one rank of ``world_size`` would run for these arguments.
+    """The traces that one rank of ``world_size`` would run for these arguments.
 
-    Needs no process group, no other process and no GPU, allocates nothing for parameters, and
-    leaves ``torch.distributed`` and the module as they are.
+    Needs no process group, no other process and no GPU, allocates no parameters, and does not change
+    ``torch.distributed`` or the module.
 
     Args:
-        module: a plain module; on the meta device too (tensors among the arguments are then taken
-            as their shapes and dtypes).
-        args, kwargs: of its forward.
+        module: a plain module; it may be on the meta device (then only shapes and dtypes of tensors among the arguments
+            count).
+        args, kwargs: the arguments of its forward.
         policy: how to shard.
-        world_size: number of ranks, among which one copy of the model is sharded.
-        rank: which of them.
-        replicas: copies of the sharded model, each with as many ranks (hybrid sharding).
-        synced: what runs outside of ``no_sync``; False: inside, where gradients are kept.
+        world_size: number of ranks that share one copy of the model.
+        rank: the rank to trace.
+        replicas: copies of the sharded model, each with ``world_size`` ranks (hybrid sharding).
+        synced: True: the program outside ``no_sync``; False: the program inside, which defers gradients.
 
     Returns:
         The forward and backward traces, their timeline and the plan.
 
     Raises:
         TypeError: not a plain module.
-        ValueError: ``world_size``, ``rank`` or ``replicas`` out of range, a module without parameters.
+        ValueError: ``world_size``, ``rank`` or ``replicas`` is out of range; the module has no parameters.
     """
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(
@@ -84,7 +84,7 @@ def trace(
 
 @contextmanager
 def _as_computed(module: nn.Module, plan: Plan) -> Iterator[None]:
-    """The module with parameters in the dtypes of compute, casting at its borders, inside of the block."""
+    """Inside the block, the module has parameters in the dtypes of compute, and casts its inputs and outputs."""
     swapped = [(name, module.get_parameter(name), param) for name, param in plan.by_name.items() if param.is_cast]
     with casting_borders(module, plan.policy.mixed_precision):
         for name, original, param in swapped:
@@ -97,7 +97,7 @@ def _as_computed(module: nn.Module, plan: Plan) -> Iterator[None]:
 
 
 def _compile(jitted: ThunderModule, args: Any, kwargs: Any) -> Any:
-    """Thunder's cache entry for these arguments: all that a call does but running it."""
+    """Thunder's cache entry for these arguments: a call without its run."""
     data, stats = compile_data(jitted), compile_stats(jitted)
     (ad_hoc,) = (executor for executor in data.executors_list if isinstance(executor, TemporaryExecutor))
 
@@ -106,7 +106,7 @@ def _compile(jitted: ThunderModule, args: Any, kwargs: Any) -> Any:
     def compile_entry() -> Any:
         info = thunder._get_cache_info()
         data.populate_cache_info(info, *args, **kwargs)
-        info["alias_tensor_indices"] = ""  # tensors on meta all have address 0, which is no alias
+        info["alias_tensor_indices"] = ""  # all tensors on meta have address 0, but are no aliases
         traces = data.acquire_initial_trace(data.fn, args, kwargs, data, stats, ad_hoc)
         return data.apply_transforms_and_build_cache_entry(data, stats, info, *traces)
 

@@ -1,4 +1,4 @@
-"""Times of a model that runs, for ``Policy.times``."""
+"""``measure_times``: measures a running model for ``Policy.times``."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from thunder.core.module import ThunderModule
 
 
 def measure_times(model: ThunderModule, step: Callable[[], object], steps: int = 3) -> Times:
-    """Measure how long a model computes from gather to gather, and how fast its gathers are.
+    """Measure how long a model computes between gathers, and how fast its gathers are.
 
-    A collective: all ranks call it, and all get the same times, the mean over ranks of medians, to three digits.
-    ``step`` trains on as it always does; then every bucket is gathered ``steps`` times alone.
+    A collective: all ranks call it, and all get the same times, the mean over ranks of medians, to three digits. The
+    model trains as usual in ``step``; then every bucket is gathered ``steps`` times by itself.
 
     >>> times = tz.measure_times(model, step)
     >>> faster = thunder.jit(module, transforms=[tz.ZeroTransform(times=times)])
 
     Args:
         model: a model with ZeroTransform, which has run.
-        step: runs one forward and one backward of ``model``, and whatever else belongs to a step.
-        steps: how often it is run.
+        step: runs one forward and one backward of ``model``, and everything else in a step.
+        steps: number of runs.
 
     Raises:
         TypeError: not a model with ZeroTransform; ``step`` is not a function.
-        ValueError: ``steps`` is out of its range.
+        ValueError: ``steps`` is out of range.
         RuntimeError: the model was not called yet, or ``step`` does not run forward and backward of it once.
     """
     state = sharded_model(model).state
@@ -44,7 +44,7 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ValueError(f"steps is {steps!r}; give how many steps to measure, 1 or more")
         if not compile_stats(model).calls:
-            raise RuntimeError("the model was not called yet, so nothing is compiled; run a step before measure_times")
+            raise RuntimeError("nothing to measure: the model was not called yet; run a step before measure_times")
     runs = []
     for _ in range(steps):
         with state.clock.running() as waits:
@@ -65,7 +65,7 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
 
 
 def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
-    """What a rank sends and receives in a second while all buckets are gathered one by one; infinite if nothing is."""
+    """Bytes that a rank sends and receives in a second while buckets are gathered one by one; infinite if none are."""
     buckets = {op.params: timeline.wire_bytes(op) for op in timeline.ops if op.kind is Kind.GATHER}
     nbytes = sum(buckets.values())
     if not nbytes:

@@ -1,4 +1,4 @@
-"""``print_trace``: Thunder's traces as text, beside what their timeline says."""
+"""``print_trace``: Thunder's traces as text, with the meaning of each line."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def print_trace(
     unit: str | None = None,
     fold: bool = False,
 ) -> None:
-    """Print the trace that runs, and beside each line what it means.
+    """Print the trace that runs, with the meaning of each line.
 
-    A line gathers, waits, computes, frees or reduces; beside that stand the parameters, the bytes that this rank
-    sends, and the bytes of gathered parameters alive after the line. The last line sums up what is printed.
+    A line gathers, waits, computes, frees or reduces. The columns on its right have the parameters, the bytes that this
+    rank sends, and the bytes of gathered parameters alive after the line. The last line sums up the printed lines.
     Highlighted on a terminal; plain text of 100 columns elsewhere.
 
     >>> tz.print_trace(model, "forward", unit="blocks.0")
-    >>> tz.print_trace(tz.traces_of(model, synced=False))  # what runs under no_sync, with the bytes that it keeps
+    >>> tz.print_trace(tz.traces_of(model, synced=False))  # the program under no_sync, with the bytes that it defers
 
     Args:
-        model_or_traces: a model with ZeroTransform that was called, or what :func:`thunder_zero.trace` returns.
+        model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         half: "forward", "backward" or "both".
         file: where to print; the standard output if None.
-        unit: print only where this unit computes, and its collectives.
-        fold: print only the lines that handle or read a parameter; of the others, how many there are.
+        unit: print only the lines where this unit computes, and its collectives.
+        fold: print only the lines that handle or read a parameter, and the number of the others.
 
     Raises:
-        ValueError: no such half or unit.
+        ValueError: there is no such half or unit.
         RuntimeError: the model was not called yet.
         TypeError: not a model with ZeroTransform.
     """
@@ -72,7 +72,7 @@ def print_trace(
 def _lines(trace: TraceCtx, half: str) -> Iterator[SourceLine]:
     """The lines of a trace, without the comments that name its inputs.
 
-    Few lines of a backward have an origin in the user's program, and it is forward's; they go without.
+    Only forward's lines get an origin: few lines of backward have one, and that is the origin of a line of forward.
     """
     with tracectx(trace):
         for position, bsym in enumerate(trace.bound_symbols):

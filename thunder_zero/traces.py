@@ -1,4 +1,4 @@
-"""What a model runs: its traces with the timeline that is read off them, by Thunder's cache entry."""
+"""The traces that a model runs, with their timeline, for each entry of Thunder's cache."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from thunder.core.trace import TraceCtx
 
 @dataclass(frozen=True)
 class Traces:
-    """What runs for one kind of input: both traces, their timeline and the plan.
+    """The program for one kind of input: both traces, their timeline and the plan.
 
     Attributes:
         forward: the forward trace, as it runs.
-        backward: the backward trace, or None where nothing needs a gradient.
-        timeline: both halves, forward first; ``Op.source`` counts the lines of its half's trace.
-        plan: what each parameter is.
-        synced: gradients are reduced; otherwise that is deferred (``no_sync``).
+        backward: the backward trace; None if nothing needs a gradient.
+        timeline: both halves, forward first; ``Op.source`` counts the lines of each half's trace.
+        plan: the plan of each parameter.
+        synced: whether gradients are reduced; if not, they are deferred (``no_sync``).
     """
 
     forward: TraceCtx
@@ -40,24 +40,24 @@ class Traces:
 
     @property
     def backward_timeline(self) -> Timeline:
-        """The backward half; empty where there is no backward."""
+        """The backward half; empty if there is no backward."""
         return self.timeline.with_ops(op for op in self.timeline.ops if op.backward)
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What was compiled of one model.
+    """The compiled programs of one model.
 
     Attributes:
         executor: its symbols.
-        programs: what each compilation found out, by forward trace.
+        programs: the facts about each program, by forward trace.
     """
 
     executor: ZeroExecutor
     programs: WeakKeyDictionary[TraceCtx, Program] = field(default_factory=WeakKeyDictionary)
 
     def traces(self, entry: Any) -> Traces:
-        """What an entry of Thunder's cache runs, with the timeline that is read off it."""
+        """The traces that an entry of Thunder's cache runs, with their timeline."""
         forward = entry.computation_traces[-1]
         backward = entry.backward_traces[-1] if entry.backward_traces else None
         program = self.program_of(entry)
@@ -65,5 +65,5 @@ class Compiled:
         return Traces(forward, backward, timeline, program.plan, program.synced)
 
     def program_of(self, entry: Any) -> Program:
-        """What was found out when an entry of Thunder's cache was compiled."""
+        """The facts about the program of an entry of Thunder's cache."""
         return next(self.programs[trace] for trace in entry.computation_traces if trace in self.programs)

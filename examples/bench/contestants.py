@@ -52,7 +52,7 @@ class Contestant:
 
 
 def trains(model: nn.Module) -> tuple[nn.Module, Step]:
-    """The model, and one step of SGD on it."""
+    """The model, and a function that takes one step of SGD on it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -185,8 +185,8 @@ def build_deepspeed(size: Size, stage: int) -> tuple[nn.Module, Step]:
 
 
 def contestants() -> dict[str, Contestant]:
-    """All contestants by name, in the order of the tables; ``+tc`` compiles with torch.compile, ``+rs`` plugs in
-    the reduce-scatter above, ``-regather`` gathers everything again for backward."""
+    """All contestants by name, in the order of the tables; ``+tc`` compiles with torch.compile, ``+rs`` uses the
+    reduce-scatter above, ``-regather`` gathers everything again for backward."""
     found = [
         Contestant("eager", None, ALONE, build_eager),
         Contestant("thunder", None, ALONE, partial(build_thunder, compiled=False)),

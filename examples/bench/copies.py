@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 examples/bench/copies.py
 
-Prints the tables of docs/performance.md, "Remaining copies": for stages 2 and 3, what the transport does to
-tensors on the thread that computes; how much of the memory of its buffers the process had to ask the kernel for; and
-what weight gradients would gain that are written into memory that is there already.
+Prints the tables of docs/performance.md, "Remaining copies": for stages 2 and 3, the transport's tensor operations
+on the computing thread, and how much of its buffers' memory was new from the kernel; and the time that weight
+gradients would save if matmuls wrote them into existing memory.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def absent_bytes(tensor: Tensor) -> int:
     nbytes = tensor.data_ptr() + tensor.nbytes - start
     pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
     if nbytes and LIBC.mincore(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), pages):
-        raise OSError(ctypes.get_errno(), "mincore failed")
+        raise OSError(ctypes.get_errno(), "mincore failed; run this on Linux")
     return bytes(pages).count(0) * mmap.PAGESIZE
 
 
@@ -183,10 +183,10 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"{datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, Python {platform.python_version()}, ", end="")
         print(f"{os.cpu_count()} cores, one thread a rank, W = {dist.get_world_size()}; means of {STEPS} steps")
-        print(table(["", "what", "calls", "MiB", "ms", "of a step"], copies))
+        print(table(["", "copy", "calls", "MiB", "ms", "of a step"], copies))
         print(table(["", "buffers", "MiB made", "MiB new"], memory))
-        print(f"\nWriting to new memory for the first time: {touch:.3f} ms a MiB more than writing to it again.")
-        print(f"All weight gradients of a step: {new:.1f} ms into new tensors, {out:.1f} ms with out=.")
+        print(f"\nThe first write to new memory takes {touch:.3f} ms per MiB longer than the second.")
+        print(f"All weight gradients of a step take {new:.1f} ms into new tensors, {out:.1f} ms with out=.")
     dist.destroy_process_group()
 
 

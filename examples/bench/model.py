@@ -13,18 +13,18 @@ from examples.gpt import GPT, GPTConfig
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The GPT and the batch of one rank."""
+    """Sizes of the GPT and of one rank's batch."""
 
     blocks: int = 6
     width: int = 512
     heads: int = 8
     vocabulary: int = 4096
-    sequences: int = 2  # of one rank
-    tokens: int = 128  # of one sequence
+    sequences: int = 2  # per rank
+    tokens: int = 128  # per sequence
 
 
 def make_model(size: Size) -> GPT:
-    """The same weights on every rank and in every call, float32."""
+    """A float32 model with the same weights on every rank and in every call."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(size.blocks, size.width, size.heads, size.tokens))
     model.embedding = nn.Embedding(size.vocabulary, size.width)  # examples/gpt.py knows bytes only
@@ -35,7 +35,7 @@ def make_model(size: Size) -> GPT:
 
 
 def make_batch(size: Size, rank: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of a rank, each (sequences, tokens)."""
+    """A rank's tokens and targets, each (sequences, tokens)."""
     generator = torch.Generator().manual_seed(rank)
     drawn = torch.randint(size.vocabulary, (size.sequences, size.tokens + 1), generator=generator)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()

@@ -77,7 +77,7 @@ def set_rate(seat: Seat, rate: str) -> None:
 
 
 def bytes_sent(interface: str) -> int:
-    """Bytes that an interface of this process's namespace has sent, headers included."""
+    """Bytes that an interface in this process's namespace has sent, headers included."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()
     (counters,) = (line.partition(":")[2] for line in lines if line.partition(":")[0].strip() == interface)
     return int(counters.split()[8])

@@ -44,7 +44,7 @@ def save_plot(results: Sequence[Result], path: Path) -> None:
         own = [result for result in results if result.world_size == world_size]
         draw(panel, sorted(own, key=lambda result: rate_of(result.network)))
         panel.set_title(f"{world_size} ranks", color=INK)
-    panels[0][0].set_ylabel("seconds a step (best setting of each)", color=INK)
+    panels[0][0].set_ylabel("seconds per step (best setting of each)", color=INK)
     labels = {
         label: line for panel in panels[0] for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }

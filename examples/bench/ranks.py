@@ -49,7 +49,7 @@ class Ranks:
         return self.replies(seconds, line)
 
     def replies(self, seconds: float, line: str = "the start") -> list[dict[str, Any]]:
-        """One reply of each rank."""
+        """Read one reply from each rank."""
         end = time.monotonic() + seconds
         found: list[dict[str, Any]] = []
         for worker, log in zip(self._workers, self._logs, strict=True):
@@ -62,7 +62,7 @@ class Ranks:
             found.append(json.loads(text))
         for rank, reply in enumerate(found):
             if "error" in reply:
-                raise CommandFailed(f"rank {rank}, at {line.strip()}:\n{reply['error']}")
+                raise CommandFailed(f"rank {rank} failed at {line.strip()}:\n{reply['error']}")
         return found
 
 

@@ -54,7 +54,7 @@ class Found:
 
     Attributes:
         memory: by world size and contestant.
-        waits: "network, W = 2" -> contestant -> waits of one step of rank 0, in seconds, in order, and the step's time.
+        waits: "network, W = 2" -> contestant -> seconds of rank 0's waits in one step, in order, and the step's time.
         builds: world size -> contestant -> seconds to build and warm up.
         failed: contestants that could not be built, with the last line of their error.
         overhead: compile and host time of the transform on one rank.
@@ -71,12 +71,12 @@ class Found:
 def parse_options(known: dict[str, Contestant], arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; ``--quick`` and the machine choose the defaults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--networks", nargs="+", help=f"{LOOPBACK}, or rates such as 1gbit (all; see above)")
-    parser.add_argument("--world-sizes", nargs="+", type=int, help="ranks (2 4)")
-    parser.add_argument("--rounds", type=int, help="turns of each contestant on each network (5)")
+    parser.add_argument("--networks", nargs="+", help=f"{LOOPBACK} or rates such as 1gbit (all; see above)")
+    parser.add_argument("--world-sizes", nargs="+", type=int, help="numbers of ranks (2 4)")
+    parser.add_argument("--rounds", type=int, help="turns per contestant and network (5)")
     parser.add_argument("--contestants", nargs="+", choices=known, metavar="NAME", help=f"of {' '.join(known)} (all)")
     parser.add_argument("--quick", action="store_true", help="few contestants, 2 ranks, 2 rounds, no overhead")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of what is written (runs/bench)")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="output folder (runs/bench)")
     options = parser.parse_args(arguments)
     rates = (RATES[1:2] if options.quick else RATES) if can_limit() else ()
     options.networks = options.networks or [LOOPBACK, *rates]
@@ -88,7 +88,7 @@ def parse_options(known: dict[str, Contestant], arguments: Sequence[str] | None 
     except ValueError as error:
         parser.error(f"argument --networks: {error}")
     if limited and not can_limit():
-        parser.error(f"networks {limited} need Linux, root, ip and tc (iproute2); without them give {LOOPBACK}")
+        parser.error(f"cannot limit {limited}: that needs Linux, root, ip and tc (iproute2); give only {LOOPBACK}")
     for name, least in (("world_sizes", 2), ("rounds", 1)):
         values = getattr(options, name)
         if min(values if isinstance(values, list) else [values]) < least:
@@ -144,7 +144,7 @@ class Bench:
                 replies = group.do("build", name=contestant.name)
             except CommandFailed as error:
                 self.found.failed[contestant.name] = str(error).strip().splitlines()[-1]
-                self.progress.console.print(f"{contestant.name} is left out: {self.found.failed[contestant.name]}")
+                self.progress.console.print(f"leaving out {contestant.name}: {self.found.failed[contestant.name]}")
                 continue
             finally:
                 self.progress.advance(task)
@@ -255,7 +255,7 @@ def main() -> None:
     for line in summary(bench.found.overhead) if bench.found.overhead else ():
         console.print(line)
     data = options.out / "bench.json"
-    console.print(f"Data and plot are in {options.out}; python examples/bench/report.py {data} prints the tables.")
+    console.print(f"Data and plot are in {options.out}; print the tables with python examples/bench/report.py {data}")
 
 
 if __name__ == "__main__":

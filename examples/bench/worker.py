@@ -3,13 +3,13 @@
 Each line is one JSON command, and gets one JSON reply::
 
     {"do": "build", "name": "zero3"}               {"losses": [8.3, ...], "seconds": 11.2, "gathered_once": 0}
-    {"do": "turn", "name": "zero3", "steps": 2}    {"seconds": 0.81, "sent": 69538000}       of one step
+    {"do": "turn", "name": "zero3", "steps": 2}    {"seconds": 0.81, "sent": 69538000}       per step
     {"do": "wire", "nbytes": 92700000}             {"seconds": 0.78, "sent": 92760000}
     {"do": "peak", "name": "zero3"}                {"rest": 46200000, "peak": 120000000}
     {"do": "waits", "name": "zero3"}               {"seconds": 0.81, "waits": [0.012, ...]}
     {"do": "compile"}, {"do": "host"}              the measurements of overhead.py
 
-It is started as ``python -m examples.bench.worker`` with the variables of ``torch.distributed`` set.
+Start it as ``python -m examples.bench.worker`` with the environment variables of ``torch.distributed``.
 """
 
 from __future__ import annotations

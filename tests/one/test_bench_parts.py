@@ -1,4 +1,4 @@
-"""The pure parts of examples/bench: bytes, bounds, data files, tables, options. Nothing here measures time."""
+"""The pure parts of examples/bench: bytes, bounds, data files, tables and options. Nothing here measures time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_bytes_of_the_model() -> None:
     assert spared_bytes(model) == 4 * (biases + 32 * 8 + 4 * 8)
 
 
-def test_the_full_model_is_that_of_the_tables() -> None:
+def test_the_full_model_has_the_size_in_the_tables() -> None:
     with torch.device("meta"):
         assert model_bytes(make_model(Size())) / 4 == pytest.approx(23.18e6, rel=1e-3)
 
@@ -76,7 +76,7 @@ def test_ranks_train_the_same_model_on_different_batches() -> None:
 
 
 def test_the_bound_is_the_longer_of_compute_and_wire() -> None:
-    assert RESULT.compute_seconds == 0.45  # the median of the better one, not its mean and not the fastest turn
+    assert RESULT.compute_seconds == 0.45  # the median of the faster contestant, not its mean or its fastest turn
     assert RESULT.bytes_per_second == 100.0
     assert [RESULT.bound(stage) for stage in (None, 0, 3)] == [0.45, 1.0, 1.4]
     fast = replace(RESULT, wire_seconds=(0.1,))
@@ -89,7 +89,7 @@ def test_cells_of_a_contestant() -> None:
     assert cells(RESULT, ROWS[0], None) == ("eager", "0.500", "0.400 - 0.600", "", "", "", "", "")
 
 
-def test_title_says_what_the_bound_is_made_of() -> None:
+def test_the_title_has_the_parts_of_the_bound() -> None:
     assert title(RESULT).startswith("W = 2, 1gbit/s: bare exchange 0.000 Gbit/s, compute alone 0.450 s")
 
 
@@ -101,7 +101,7 @@ def test_tables_have_a_line_for_each_contestant() -> None:
     assert len({line.count("|") for line in lines[2:]}) == 1
 
 
-def test_what_a_run_saves_is_read_back(tmp_path: Path) -> None:
+def test_a_saved_run_is_read_back(tmp_path: Path) -> None:
     memory = {2: {"zero3": Memory(1 << 20, 2 << 20)}}
     run.save(run.Found([RESULT], memory), {"date": "today"}, tmp_path)
     report = read_report(tmp_path / "bench.json")
@@ -136,7 +136,7 @@ def test_rates() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "gbit", "1", "1gb", "-1gbit", "0gbit", "fast"])
-def test_other_words_are_no_rate(text: str) -> None:
+def test_other_words_are_not_rates(text: str) -> None:
     with pytest.raises(ValueError, match="give 'loopback' or a rate such as '250mbit'"):
         rate_of(text)
 
@@ -144,11 +144,11 @@ def test_other_words_are_no_rate(text: str) -> None:
 def test_a_contestant_that_trains_something_else_is_found() -> None:
     assert different_losses({}) == []
     assert different_losses({"a": [2.0, 1.0], "b": [2.0005, 1.0], "c": [2.0, 1.1], "d": [2.0]}) == ["c", "d"]
-    there = [contestants()[name] for name in ("eager", "ddp", "zero3")]
+    built = [contestants()[name] for name in ("eager", "ddp", "zero3")]
     losses = {"eager": [[9.0], [8.0]], "ddp": [[2.0], [3.0]], "zero3": [[2.0], [3.0]]}
-    run.refuse_different(there, losses)  # computing alone is another training
+    run.refuse_different(built, losses)  # a contestant that computes alone trains differently
     with pytest.raises(RuntimeError, match=r"on rank 1 the losses of \['zero3'\] differ from those of ddp"):
-        run.refuse_different(there, losses | {"zero3": [[2.0], [3.5]]})
+        run.refuse_different(built, losses | {"zero3": [[2.0], [3.5]]})
 
 
 def test_memory_events_in_their_own_order() -> None:
@@ -158,7 +158,7 @@ def test_memory_events_in_their_own_order() -> None:
     assert sums_of([]) == (0, 0)
 
 
-def test_what_a_model_holds_counts_shared_memory_once() -> None:
+def test_held_bytes_count_shared_memory_once() -> None:
     before = alive()
     model = torch.nn.Linear(10, 100, bias=False)
     view = model.weight.detach()[5:]
@@ -196,7 +196,7 @@ def test_plot_is_a_picture(tmp_path: Path) -> None:
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_options_of_a_machine_that_cannot_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_on_a_machine_that_cannot_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "can_limit", lambda: False)
     options = run.parse_options(contestants(), [])
     assert (options.networks, options.world_sizes, options.rounds) == (["loopback"], [2, 4], 5)

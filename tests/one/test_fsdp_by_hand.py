@@ -1,4 +1,4 @@
-"""examples/fsdp_by_hand.py: it runs, each step shows something, and its comparison can fail."""
+"""examples/fsdp_by_hand.py runs, each step prints its result, and its comparisons can fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONGEST_STEP = 15  # lines
 
 @pytest.fixture(scope="module")
 def sections() -> dict[str, str]:
-    """What the script prints, by heading."""
+    """The script's output, by heading."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run([sys.executable, SCRIPT], cwd=ROOT, env=env, text=True, capture_output=True, timeout=120)
     assert run.returncode == 0, run.stderr
@@ -60,7 +60,7 @@ def test_every_pass_changes_something(sections: dict[str, str]) -> None:
     for step in passes.PASSES:
         changes = section(sections, f"7. Pass {step.__name__}:")
         idle = step.__name__ == "gather_last_units_once" and not tutorial.POLICY.gather_last_units_once
-        assert changes.startswith("nothing to do here") if idle else re.search(r"^\+", changes, re.MULTILINE), step
+        assert changes.startswith("changes nothing here") if idle else re.search(r"^\+", changes, re.MULTILINE), step
     assert "+gather   ft" in section(sections, "7. Pass regather:")
     assert section(sections, "7. Pass free:").count("+free ") == 5
 
@@ -70,16 +70,16 @@ def test_the_traces_communicate_as_zero3_does(sections: dict[str, str]) -> None:
     assert forward.count("= zero_all_gather_coalesced(") == 2  # one a layer
     assert backward.count("= zero_all_gather(") == 1  # down.weight, for the gradient of its input
     assert backward.count("= zero_reduce_scatter_coalesced(") == 2
-    assert section(sections, "11. It runs") == "tensors of shapes [(2, 5), (6, 5), (6, 4)]\n\n"  # the first is a shard
-    assert section(sections, "11. It is right").startswith("output and gradients equal")
+    assert section(sections, "11. It runs") == "shapes [(2, 5), (6, 5), (6, 4)]\n\n"  # the first is a shard
+    assert section(sections, "11. The numbers").startswith("the output equals the plain module's")
 
 
-def test_what_keep_last_changes_is_shown(sections: dict[str, str]) -> None:
+def test_the_effect_of_gather_last_units_once_is_shown(sections: dict[str, str]) -> None:
     assert section(sections, "12.").splitlines() == [
         "-forward   free    down.weight",
         "-backward  gather  down.weight",
         "-backward  wait    down.weight",
-        "the most gathered bytes at one time: 172, and 172 with it",  # (5 * 4 + 5 + 3 * 5 + 3) * 4
+        "peak of gathered bytes: 172 without it, 172 with it",  # (5 * 4 + 5 + 3 * 5 + 3) * 4
     ]
 
 
@@ -88,7 +88,7 @@ def timeline() -> tz.Timeline:
     return tz.trace(tutorial.TwoLayers(), torch.randn(6, 4), policy=tutorial.POLICY, world_size=2).timeline
 
 
-def test_the_comparison_finds_each_line_that_is_missing(timeline: tz.Timeline) -> None:
+def test_the_comparison_finds_each_missing_line(timeline: tz.Timeline) -> None:
     tutorial.compare(timeline, timeline)
     moving = [op for op in timeline.ops if op.params]
     assert len(moving) == 15

@@ -115,10 +115,10 @@ def test_both_programs_of_an_accumulation_are_shown_with_bytes_and_memory(stage:
     counts = [sum(op.kind is kind for op in inside.timeline.ops) for kind in (tz.Kind.GATHER, tz.Kind.REDUCE)]
     sent, peak = sum(map(inside.timeline.bytes_sent, inside.timeline.ops)), max(gathered_bytes(inside.timeline))
     full = sum(param.full_bytes for param in inside.plan.params)
-    *_, summed, kept = printed(inside)
+    *_, summed, deferred = printed(inside)
     assert numbers(summed) == [sum(counts), *counts, sent, peak]
     assert counts[1] == 0
-    assert kept == f"{full:,} B of full gradients are kept for a later backward"
+    assert deferred == f"{full:,} B of full gradients are held for a later backward"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model: Any = thunder.jit(small(), transforms=[tz.ZeroTransform(policy)])
@@ -136,7 +136,7 @@ def test_both_programs_of_an_accumulation_are_shown_with_bytes_and_memory(stage:
     for synced, lines in shown.items():
         titles = [line for line in lines if line.startswith(("# forward", "# backward"))]
         assert ["under no_sync" in title for title in titles] == [not synced] * 2
-        assert ("kept for a later backward" in lines[-1]) is not synced
+        assert ("held for a later backward" in lines[-1]) is not synced
 
 
 @STAGES
@@ -246,7 +246,7 @@ def test_without_a_backward() -> None:
     assert printed(alone)[-1] == printed(shown, "forward")[-1]
 
 
-def test_a_stage_that_does_not_exist() -> None:
+def test_a_half_that_does_not_exist() -> None:
     with pytest.raises(ValueError, match="half is 'forwards'; choose 'forward', 'backward' or 'both'"):
         tz.print_trace(traces(3), "forwards")
 

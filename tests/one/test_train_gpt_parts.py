@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """40 files; the text of each is its number, and some lie where the example does not look."""
+    """40 files, each with its number as text, and others in folders that the example skips."""
     for number in range(40):
         (tmp_path / f"m{number:02}.py").write_text(f"{number:02}")
     for folder in ("test", "site-packages"):
@@ -33,7 +33,7 @@ def test_text_is_split_by_file(library: Path) -> None:
 
 
 def test_too_few_sources_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds 0 Python files; use a Python that ships its sources"):
+    with pytest.raises(FileNotFoundError, match="has 0 Python files; use a Python that ships its sources"):
         load_text(tmp_path)
 
 

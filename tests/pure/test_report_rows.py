@@ -125,9 +125,9 @@ def test_gradients_are_named_as_such() -> None:
 
 
 def test_backward_begins_with_what_forward_left() -> None:
-    kept = Timeline((TIMELINE.ops[0], op(Kind.COMPUTE, "gz", "gy", 3, backward=True)), {}, PLAN)
+    timeline = Timeline((TIMELINE.ops[0], op(Kind.COMPUTE, "gz", "gy", 3, backward=True)), {}, PLAN)
     lines = [SourceLine("unpack()", 0), SourceLine("gy = torch.sin(gz)", 3)]
-    assert [row.alive for row in rows(lines, kept, backward=True)] == [288, 288]
+    assert [row.alive for row in rows(lines, timeline, backward=True)] == [288, 288]
 
 
 def test_several_frees_of_one_line_are_one_row() -> None:
@@ -151,7 +151,9 @@ def test_one_value_may_be_the_gradient_of_two_parameters() -> None:
 
 
 def test_operations_without_a_line_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"the timeline has operations at \[11\], where the trace has no line"):
+    with pytest.raises(
+        ValueError, match=r"the timeline has operations at positions \[11\], but the trace has no lines there"
+    ):
         rows([SourceLine("x", at) for at in range(11)], TIMELINE, backward=False)
 
 

@@ -105,11 +105,11 @@ def words_of_misuse() -> dict[str, list[str]]:
     return {
         "no model": ["TypeError", "got Mlp", "jitted with ZeroTransform"],
         "no gradient": ["RuntimeError", "nothing to clip", "after backward"],
-        "open": ["RuntimeError", "'layers.2.bias'", "no_sync", "last micro-batch"],
+        "open": ["RuntimeError", "cannot clip: no_sync", "of parameter 'layers.2.bias'", "last micro-batch"],
         "negative": ["ValueError", "max_norm is -1.0"],
         "nan": ["ValueError", "max_norm is nan"],
         "norm 0": ["ValueError", "norm_type is 0"],
-        "one without": ["RuntimeError", "(on rank 1)", "after backward"],
+        "one without": ["RuntimeError", "no parameter has a gradient on rank 1", "after backward"],
         "inf": ["RuntimeError", "is inf", "error_if_nonfinite=False"],
     }
 

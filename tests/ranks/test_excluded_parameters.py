@@ -158,5 +158,5 @@ def test_every_row_of_every_rank_weighs_alike(ranks_pool: RanksPool) -> None:
         assert error(torch.stack([found[f"loss {stage}"] for found in ranks]).mean(), loss.detach()) < 1e-6
         assert all(error(found[f"stage {stage}"], norm) < 1e-5 for found in ranks)
     for rank, found in enumerate(ranks):
-        assert f"no number of items (here it is {-1 if rank else 4})" in found["negative"]
+        assert f"not a number of items (on this rank it is {-1 if rank else 4})" in found["negative"]
         assert "no rank has an item" in found["nothing"]

@@ -140,8 +140,8 @@ def words_of_bad_calls() -> dict[str, list[str]]:
         "no function": ["TypeError", "step is None", "give a function"],
         "no steps": ["ValueError", "steps is 0", "1 or more"],
         "part of a step": ["ValueError", "steps is 1.5", "1 or more"],
-        "twice": ["RuntimeError", "the gather of layers.0.weight", "has nothing", "runs both once"],
-        "forward only": ["RuntimeError", "step() is for nothing", "the gather of layers.2.weight", "runs both once"],
+        "twice": ["RuntimeError", "the gather of layers.0.weight", "expected nothing", "runs each once"],
+        "forward only": ["RuntimeError", "is for nothing", "expected the gather of layers.2.weight", "runs each once"],
         "nothing": ["RuntimeError", "wait 0", "for nothing", "the gather of layers.0.weight"],
         "failed": ["ValueError", "invalid literal"],
         "all kept": ["RuntimeError", "for nothing", "the reduction of"],
@@ -179,7 +179,8 @@ def test_what_one_rank_cannot_measure_no_rank_does(ranks_pool: RanksPool) -> Non
     of_ranks = ranks_pool.run(2, differing)
     for told in of_ranks:
         assert [sentence for sentence in told if not sentence.startswith(("RuntimeError", "ValueError"))] == []
-        assert "of step() is for nothing" in told[0]
+        assert "step() did not run one forward" in told[0]
+        assert "is for nothing" in told[0]
         assert "steps is 0" in told[1]
     assert "rank 1 refused its arguments" in of_ranks[0][1]
 

@@ -1,4 +1,4 @@
-"""examples/train_gpt.py, run as a user runs it: torchrun, two ranks, a tiny model and few steps."""
+"""examples/train_gpt.py as a user runs it: torchrun, two ranks, a tiny model and few steps."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ EXAMPLE = "examples/train_gpt.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SECONDS = 240
 WIDTH = 32
-BLOCK = 12 * WIDTH**2 + 9 * WIDTH + 4 * WIDTH  # products, their biases, two norms
+BLOCK = 12 * WIDTH**2 + 9 * WIDTH + 4 * WIDTH  # weights, biases, two norms
 TIED_MODEL = (256 + 32) * WIDTH + 2 * BLOCK + 2 * WIDTH  # parameters of --size tiny --context 32
 MODEL = TIED_MODEL + 256 * WIDTH
-# Backward does not look up bytes (256) and positions (32), nor add biases: 9 + 2 widths a block, 1 in the last norm.
+# Backward does not read the lookup tables (256 + 32 rows) and biases: 9 + 2 widths a block, 1 in the last norm.
 NOT_READ = (256 + 32 + 2 * (9 + 2) + 1) * WIDTH
 GATHERED_ONCE = 2 * (BLOCK - 11 * WIDTH) + WIDTH + 256 * WIDTH  # both blocks, norm, head
 
 
 def run_example(*options: str) -> str:
-    """What the example prints on two ranks; ends it when it takes too long.
+    """Run the example on two ranks and return its output; end it if it takes too long.
 
     Raises:
-        AssertionError: it failed or was ended; the message has what it printed.
+        AssertionError: it failed or was ended; the message is its output.
     """
     command = [*TORCHRUN, EXAMPLE, *options]
     run = subprocess.Popen(
@@ -66,7 +66,7 @@ Example = Callable[[str], tuple[str, Path]]
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
-    """Runs the example with one of OPTIONS, once: what it prints, and the folder that it fills."""
+    """Runs the example once with each of OPTIONS; returns its output and its folder."""
 
     @cache
     def run(name: str) -> tuple[str, Path]:
@@ -122,7 +122,7 @@ def test_a_bad_option_gets_one_sentence() -> None:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
+    """The ids of a process's child processes."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
@@ -162,10 +162,10 @@ def test_a_run_whose_rank_dies_ends_with_the_same_weights(example: Example, tmp_
             run.terminate()  # it ends its ranks
             run.wait()
         printed.seek(0)
-        told = printed.read()
-    assert run.returncode == 0, told
-    assert "Going on after step" in told
-    table = table_of(told)
+        output = printed.read()
+    assert run.returncode == 0, output
+    assert "Resuming after step" in output
+    table = table_of(output)
     sends = f"{2 * (3 * MODEL - NOT_READ):,}"
     assert table["bytes sent per rank and step"][0] == table["by the formula"][0] == sends
     assert table["gathered once"][1] == "nothing"

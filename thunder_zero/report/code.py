@@ -1,4 +1,4 @@
-"""Python statements, folded to a width.
+"""Folds Python statements to a width.
 
 ::
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 INDENT = " " * 4  # of continuation lines
-WHOLE_LINES = 2  # a statement that takes no more is shown whole
+WHOLE_LINES = 2  # a statement of at most so many lines is shown whole
 TOKENS = re.compile(
     r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|(?P<comma>, )|(?P<opens>[(\[{])|(?P<closes>[)\]}])"""
 )
@@ -26,14 +26,14 @@ MOST_ITEMS = 12  # of a collection in a statement that is not shown whole
 def fold(code: str, width: int) -> list[str]:
     """Lines of at most ``width`` characters that show the statements of ``code``, without its comments.
 
-    A long statement shows the first items of its collections and of its arguments, as many as fit into the least
-    number of lines, and how many more there are.
+    A long statement shows the first items of its collections and arguments, as many as fit into the least number of
+    lines, and the number of the others.
     """
     return [line for statement in ast.parse(code).body for line in _fold(_unparse(statement), width)]
 
 
 def fill(pieces: Sequence[str], width: int, indent: str = "") -> list[str]:
-    """Lines of at most ``width`` characters from pieces that stay whole where they fit; later lines are indented."""
+    """Joins pieces into lines of at most ``width`` characters, of which later ones are indented; pieces stay whole."""
     lines, line = [], ""
     for piece in pieces:
         if line.strip() and len((line + piece).rstrip()) > width:
@@ -44,7 +44,7 @@ def fill(pieces: Sequence[str], width: int, indent: str = "") -> list[str]:
 
 
 def clip(text: str, width: int) -> str:
-    """The text, or its beginning and an ellipsis."""
+    """The text; if it is too long, its beginning and an ellipsis."""
     return text if len(text.rstrip()) <= width else text[: width - 1] + "…"
 
 
@@ -59,7 +59,7 @@ def _fold(code: str, width: int) -> list[str]:
 
 
 def _shortened(code: str, items: int) -> str:
-    """The statement with the first items of each collection, and how many more there are."""
+    """The statement with the first items of each collection, and the number of the others."""
     (statement,) = ast.parse(code).body
     for node in ast.walk(statement):
         collection = _collection(node)
@@ -77,14 +77,14 @@ def _collection(node: ast.AST) -> list[ast.expr]:
 
 
 def _unparse(statement: ast.stmt) -> str:
-    """On one line; with parentheses around what a tuple is unpacked into, in every version of Python."""
+    """The statement on one line, with parentheses around tuples of targets in every version of Python."""
     if isinstance(statement, ast.Assign):
         return " = ".join(map(ast.unparse, [*statement.targets, statement.value]))
     return ast.unparse(statement)
 
 
 def _pieces(code: str, width: int) -> list[str]:
-    """Parts between which a line may break: the arguments of the outermost call; the items of what is too long."""
+    """Parts between which a line may break: arguments of the outermost call, and items of long arguments."""
     breaks: list[tuple[int, int]] = []  # place, depth
     depth = 0
     for token in TOKENS.finditer(code):

@@ -1,4 +1,4 @@
-"""Prints a trace, and beside each line what it means: highlighted on a terminal, plain elsewhere.
+"""Prints a trace with the meaning of each line: highlighted on a terminal, plain elsewhere.
 
 ::
 
@@ -22,7 +22,7 @@ from thunder_zero.report.code import clip, fill, fold
 from thunder_zero.report.rows import Gap, Row, label, total
 from thunder_zero.schedule.timeline import Kind
 
-WIDTH = 100  # columns, where no terminal says
+WIDTH = 100  # columns, without a terminal
 NARROWEST, WIDEST = 80, 140
 KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
 STYLES = {
@@ -37,13 +37,13 @@ QUIET = "dim"
 
 
 def print_rows(rows: Sequence[Row | Gap], plan: Plan, half: str, console: Console) -> None:
-    """Print a table: a title line, then each row with its code folded to the width that is there.
+    """Print a table: a title line, then each row with its code folded to the width.
 
     Args:
-        rows: of one half.
-        plan: what each parameter is.
-        half: "forward" or "backward", and what else the title says of it.
-        console: where to; it decides about colours, and on a terminal about the width.
+        rows: the rows of one half.
+        plan: the plan of each parameter.
+        half: the name of the half in the title: "forward", "backward under no_sync".
+        console: where to print; it decides about colours, and on a terminal about the width.
     """
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
     code_width = width - KIND - PARAMETERS - 2 * BYTES - 4  # a space before each of the four
@@ -56,7 +56,7 @@ def print_rows(rows: Sequence[Row | Gap], plan: Plan, half: str, console: Consol
     title.stylize("bold")
     _print(console, title)
     if not rows:
-        _print(console, Text("# nothing here is gathered or reduced for it", QUIET))
+        _print(console, Text("# this half does not use this unit", QUIET))
     origin, alive = "", 0
     for row in rows:
         if isinstance(row, Gap):
@@ -72,7 +72,7 @@ def print_rows(rows: Sequence[Row | Gap], plan: Plan, half: str, console: Consol
 
 
 def print_total(rows: Sequence[Row | Gap], console: Console) -> None:
-    """Print the line that sums up rows, of one half or of both."""
+    """Print the line that sums up the rows of one half or of both."""
     _print(console, Text(total(rows), "bold"))
 
 
@@ -89,9 +89,9 @@ def size(nbytes: int) -> str:
 
 
 def _lines(row: Row, plan: Plan, syntax: Syntax, code_width: int, *, changed: bool) -> Iterator[Text]:
-    """The row's lines: code on the left, the meaning beside the first; either side may take several.
+    """The lines of a row: code on the left, its meaning on the right; either side may need several lines.
 
-    Where nothing is sent, the parameters take that column too.
+    If nothing is sent, the parameters use that column too.
     """
     code = syntax.highlight("\n".join(fold(row.line.code, code_width))).split("\n", allow_blank=False)
     sent = "" if row.sent is None else f" {size(row.sent):>{BYTES}}"

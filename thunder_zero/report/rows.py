@@ -1,4 +1,4 @@
-"""What each line of a trace means, read off its timeline.
+"""Finds the meaning of each line of a trace in its timeline.
 
 ::
 
@@ -7,7 +7,7 @@
     t3 = torch.nn.functional.linear(x, t2, None)   compute h.0.w                     2.00 KiB
     del t2                                         free    h.0.w                          0 B
 
-The lines are text; nothing here knows Thunder.
+Lines are plain text here; this module does not know Thunder.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SourceLine:
 
     Attributes:
         code: its Python statement.
-        position: of the line in its half's trace, as ``Op.source`` counts.
-        origin: the line of the user's program that it comes from; "" if none is known.
+        position: its position in the trace of its half, as in ``Op.source``.
+        origin: the line of the user's program that it comes from; "" if unknown.
     """
 
     code: str
@@ -38,14 +38,14 @@ class SourceLine:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line and what it means.
+    """A line and its meaning.
 
     Attributes:
-        kind: what it does; None for what takes no part in the schedule (unpacking, activations' ``del``).
-        params: paths of the parameters whose collective, memory, use or gradient it is.
-        gradients: it handles the parameters' gradients, not the parameters.
+        kind: what it does; None for lines outside the schedule (unpacking, the ``del`` of an activation).
+        params: paths of the parameters that it moves, frees or reads, or whose gradients it makes.
+        gradients: it handles the gradients of the parameters, not the parameters.
         sent: bytes that this rank sends; None if the line launches no collective.
-        deferred: bytes of a full gradient that stays until a later backward reduces it.
+        deferred: bytes of a full gradient that is held until a later backward reduces it.
         alive: bytes of gathered parameters alive after the line.
     """
 
@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """So many lines that are not shown."""
+    """A number of lines that are not shown."""
 
     lines: int
 
@@ -69,7 +69,7 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
     """The lines of one half of a timeline, each with its meaning.
 
     Raises:
-        ValueError: the timeline has operations that stand on no line.
+        ValueError: the timeline has operations for which there is no line.
     """
     alive = gathered_bytes(timeline)
     values, gradients = _parameters_in(timeline), _gradients(timeline)
@@ -92,15 +92,15 @@ def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> 
         of_gradients = reduces or (not read and bool(made))
         out.append(Row(line, ops[0].kind if ops else None, read or made, of_gradients, sent, deferred, now))
     if places:
-        raise ValueError(f"the timeline has operations at {sorted(places)}, where the trace has no line")
+        raise ValueError(f"the timeline has operations at positions {sorted(places)}, but the trace has no lines there")
     return tuple(out)
 
 
 def select(rows: Sequence[Row], plan: Plan, unit: str | None, *, only_parameters: bool) -> tuple[Row | Gap, ...]:
-    """The rows of one unit, or of all (None), and of these maybe only the ones that concern a parameter.
+    """The rows of one unit, or of all (None); optionally only those that concern a parameter.
 
-    A unit's rows are those from the first to the last that waits for its parameters or computes with them, and its
-    other collectives and frees, which may be far away.
+    The rows of a unit are those from the first to the last that waits for its parameters or computes with them, and its
+    other collectives and frees, which may be far from these.
 
     Raises:
         ValueError: the plan has no such unit.
@@ -117,8 +117,8 @@ def select(rows: Sequence[Row], plan: Plan, unit: str | None, *, only_parameters
 
 
 def total(rows: Iterable[Row | Gap]) -> str:
-    """What sums up: collectives, bytes that this rank sends, the peak of gathered bytes; in a line of its own what is
-    deferred."""
+    """The number of collectives, the bytes that this rank sends and the peak of gathered bytes, in one line; a second
+    line has the bytes of deferred gradients."""
     shown = [row for row in rows if isinstance(row, Row)]
     gathers, reduces = (sum(row.kind is kind for row in shown) for kind in LAUNCHES)
     sent = sum(row.sent or 0 for row in shown)
@@ -128,12 +128,12 @@ def total(rows: Iterable[Row | Gap]) -> str:
     return (
         f"{count} collective{'s' * (count != 1)} ({gathers} gather, {reduces} reduce), "
         f"{sent:,} B sent by this rank, {peak:,} B gathered at most"
-        + (f"\n{deferred:,} B of full gradients are kept for a later backward" if deferred else "")
+        + (f"\n{deferred:,} B of full gradients are held for a later backward" if deferred else "")
     )
 
 
 def label(params: Sequence[str], plan: Plan, *, gradients: bool) -> str:
-    """Parameters in a few words: a path, two names of one module, or a unit and how many."""
+    """Parameters in a few words: a path, two names of one module, or a unit and a number."""
     units = {plan.by_name[path].unit for path in params}
     parents = {path.rpartition(".")[0] for path in params}
     grad = "grad " if gradients else ""
@@ -158,7 +158,7 @@ def _of_unit(rows: Sequence[Row], plan: Plan, unit: str) -> list[int]:
 
 
 def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """Which parameters a value holds: gathered ones, and what is computed from parameters alone."""
+    """The parameters that each gathered value, and each value of the cone, depends on."""
     inside = cone(timeline)
     params_in: dict[str, tuple[str, ...]] = {name: (timeline.inputs[name] or "",) for name in timeline.cast}
     for op in timeline.ops:
@@ -170,7 +170,7 @@ def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
 
 
 def _gradients(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """Whose full gradient a value is; of several parameters where one value is the gradient of all."""
+    """The parameters whose full gradient each value is; several if one value is the gradient of all of them."""
     found: dict[str, tuple[str, ...]] = {}
     for op in timeline.ops:
         if op.kind in (Kind.REDUCE, Kind.DEFER):

@@ -1,4 +1,4 @@
-"""What a gradient accumulation has deferred so far."""
+"""The gradients that ``no_sync`` has deferred so far."""
 
 from __future__ import annotations
 
@@ -9,53 +9,54 @@ from torch import Tensor
 
 
 class Accumulation:
-    """The full gradients that ``no_sync`` has deferred, by the paths of their parameters.
-
-    Attributes:
-        synced: whether the gradients of a forward that runs now are reduced; otherwise that is deferred.
-    """
+    """Full gradients that wait for their reduction, by the paths of their parameters."""
 
     def __init__(self) -> None:
-        self.synced = True
+        self._synced = True
         self._deferred: dict[str, Tensor] = {}
-        self._has_new = False
+        self._grew = False
+
+    @property
+    def synced(self) -> bool:
+        """Whether the gradients of a forward that runs now are reduced; otherwise they are deferred."""
+        return self._synced
 
     @property
     def paths(self) -> Collection[str]:
-        """Whose gradients wait for a reduction."""
+        """The parameters with deferred gradients."""
         return self._deferred.keys()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradients that wait."""
+        """Bytes of the deferred gradients."""
         return sum(grad.nbytes for grad in self._deferred.values())
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
-        """Forwards inside of the block have the reduction of their gradients deferred."""
-        before, self.synced = self.synced, False
+        """Defer the gradients of forwards inside of the block."""
+        before, self._synced = self._synced, False
         try:
             yield
         finally:
-            self.synced = before
+            self._synced = before
 
     def defer(self, grad: Tensor, path: str) -> None:
-        """Keep a full gradient, added to what is there already."""
-        self._has_new = True
+        """Add a full gradient to the parameter's deferred one."""
+        self._grew = True
         deferred = self.take(path)
         # A clone: the gradient may be a view, or somebody else's.
         self._deferred[path] = grad.clone() if deferred is None else deferred.add_(grad)
 
     def take(self, path: str) -> Tensor | None:
-        """What was deferred of a parameter's gradient, which is then no longer."""
+        """Remove and return a parameter's deferred gradient; None if there is none."""
         return self._deferred.pop(path, None)
 
-    def take_news(self) -> bool:
-        """Whether there was a backward under ``no_sync`` since this was asked last."""
-        news, self._has_new = self._has_new, False
-        return news
+    def grew_since_asked(self) -> bool:
+        """Whether a backward under ``no_sync`` ran since the last call of this."""
+        grew, self._grew = self._grew, False
+        return grew
 
     def drop(self) -> None:
-        """Forget all of it."""
+        """Forget all deferred gradients."""
         self._deferred.clear()
-        self._has_new = False
+        self._grew = False

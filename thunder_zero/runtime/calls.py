@@ -1,4 +1,4 @@
-"""What traces call while they run, bound to one model's state."""
+"""The functions that compiled traces call while they run, bound to one model's state."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ class Calls:
 
     def __init__(self, state: State, ignored: Sequence[Tensor]) -> None:
         self._state = state
+        self._plan = state.plan
+        self._transport = state.transport
+        self._accumulation = state.accumulation
         self._ignored = tuple(ignored)
         self._agreed: set[ProgramName] = set()
 
@@ -36,7 +39,7 @@ class Calls:
     @property
     def synced(self) -> bool:
         """Whether the gradients of a forward that runs now are reduced."""
-        return self._state.accumulation.synced
+        return self._accumulation.synced
 
     def check_synced(self, synced: bool) -> None:
         """Part of each prologue: Thunder takes another program, or compiles one, where this raises.
@@ -45,105 +48,106 @@ class Calls:
             RuntimeError: the program reduces gradients and this forward is under ``no_sync``, or the other way round.
         """
         if synced is not self.synced:
-            raise RuntimeError(f"compiled with synced={synced}, and {self.synced} is asked for")
+            raise RuntimeError(f"this program was compiled with synced={synced}; the forward needs {self.synced}")
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
-        """Start gathering. ZeRO-1 sends only what an optimizer has changed since the last time, ZeRO-2 under
-        ``policy.gather_once_per_accumulation`` only what the accumulation has not gathered before."""
+        """Start gathering. ZeRO-1 sends only the parameters that an optimizer has changed since the last time, ZeRO-2
+        under ``policy.gather_once_per_accumulation`` only those that the accumulation has not gathered before."""
         return self._state.clock.watched(self._gather(shards, paths), paths[0], gather=True)
 
     def _gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
-        params = [self._state.plan.by_name[path] for path in paths]
+        params = [self._plan.by_name[path] for path in paths]
         if params[0].resident:
-            return self._state.resident.gather(shards, params, self._state.transport.all_gather)
-        if self._state.plan.policy.gather_once_per_accumulation and params[0].gathered_once:
-            return self._state.held_over.gather(shards, params, self._state.transport.all_gather, last=self.synced)
-        return self._state.transport.all_gather(shards, params)
+            return self._state.resident.gather(shards, params, self._transport.all_gather)
+        if self._plan.policy.gather_once_per_accumulation and params[0].gathered_once:
+            return self._state.held_over.gather(shards, params, self._transport.all_gather, last=self.synced)
+        return self._transport.all_gather(shards, params)
 
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
-        """Start reducing gradients, with what was deferred of them, to their mean over ranks."""
-        self._state.gradients_are_new = True
-        self._state.held_over.drop()  # what this micro-batch has not reached, neither will backward
-        params = [self._state.plan.by_name[path] for path in paths]
+        """Start reducing gradients, with their deferred sums, to their mean over ranks."""
+        self._state.resident.expect_step()
+        self._state.held_over.clear()  # parameters that this forward did not read, its backward does not read either
+        params = [self._plan.by_name[path] for path in paths]
         sums = [self._with_deferred(grad, param) for grad, param in zip(grads, params, strict=True)]
         return self._state.clock.watched(self._reduce(sums, params), paths[0], gather=False)
 
     def _reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
-        start = self._state.transport.reduce_scatter if params[0].sharded else self._state.transport.all_reduce
+        start = self._transport.reduce_scatter if params[0].sharded else self._transport.all_reduce
         return start(grads, params)
 
     def _with_deferred(self, grad: Tensor, param: Param) -> Tensor:
-        deferred = self._state.accumulation.take(param.path)
-        grad = as_of(param, grad)
+        deferred = self._accumulation.take(param.path)
+        grad = as_reduced(grad, param)
         return grad if deferred is None else deferred.add_(grad)
 
     def defer(self, grad: Tensor, path: str) -> None:
         """Keep a full gradient until the next reduction of its parameter."""
-        self._state.accumulation.defer(as_of(self._state.plan.by_name[path], grad), path)
+        self._accumulation.defer(as_reduced(grad, self._plan.by_name[path]), path)
 
     def reduce_deferred(self, paths: Sequence[str]) -> None:
-        """Reduce what was deferred of parameters that this backward does not reach, and add it to their ``.grad``.
+        """Reduce the deferred gradients of parameters that this backward does not reach, and add them to ``.grad``.
 
-        Nothing travels unless there was a backward under ``no_sync``. Then ranks agree, by one small collective, on
-        what any of them has deferred; who has not, has zeros. One parameter travels at a time.
+        Nothing travels unless a backward ran under ``no_sync``. Then ranks agree, by one small collective, on the
+        parameters that any of them has deferred; a rank without such a gradient sends zeros. One parameter travels at
+        a time.
 
         Raises:
             RuntimeError: policy ``check_gradients`` finds NaN or Inf.
         """
-        if not self._state.accumulation.take_news():
+        if not self._accumulation.grew_since_asked():
             return
-        self._state.gradients_are_new = True
+        self._state.resident.expect_step()
         means = {}
-        for path in self._state.on_any_rank(paths, self._state.accumulation.paths):
-            param = self._state.plan.by_name[path]
-            total = self._state.accumulation.take(path)
-            nothing = torch.zeros((), dtype=param.reduce_dtype, device=self._state.device).expand(param.shape)
+        for path in self._state.on_any_rank(paths, self._accumulation.paths):
+            param = self._plan.by_name[path]
+            total = self._accumulation.take(path)
+            nothing = torch.zeros((), dtype=param.reduce_dtype, device=self.device).expand(param.shape)
             full = nothing if total is None else total
             (means[path],) = self._reduce([full], [param]).wait()
         self.land(list(means.values()))
-        if means and self._state.plan.policy.check_gradients:
+        if means and self._plan.policy.check_gradients:
             self.check_finite(list(means.values()), list(means))
         for path, mean in means.items():
             shard = self._state.shards[path]
             shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
-        """Policy ``check_gradients``: all ranks learn of a gradient that is NaN or Inf on any.
+        """Policy ``check_gradients``: stop on all ranks if a gradient on any of them is NaN or Inf.
 
         Raises:
             RuntimeError: naming the first such parameter, on every rank.
         """
-        bad = torch.stack([(~grad.isfinite().all()).to(self._state.device) for grad in grads]).to(torch.int32)
+        bad = not_finite(grads, self.device).to(torch.int32)
         all_reduce_max(bad, self._state.group)
         if bad.any():
             path = paths[int(bad.argmax())]
             self._state.drop_deferred()
             raise RuntimeError(
-                f"the gradient of parameter {path!r} is NaN or Inf; lower the learning rate, scale the loss or look at "
-                f"this batch (policy check_gradients asked to stop here; no .grad was changed, what no_sync deferred "
-                f"is dropped)"
+                f"the gradient of parameter {path!r} is NaN or Inf, and policy check_gradients stops here: no .grad "
+                f"was changed, the gradients that no_sync deferred are dropped; lower the learning rate, scale the "
+                f"loss or look at this batch"
             )
 
     def land(self, grads: Sequence[Tensor]) -> None:
-        """Policy ``cpu_offload``: the copies of these reduced gradients to host memory have ended."""
-        if self._state.device.type == "cuda":
-            torch.cuda.current_stream(self._state.device).synchronize()
+        """Policy ``cpu_offload``: wait until these reduced gradients are in host memory."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     @torch.no_grad()
     def share_overflow(self, grads: Sequence[Tensor], apart: Sequence[Tensor], others: Sequence[str]) -> None:
         """Put Inf into a gradient of every rank where any rank's has NaN or Inf, for the gradient scaler to find.
 
         Args:
-            grads: what backward returns of the plan's parameters, own rows of it. One of them is written to.
-            apart: what it returns of those that are ignored; their ``.grad`` is looked at, too.
+            grads: the gradients of the plan's parameters that backward returns: this rank's rows. One of them is
+                written to.
+            apart: the gradients of ignored parameters that backward returns; their ``.grad`` is looked at, too.
             others: parameters that this backward does not reach, whose ``.grad`` may have been added to.
         """
-        if self._state.plan.ranks == 1:
+        if self._plan.ranks == 1:
             return
         seen = (*(self._state.shards[path] for path in others), *self._ignored)
         also = [*apart, *(param.grad for param in seen if param.grad is not None)]
-        overflows = torch.stack([(~grad.isfinite().all()).to(self._state.device) for grad in (*grads, *also)])
-        overflows = overflows.any().to(torch.int32)
+        overflows = not_finite((*grads, *also), self.device).any().to(torch.int32)
         all_reduce_max(overflows, self._state.group)
         if overflows:
             next(grad for grad in grads if grad.numel()).view(-1)[:1].fill_(torch.inf)
@@ -151,20 +155,25 @@ class Calls:
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """Compare the collectives of all ranks before a program first runs.
 
-        Only the first forward, the first backward and the first forward without backward are compared. What is
-        compiled later (another batch size) may be compiled by one rank alone, and asking the others would wait for
-        ever; so it is with a forward of DDP, which has no collective.
+        Only the first forward, the first backward and the first forward without backward are compared. A later
+        compilation (another batch size) may happen on one rank alone, which would wait for the others for ever; so
+        may a forward of DDP, which has no collective.
 
         Raises:
             RuntimeError: naming the first line that differs, and the rank.
         """
-        is_silent = not program.reduces and not any(param.sharded for param in self._state.plan.params)
+        is_silent = not program.reduces and not any(param.sharded for param in self._plan.params)
         if program not in self._agreed and not is_silent:
             self._agreed.add(program)
             agree.require_same_schedule(str(program), lines, self._state.group)
 
 
-def as_of(param: Param, grad: Tensor) -> Tensor:
+def as_reduced(grad: Tensor, param: Param) -> Tensor:
     """A full gradient in the dtype in which it is reduced, and of the parameter's shape: Thunder takes a 0-dim CPU
     tensor for a number, and leaves it to autograd to sum its gradient."""
     return grad.sum_to_size(param.shape).to(param.reduce_dtype)
+
+
+def not_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Of each gradient, whether it has NaN or Inf."""
+    return torch.stack([(~grad.isfinite().all()).to(device) for grad in grads])

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a sharded model, and clipping by it."""
+"""Clips the gradients of a sharded model by their global norm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thunder_zero.comm.peers import all_gather_tensor
 from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.runtime.state import State
 
-READY, NO_GRADIENT, OPEN = range(3)  # what a rank tells the others beside its norm
+READY, NO_GRADIENT, OPEN = range(3)  # a rank's status, which travels with its norm
 
 
 def clip_grad_norm_(
@@ -18,14 +18,14 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the global norm of a sharded model's gradients, as ``torch.nn.utils.clip_grad_norm_`` does on one process.
 
-    A collective: all ranks must call it, after the backward that reduces. One small message a rank. A tied parameter
-    counts once; padding does not count.
+    A collective: all ranks must call it, after the backward that reduces; each sends one small message. A tied
+    parameter counts once; padding does not count.
 
     >>> norm = tz.clip_grad_norm_(model, max_norm=1.0)
 
     Args:
         model: a model with ZeroTransform.
-        max_norm: what the norm is brought down to, where it is larger.
+        max_norm: the largest norm; gradients with a larger one are scaled down to it.
         norm_type: p of the p-norm, more than 0; ``math.inf`` is the largest absolute value.
         error_if_nonfinite: raise if the norm is NaN or Inf; otherwise such gradients become NaN or 0, as torch's do.
 
@@ -35,7 +35,8 @@ def clip_grad_norm_(
     Raises:
         TypeError: not a model with ZeroTransform.
         ValueError: ``max_norm`` or ``norm_type`` is out of its range.
-        RuntimeError: there is no gradient yet; an accumulation is open; the norm is NaN or Inf, if asked for.
+        RuntimeError: there is no gradient yet; no_sync holds unreduced gradients; the norm is NaN or Inf and
+            ``error_if_nonfinite``.
     """
     state = sharded_model(model).state
     if not max_norm >= 0:
@@ -49,21 +50,21 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
     """Scale all gradients in place so that their global norm is at most ``max_norm``; returns the norm before that.
 
     Raises:
-        RuntimeError: a rank has no gradient yet, or gradients that wait for a reduction; the norm is NaN or Inf, and
-            that is not wanted. On every rank.
+        RuntimeError: a rank has no gradient yet, or unreduced ones; the norm is NaN or Inf, and
+            ``error_if_nonfinite``. On every rank.
     """
     norm, statuses = total_norm(state, norm_type)
     if OPEN in statuses:
-        path = state.open_accumulation(state.shards.values())
-        where = f"rank {statuses.index(OPEN)}" if path is None else f"parameter {path!r}"
+        path = next(iter(state.accumulation.paths), None)
+        where = f"on rank {statuses.index(OPEN)}" if path is None else f"of parameter {path!r}"
         raise RuntimeError(
-            f"gradients of {where} that no_sync deferred were not reduced yet, so there is no norm to clip; run "
-            f"forward and backward of the last micro-batch outside of no_sync first"
+            f"cannot clip: no_sync still holds unreduced gradients {where}; run forward and backward of the last "
+            f"micro-batch outside of no_sync first"
         )
     if NO_GRADIENT in statuses:
         raise RuntimeError(
-            f"no parameter has a gradient (on rank {statuses.index(NO_GRADIENT)}), so there is nothing to clip; call "
-            f"it after backward"
+            f"nothing to clip: no parameter has a gradient on rank {statuses.index(NO_GRADIENT)}; call clip_grad_norm_ "
+            f"after backward"
         )
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -75,11 +76,11 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
 
 
 def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
-    """The norm of all gradients as of one vector, the same bits on every rank, and each rank's status; one small
+    """The norm of all gradients as one vector, the same bits on every rank, and each rank's status; one small
     collective.
 
-    Rows of sharded parameters count where they are, once for all copies; replicated parameters once. Padding is zero
-    and adds nothing.
+    Each row of a sharded parameter counts on the rank that has it, in one copy of the model; a replicated parameter
+    counts once. Padding is zero and adds nothing.
     """
     grads: dict[bool, list[Tensor]] = {True: [], False: []}  # sharded, replicated
     for param in state.plan.params:
@@ -91,11 +92,11 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     for param in state.plan.params:
         dtype = torch.promote_types(dtype, param.dtype.to_real())
     mine, everywhere = (norm.to(state.device, dtype) for norm in norms)
-    status = NO_GRADIENT if not any(grads.values()) else READY
-    if state.open_accumulation(state.shards.values()):
+    status = READY if any(grads.values()) else NO_GRADIENT
+    if state.accumulation.paths:
         status = OPEN
-    told = torch.stack([mine, torch.full_like(mine, status)])
-    norms_of_all, statuses = torch.stack(all_gather_tensor(told, state.group)).unbind(1)
+    message = torch.stack([mine, torch.full_like(mine, status)])
+    norms_of_all, statuses = torch.stack(all_gather_tensor(message, state.group)).unbind(1)
     parts = norms_of_all[: state.plan.world_size]  # of the first copy; the others have the same
     norm: Tensor = torch.linalg.vector_norm(torch.cat([parts, everywhere[None]]), norm_type)
     return norm, [int(status) for status in statuses.tolist()]

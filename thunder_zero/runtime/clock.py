@@ -1,8 +1,8 @@
-"""When compute waits, and how long it computes between: seen while somebody measures.
+"""Times the waits of a model's collectives, and the compute between them, while ``measure_times`` runs.
 
-The collectives of a model hand their handles to its :class:`Clock`, which gives them back as they are unless it is
-running. Moments are those of the device that computes: on CUDA events in its stream, so that the host runs ahead as
-it always does.
+Each collective's handle passes through the model's :class:`Clock`, which returns it unchanged unless the clock runs.
+Moments are those of the device that computes: on CUDA they are events in its stream, so that the host runs ahead as
+without a clock.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Waited:
     """A wait that ran.
 
     Attributes:
-        path: of the first parameter of the bucket.
+        path: the first parameter of the bucket.
         gather: it ended a gather; otherwise a reduction.
-        called: compute came to it.
-        returned: compute goes on.
+        called: when compute reached the wait.
+        returned: when compute went on.
     """
 
     path: str
@@ -70,7 +70,7 @@ class Clock:
         self._waits: list[Waited] | None = None
 
     def now(self) -> Moment:
-        """The point that the device's work has come to."""
+        """The point that the device's work has reached."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
@@ -79,7 +79,7 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[list[Waited]]:
-        """Note the waits of what is launched inside of the block, in the list that it is given."""
+        """Note the waits of collectives launched inside of the block, in the list that it yields."""
         waits = self._waits = []
         try:
             yield waits
@@ -112,24 +112,24 @@ Seconds = dict[str, float]
 def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]) -> tuple[Seconds, Seconds]:
     """Seconds of compute from each gather's wait to the next one's, in forward and in backward of one step.
 
-    The last gather of a half has none. Waits for reductions between do not count as compute. Where one path stands
-    first in several buckets of a half, it gets the shortest time.
+    The last gather of a half has none. Waits for reductions in between do not count as compute. A path that is the
+    first one of several buckets of a half gets the shortest time.
 
     Args:
-        waits: what ran.
+        waits: the waits that ran.
         expected: the waits of one forward and backward, in order: the first path of the bucket, whether it ends a
             gather, whether it is in backward.
 
     Raises:
-        RuntimeError: something else ran.
+        RuntimeError: other waits ran.
     """
     ran = [_name(wait.path, wait.gather) for wait in waits]
     planned = [_name(path, gather) for path, gather, _ in expected]
     for number, (found, wanted) in enumerate(zip_longest(ran, planned, fillvalue="nothing")):
         if found != wanted:
             raise RuntimeError(
-                f"wait {number} of step() is for {found}, where one forward and backward of the model has {wanted}; "
-                f"give a step that runs both once"
+                f"step() did not run one forward and one backward of the model: its wait {number} is for {found}, "
+                f"expected {wanted}; give a step that runs each once"
             )
     halves = [
         [at for at, (_, gather, backward) in enumerate(expected) if gather and backward is half]

@@ -1,7 +1,7 @@
-"""Is a sharded model still what was planned? Asked before every forward, and so made to be quick.
+"""Checks before every forward, quickly, that a sharded model is still as it was planned.
 
-What ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or ``.data = ...``
-change would otherwise be ignored without a word, or would train something else than was planned.
+Otherwise a change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or
+``.data = ...`` would be ignored silently, or would train something other than the plan.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from thunder_zero.runtime.state import State
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A place in a module tree, and what has to be found there (None: nothing)."""
+    """A place in a module tree, and the object that must be there (None: nothing)."""
 
     holder: Mapping[str, Any]
     key: str
@@ -74,18 +74,18 @@ class Intact:
                 raise RuntimeError(_moved(f"parameter {made.path!r}", tensor, made.dtype, made.device))
             if tensor.shape != made.shape:
                 raise RuntimeError(
-                    f"the memory of parameter {made.path!r} was replaced (.data = ...) by one of shape "
-                    f"{tuple(tensor.shape)}, and its rows are {tuple(made.shape)}; copy new values into it in place"
+                    f"the memory of parameter {made.path!r} was replaced (.data = ...): its shape is now "
+                    f"{tuple(tensor.shape)}, the shard's is {tuple(made.shape)}; copy new values into it in place"
                 )
             if tensor.requires_grad is not made.requires_grad:
                 raise RuntimeError(
-                    f"requires_grad of parameter {made.path!r} became {tensor.requires_grad} after thunder_zero had "
+                    f"requires_grad of parameter {made.path!r} became {tensor.requires_grad}, and thunder_zero "
                     f"planned it as {made.requires_grad}; set it on the module before thunder.jit"
                 )
             if made.address is not None and tensor.data_ptr() != made.address:
                 raise RuntimeError(
-                    f"the memory of parameter {made.path!r} was replaced (.data = ...), and ZeRO-1's full parameter "
-                    f"shares it; copy new values into it in place"
+                    f"the memory of parameter {made.path!r} was replaced (.data = ...), which ZeRO-1's full parameter "
+                    f"shares; copy new values into it in place"
                 )
 
 
@@ -103,6 +103,6 @@ def _replaced(link: Link, found: object) -> str:
 
 def _moved(name: str, found: Tensor, dtype: torch.dtype, device: torch.device) -> str:
     return (
-        f"{name} is {found.dtype} on {found.device} now, and thunder_zero sharded it as {dtype} on {device}; call "
-        f".to() on the module before thunder.jit"
+        f"{name} was moved or cast: it is {found.dtype} on {found.device}, and thunder_zero sharded it as {dtype} on "
+        f"{device}; call .to() on the module before thunder.jit"
     )

@@ -17,7 +17,7 @@ class Memory:
     """Tensors by parameter path.
 
     Attributes:
-        rows: what the optimizer steps: this rank's rows with padding, or the full parameter where it is replicated.
+        rows: the optimizer's tensors: this rank's rows with padding, or the full parameter where it is replicated.
         buffers: ZeRO-1's full parameters, padded.
         shared: paths of the buffers whose own rows are ``rows`` themselves, not copies of them.
     """
@@ -28,7 +28,7 @@ class Memory:
 
 
 def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> Memory:
-    """Memory for the values ``at_rest``, which is emptied: an unpadded full tensor must not outlive its copy."""
+    """Memory with the values of ``at_rest``, which is emptied: an unpadded full tensor must not outlive its copy."""
     rows: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for param in plan.params:

@@ -1,4 +1,4 @@
-"""One optimizer as torch has it: the parameters it steps, which of its states are rows, and loading its state."""
+"""Reads and loads one optimizer: the parameters it steps, which of their states are rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placeholders, which take the parameters' places in the plain module: full shape, one element, NaN."""
+"""Placeholders: they replace the plain module's parameters, with full shape and one element, NaN."""
 
 from __future__ import annotations
 

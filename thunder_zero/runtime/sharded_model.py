@@ -1,6 +1,7 @@
-"""The interface of a sharded model: all that training loops, checkpoints and state dicts need of it.
+"""The interface of a sharded model: everything that training loops, checkpoints and state dicts need of it.
 
-A front end (``thunder.jit`` is one) makes its models such; nothing that uses them knows which front end it was.
+A front end, such as ``thunder.jit`` with ZeroTransform, makes models that implement it; code that uses them does not
+know which front end made them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from thunder_zero.runtime.state import State
 class ShardedModel(nn.Module):
     """A model whose parameters are shards.
 
-    ``named_parameters`` and ``named_buffers`` give what trains, under the plain module's names.
+    ``named_parameters`` gives the shards and ``named_buffers`` the buffers, under the plain module's names.
     """
 
     @property
@@ -34,10 +35,10 @@ class ShardedModel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Keep full gradients instead of reducing them; the next backward outside reduces the sum.
 
-        As in PyTorch the forward counts: a backward defers or reduces as its forward ran inside or outside.
+        As in PyTorch the forward decides: a backward defers its gradients if its forward ran inside of the block.
 
         Deferred gradients are not in ``.grad``, so ``optimizer.zero_grad()`` does not drop them; ``zero_grad`` of the
-        model does. Drop what the end of an epoch leaves, or it is added to the next gradients.
+        model does. Drop those that the end of an epoch leaves, or they are added to the next gradients.
 
         >>> with model.no_sync():
         ...     for x in micro_batches[:-1]:

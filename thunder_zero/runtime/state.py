@@ -1,4 +1,4 @@
-"""Holds one rank's share of one model: shards, placeholders, and what lives as long as they do.
+"""Holds one rank's share of one model: shards and placeholders, and everything that lives as long as they do.
 
 Training code steps the shards; compiled traces reach this state through ``calls.py``.
 """
@@ -17,9 +17,11 @@ from thunder_zero.comm.peers import all_reduce_max, barrier
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.clock import Clock
+from thunder_zero.runtime.held_over import HeldOver
 from thunder_zero.runtime.memory import lay_out
 from thunder_zero.runtime.placeholders import placeholder
-from thunder_zero.runtime.resident import Buffers, HeldOver, Versions
+from thunder_zero.runtime.resident import Buffers
+from thunder_zero.runtime.versions import Versions
 
 
 class State:
@@ -34,7 +36,7 @@ class State:
         placeholders: the plain module's parameters from now on, by path: full shape, no memory.
         accumulation: gradients whose reduction is deferred.
         resident: ZeRO-1's full parameters.
-        held_over: gathered parameters that an accumulation goes on with.
+        held_over: gathered parameters that the next micro-batch reads again.
         clock: records waits while ``measure_times`` runs.
         transport: launches the collectives.
     """
@@ -42,7 +44,7 @@ class State:
     def __init__(
         self, module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, at_rest: dict[str, Tensor]
     ) -> None:
-        """Take over the parameters of a plain module, which stays as it is.
+        """Make the shards and placeholders of a plain module, which stays as it is.
 
         Args:
             module: has the original parameters.
@@ -64,37 +66,26 @@ class State:
         versions = Versions(self.shards)
         self.resident = Buffers(memory.buffers, memory.shared, versions)
         self.held_over = HeldOver(versions)
-        self.gradients_are_new = False  # some were reduced since the ranks last agreed on the stale buffers
 
     def agree_on_stale(self) -> None:
-        """Let all ranks refresh what changed on any.
-
-        Asked after each backward, since then an optimizer may have stepped on some ranks and not on
-        others (a scaler that found an Inf), and when something changed here by other means: loaded,
-        initialised or updated in place. One small collective; none while nothing can have changed.
-        What is changed by other means has to be changed on all ranks, as with any replicated
-        parameter: a rank that did not would not know that it is asked.
-        """
-        resident = self.resident
-        resident.note_changed()
-        if self.plan.ranks == 1 or not resident.paths or not (self.gradients_are_new or resident.stale):
-            return
-        resident.stale = set(self.on_any_rank(resident.paths, resident.stale))
-        self.gradients_are_new = False
+        """Let all ranks refresh the resident parameters that changed on any; see :meth:`Buffers.agree_on_stale`."""
+        self.resident.agree_on_stale(self.on_any_rank)
 
     def on_any_rank(self, paths: Sequence[str], here: Container[str]) -> list[str]:
-        """Those of ``paths`` that are in ``here`` on any rank; one small collective."""
+        """Those of ``paths`` that are in ``here`` on any rank; one small collective, if there are several ranks."""
+        if self.plan.ranks == 1:
+            return [path for path in paths if path in here]
         flags = torch.tensor([path in here for path in paths], dtype=torch.int32, device=self.device)
         all_reduce_max(flags, self.group)
         return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
 
     def drop_deferred(self) -> None:
-        """Forget what an accumulation has deferred so far, and let go of what it holds."""
+        """Abandon the accumulation: its deferred gradients and the gathered parameters that it holds over."""
         self.accumulation.drop()
-        self.held_over.drop()
+        self.held_over.clear()
 
     def open_accumulation(self, shards: Iterable[Tensor]) -> str | None:
-        """The first parameter of which a gradient is deferred, among those that have these shards."""
+        """The first parameter with a deferred gradient among those of these shards; None if there is none."""
         if not self.accumulation.paths:
             return None
         among = set(map(id, shards))
@@ -107,8 +98,12 @@ class State:
         self.held_over.drop(changed)
 
     def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
-        """The full, unpadded parameter from the shards as they are now, or what ``shard``, of the same shape and any
-        dtype, is this rank's rows of; a collective."""
+        """The full, unpadded parameter, from the shards as they are now; a collective.
+
+        Args:
+            param: the parameter.
+            shard: this rank's rows of another tensor of the parameter's shape, of any dtype, to be gathered instead.
+        """
         shard = self.shards[param.path].detach() if shard is None else shard.contiguous()
         if not param.sharded:
             return shard.clone()

@@ -1,7 +1,7 @@
-"""What travels together.
+"""Merges the gathers, and the reductions, of one unit into buckets that travel together.
 
-Gathers of one unit that follow each other, with no gather of another unit between, travel together from where the
-first one stood; reductions of one unit together from where the last one stood::
+Gathers of one unit with no gather of another unit between them start together, in the place of the first; reductions of
+one unit start together, in the place of the last::
 
     gather fut0 <- t_w    w                 gather fut0 <- t_w, t_b    w b
     wait   w    <- fut0   w                 wait   w, b <- fut0        w b
@@ -10,8 +10,8 @@ first one stood; reductions of one unit together from where the last one stood::
     wait   b    <- fut1   b
     compute ...
 
-One bucket has one dtype and one kind of collective, and at most ``policy.bucket_bytes`` of full parameters unless
-it is a single one. Copies (``again``) travel with copies only.
+A bucket has one dtype, one kind of collective and at most ``policy.bucket_bytes`` of full parameters, or holds a single
+parameter. Copies (``again``) travel with copies only.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 def bucket(timeline: Timeline) -> Timeline:
     """Merges gathers, then reductions, by unit, dtype and bytes."""
-    timeline = _merged(timeline, _gather_buckets(timeline), stands_at=0)
-    return _merged(timeline, _reduce_buckets(timeline), stands_at=-1)
+    timeline = _merged(timeline, _gather_buckets(timeline), place=0)
+    return _merged(timeline, _reduce_buckets(timeline), place=-1)
 
 
 class _Open:
-    """The buckets that may still grow: those of the current run of one unit."""
+    """Collects buckets; those of the unit that gathers (or reduces) now may still grow."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
@@ -39,7 +39,7 @@ class _Open:
         self.nbytes: dict[Hashable, int] = {}
 
     def add(self, at: int, nbytes: int, run: Hashable, kind: Hashable, *, may_join: bool = True) -> None:
-        """Put the launch at position ``at`` into a bucket: one of its own run and kind, or a new one."""
+        """Put the launch at position ``at`` into the open bucket of its run and kind, or into a new one."""
         if run != self.run:
             self.run, self.current = run, {}
         fits = kind in self.current and 0 < self.nbytes[kind] + nbytes <= self.bucket_bytes
@@ -50,11 +50,11 @@ class _Open:
         self.nbytes[kind] += nbytes
 
     def first(self, kind: Hashable) -> int:
-        """Position of the first member of the bucket of this kind that is open; -1 without any."""
+        """Position of the first launch in the open bucket of this kind; -1 if there is none."""
         return self.current[kind][0] if kind in self.current else -1
 
     def close(self, members: Iterable[int]) -> None:
-        """Let nothing further join the buckets that hold one of these launches."""
+        """Close the buckets that hold one of these launches."""
         gone = set(members)
         self.current = {kind: ats for kind, ats in self.current.items() if gone.isdisjoint(ats)}
 
@@ -66,8 +66,8 @@ def _gather_buckets(timeline: Timeline) -> list[list[int]]:
         if op.kind is Kind.GATHER:
             (param,) = timeline.params_of(op)
             kind = (_dtypes(timeline, op), op.again, param.resident)
-            there = all(written.get(read, -1) < buckets.first(kind) for read in op.reads)
-            buckets.add(at, param.full_bytes, (param.unit, op.backward), kind, may_join=there)
+            is_written = all(written.get(read, -1) < buckets.first(kind) for read in op.reads)
+            buckets.add(at, param.full_bytes, (param.unit, op.backward), kind, may_join=is_written)
         written.update(dict.fromkeys(op.writes, at))
     return buckets.done
 
@@ -83,16 +83,16 @@ def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
         elif timeline.ends(op, Kind.REDUCE):
             reduced[op.writes[0]] = reduced[op.reads[0]]
         elif readers := [reduced[read] for read in op.reads if read in reduced]:
-            buckets.close(readers)  # whatever joined would make this reader wait
+            buckets.close(readers)  # a launch that joined later would delay this reader
     return buckets.done
 
 
-def _merged(timeline: Timeline, buckets: Sequence[Sequence[int]], *, stands_at: int) -> Timeline:
-    """Each bucket's launches and waits as one, where those of member ``stands_at`` (0 or -1) stand."""
+def _merged(timeline: Timeline, buckets: Sequence[Sequence[int]], *, place: int) -> Timeline:
+    """One launch and one wait for each bucket, in the places of those of member ``place`` (0 or -1)."""
     ops = timeline.ops
     wait_of = {op.reads[0]: at for at, op in enumerate(ops) if op.kind is Kind.WAIT}
     values = dict(timeline.values)
-    stands: dict[int, Op] = {}
+    merged: dict[int, Op] = {}
     gone: set[int] = set()
     for members in buckets:
         if len(members) == 1:
@@ -101,10 +101,10 @@ def _merged(timeline: Timeline, buckets: Sequence[Sequence[int]], *, stands_at: 
         waits = [wait_of[launch.writes[0]] for launch in launches]
         handle = launches[0].writes[0]
         values[handle] = replace(values[handle], nbytes=sum(values[launch.writes[0]].nbytes for launch in launches))
-        stands[members[stands_at]] = replace(_concatenated(launches), writes=(handle,))
-        stands[waits[stands_at]] = replace(_concatenated([ops[at] for at in waits]), reads=(handle,))
+        merged[members[place]] = replace(_concatenated(launches), writes=(handle,))
+        merged[waits[place]] = replace(_concatenated([ops[at] for at in waits]), reads=(handle,))
         gone.update(members, waits)
-    left = (stands.get(at, op) for at, op in enumerate(ops) if at in stands or at not in gone)
+    left = (merged.get(at, op) for at, op in enumerate(ops) if at in merged or at not in gone)
     return timeline.with_ops(left, values)
 
 
@@ -119,5 +119,5 @@ def _concatenated(members: Sequence[Op]) -> Op:
 
 
 def _dtypes(timeline: Timeline, op: Op) -> Hashable:
-    """In which dtype a launch reads, and in which it travels."""
+    """The dtype that a launch reads, and the dtype in which it travels."""
     return timeline.values[op.reads[0]].dtype, timeline.travels_in(op, timeline.params_of(op)[0])

@@ -1,17 +1,17 @@
-"""The cone: the values that depend on parameters alone.
+"""Finds the cone: the values that depend on parameters alone.
 
 ::
 
     gather  fut <- t_w
     wait    w   <- fut        in the cone
     compute wt  <- w          in the cone, if repeatable
-    compute c   <-            a constant: it may be read inside the cone, but is not part of it
+    compute c   <-            not in the cone: a constant, which the cone may read
     compute wc  <- wt, c      in the cone
     compute y   <- x, wc      not in the cone: it depends on data too
     compute c   <- t_v        in the cone, if it casts a replicated parameter
 
-Saving a value of the cone from forward to backward saves the parameter itself, and a value of the cone may be a
-view of the gathered buffer. So whoever frees a parameter asks here.
+Saving a value of the cone for backward is as good as saving the parameter itself, and a value of the cone may be a view
+of the gathered buffer. So a pass that frees parameters or gathers them again starts from the cone.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ def cone(timeline: Timeline) -> dict[str, int]:
 
 
 def regathered(timeline: Timeline, inside: Mapping[str, int]) -> dict[str, int]:
-    """The values of the cone ``inside`` that depend on a parameter that is not kept, or on a cast copy, and the
-    handles of its gathers, each with the position of the operation that writes it."""
+    """The values of the cone ``inside`` that backward must not read from forward, each with the position of its writer.
+
+    They depend on a parameter that is gathered again, or on the cast copy of a replicated one. Includes the handles of
+    the gathers.
+    """
     found: dict[str, int] = {}
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.GATHER:
@@ -61,8 +64,8 @@ def regathered(timeline: Timeline, inside: Mapping[str, int]) -> dict[str, int]:
 def last_reads(timeline: Timeline, inside: Mapping[str, int]) -> dict[str, int]:
     """For each value of the cone ``inside``, the last position where its memory is still needed.
 
-    That is the last read of it or of any value of the cone that depends on it, since that may be a view of it; the
-    position where it is written, if nothing reads it. FREEs are not reads.
+    That is the last read of the value, or of any value of the cone that depends on it and so may be a view of it. For a
+    value that nothing reads, it is the position of its writer. A FREE is not a read.
     """
     last = dict(inside)
     for at in range(len(timeline.ops) - 1, -1, -1):
@@ -79,7 +82,7 @@ def last_reads(timeline: Timeline, inside: Mapping[str, int]) -> dict[str, int]:
 
 
 def returned(timeline: Timeline, inside: Mapping[str, int]) -> set[str]:
-    """The values of the cone ``inside`` that escape: a return reads them, or one that depends on them."""
+    """The values of the cone ``inside`` that escape: a return reads them, or a value that depends on them."""
     found: set[str] = set()
     for op in reversed(timeline.ops):
         if op.kind is Kind.COMPUTE and (not op.writes or not found.isdisjoint(op.writes)):
@@ -88,13 +91,13 @@ def returned(timeline: Timeline, inside: Mapping[str, int]) -> set[str]:
 
 
 def frees_of_gathered(timeline: Timeline) -> Timeline:
-    """From lines that delete any values (FREEs without params) to FREEs of gathered parameters.
+    """Turns the ``del`` lines of a trace (FREEs of any values, without params) into FREEs of gathered parameters.
 
-    A gathered parameter is freed where the last of its value and of what may be a view of it is deleted; other
-    deletions are left out, and so are those of resident parameters.
+    A gathered parameter is freed where the last name of its memory is deleted: its own, or that of a possible view.
+    Drops other deletions, and those of resident parameters.
     """
     inside = cone(timeline)
-    holds: dict[str, frozenset[tuple[str, str]]] = {}  # value -> gathered values, and paths, whose memory it may hold
+    holds: dict[str, frozenset[tuple[str, str]]] = {}  # value -> (gathered value, path) whose memory it may share
     for name, at in inside.items():
         op = timeline.ops[at]
         if op.kind is Kind.WAIT:

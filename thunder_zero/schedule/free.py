@@ -1,4 +1,4 @@
-"""When each gathered parameter is freed: right after its last use.
+"""Frees each gathered parameter right after its last use.
 
 ::
 
@@ -8,9 +8,9 @@
     compute z   <- y                        free    w
                                             compute z   <- y
 
-Its last use is the last read of it or of anything in its cone, which may be a view of it (``cone.py``).
-What is not kept has its last use within its half (``regather.py``), what is kept mostly in backward.
-Resident and replicated parameters are never freed, nor is what the return reads: it escapes.
+The last use of a parameter is the last read of it or of any value in its cone, which may be a view of it (``cone.py``).
+If it is gathered again for backward (``regather.py``), each half has a last use; if it is gathered once, backward
+mostly has it. Resident and replicated parameters are never freed, nor are values that the return reads.
 """
 
 from __future__ import annotations

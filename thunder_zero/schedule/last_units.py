@@ -1,7 +1,7 @@
-"""What forward keeps although the stage would free it.
+"""Chooses the last units of forward that are gathered once, although the stage would gather them again.
 
-Backward begins with the units that forward ends with. While it has nothing else gathered, keeping
-them takes no bytes that gathers do not take at their peak anyway, and saves a gather each::
+Backward begins with the units that forward ends with. Leaving them gathered between the halves saves a gather each, and
+needs no more bytes than the peak of the other gathers::
 
     forward   a  b  c  d            peak: three units (one computes, two are under way)
     backward           d  c  b  a   c and d may stay gathered from forward
@@ -40,7 +40,7 @@ def gather_last_units_once(timeline: Timeline) -> Timeline:
 
 
 def _gathering_once(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:
-    """The plan with the parameters of these runs kept, too."""
+    """The plan in which the parameters of these runs are gathered once, too."""
     paths = frozenset().union(*runs)
     return replace(
         plan,
@@ -49,9 +49,9 @@ def _gathering_once(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:
 
 
 def largest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to ``limit`` that fits, where all up to some number do; 0 always does.
+    """The largest number up to ``limit`` that fits, if all numbers up to it do; 0 always fits.
 
-    Tried in steps that double, then by halves, so that a try may be expensive.
+    Tries few numbers, since a try may be expensive: first in steps that double, then by bisection.
 
     >>> largest(lambda number: number * number <= 30, limit=100)
     5
@@ -67,8 +67,10 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def _affecting_the_peak(timeline: Timeline) -> list[Op]:
-    """The operations that the peak of gathered bytes depends on, which is tried out several times: all but what
-    computes from other values than gathered parameters and reduced gradients."""
+    """The operations that can change the peak of gathered bytes: without those that compute from other values only.
+
+    The peak is computed several times, so that a shorter timeline pays off.
+    """
     inside = cone(timeline)
     waited = {name for op in timeline.ops if op.kind is Kind.WAIT for name in op.writes}
     feeding: set[str] = set()  # constants that the cone reads
@@ -83,15 +85,15 @@ def _affecting_the_peak(timeline: Timeline) -> list[Op]:
 
 
 def _peak(timeline: Timeline) -> int:
-    """The most gathered bytes that are alive at once, were it scheduled as it is."""
+    """The peak of gathered bytes if the timeline were scheduled with its present plan."""
     return max(gathered_bytes(free(prefetch(bucket(regather(timeline))))), default=0)
 
 
 def _runs_from_last(timeline: Timeline) -> list[frozenset[str]]:
-    """The units that backward would gather again, the one that forward gathers last first, with all their parameters.
+    """The units that backward would gather again, as sets of paths, beginning with the last that forward gathers.
 
-    All, because a fuser may let backward compute from those too that it would not read otherwise (a bias). The root
-    unit comes in several runs: its embedding at the end, its head at the start.
+    Each with all its parameters: a fuser may make backward compute from parameters that it would not read otherwise (a
+    bias). The root unit comes in several runs: its head in the first, its embedding in the last.
     """
     chain = {name: at for name, at in regathered(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
     needed: set[str] = set()

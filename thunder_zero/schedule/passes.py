@@ -1,4 +1,4 @@
-"""The passes: pure functions from timeline to timeline, in the order in which they run."""
+"""Runs the passes, pure functions from timeline to timeline, in their order, with a proof after each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.verify import check_pass, check_schedule
 
 PASSES = (
-    gather_last_units_once,  # decide which units forward keeps without more being gathered at once
-    regather,  # gather again what forward frees: for backward, and for each unit if asked to
+    gather_last_units_once,  # choose the last units that are gathered once, without raising the peak
+    regather,  # gather again what forward frees: for backward, and for each unit if the policy says so
     bucket,  # merge gathers, and reductions, of one unit and dtype
     prefetch,  # start gathers ahead of their use, within the bytes in flight
     sink_waits,  # end reductions late, within the bytes in flight
-    free,  # free each gathered parameter after its last use: last, since uses do not move any more
+    free,  # free each gathered parameter after its last use; last, because now uses do not move any more
 )
 
 

@@ -1,7 +1,7 @@
-"""When each gather starts.
+"""Starts each gather ahead of its use.
 
-The gathers of a half start in the order of their waits, the first one at the start of the half and each other right
-after the wait of an earlier one, so that what is computed between two waits stays one region::
+The gathers of a half start in the order of their waits: the first at the start of the half, each other right after the
+wait of an earlier one, so that the computations between two waits stay one region for the fuser::
 
     gather a            gather a
     wait   a            wait   a
@@ -13,8 +13,8 @@ after the wait of an earlier one, so that what is computed between two waits sta
     wait   c            wait   c
     compute ..          compute ..
 
-Which wait that is, ``policy.prefetch`` says in buckets, or ``policy.times`` in seconds: the latest one from which the
-gather can still end before compute waits for it, when the wire carries one after the other::
+The policy decides which wait that is: ``policy.prefetch`` counts buckets; with ``policy.times`` it is the latest wait
+after which the gather can still end in time, if the wire carries one gather after the other::
 
     gather a            gather a
     wait   a            wait   a
@@ -28,10 +28,10 @@ gather can still end before compute waits for it, when the wire carries one afte
     gather d            compute 1 s
     wait   d            wait   d
 
-Reductions that start between two waits take the wire as well, before the second one's gather. What forward kept for
-backward counts as gathered ahead, and its first read as the wait.
+Reductions that start between two waits take the wire as well, before the gather of the second wait. In backward, a
+parameter that is gathered once counts as gathered ahead, and its first read as the wait.
 
-Never before its shards are there, nor across the border between forward and backward.
+A gather never starts before its shards are written, nor in the other half.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
 def prefetch(timeline: Timeline) -> Timeline:
-    """Starts each gather as early as ``policy.prefetch`` allows, or as late as ``policy.times`` do.
+    """Starts each gather as early as ``policy.prefetch`` allows, or as late as ``policy.times`` allow.
 
-    No start puts more than ``policy.in_flight_bytes`` under way. The first one of a half has the wire to itself: what
-    nobody needs yet would only delay it.
+    At most ``policy.in_flight_bytes`` are in flight. The first gather of a half has the wire to itself: others, which
+    are needed later, would only delay it.
     """
     ops, policy = timeline.ops, timeline.plan.policy
     if policy.in_flight_bytes == 0 or (policy.prefetch == 0 and policy.times is None):
@@ -70,13 +70,14 @@ def prefetch(timeline: Timeline) -> Timeline:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """Where one half first needs a bucket of gathered parameters.
+    """The place where one half first needs a bucket of gathered parameters.
 
     Attributes:
-        at: others may start after this position: the wait, or what stands before the first read of what forward kept.
-        gather: what gathers it.
+        at: the position after which other gathers may start: that of the wait, or the one before the first read of a
+            bucket that forward gathered.
+        gather: the operation that gathers it.
         is_gathered_once: forward gathered it, and backward has it from the start.
-        nbytes: that take the wire for it: of the gather, and of the reductions since the use before.
+        nbytes: bytes on the wire for it: its gather, and the reductions since the previous use.
     """
 
     at: int
@@ -102,7 +103,7 @@ def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
 def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
     """The buckets that one half needs, in order."""
     ahead = _gathered_in_forward(timeline, start)
-    seen: set[str] = set()  # handles of kept buckets
+    seen: set[str] = set()  # handles of buckets that are gathered once
     uses: list[_Use] = []
     reduced = 0
     for at in range(start, stop):
@@ -121,9 +122,9 @@ def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
 
 
 def _gathered_in_forward(timeline: Timeline, border: int) -> dict[str, Op]:
-    """What forward gathers and keeps for backward, and what it makes of it alone, each value with its gather.
+    """The parameters that forward gathers for both halves, and the values computed from them alone, with their gathers.
 
-    Empty for forward, and where backward gathers nothing.
+    Empty for forward, and if backward gathers nothing.
     """
     if border == 0 or not any(op.kind is Kind.GATHER for op in timeline.ops[border:]):
         return {}
@@ -146,8 +147,8 @@ def _ended(timeline: Timeline, uses: Sequence[_Use]) -> list[int]:
     if policy.times is None:
         ahead = [number + 1 - policy.prefetch for number in range(len(uses))]
     else:
-        # What forward kept has no wait in backward that could be timed. Forward's time stands for it: backward computes
-        # longer, so that what follows starts rather too early than too late.
+        # A bucket that forward gathered has no wait in backward that could be timed. Its time in forward is used:
+        # backward computes longer, so the gathers that follow start rather too early than too late.
         halves = policy.times.forward, policy.times.backward
         computed = [halves[use.gather.backward].get(use.gather.params[0], 0.0) for use in uses]
         ahead = ended_in_time(computed, [use.nbytes / policy.times.bytes_per_second for use in uses])
@@ -155,9 +156,9 @@ def _ended(timeline: Timeline, uses: Sequence[_Use]) -> list[int]:
 
 
 def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:
-    """For each of several gathers in turn, how many of them must have ended before it may start.
+    """For each gather in a sequence, how many of them must have ended before it may start.
 
-    The fewest that keep the bytes under way within ``bound``; one may always be under way.
+    The smallest number for which the bytes in flight stay within ``bound``; one gather may always be in flight.
 
     >>> ended_before([4, 4, 4, 9, 1], bound=8)
     [0, 0, 1, 3, 4]
@@ -173,14 +174,14 @@ def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:
 
 
 def ended_in_time(computed: Sequence[float], on_wire: Sequence[float]) -> list[int]:
-    """For each of several gathers in turn, how many of them have ended at its latest start.
+    """For each gather in a sequence, how many of them have ended at its latest start.
 
-    The latest start is a moment of a run in which compute waits for nothing: all gathers from this one on, one after
-    the other, then end before the moments of their waits. A gather starts right after a wait, or before all of them.
+    The latest start is the last moment from which this gather and all later ones, one after the other on the wire, end
+    before compute waits for them. A gather starts right after a wait, or before all of them.
 
     Args:
-        computed: seconds from the wait for each gather to the next one.
-        on_wire: seconds that each takes, with the reductions that the wire carries before it.
+        computed: seconds from the wait for each gather to the next wait.
+        on_wire: seconds on the wire for each gather, and for the reductions before it.
 
     >>> ended_in_time([3.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0])  # waits at 0, 3, 4, 5 s; starts at -1, 2, 3, 4 s
     [0, 1, 2, 3]

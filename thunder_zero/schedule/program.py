@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ProgramName:
-    """One program that ranks compare before it first runs.
+    """One program, which ranks compare before it first runs.
 
     Attributes:
         half: ``"forward"``, ``"backward"``, or ``"forward without backward"`` (evaluation).
-        synced: it reduces gradients; otherwise it defers them (``no_sync``).
-        graph: which graph of the model, where a front end compiles several.
+        synced: whether it reduces gradients; if not, it defers them (``no_sync``).
+        graph: the graph of the model, if a front end compiles several.
     """
 
     half: str
@@ -21,7 +21,7 @@ class ProgramName:
 
     @property
     def reduces(self) -> bool:
-        """Whether it ends with gradients that every rank has."""
+        """Whether it is a backward that reduces gradients."""
         return self.half == "backward" and self.synced
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""What is gathered again.
+"""Gathers parameters again that forward frees: for backward, and for each unit that uses them.
 
-A parameter that is not kept is freed in forward, so nothing of its cone (``cone.py``) may cross to
-backward. What backward reads of it is gathered and computed again, right before its first reader::
+A parameter that is not gathered once is freed in forward, so no value of its cone (``cone.py``) may cross to backward.
+Backward gathers and computes again the values that it reads, right before the first reader::
 
     gather  fut <- t_w                      gather  fut <- t_w
     wait    w   <- fut                      wait    w   <- fut
@@ -30,8 +30,8 @@ NOT_A_TENSOR = Value(0, "")
 
 
 def regather(timeline: Timeline) -> Timeline:
-    """Gathers again, for backward and for each unit in forward, what is not kept."""
-    return _again_in_forward(_again_in_backward(timeline))  # so that backward copies originals, one for all readers
+    """Gathers again, for backward and for each unit of forward, the parameters that are not gathered once."""
+    return _again_in_forward(_again_in_backward(timeline))  # backward first: it copies originals, once for all readers
 
 
 def _again_in_backward(timeline: Timeline) -> Timeline:
@@ -45,7 +45,7 @@ def _again_in_backward(timeline: Timeline) -> Timeline:
                 ops += _copies(timeline, read, chain, names, values, backward=True)
             op = _reads_renamed(op, names)
         ops.append(op)
-    return timeline.with_ops([*ops, timeline.ops[-1]], values)  # what the return reads of forward is forward's output
+    return timeline.with_ops([*ops, timeline.ops[-1]], values)  # the return reads forward's outputs as they are
 
 
 def _again_in_forward(timeline: Timeline) -> Timeline:
@@ -53,8 +53,10 @@ def _again_in_forward(timeline: Timeline) -> Timeline:
         return timeline
     unit_of = {name: unit for unit, chain in chains.items() for name in chain}
     values = dict(timeline.values)
-    born: dict[str, int] = {}  # value -> borders of its unit when it was written
-    copied: dict[str, tuple[int, dict[str, str]]] = {}  # unit -> its borders so far, names of the copies made since
+    born: dict[str, int] = {}  # value -> gathers of other units so far, when it was written
+    copied: dict[
+        str, tuple[int, dict[str, str]]
+    ] = {}  # unit -> gathers of other units so far, names of copies made since
     gathers: Counter[str] = Counter()  # by unit
     ops: list[Op] = []
     for op in timeline.ops[:-1]:
@@ -65,10 +67,10 @@ def _again_in_forward(timeline: Timeline) -> Timeline:
         renamed: dict[str, str] = {}
         for read in op.reads:
             unit = unit_of.get(read)
-            if unit is None or (borders := gathers.total() - gathers[unit]) == born[read]:
+            if unit is None or (others := gathers.total() - gathers[unit]) == born[read]:
                 continue
-            if unit not in copied or copied[unit][0] != borders:
-                copied[unit] = borders, {}
+            if unit not in copied or copied[unit][0] != others:
+                copied[unit] = others, {}
             names = copied[unit][1]
             ops += _copies(timeline, read, chains[unit], names, values, backward=False)
             renamed[read] = names[read]
@@ -108,9 +110,9 @@ def _copies(
     *,
     backward: bool,
 ) -> list[Op]:
-    """Copies of the operations of ``chain`` that lead to ``value`` and are not in ``names`` yet, in order.
+    """Copies of the operations of ``chain`` that lead to ``value`` and have no copies in ``names`` yet, in order.
 
-    Adds the names that the copies write to ``names``, and what they weigh to ``values``.
+    Adds the names of the copied values to ``names``, and their sizes to ``values``.
     """
     positions: set[int] = set()
     needed = [value]

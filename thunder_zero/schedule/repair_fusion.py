@@ -1,8 +1,8 @@
-"""What fusion undid.
+"""Repairs a schedule after fusion, so that backward reads its own gathers only.
 
-A fuser may recompute in backward from what a region of forward reads, and that may be a gathered
-parameter. Backward then reads the copy that it has anyway, waited for earlier if need be, or one
-that is gathered for it::
+A fuser may make backward recompute from the inputs of a region of forward, and such an input may be a gathered
+parameter. Backward then reads its own copy instead, with an earlier wait if necessary, or a copy that is gathered for
+this reader::
 
     wait    w  <- fut                      wait    w  <- fut
     ... backward ...                       ... backward ...
@@ -21,7 +21,7 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
 
 
 def repair_fusion(timeline: Timeline) -> Timeline:
-    """Lets backward read its own gathers; the same timeline where it does already."""
+    """Makes backward read its own gathers; returns the same timeline if it already does."""
     chain = {name: at for name, at in regathered(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
     if not any(read in chain for op in timeline.ops[:-1] if op.backward for read in op.reads):
         return timeline
@@ -34,10 +34,10 @@ def repair_fusion(timeline: Timeline) -> Timeline:
 
 @dataclass
 class _Repair:
-    """The operations so far. ``names`` gives what backward reads instead of a value of forward's cone."""
+    """The operations so far. ``names`` maps a value of forward's cone to the copy that backward reads."""
 
     timeline: Timeline
-    chain: Mapping[str, int]  # forward's cone -> where it is written
+    chain: Mapping[str, int]  # value of forward's cone -> position of its writer
     waits: Mapping[str, Op]  # parameter -> the wait of backward's own gather
     ops: list[Op] = field(default_factory=list)
     done: set[tuple[str, ...]] = field(default_factory=set)  # by what they write
@@ -53,7 +53,7 @@ class _Repair:
         self.done.add(op.writes)
 
     def copy(self, name: str) -> str:
-        """The name of backward's copy of a value of forward's cone, made now if it is not there yet."""
+        """The name of backward's copy of a value of forward's cone; adds the copy if there is none yet."""
         if name not in self.names:
             op = self.timeline.ops[self.chain[name]]
             self.names[name] = self._gathered(name, op) if op.kind is Kind.WAIT else self._computed(name, op)

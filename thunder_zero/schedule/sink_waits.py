@@ -1,8 +1,8 @@
-"""When each reduction must have ended.
+"""Moves the waits of reductions as late as the bytes in flight allow.
 
-A reduction starts where its gradient is made. Its wait comes at the end, right before the return, unless the full
-gradients, those that still travel and those that are made next, would exceed ``policy.in_flight_bytes``: then the
-oldest ends before the next is made::
+A reduction starts where its gradient is made. Its wait comes right before the return, unless the full gradients in
+flight and those that are made next would exceed ``policy.in_flight_bytes``: then the oldest reduction must end before
+the next gradient is made::
 
     reduce a            reduce a
     wait   a            compute ..
@@ -23,13 +23,13 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
 def sink_waits(timeline: Timeline) -> Timeline:
-    """Moves the waits of reductions as far back as their readers and the bound allow."""
+    """Moves the waits of reductions as late as their readers and ``policy.in_flight_bytes`` allow."""
     bound = timeline.plan.policy.in_flight_bytes
     last = len(timeline.ops) - 1
     making = _making(timeline)
-    made = 0  # bytes of gradients that are not yet on their way
-    pending: deque[Op] = deque()  # the waits of what is under way, oldest first
-    number: dict[str, int] = {}  # reduced gradient -> how many reductions end before its own
+    made = 0  # bytes of gradients that are made, or being made, and not yet launched
+    pending: deque[Op] = deque()  # the waits of reductions in flight, oldest first
+    number: dict[str, int] = {}  # reduced gradient -> number of reductions that end before its own
     ended = under_way = 0
     ops: list[Op] = []
     for at, op in enumerate(timeline.ops):
@@ -52,7 +52,7 @@ def sink_waits(timeline: Timeline) -> Timeline:
 
 
 def _making(timeline: Timeline) -> dict[int, int]:
-    """Positions where the first gradient of a reduction is made, with the bytes of all its gradients."""
+    """The position where the first gradient of each reduction is made, with the bytes of all its gradients."""
     written = {name: at for at, op in enumerate(timeline.ops) for name in op.writes}
     making: dict[int, int] = {}
     for at, op in enumerate(timeline.ops):

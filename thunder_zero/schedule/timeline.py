@@ -1,13 +1,13 @@
-"""What happens when, one operation a line: frozen data that passes rewrite and reports read.
+"""The timeline of a step, one operation a line: frozen data that passes rewrite and reports read.
 
 A timeline holds both halves of a step, forward first::
 
-    gather   fut0 <- t_w            h.0.w        launch: starts an all-gather of shards
-    wait     w    <- fut0           h.0.w        ends it: the full parameter is there
+    gather   fut0 <- t_w            h.0.w        starts an all-gather of shards (a launch)
+    wait     w    <- fut0           h.0.w        ends it: the full parameter can be read
     compute  y    <- x, w
     free     w
     ...                                          -- backward --
-    gather   fut1 <- t_w            h.0.w        again
+    gather   fut1 <- t_w            h.0.w        gathered again
     wait     w_   <- fut1           h.0.w
     compute  gx   <- gy, w_
     compute  gw   <- gy, x
@@ -16,7 +16,7 @@ A timeline holds both halves of a step, forward first::
     wait     g    <- fut2           h.0.w
     compute  <- y, g                             the return
 
-Values are names; what they weigh stands in ``Timeline.values``.
+Values are names; ``Timeline.values`` has their sizes and dtypes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """What an operation does."""
+    """The kinds of operations."""
 
     GATHER = "gather"
     REDUCE = "reduce"
@@ -50,10 +50,10 @@ LAUNCHES = (Kind.GATHER, Kind.REDUCE)
 
 
 class Work(StrEnum):
-    """What class of work an operation does on the device, heaviest first: a fused region has that of its heaviest part.
+    """Classes of work on the device, heaviest first: a fused region has the class of its heaviest part.
 
-    Collectives, waits and frees do NONE, and OTHER is work of an unknown class. VIEW only makes another shape or other
-    strides of the same memory, as far as strides allow. POINTWISE includes copies and constants.
+    NONE: collectives, waits, frees. OTHER: an unknown class. VIEW: another shape of the same memory, if strides allow.
+    POINTWISE includes copies and constants. INDEX: reads or writes places that depend on data.
     """
 
     ATTENTION = "attention"
@@ -74,19 +74,18 @@ class Op:
 
     Attributes:
         kind: what it does.
-        reads: values that it needs. GATHER: shards; REDUCE: full gradients; WAIT: one handle;
-            FREE: what it frees; DEFER: a full gradient, which a later backward reduces (``no_sync``).
-        writes: values that it makes. GATHER and REDUCE: one handle; WAIT: one value a parameter; DEFER: the gradient
-            that is returned in its place, which is none.
-        params: paths of the parameters that travel (GATHER, REDUCE, WAIT), in the order of
-            ``reads`` of the launch and of ``writes`` of the wait; of FREE: whose memory it is; of DEFER:
-            whose gradient.
-        backward: it runs in the backward half.
-        repeatable: COMPUTE only: running it twice gives the same values and does no harm (not
-            random, nothing in place), so that backward may compute it again.
-        again: a copy of an operation of forward: gathers or computes anew what was freed.
-        source: positions in the trace that it was lifted from; several after bucketing. FREE: ().
-        work: COMPUTE only: what class of work it does.
+        reads: values that it needs. GATHER: shards; REDUCE: full gradients; WAIT: one handle; FREE: the value that it
+            frees; DEFER: a full gradient, which a later backward reduces (``no_sync``).
+        writes: values that it makes. GATHER and REDUCE: one handle; WAIT: one value for each parameter; DEFER: a
+            placeholder, which backward returns as the gradient (at run time it is None).
+        params: paths of parameters. GATHER, REDUCE and WAIT: those that travel, in the order of ``reads`` of the launch
+            and of ``writes`` of the wait; FREE: the one whose memory it frees; DEFER: the one whose gradient it defers.
+        backward: whether it runs in the backward half.
+        repeatable: COMPUTE only: whether running it twice gives the same values and has no side effect (not random,
+            nothing in place), so that backward may compute it again.
+        again: whether it is a copy that gathers or computes again what forward freed.
+        source: positions of its lines in the lifted trace; several after bucketing. FREE: ().
+        work: COMPUTE only: its class of work.
     """
 
     kind: Kind
@@ -102,12 +101,12 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a value weighs.
+    """The size and dtype of a value.
 
     Attributes:
-        nbytes: bytes of its memory (of a handle: of what is under way).
+        nbytes: bytes of its elements (of a handle: of the result in flight).
         dtype: name of its dtype, ``"float32"``.
-        base: the value whose memory it views; "" if its memory is its own, as far as is known.
+        base: the value whose memory it views; "" if it is not known to be a view.
     """
 
     nbytes: int
@@ -115,7 +114,7 @@ class Value:
     base: str = ""
 
     def copied(self, names: Mapping[str, str]) -> Value:
-        """The same of a copy, given the names of the copies: a copy of a view views the copy."""
+        """The value of a copy, given the names of copied values: the copy of a view is a view of the copy."""
         return replace(self, base=names[self.base]) if self.base in names else self
 
 
@@ -125,11 +124,11 @@ class Timeline:
 
     Attributes:
         ops: the operations; the last one is the return.
-        values: what each value weighs, also of values that no operation writes (inputs).
-        plan: what each parameter is.
-        inputs: values that are there before the first operation, or that backward is given. A parameter (its shard,
-            or all of it where it is replicated) has its path; data and the gradients of outputs have None.
-        gradients: what backward returns as gradients of parameters: path and value, for each input that gets one.
+        values: size and dtype of each value, inputs included.
+        plan: the plan of each parameter.
+        inputs: values that exist before the first operation, or that backward receives. A parameter (its shard, or all
+            of it if it is replicated) has its path; data and the gradients of outputs have None.
+        gradients: path and value of each gradient that backward returns for a parameter.
     """
 
     ops: tuple[Op, ...]
@@ -140,14 +139,14 @@ class Timeline:
 
     @cached_property
     def replicated(self) -> frozenset[str]:
-        """Inputs that are replicated parameters; both halves may read them, so what depends on them and on gathered
-        parameters alone can be computed again."""
+        """Inputs that are replicated parameters. Both halves may read them, so values that depend on them and on
+        gathered parameters alone can be computed again."""
         by_name = self.plan.by_name
         return frozenset(name for name, path in self.inputs.items() if path is not None and not by_name[path].sharded)
 
     @cached_property
     def cast(self) -> frozenset[str]:
-        """The replicated inputs that compute reads through a cast copy, which each half makes for itself."""
+        """Replicated inputs that operations read through a cast copy; each half makes its own."""
         return frozenset(name for name in self.replicated if self.plan.by_name[self.inputs[name] or ""].is_cast)
 
     @cached_property
@@ -168,7 +167,7 @@ class Timeline:
         return replace(self, ops=tuple(ops), values={**self.values, **(values or {})})
 
     def params_of(self, op: Op) -> tuple[Param, ...]:
-        """The parameters that travel with, or are freed by, an operation."""
+        """The plans of the parameters that an operation moves or frees."""
         return tuple(self.plan.by_name[path] for path in op.params)
 
     def bytes_sent(self, op: Op) -> int:
@@ -180,10 +179,10 @@ class Timeline:
         return 0
 
     def wire_bytes(self, op: Op) -> int:
-        """Bytes that the busiest rank sends, or receives, in one collective: the same answer on every rank.
+        """Bytes that the busiest rank sends, or receives, in one collective; every rank computes the same number.
 
-        In a gather rank 0 sends most, which owns the most rows; in a reduce-scatter it receives most, and of the copies
-        of a sharded model its rows are the most that are averaged.
+        That is rank 0, which owns the most rows: it sends most in a gather, receives most in a reduce-scatter, and
+        averages most between the copies of a sharded model.
         """
         return sum(self._busiest(op, param, self.plan) for param in self.params_of(op))
 
@@ -196,7 +195,7 @@ class Timeline:
         return (inside + across) * self.travels_in(op, param).itemsize
 
     def travels_in(self, op: Op, param: Param) -> torch.dtype:
-        """The dtype in which a launch sends one of its parameters, or its gradient."""
+        """The dtype in which a launch sends a parameter, or its gradient."""
         return param.compute_dtype if op.kind is Kind.GATHER else param.reduce_dtype
 
     def full_bytes(self, op: Op) -> int:
@@ -208,10 +207,10 @@ class Timeline:
 def gathered_bytes(timeline: Timeline) -> tuple[int, ...]:
     """Bytes of gathered parameters alive after each operation.
 
-    A gathered parameter takes its full bytes from the launch of its gather, where the buffer is allocated, to its
-    FREE. Resident parameters (ZeRO-1) are there anyway and do not count. On backends whose own collectives send chunks
-    of one size (NCCL), a parameter whose rows W does not divide takes up to W - 1 rows more. What an accumulation holds
-    (``policy.gather_once_per_accumulation``) stays when the step ends, and is not counted after it.
+    A gathered parameter occupies its full bytes from the launch of its gather, where the buffer is allocated, to its
+    FREE. Resident parameters (ZeRO-1: sharded, but full at rest) do not count. On backends whose collectives send
+    chunks of one size (NCCL), a parameter whose rows W does not divide takes up to W - 1 rows more. Parameters that an
+    accumulation holds over (``policy.gather_once_per_accumulation``) stay after the step, and are not counted then.
     """
     alive, counts = 0, []
     for op in timeline.ops:

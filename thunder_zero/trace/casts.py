@@ -1,7 +1,7 @@
-"""Inputs and outputs of a module in the dtypes that mixed precision asks for, as lines of the trace.
+"""Casts inputs and outputs of modules to the dtypes of mixed precision, as lines of the trace.
 
-A submodule gets a subclass of its class whose forward casts, as torch's ``fully_shard`` gives one to what it shards:
-hooks would do, but Thunder 0.2.6 cannot trace them.
+A submodule's class is replaced by a subclass whose forward casts, as torch's ``fully_shard`` does with the modules that
+it shards. Hooks would be simpler, but Thunder 0.2.6 cannot trace them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from thunder_zero.precision import MixedPrecision
 
 
 def cast_borders(module: nn.Module, precision: MixedPrecision) -> None:
-    """Have the module, and the submodules that an override names, cast what they are given and what they return."""
+    """Make the module, and the submodules that an override names, cast their inputs and outputs."""
     for submodule, kind in _casting(module, precision).items():
         submodule.__class__ = kind
 
 
 @contextmanager
 def casting_borders(module: nn.Module, precision: MixedPrecision) -> Iterator[None]:
-    """As :func:`cast_borders`, inside of the block."""
+    """As :func:`cast_borders`, but only inside the block."""
     before = {submodule: type(submodule) for submodule in _casting(module, precision)}
     cast_borders(module, precision)
     try:
@@ -53,7 +53,7 @@ def _subclass(kind: type[nn.Module], input_dtype: torch.dtype | None, output_dty
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """The floating-point tensors in another dtype, also in tuples, lists, dicts, dataclasses; Thunder traces this."""
+    """Cast floating-point tensors, also in tuples, lists, dicts and dataclasses; Thunder traces this."""
     if dtype is None:
         return tree
     if isinstance(tree, torch.Tensor):

@@ -1,8 +1,7 @@
-"""Timeline -> joint trace.
+"""Writes a timeline as a joint trace.
 
-Emitting is reordering: a compute line is the line that was lifted, reading (and, computed again,
-writing) other names where the timeline says so. Only the collectives are built anew, since they
-may have been grouped::
+Emitting mostly reorders lines: a compute line is the lifted line, with other names where the timeline reads (or, in a
+copy, writes) other values. Collectives are new lines, since they may have been merged into buckets::
 
     gather fut <- t_w, t_b   w b        t5 = zero_all_gather_coalesced((t_w, t_b), ('w', 'b'))
     wait   w, b <- fut       w b   ->   (t6, t7) = zero_wait_coalesced(t5)
@@ -22,7 +21,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 
 def emit(trace: TraceCtx, timeline: Timeline, executor: ZeroExecutor) -> TraceCtx:
-    """The joint trace that runs ``timeline``, whose operations were lifted from ``trace``."""
+    """The joint trace that runs ``timeline``, which was lifted from ``trace``."""
     lines = lines_of(trace)
     proxies = {proxy.name: proxy for line in lines for proxy in (*line.given, *line.gives)}
     new = from_trace(trace)
@@ -48,7 +47,7 @@ def _line(op: Op, lines: Sequence[TraceLine], proxies: dict[str, Proxy], executo
 
 
 def _compute(op: Op, line: TraceLine, proxies: dict[str, Proxy]) -> BoundSymbol:
-    """The lifted line, under the names that the timeline gives to what it reads and writes."""
+    """The lifted line, with the names of the values that the operation reads and writes."""
     written = written_by(line)
     for name, original in zip(op.writes, written.values(), strict=True):
         if name not in proxies:
@@ -70,7 +69,7 @@ def _launch(op: Op, single: Symbol, proxies: dict[str, Proxy], executor: ZeroExe
 def _wait(op: Op, proxies: dict[str, Proxy], executor: ZeroExecutor) -> BoundSymbol:
     handle = proxies[op.reads[0]]
     for name, path in zip(op.writes, op.params, strict=True):
-        if name not in proxies:  # a copy: only gathers are done again
+        if name not in proxies:  # a copy, so the wait of a gather
             shape = executor.plan.by_name[path].shape
             proxies[name] = TensorProxy(name, shape=shape, device=handle.device, dtype=handle.dtype)
     outputs = tuple(proxies[name] for name in op.writes)

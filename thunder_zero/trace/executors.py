@@ -1,8 +1,8 @@
-"""The executor that schedules: its fusion pass is lift, passes, emit.
+"""Schedules the joint trace, as Thunder's first fusion executor, and repairs it after the fusers, as its last.
 
-Thunder calls a fusion executor's pass once, with forward and backward in one lowered trace, before
-any fusion and before the split: the one moment when keep or free is still open, and when order
-still decides what fuses with what. It stands first in the list of executors and fuses nothing.
+Thunder calls the pass of a fusion executor once, with forward and backward in one lowered trace, before the split. The
+first one runs before any fusion: the only moment when a schedule can choose what backward gathers again, and when the
+order of lines decides what is fused. Neither of our two executors fuses anything.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from thunder.extend import FusionExecutor
 
 
 class JointPass(FusionExecutor):
-    """A fusion executor whose pass over the joint trace of one model fuses nothing."""
+    """A fusion executor that passes over the joint trace of one model and fuses nothing."""
 
     def __init__(self, name: str, executor: ZeroExecutor) -> None:
         super().__init__(name)
         self.executor = executor
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Never; Thunder would find out by looking at all that a line calls, for every line."""
+        """Never. Without this method Thunder would search the subsymbols of every line."""
         return False
 
 
 class Schedule(JointPass):
-    """Decides when every collective of one model starts and ends."""
+    """Decides when each collective of one model starts and ends."""
 
     def __init__(self, executor: ZeroExecutor) -> None:
         super().__init__("thunder_zero_schedule", executor)
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        """The joint trace with its collectives in the order that the passes decide."""
+        """The joint trace, scheduled by the passes (:mod:`thunder_zero.schedule.passes`)."""
         trace = drop_replicas(trace, self.executor)
         trace = close_backward(trace, self.executor)
         lifted = lift(trace, self.executor)
@@ -54,17 +54,17 @@ class Schedule(JointPass):
 
 
 class RepairFusion(JointPass):
-    """Stands last: looks at what the fusers made of the schedule.
+    """Repairs the schedule after the fusers; the last executor.
 
-    Thunder's rematerialisation may let a fused region of backward recompute from an input of a
-    region of forward, and that input may be a gathered parameter.
+    Thunder's rematerialisation may make a fused region of backward recompute from an input of a region of forward, and
+    that input may be a gathered parameter.
     """
 
     def __init__(self, executor: ZeroExecutor) -> None:
         super().__init__("thunder_zero_repair_fusion", executor)
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        """The fused joint trace, in which backward reads nothing of forward's gathers that is not kept."""
+        """The fused joint trace, repaired (:mod:`thunder_zero.schedule.repair_fusion`)."""
         if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
             return trace
         timeline = replace(lift(trace, self.executor), plan=self.executor.program.plan)
@@ -73,7 +73,7 @@ class RepairFusion(JointPass):
 
 
 def drop_replicas(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
-    """Without the synchronises of replicated parameters, which are there in full already."""
+    """The trace without the synchronises of replicated parameters, which every rank has in full."""
     new = from_trace(trace)
     inputs: dict[object, Proxy] = {}
     for bsym in trace.bound_symbols:
@@ -85,13 +85,14 @@ def drop_replicas(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
 
 
 def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
-    """With the lines that stand before the return of a backward that reduces, where they are needed.
+    """The trace with the last lines of a backward that reduces, those that are needed.
 
-    One waits until gradients have arrived in host memory (``policy.cpu_offload``); it reads all of them, so that it
-    stands behind their waits. One looks at every reduced gradient (``policy.check_gradients``). One reduces what an
-    accumulation deferred of the parameters that this backward does not reach. Where float16 is computed with, one has
-    all ranks see an overflow on any, which only the rank that owns the rows would see: ``torch.amp.GradScaler`` then
-    skips the step on all.
+    - ``land`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all of them, so it
+      comes after their waits.
+    - ``check_finite`` looks at every reduced gradient (``policy.check_gradients``).
+    - ``reduce_deferred`` reduces deferred gradients of parameters that this backward does not reach.
+    - ``share_overflow``, with float16, shows an overflow to all ranks, which otherwise only the rank that owns the rows
+      would see, so that ``torch.amp.GradScaler`` skips the step on all ranks.
     """
     if not executor.program.synced or not is_joint(trace.bound_symbols[-1].args[0]):
         return trace
@@ -116,7 +117,7 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
 
 
 def _gradients_of_ignored(trace: TraceCtx, executor: ZeroExecutor) -> tuple[Proxy, ...]:
-    """What backward returns as gradients of ignored parameters."""
+    """The gradients of ignored parameters that backward returns."""
     result = trace.bound_symbols[-1].args[0]
     pairs = zip(result["flat_args"], result["output"], strict=True)
     ignored = executor.program.ignored

@@ -1,14 +1,14 @@
-"""Synchronise at first use, before autodiff.
+"""Inserts a synchronise before the first use of each parameter, before autodiff.
 
-The trace that Thunder acquires reads full parameters. Here its inputs become what the rank owns,
-and a synchronise stands before the first line that reads each::
+The trace that Thunder acquires reads full parameters. Its inputs become the shards of this rank, and a synchronise
+comes before the first line that reads each of them::
 
     y = ltorch.linear(x, t_w, t_b)                    t0 = zero_synchronize(t_w, 'w')
                                              ->       t1 = zero_synchronize(t_b, 'b')
                                                       y = ltorch.linear(x, t0, t1)
 
-A tied parameter is one parameter: its names share one synchronise, so its gradient is summed by
-autodiff and reduced once. The prologue's checks are given the shapes of the shards.
+A tied parameter is one parameter: its names share one synchronise, so autodiff sums its gradient, which is reduced
+once. The checks of the prologue get the shapes of the shards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 
 def parameter_inputs(prologue: TraceCtx, computation: TraceCtx) -> dict[str, str]:
-    """The paths of the parameters among the inputs of the computation, by the name of their proxies."""
+    """The paths of the parameters among the inputs of the computation, by the names of their proxies."""
     paths = {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_parameter}
     pairs = zip(prologue.output[0], computation.args, strict=True)
     return {comp.name: paths[pro.name] for pro, comp in pairs if pro.name in paths}
@@ -39,11 +39,11 @@ def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: Z
 
     Args:
         computation: the functional trace, before autodiff.
-        names: which of its inputs are parameters (:func:`parameter_inputs`).
+        names: those of its inputs that are parameters, with their paths (:func:`parameter_inputs`).
         executor: the model's executor.
 
     Raises:
-        ValueError: the forward returns a parameter itself.
+        ValueError: forward returns a parameter itself.
     """
     by_name = executor.plan.by_name
     inputs = {name: by_name[path] for name, path in names.items() if path in by_name}
@@ -77,8 +77,8 @@ def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: Z
 
 
 def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
-    """Give the prologue's checks the shapes and dtypes of what is at rest, and a check of its own whether gradients
-    are reduced (in place, as Thunder's own transforms do)."""
+    """Give the prologue's checks the shapes and dtypes of the parameters at rest, and add a check of whether gradients
+    are reduced. Works in place, as Thunder's own transforms do."""
     plan = executor.plan
     unpacked: dict[str, Param] = {}
     for bsym in prologue.bound_symbols:
@@ -95,11 +95,11 @@ def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
 
 
 def _put_at_rest(proxy: TensorProxy, param: Param, executor: ZeroExecutor) -> None:
-    """Give an input the shape, dtype and device of what is at rest; in place, since its trace shares it."""
+    """Give an input the shape, dtype and device of the parameter at rest; in place, since its trace shares it."""
     dtype = to_dtype(param.dtype)
     proxy._shape, proxy._dtype = executor.plan.shard_shape(param), dtype
     proxy._device = executor.device_at_rest(param) or proxy.device
-    proxy._true_dtype = dtype if param.shape else to_weak_dtype(dtype)  # Thunder takes a 0-dim tensor for a number
+    proxy._true_dtype = dtype if param.shape else to_weak_dtype(dtype)  # Thunder treats a 0-dim tensor as a number
 
 
 def _refuse_parameters(bsym: BoundSymbol, inputs: dict[str, Param]) -> None:

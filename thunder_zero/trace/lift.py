@@ -1,8 +1,7 @@
-"""Traces -> timeline.
+"""Reads traces into timelines.
 
-``lift`` reads the joint trace, lowered and not yet fused or split, for the passes to decide on.
-``lift_halves`` reads the forward and the backward trace that run, for checks and reports: there the
-``del`` lines are the frees.
+``lift`` reads the joint trace, lowered but not yet fused or split, for the passes. ``lift_halves`` reads the forward
+and the backward trace that run, for proofs and reports; their ``del`` lines are the frees.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from thunder.executors.pythonex import clear_mutable_collection
 
 PREAMBLE = {prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, prims.PrimIDs.COMMENT}
 SEQUENCES = (tuple, list)
-PLAIN = {bool, int, float, str, NoneType}  # nearly all that is no proxy
+PLAIN = {bool, int, float, str, NoneType}  # types of nearly all other arguments
 NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DONT_DCE}
 
 
 def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
-    """The timeline of a joint trace: one operation a line, forward half first.
+    """The timeline of a joint trace: one operation for each line, forward half first.
 
-    A line belongs to forward if forward's outputs need it, which is how Thunder will split.
+    A line belongs to forward if forward's outputs need it; Thunder will split by the same rule.
     """
     lines = lines_of(trace)
     needed = _forward_lines(lines)
@@ -52,9 +51,9 @@ def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
 def lift_halves(
     forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor, program: Program | None = None
 ) -> Timeline:
-    """The timeline of the two traces that run; ``source`` counts within each half.
+    """The timeline of the two traces that run; ``source`` counts the lines of each half.
 
-    ``program`` is what was found out when they were compiled: if None, they are what the executor compiled last.
+    ``program`` has the facts about their compilation; None: the executor compiled them last.
     """
     program = program or executor.program
     halves = [lines_of(forward), [] if backward is None else lines_of(backward)]
@@ -75,7 +74,7 @@ def lift_halves(
 
 
 class TraceLine(NamedTuple):
-    """A line of a trace, with the proxies that it is called with and that it gives."""
+    """A line of a trace, with the proxies of its arguments and of its output."""
 
     bsym: BoundSymbol
     given: list[Proxy]
@@ -94,7 +93,7 @@ def _inputs(given: Any, program: Program) -> dict[str, str | None]:
 
 
 def _gradients(given: Sequence[Any], returned: Sequence[Any], program: Program) -> tuple[tuple[str, str], ...]:
-    """Path and gradient of each argument that is a parameter and gets one: backward returns an entry an argument."""
+    """Path and gradient of each parameter that gets one: backward returns an entry for each argument of forward."""
     pairs = zip(given, returned, strict=True)
     named = ((arg.name, grad.name) for arg, grad in pairs if isinstance(arg, Proxy) and isinstance(grad, Proxy))
     return tuple((program.inputs[name], grad) for name, grad in named if name in program.inputs)
@@ -123,15 +122,18 @@ def _ops(line: TraceLine, position: int, backward: bool, executor: ZeroExecutor)
 
 
 def _require_right_symbol(single: Symbol, paths: Sequence[str], executor: ZeroExecutor) -> None:
-    """A timeline says REDUCE, and the plan which kind; here is where another kind would be overlooked."""
+    """The line must use the plan's kind of reduction, since the timeline only says REDUCE."""
     for path in paths if single is not executor.all_gather else ():
         if single is not (right := executor.reduction(executor.plan.by_name[path])):
-            raise ScheduleError(f"a line reduces {path} with {single.name}; by the plan it needs {right.name}")
+            raise ScheduleError(f"a line reduces {path} with {single.name}; the plan needs {right.name}")
 
 
 def read_by(line: TraceLine) -> dict[str, Proxy]:
-    """What a line reads, by name. A ``get_grad`` names an output of forward and reads its gradient; forward's
-    return hands out outputs, and saves the rest for backward, where it is read."""
+    """The proxies that a line reads, by name.
+
+    A ``get_grad`` names an output of forward but reads its gradient. Forward's return reads the outputs; the values
+    that it saves are read in backward.
+    """
     bsym = line.bsym
     if bsym.sym is prims.get_grad:
         return {}
@@ -141,13 +143,13 @@ def read_by(line: TraceLine) -> dict[str, Proxy]:
 
 
 def written_by(line: TraceLine) -> dict[str, Proxy]:
-    """What a line writes, by name; an input that it hands through is not written."""
+    """The proxies that a line writes, by name, without arguments that it returns."""
     inputs = {proxy.name for proxy in line.given}
     return {proxy.name: proxy for proxy in line.gives if proxy.name not in inputs}
 
 
 def proxies_in(tree: Any) -> list[Proxy]:
-    """The proxies in what a line is called with, or gives. Thunder's own flattening takes ten times as long."""
+    """The proxies in the arguments or the output of a line. Thunder's own flattening takes ten times as long."""
     found: list[Proxy] = []
     _collect(tree, found)
     return found
@@ -168,7 +170,7 @@ def _collect(tree: Any, found: list[Proxy]) -> None:
 
 
 def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
-    """Waits carry the parameters of their launches."""
+    """Gives waits the parameters of their launches."""
     params: dict[str, tuple[str, ...]] = {}
     for op in ops:
         if op.kind in (Kind.GATHER, Kind.REDUCE):
@@ -195,7 +197,7 @@ def dtype_bytes(proxy: TensorProxy | FutureTensorProxy) -> int:
 
 
 def _forward_lines(lines: Sequence[TraceLine]) -> list[bool]:
-    """Which lines forward's outputs need: Thunder's rule for the split, on positions."""
+    """For each line, whether forward's outputs need it: Thunder's rule for the split."""
     result = lines[-1].bsym.args[0]
     if not is_joint(result):
         return [True] * len(lines)
@@ -213,12 +215,12 @@ def _forward_lines(lines: Sequence[TraceLine]) -> list[bool]:
 
 
 def is_joint(result: Any) -> bool:
-    """Whether a trace that returns this holds a backward half too."""
+    """Whether a trace that returns this has a backward half too."""
     return isinstance(result, dict) and "fw_flat_out" in result
 
 
 def _is_repeatable(bsym: BoundSymbol) -> bool:
-    """Whether running a line twice gives the same values and does no harm."""
+    """Whether running a line twice gives the same values and has no side effect."""
     if bsym.sym in (prims.python_return, prims.get_grad) or gather_tags(bsym) & NOT_REPEATABLE:
         return False
     return not any(name == "copy_" or draws_random_numbers(name) for name in symbol_names(bsym))

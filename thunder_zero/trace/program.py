@@ -1,4 +1,4 @@
-"""What Thunder's compilation of one kind of input found out, as frozen data."""
+"""The facts about one program that Thunder compiled, as frozen data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from thunder_zero.plan import Plan
 
 @dataclass(frozen=True)
 class Program:
-    """What was found out while one kind of input was compiled.
+    """The facts about the compilation for one kind of input.
 
     Attributes:
-        plan: what each parameter is, with what the schedule keeps.
-        inputs: inputs of the trace that are parameters, with their paths.
-        ignored: inputs of the trace that are parameters which the policy ignores.
-        trained: paths of the parameters to which autodiff gives a gradient.
-        synced: gradients are reduced; otherwise that is deferred.
+        plan: the plan of each parameter; the schedule adds the parameters that are gathered once.
+        inputs: the inputs of the trace that are parameters, with their paths.
+        ignored: the inputs of the trace that are parameters which the policy ignores.
+        trained: paths of the parameters that get a gradient from autodiff.
+        synced: whether gradients are reduced; if not, they are deferred.
     """
 
     plan: Plan

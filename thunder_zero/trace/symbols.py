@@ -1,16 +1,15 @@
-"""The executor: the symbols that stand in the traces, and what they run.
+"""The executor of a model: the symbols of our lines in its traces, and the runtime functions that they call.
 
-Every model gets an executor of its own, so that a line of a trace needs no process group and no
-handle to state; it names tensors and parameter paths, nothing else::
+Each model has its own executor, so a line of a trace needs no process group and no state; its arguments are tensors and
+paths of parameters only::
 
     t5 = zero_all_gather(t_h_0_w, 'h.0.w')                # launch
     t6 = zero_wait(t5)                                    # the full parameter
     t9 = zero_reduce_scatter_coalesced((g0, g1), ('h.0.w', 'h.0.b'))
     (s0, s1) = zero_wait_coalesced(t9)
 
-``zero_synchronize(t_h_0_w, 'h.0.w')`` is what the forward trace says before autodiff: *the full
-parameter, whose gradient is the mean over ranks*. Its gradient rule and its lowering below are the
-only places that turn a parameter into collectives.
+Before autodiff, forward has ``zero_synchronize(t_h_0_w, 'h.0.w')``: the full parameter, whose gradient is the mean over
+ranks. Only its gradient rule and its lowering, below, turn a parameter into collectives.
 """
 
 from __future__ import annotations
@@ -36,30 +35,30 @@ from thunder.extend import OperatorExecutor
 
 
 class Runtime(Protocol):
-    """What the symbols call when a trace runs."""
+    """The functions that the symbols call when a trace runs."""
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Any:
-        """Start gathering; returns a handle with ``wait() -> tuple of full parameters``."""
+        """Start gathering; return a handle with ``wait() -> tuple of full parameters``."""
 
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
-        """Start reducing; returns a handle with ``wait() -> tuple of reduced gradients``."""
+        """Start reducing; return a handle with ``wait() -> tuple of reduced gradients``."""
 
     @property
     def device(self) -> torch.device | None:
-        """Where compute is; None: where the parameters are."""
+        """The device that computes; None: that of the parameters."""
 
     @property
     def synced(self) -> bool:
-        """Whether what is compiled now reduces gradients; otherwise it defers that (``no_sync``)."""
+        """Whether a program that is compiled now reduces gradients; if not, it defers them (``no_sync``)."""
 
     def check_synced(self, synced: bool) -> None:
-        """Raise if a program that was compiled with this ``synced`` does not fit now."""
+        """Raise if a program that was compiled with this ``synced`` must not run now."""
 
     def defer(self, grad: Tensor, path: str) -> None:
-        """Keep a full gradient; the next reduction of the parameter adds it."""
+        """Hold a full gradient; the next reduction of the parameter adds it."""
 
     def reduce_deferred(self, paths: Sequence[str]) -> None:
-        """Reduce what was deferred of these parameters, which this backward does not reach, into ``.grad``."""
+        """Reduce the deferred gradients of these parameters, which this backward does not reach, into ``.grad``."""
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise on every rank if any gradient on any rank is not finite."""
@@ -75,7 +74,7 @@ class Runtime(Protocol):
 
 
 class Rehearsal:
-    """The runtime of a trace that is only looked at: no process group, nothing runs."""
+    """The runtime of a trace that is only read: no process group, nothing runs."""
 
     device = None
 
@@ -83,9 +82,7 @@ class Rehearsal:
         self.synced = synced
 
     def _refuse(self, *args: Any) -> Any:
-        raise RuntimeError(
-            "this trace was made by thunder_zero.trace, without a process group; it can be read, not run"
-        )
+        raise RuntimeError("cannot run this trace: thunder_zero.trace made it without a process group, to be read only")
 
     all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = land = share_overflow = _refuse
 
@@ -97,11 +94,11 @@ class ZeroExecutor(OperatorExecutor):
     """The symbols of one model.
 
     Attributes:
-        plan: what each parameter is.
-        program: what is being compiled, or was compiled last.
-        synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: one tensor each.
-        check_finite, reduce_deferred, land, share_overflow: stand before backward's return.
-        check_synced: stands in the prologue, where a program is chosen.
+        plan: the plan of each parameter.
+        program: the facts about the program that is being compiled, or was compiled last.
+        synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
+        check_finite, reduce_deferred, land, share_overflow: symbols of lines before backward's return.
+        check_synced: the symbol of a line in the prologue, where Thunder chooses a program.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime) -> None:
@@ -141,7 +138,7 @@ class ZeroExecutor(OperatorExecutor):
         return self.register_operator(name, meta=meta, fn=fn, tags=tags)
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Never; Thunder would find out by looking at all that a line calls, for every line."""
+        """Never. Without this method Thunder would search the subsymbols of every line."""
         return False
 
     def reduction(self, param: Param) -> Symbol:
@@ -150,16 +147,16 @@ class ZeroExecutor(OperatorExecutor):
 
     @cached_property
     def launches(self) -> dict[str, Symbol]:
-        """Launching symbols by name, with the one-tensor symbol that each stands for."""
+        """The one-tensor symbol of each launch, by the name of the symbol or of its coalesced form."""
         singles = (self.all_gather, self.all_reduce, self.reduce_scatter)
         return {name.name: single for single in singles for name in (single, self.coalesced[single])}
 
     @cached_property
     def waits(self) -> frozenset[str]:
-        """The names of the symbols that wait."""
+        """The names of the symbols that wait for a launch."""
         return frozenset((self.wait.name, self.coalesced[self.wait].name))
 
-    # What tracing needs to know: shapes, dtypes, devices.
+    # Shapes, dtypes and devices, for tracing.
 
     def _synchronize_meta(self, shard: TensorProxy, path: str) -> TensorProxy:
         param = self.plan.by_name[path]
@@ -177,7 +174,7 @@ class ZeroExecutor(OperatorExecutor):
         return FutureTensorProxy(shape=shape, device=self.device_at_rest(param) or grad.device, dtype=dtype)
 
     def device_at_rest(self, param: Param) -> Device | None:
-        """Where its shard is; None: where it is computed with."""
+        """The device of its shard; None: that of the tensors that are traced."""
         device = self.runtime.device
         return None if device is None else to_device("cpu" if self.plan.rests_on_host(param) else device)
 
@@ -185,28 +182,28 @@ class ZeroExecutor(OperatorExecutor):
         return shard.device if self.runtime.device is None else to_device(self.runtime.device)
 
     def _defer_meta(self, grad: TensorProxy, path: str) -> TensorProxy:
-        """The gradient that the shard will have; as long as it is deferred there is none, and None is returned."""
+        """A placeholder of the shard's gradient: at run time a deferred gradient is None."""
         param = self.plan.by_name[path]
         shape, dtype = self.plan.shard_shape(param), dtypes.to_dtype(param.dtype)
         device = self.device_at_rest(param) or grad.device
         return TensorProxy(like=grad, shape=shape, dtype=dtype, device=device, requires_grad=False)
 
     def handle_of(self, single: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str]) -> FutureTensorProxy:
-        """The handle of a launch; of several tensors it is flat, since their shapes differ."""
+        """The handle of a launch; for several tensors it is flat, since their shapes differ."""
         if len(tensors) == 1:
             return single.meta(tensors[0], paths[0])
         handles = [single.meta(tensor, path) for tensor, path in zip(tensors, paths, strict=True)]
         numel = sum(prod(handle.shape) for handle in handles)
         return FutureTensorProxy(shape=(numel,), device=handles[0].device, dtype=handles[0].dtype)
 
-    # What a synchronise becomes.
+    # The lowering and the gradient of a synchronise.
 
     def _cast(self, full: Tensor, path: str) -> Tensor:
         return full.to(self.plan.by_name[path].compute_dtype)
 
     def lower_synchronize(self, shard: TensorProxy, path: str) -> TensorProxy:
-        """Gather and wait. A replicated parameter is cast; where that is nothing to do, its synchronise stays, and is
-        dropped by the schedule."""
+        """Gather and wait, or cast a replicated parameter. If that needs no cast, its synchronise stays, and the
+        schedule drops it."""
         param = self.plan.by_name[path]
         if param.sharded:
             return self.wait(self.all_gather(shard, path))

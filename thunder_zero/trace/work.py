@@ -16,7 +16,7 @@ from thunder_zero.schedule.timeline import Work
 
 from thunder.core.symbol import BoundSymbol
 
-# Names of Thunder's primitives, of what its executors put in their places, and of what is more than its parts.
+# Names of Thunder's primitives, of the executors' symbols that replace them, and of composites that have kernels.
 NAMES = {
     Work.ATTENTION: """
         scaled_dot_product_attention cudnn_sdpa_fwd cudnn_sdpa_bwd fa3_fwd fa3_bwd nv_sdpfa_fwd nv_sdpfa_bwd
@@ -62,9 +62,9 @@ HEAVIEST_FIRST = {work: number for number, work in enumerate(Work)}
 
 
 def work_of(bsym: BoundSymbol) -> Work:
-    """The class of work of a line: of its own name, or the heaviest of the lines that it consists of.
+    """The class of work of a line: by its own name, or else that of the heaviest of its subsymbols.
 
-    A name that the table does not have, of a line that consists of no others, is ``Work.OTHER``.
+    ``Work.OTHER`` for an unknown name without subsymbols.
     """
     name = bsym.sym.name
     if name in WORK:
@@ -75,7 +75,7 @@ def work_of(bsym: BoundSymbol) -> Work:
 
 
 def symbol_names(bsym: BoundSymbol) -> Iterator[str]:
-    """The name of a line, and of all lines that it consists of."""
+    """The name of a line, and of all its subsymbols."""
     yield bsym.sym.name
     for inner in bsym.subsymbols:
         yield from symbol_names(inner)
@@ -83,7 +83,7 @@ def symbol_names(bsym: BoundSymbol) -> Iterator[str]:
 
 @cache
 def draws_random_numbers(name: str) -> bool:
-    """Whether torch tags the operator as seeded; Thunder does not tag all that it lowers or registers by itself."""
+    """Whether torch tags the operator as seeded; Thunder does not tag every operator that it registers."""
     packet: Any = getattr(torch.ops.aten, name, None)
     if packet is None:
         return False

@@ -1,4 +1,4 @@
-"""Cuts full parameters to what is at rest on this rank, and proves that all ranks cut the same values."""
+"""Cuts full values to this rank's rows, and compares digests of them between ranks."""
 
 from __future__ import annotations
 

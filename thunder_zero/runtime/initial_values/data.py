@@ -1,4 +1,4 @@
-"""Where initial values come from, whose they are, and what they become."""
+"""Data of the room: the sources that the user gives, the module that needs values, the initial values."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.runtime.initial_values.data import CPU, Target, fitted
+from thunder_zero.runtime.initial_values.drawn_values import DrawnValues
 from thunder_zero.runtime.initial_values.failures import Failures
-from thunder_zero.runtime.initial_values.held import Held
 from thunder_zero.runtime.initial_values.turn import Turn, address, children_first, own_tensors
 
 
@@ -24,15 +24,15 @@ class Drawn:
     Args:
         target: the module.
         tensors: those that are drawn here.
-        held: where they are put.
+        values: where they are put.
         all_draw: every module with tensors on the meta device has its turn, so that the random generator moves as in
             construction; otherwise only those that own some of ``tensors``.
     """
 
-    def __init__(self, target: Target, tensors: Collection[Tensor], held: Held, *, all_draw: bool) -> None:
+    def __init__(self, target: Target, tensors: Collection[Tensor], values: DrawnValues, *, all_draw: bool) -> None:
         self._target = target
         self._tensors = tensors
-        self._held = held
+        self._values = values
         self._all_draw = all_draw
         self._written: set[Tensor] = set()
         self._meta_names = {address(tensor): names[0] for tensor, names in target.names.items() if tensor.is_meta}
@@ -43,8 +43,8 @@ class Drawn:
 
     def full(self, tensor: Tensor) -> Tensor:
         """The value of a tensor that is held in full; one without elements may have none."""
-        if self._held.has(tensor):
-            return self._held.take(tensor)
+        if self._values.has(tensor):
+            return self._values.take(tensor)
         return torch.empty_like(tensor, device=self._target.device, requires_grad=False)
 
     def reset(self) -> None:
@@ -64,7 +64,7 @@ class Drawn:
         for tensor in turn.tensors:
             if self.has(tensor) and turn.wrote(tensor) and tensor not in self._written:
                 self._written.add(tensor)
-                self._held.put(tensor, self._fitted(turn, tensor, "reset_parameters", owner))
+                self._values.put(tensor, self._fitted(turn, tensor, "reset_parameters", owner))
 
     def initialize(self, init: Callable[[nn.Module], object], failures: Failures) -> None:
         """Call ``init`` as ``module.apply(init)`` does, but not for modules whose tensors all have values.
@@ -81,7 +81,7 @@ class Drawn:
             self._target.module.apply(visit)
 
     def _initialize(self, owner: nn.Module, init: Callable[[nn.Module], object], failures: Failures) -> None:
-        turn = Turn(owner, lambda tensor: self._held.in_full(tensor) if tensor.is_meta else _copied(tensor))
+        turn = Turn(owner, lambda tensor: self._values.in_full(tensor) if tensor.is_meta else _copied(tensor))
         with failures.remembered():
             failures.raise_first()  # init is not called again after it failed
             turn.call(init, "init", self._meta_names)
@@ -91,7 +91,7 @@ class Drawn:
                 self._written.add(tensor)
                 with failures.remembered():
                     full = self._fitted(turn, tensor, "init", owner)
-            self._held.put(tensor, full)
+            self._values.put(tensor, full)
 
     def _has_turn(self, owner: nn.Module) -> bool:
         """Whether the module owns tensors on the meta device, as far as these matter."""

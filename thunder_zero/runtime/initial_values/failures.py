@@ -1,4 +1,4 @@
-"""Postpones a rank's failure, so that it takes part in the collectives that other ranks wait for."""
+"""Postpones a rank's failure until the others can hear of it: until then they wait for its collectives."""
 
 from __future__ import annotations
 

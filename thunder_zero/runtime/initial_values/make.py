@@ -14,8 +14,8 @@ from thunder_zero.runtime.initial_values.broadcast import Broadcast, arrives
 from thunder_zero.runtime.initial_values.compare import Cuts
 from thunder_zero.runtime.initial_values.data import Existing, Other, Source, Sources, Target, Values, full_of, names_of
 from thunder_zero.runtime.initial_values.drawn import Drawn
+from thunder_zero.runtime.initial_values.drawn_values import DrawnValues
 from thunder_zero.runtime.initial_values.failures import Failures
-from thunder_zero.runtime.initial_values.held import Held
 from thunder_zero.runtime.initial_values.read import Read
 
 
@@ -34,10 +34,10 @@ def initial_values(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.de
         agree.require_same([*agree.module_facts(module, plan, device), *_given(plan, sources)], group)
     target, failures = Target(module, plan, ranks, device, names_of(module)), Failures()
     cuts = Cuts(target, are_read=sources.weights is not None)
-    held = Held(target, cuts)
+    drawn_values = DrawnValues(target, cuts)
     read = Read(target, sources.weights, failures)
     missing = {t for t in target.names if t.is_meta and not arrives(t, target) and not read.has(t)}
-    drawn = Drawn(target, missing, held, all_draw=sources.weights is None)
+    drawn = Drawn(target, missing, drawn_values, all_draw=sources.weights is None)
     with agree.all_or_none(group):
         read.require_names()
         drawn.reset()
@@ -49,7 +49,7 @@ def initial_values(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.de
         drawn.require_written()
     own: tuple[Source, ...] = (read, drawn, Existing(target))
     sent = () if target.sender is None else (Broadcast(target, target.sender, own),)
-    values = _collected(target, (*sent, *own), held, cuts)
+    values = _collected(target, (*sent, *own), drawn_values, cuts)
     with agree.all_or_none(group):
         failures.raise_first()
     cuts.compare()
@@ -70,7 +70,7 @@ def _seen(argument: object) -> str:
     return "None" if argument is None else "something"
 
 
-def _collected(target: Target, sources: Sequence[Source], held: Held, cuts: Cuts) -> Values:
+def _collected(target: Target, sources: Sequence[Source], drawn: DrawnValues, cuts: Cuts) -> Values:
     """All values, one tensor at a time, so that one full tensor at most is alive; a collective, if one rank sends."""
     at_rest: dict[str, Tensor] = {}
     others = []
@@ -80,8 +80,8 @@ def _collected(target: Target, sources: Sequence[Source], held: Held, cuts: Cuts
             full = full_of(tensor, sources)
             if full is not tensor:
                 others.append(Other(names, tensor, full.to(target.device if tensor.is_meta else tensor.device)))
-        elif held.has(tensor) and held.is_cut(tensor):
-            at_rest[param.path] = held.take(tensor)
+        elif drawn.has(tensor) and drawn.is_cut(tensor):
+            at_rest[param.path] = drawn.take(tensor)
         else:
             at_rest[param.path] = cuts.cut(full_of(tensor, sources), param.path)
     return Values({param.path: at_rest[param.path] for param in target.plan.params}, others)

@@ -1,4 +1,4 @@
-"""What was drawn so far: of a planned parameter what is at rest of it, so that no rank holds the whole model."""
+"""Holds the values drawn so far: planned parameters already cut to rest, so that no rank holds the whole model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from thunder_zero.runtime.initial_values.compare import Cuts
 from thunder_zero.runtime.initial_values.data import CPU, Target
 
 
-class Held:
-    """Drawn values; in full, if the tensor is in no plan or will be broadcast."""
+class DrawnValues:
+    """Drawn values: as they are at rest; in full, if the tensor is in no plan or will be broadcast."""
 
     def __init__(self, target: Target, cuts: Cuts) -> None:
         self._target = target
