@@ -376,7 +376,7 @@ def why_saves_fail() -> dict[str, str]:
         "extra state on rank 1": "no state here",
         "latest": "are reserved",
         "paths": "the path to save at differs between ranks",
-        "state": "'factor' of parameter 'layers.0.weight' has shape (3,)",
+        "state": "'factor' of parameter 'layers.0.weight': it has shape (3,)",
         "open": "cannot save: no_sync still holds unreduced gradients of the current weights",
     }
 

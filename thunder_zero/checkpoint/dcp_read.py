@@ -1,6 +1,6 @@
-"""Reads items from files of ``torch.distributed.checkpoint`` (DCP), without a process group.
+"""Reads items from files of ``torch.distributed.checkpoint`` (DCP), ours or another tool's.
 
-Nothing is unpickled that could run code.
+Needs no process group, and unpickles nothing that could run code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each rank's own values in a checkpoint: a scheduler, RNG state, the data position."""
+"""Writes and reads extras: each rank's own values, such as a scheduler or RNG state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file that is hashed while it is written, so that a disk that stores other bytes is detected."""
+"""Hashes a file while writing it, so that a disk that stores other bytes is detected."""
 
 from __future__ import annotations
 

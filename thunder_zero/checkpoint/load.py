@@ -1,4 +1,4 @@
-"""``tz.load``: finds, checks and reads a checkpoint, then writes all of it, or nothing."""
+"""``tz.load``: finds, checks and reads a checkpoint, then changes the model; all or nothing."""
 
 from __future__ import annotations
 

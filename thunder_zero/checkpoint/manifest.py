@@ -1,4 +1,4 @@
-"""``manifest.json``: a checkpoint's files with sizes and SHA-256; compares files with it.
+"""``manifest.json``: the sizes and SHA-256 of a checkpoint's files; compares files with it.
 
 Needs neither torch nor a process group. The manifest is written last, so a folder that has one is complete.
 """

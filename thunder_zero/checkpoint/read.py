@@ -1,4 +1,4 @@
-"""Reads everything that this rank needs of a checkpoint; changes nothing."""
+"""Reads all that this rank needs of a checkpoint into new memory; changes nothing."""
 
 from __future__ import annotations
 

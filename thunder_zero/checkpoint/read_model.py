@@ -1,4 +1,4 @@
-"""Reads a checkpoint's model for this rank, into new memory, and checks that it is the same model."""
+"""Reads a checkpoint's model for this rank, and checks that it is the same model."""
 
 from __future__ import annotations
 

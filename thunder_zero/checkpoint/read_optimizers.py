@@ -1,4 +1,4 @@
-"""Reads a checkpoint's optimizers for this rank, and checks that they are the same."""
+"""Reads a checkpoint's optimizers for this rank, and checks that they are the same optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tz.save``: what all ranks must agree on before a save; then writes now, or in a thread."""
+"""``tz.save``: checks that all ranks save the same, then writes now, or in a thread."""
 
 from __future__ import annotations
 

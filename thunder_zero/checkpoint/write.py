@@ -1,4 +1,4 @@
-"""Writes a checkpoint on all ranks: rank 0 makes the folder, all write, rank 0 publishes."""
+"""Writes a checkpoint: rank 0 makes the folder, every rank writes, rank 0 publishes."""
 
 from __future__ import annotations
 

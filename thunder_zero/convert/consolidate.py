@@ -1,4 +1,4 @@
-"""Makes one file, or a few, of whole tensors from a checkpoint, one tensor at a time."""
+"""Makes one file of whole tensors (or a few) from a checkpoint, one tensor at a time."""
 
 from __future__ import annotations
 

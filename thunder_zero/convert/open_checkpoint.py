@@ -1,4 +1,4 @@
-"""Opens a checkpoint on disk, checks its files, and reads its whole tensors."""
+"""Opens a checkpoint on disk: checks its files, lists its contents, reads whole tensors."""
 
 from __future__ import annotations
 

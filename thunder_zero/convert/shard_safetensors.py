@@ -1,4 +1,4 @@
-"""Makes a checkpoint from safetensors files, one rank's rows of one tensor at a time."""
+"""Makes a checkpoint from safetensors files, one rank's rows of a tensor at a time."""
 
 from __future__ import annotations
 
