@@ -1,4 +1,4 @@
-"""Shard arithmetic on integers, one answer a rank: which rows it owns, how many it stores, how many are padding.
+"""Shard arithmetic on integers: which rows a rank owns, how many it stores, how many are padding.
 
 A parameter is cut along dim 0 into shards of ``stored_rows`` rows; the last ranks pad theirs with zeros::
 

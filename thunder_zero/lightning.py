@@ -1,4 +1,4 @@
-"""A strategy for Lightning Fabric: a Fabric script trains with DDP, ZeRO-1, ZeRO-2 or ZeRO-3 in Thunder.
+"""A strategy for Lightning Fabric.
 
 This is the only module that imports Lightning, and ``import thunder_zero`` does not import it. It uses the package
 ``lightning``, as LitGPT does, and not ``lightning_fabric``: a Fabric accepts only strategies of its own package.

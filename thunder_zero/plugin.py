@@ -1,4 +1,4 @@
-"""Other entry points: ``tz.zero`` for a jitted module, and the plugin and recipe for ``thunder.compile``."""
+"""Other entry points: ``tz.zero``, and the plugin and recipe for ``thunder.compile``."""
 
 from __future__ import annotations
 

@@ -13,13 +13,11 @@ from thunder_zero.plan import Plan
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
-ALONE = Policy(
-    stage=3, bucket_bytes=0, in_flight_bytes=0, gather_last_units_once=False
-)  # what is kept: test_last_units.py
+ALONE = Policy(stage=3, bucket_bytes=0, in_flight_bytes=0, gather_last_units_once=False)
 
 
 def model(policy: Policy, *uses: Use | str, training: bool = True, **fields: dict[str, object]) -> Timeline:
-    """A timeline of 4-byte parameters named ``unit.name``; ``fields`` are those that differ, by ``unit_name``."""
+    """A timeline of 4-byte parameters named ``unit.name``; ``fields`` has the special ones, by ``unit_name``."""
     all_uses = [use if isinstance(use, Use) else Use(use) for use in uses]
     paths = dict.fromkeys(path for use in all_uses for path in (use.path, *use.steps) if "." in path)
     params = []
@@ -30,7 +28,7 @@ def model(policy: Policy, *uses: Use | str, training: bool = True, **fields: dic
 
 
 def lines(timeline: Timeline, *kinds: Kind, backward: bool | None = None) -> list[str]:
-    """One word of kind and one for each parameter, or what a computation writes and from what."""
+    """One line for each operation: its kind and parameters, or the values that it writes and reads."""
 
     def line(op: Op) -> str:
         computed = f"{' '.join(op.writes) or 'return'} <- {' '.join(op.reads)}"

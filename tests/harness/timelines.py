@@ -1,4 +1,4 @@
-"""Lifted timelines for tests, as ``trace/lift.py`` makes them, and an interpreter that says what they compute."""
+"""Lifted timelines for tests, as ``trace/lift.py`` makes them, and an interpreter of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Value
 
 
 def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **fields: object) -> Param:
-    """A parameter as ``make_plan`` plans it; ``fields`` replace what it says."""
+    """A parameter as ``make_plan`` plans it, with other values for ``fields``."""
     stage = STAGES[policy.stage]
     sharded = stage.sharded and is_sharded(shape)
     once = not sharded or stage.gathered_once
@@ -30,7 +30,7 @@ def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **f
 
 
 def in_flight_bytes(timeline: Timeline, *kinds: Kind) -> tuple[int, ...]:
-    """Full bytes launched and not yet waited for after each operation, of launches of these kinds (default: both)."""
+    """Full bytes in flight after each operation, of launches of these kinds (default: both)."""
     under_way, counts = 0, []
     wanted = kinds or LAUNCHES
     for op in timeline.ops:
@@ -49,7 +49,7 @@ class Use:
     ``steps`` lie between the parameter and the computation: "view" of the last value, "pair" makes two values at once,
     "constant" reads a constant too, a path reads that parameter too, "random" leaves the cone. ``needed``: backward
     reads the last value, through a view made in backward if ``view_in_backward``. ``random`` puts a random operation
-    behind the computation; ``returned`` makes the last value of the steps an output of forward.
+    after the computation; ``returned`` makes the last value of the steps an output of forward.
     """
 
     path: str
@@ -242,10 +242,10 @@ Terms = dict[object, int]
 
 
 def interpret(timeline: Timeline, terms: Terms | None = None) -> tuple[int, ...]:
-    """What the return reads, each as the number of its expression in ``terms`` (equal expressions, equal numbers).
+    """The values that the return reads, each as the number of its expression in ``terms`` (equal if they are equal).
 
     Raises:
-        AssertionError: a value is read before it is there, or after its memory was freed.
+        AssertionError: a value is read before it is written, or after its memory was freed.
     """
     terms = {} if terms is None else terms
     value: dict[str, int] = {}
@@ -260,7 +260,7 @@ def interpret(timeline: Timeline, terms: Terms | None = None) -> tuple[int, ...]
 
     def read(name: str) -> int:
         assert memory.get(name, frozenset()).isdisjoint(freed), f"{name} is read after its free"
-        assert name in value or name not in written, f"{name} is read before it is there"
+        assert name in value or name not in written, f"{name} is read before it is written"
         return value.get(name, term("input", name))
 
     for op in timeline.ops:

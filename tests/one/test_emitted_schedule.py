@@ -1,4 +1,4 @@
-"""What runs is proved too: lines of the traces that Thunder emitted are dropped or changed, and compiling fails."""
+"""The traces that run are proved too: if a line that Thunder emitted is dropped or changed, compilation fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Lines = list[BoundSymbol]
 Fault = Callable[[Lines], Lines]
 
 POLICIES = [tz.DDP, tz.ZERO1, tz.ZERO2, tz.ZERO3]
-APART = [replace(policy, bucket_bytes=0) for policy in (tz.DDP, tz.ZERO3)]  # each collective has a line of its own
+UNBUCKETED = [replace(policy, bucket_bytes=0) for policy in (tz.DDP, tz.ZERO3)]  # each collective has a line of its own
 X = torch.zeros(2, 7)
 
 
@@ -66,7 +66,7 @@ def without(lines: Lines, *positions: int) -> Lines:
 
 
 def returning(lines: Lines, swap: dict[str, Any]) -> Lines:
-    """With other gradients returned than those of these names."""
+    """The lines with other gradients returned in place of those of these names."""
     *before, last = lines
     gradients = tuple(swap.get(grad.name, grad) if grad is not None else None for grad in last.args[0])
     return [*before, last.from_bsym(args=(gradients,))]
@@ -107,7 +107,7 @@ def no_gradient_at_all(lines: Lines) -> Lines:
     return without(returning(lines, grads), *launches, *waits)
 
 
-@pytest.mark.parametrize("policy", APART, ids=["ddp", "zero3"])
+@pytest.mark.parametrize("policy", UNBUCKETED, ids=["ddp", "zero3"])
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
@@ -141,7 +141,7 @@ def test_a_reduction_of_the_wrong_kind(emit: Callable[..., None]) -> None:
 
 
 def test_a_reduction_that_is_missing_from_its_bucket(emit: Callable[..., None]) -> None:
-    """The gradient of one of two parameters that travel together is returned as that of the other, too."""
+    """The gradient of one of two parameters that travel together is returned for the other, too."""
 
     def fault(lines: Lines) -> Lines:
         first, second = next(line.output for line in lines if line.sym.name == "zero_wait_coalesced")[:2]
@@ -225,7 +225,7 @@ def test_forward_is_proved_with_backward_and_without(
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["ddp", "zero1", "zero2", "zero3"])
 def test_frozen_parameters_and_an_input_that_wants_a_gradient(policy: tz.Policy) -> None:
-    """Nothing is reduced, and yet there is a backward, which may read what forward keeps."""
+    """Nothing is reduced, but there is a backward, which may read parameters that are gathered once."""
     result = tz.trace(fresh(Mlp).requires_grad_(False), X.clone().requires_grad_(), policy=policy, world_size=2)
     assert result.backward is not None
     assert result.timeline.gradients == ()
@@ -239,16 +239,16 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_forward_alone_keeps_nothing_after_a_step_that_keeps(alone: None) -> None:
-    """What the training schedule keeps is gathered for each unit where there is no backward to keep it for."""
+def test_forward_alone_gathers_nothing_once_after_a_step_that_does(alone: None) -> None:
+    """Without a backward, a parameter that training gathers once is gathered for each unit."""
     model = sharded(fresh(Twice), replace(tz.ZERO3, gather_per_unit=True))
     model(X).sum().backward()
-    kept = tz.traces_of(model).plan.gathered_once
+    once = tz.traces_of(model).plan.gathered_once
     with torch.no_grad():
         model(X)
     paths = [path for op in tz.traces_of(model).timeline.ops if op.kind is tz.Kind.GATHER for path in op.params]
-    assert "layers.0.weight" in kept
+    assert "layers.0.weight" in once
     assert tz.traces_of(model).plan.gathered_once == ()
     model(X).sum().backward()
-    assert tz.traces_of(model).plan.gathered_once == kept, "what ran last was compiled before"
+    assert tz.traces_of(model).plan.gathered_once == once, "the program that ran last was compiled earlier"
     assert paths.count("layers.0.weight") == 2

@@ -1,4 +1,4 @@
-"""What lifting says of each operation's work, and of the memory that views share: on modules of a few lines."""
+"""Lifting finds the class of work of each operation and the memory behind each view: on modules of a few lines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The stages are real, read from the traces: what is saved for backward, what is gathered when, what is freed when.
+"""Traces show that the stages are real: what forward saves for backward, when parameters are gathered and freed.
 
-What depends on what is worked out from Thunder's own lines, not from the package's timeline.
+Dependencies are computed from Thunder's own lines, not from the package's timeline.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def test_zero3_saves_shards_only(kind: type[nn.Module], autocast: bool) -> None:
         assert shapes.get(name, result.plan.shard_shape(param)) == result.plan.shard_shape(param)
 
 
-def test_zero2_keeps_what_backward_reads() -> None:
+def test_zero2_saves_what_backward_reads() -> None:
     """The counterpart: without freeing, the full parameters (or what is made of them) are saved."""
     result = traces(Patterns, tz.ZERO2)
     parameters = parameter_inputs(result)
@@ -144,7 +144,7 @@ def test_each_trained_parameter_is_reduced_once(stage: int) -> None:
     assert gathered == (Counter() if stage == 0 else Counter(dict.fromkeys(trained - {"scale"} | {"frozen"}, 1)))
 
 
-def test_regather_serves_each_unit_by_itself() -> None:
+def test_gather_per_unit_gathers_for_each_unit() -> None:
     """The tied weight is used before and after the blocks; its gradient is still one sum, reduced once."""
     once, twice = (
         traces(Gpt, replace(tz.ZERO3, gather_per_unit=gather_per_unit, prefetch=0)) for gather_per_unit in (False, True)
@@ -163,27 +163,27 @@ def gathered_while_used(result: tz.Traces, path: str) -> int:
     return gathered_bytes(result.timeline)[wait]
 
 
-@pytest.mark.parametrize("policy", [tz.ZERO2, TEXTBOOK, tz.ZERO3], ids=["zero2", "zero3", "zero3-keep-last"])
+@pytest.mark.parametrize("policy", [tz.ZERO2, TEXTBOOK, tz.ZERO3], ids=["zero2", "zero3", "zero3-last-units-once"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_gathered_parameters_are_freed_after_their_last_use(policy: tz.Policy, autocast: bool) -> None:
-    """From the lines: whatever is made of a gathered parameter alone is deleted right after the last line that reads
-    it, in the half that gathered it, or (ZeRO-2, and what ZeRO-3 keeps) saved and deleted in backward."""
+    """From the lines: each value that depends on gathered parameters alone is deleted right after its last reader, in
+    the half that gathered it, or is saved and deleted in backward (ZeRO-2, and ZeRO-3's last units)."""
     result = traces(Patterns, policy, autocast)
     inputs = parameter_inputs(result)
-    kept = saved(result.forward) & from_parameters_alone(result.forward, inputs)
-    assert bool(kept) == (policy is not TEXTBOOK)
-    forward = deleted_late(result.forward.bound_symbols, from_parameters_alone(result.forward, inputs) - kept)
+    crossing = saved(result.forward) & from_parameters_alone(result.forward, inputs)
+    assert bool(crossing) == (policy is not TEXTBOOK)
+    forward = deleted_late(result.forward.bound_symbols, from_parameters_alone(result.forward, inputs) - crossing)
     assert forward == {}
     assert result.backward is not None
     shards = names(result.backward.args) | saved(result.forward)
     again = {name for bsym in result.backward.bound_symbols for name in gathered_by(bsym)}
     assert again.isdisjoint(shards)
-    assert deleted_late(result.backward.bound_symbols, again | kept) == {}
+    assert deleted_late(result.backward.bound_symbols, again | crossing) == {}
     assert gathered_bytes(result.timeline)[-1] == 0
 
 
 def gathered_by(bsym: BoundSymbol) -> set[str]:
-    """The gathered parameters that a wait in backward gives: those are not among the gradients, which are returned."""
+    """The gathered parameters that a wait in backward gives: not the gradients, which are returned."""
     return {name for name in names(bsym.flat_proxy_outs) if name.endswith("_again")} if is_wait(bsym) else set()
 
 
@@ -230,7 +230,7 @@ def gather_handles(trace: TraceCtx) -> set[str]:
 
 
 @pytest.mark.parametrize("bound", [0, 300, 600])
-def test_gathers_under_way_stay_within_the_bound(bound: int) -> None:
+def test_gathers_in_flight_stay_within_the_bound(bound: int) -> None:
     """Each layer of Mlp weighs 7 * 7 * 4 = 196 bytes and 28 for its bias; 300 bytes hold one of them, 600 two."""
     result = traces(Mlp, replace(tz.ZERO3, prefetch=3, in_flight_bytes=bound))
     peak = max(in_flight_bytes(result.timeline, Kind.GATHER))
@@ -246,18 +246,18 @@ def test_gathers_under_way_stay_within_the_bound(bound: int) -> None:
 @pytest.mark.parametrize(
     "policy",
     [tz.DDP, tz.ZERO1, tz.ZERO2, TEXTBOOK, tz.ZERO3],
-    ids=["ddp", "zero1", "zero2", "zero3", "zero3-keep-last"],
+    ids=["ddp", "zero1", "zero2", "zero3", "zero3-last-units-once"],
 )
 def test_bytes_of_a_step_are_the_formula(policy: tz.Policy) -> None:
-    """2u and 3u, less what backward does not read again, and less what is kept."""
+    """2u and 3u, less the parameters that backward does not read, and less those that are gathered once."""
     result = traces(Patterns, policy)
     plan = result.plan
     gathers, reductions = (
         {param.path: of(param) for param in plan.params} for of in (plan.gather_bytes, plan.reduce_bytes)
     )
-    kept = {"w", "v", "g", "bias", "layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"}
-    paths = {tz.ZERO3: PATTERNS_AGAIN - kept, TEXTBOOK: PATTERNS_AGAIN}.get(policy, set())
-    assert policy.stage != 3 or set(plan.gathered_once) == (kept if policy.gather_last_units_once else set())
+    once = {"w", "v", "g", "bias", "layers.1.weight", "layers.1.bias", "layers.2.weight", "layers.2.bias"}
+    paths = {tz.ZERO3: PATTERNS_AGAIN - once, TEXTBOOK: PATTERNS_AGAIN}.get(policy, set())
+    assert policy.stage != 3 or set(plan.gathered_once) == (once if policy.gather_last_units_once else set())
     again = sum(gathers[path] for path in paths)
     sent = sum(map(result.timeline.bytes_sent, result.timeline.ops))
     assert sent == sum(gathers.values()) + sum(reductions.values()) + again
@@ -298,8 +298,8 @@ def torch_compile() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("torch_compile")
-def test_a_fuser_lets_backward_gather_no_bias_of_what_is_kept() -> None:
-    """It computes a kept norm again in backward, from its bias too, which would else be gathered again for it alone."""
+def test_after_fusion_backward_gathers_no_bias_of_a_unit_that_is_gathered_once() -> None:
+    """The fuser recomputes the norm in backward from its bias too, which would otherwise be gathered for it alone."""
     result = tz.trace(fresh(Tower), TOKENS, policy=replace(tz.ZERO3, prefetch=1), world_size=WORLD_SIZE)
     assert result.backward is not None
     assert sum(bsym.sym.is_fusion for bsym in result.forward.bound_symbols) == 7  # embedding, blocks, head

@@ -38,7 +38,7 @@ def test_as_many_of_the_last_units_are_gathered_once_as_the_peak_has_room_for(
 
 @pytest.mark.parametrize("units", [1, 2, 3])
 def test_zero3_gathers_small_models_once(units: int) -> None:
-    """One computes and two are under way: as they come, up to three units are gathered once, and five save three."""
+    """One unit computes and two are in flight: up to three units are gathered once, and of five the last three."""
     small, five = run(model(Policy(), *UNITS[:units])), run(model(Policy(), *UNITS))
     assert small.plan.gathered_once == UNITS[:units]
     assert gathered(small, backward=True) == {}
@@ -54,7 +54,7 @@ def test_it_can_be_turned_off(units: int) -> None:
 
 
 def test_a_unit_is_gathered_once_with_all_its_parameters() -> None:
-    """Though backward does not read the bias, and a unit's gather moves it along anyway: it is freed in forward."""
+    """The bias too, although backward does not read it: the unit's gather carries it anyway, and forward frees it."""
     after = run(model(replace(LAST, prefetch=0), "d.w", "d.v", "e.w", Use("e.bias", needed=False)))
     assert after.plan.gathered_once == ("e.w", "e.bias")
     assert gathered(after, backward=True) == {"d.w": 1, "d.v": 1}
@@ -142,7 +142,7 @@ def test_the_largest_that_fits_takes_few_tries(fitting: int, limit: int) -> None
 
 
 def test_the_peak_is_that_of_gathering_everything_again() -> None:
-    """A unit has 4 bytes: one computes, ``prefetch`` are under way. In a GPT those are blocks of 3,488 bytes beside
+    """A unit has 4 bytes: one computes, ``prefetch`` are in flight. In a GPT those are blocks of 3,488 bytes, and
     the tied embedding's 2,048."""
     for gather_last_units_once in (True, False):
         policies = [

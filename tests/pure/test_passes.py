@@ -311,7 +311,7 @@ def test_sink_waits_ends_the_oldest_first_when_too_much_is_under_way() -> None:
 
 
 def test_sink_waits_ends_the_oldest_before_the_next_gradient_is_made() -> None:
-    """Each gradient has 4 bytes: 8 hold two, whether they travel or are only made."""
+    """Each gradient has 4 bytes: 8 bytes hold two, in flight or just made."""
     after = sink_waits(model(replace(ALONE, in_flight_bytes=8), "a.w", "b.w", "c.w"))
     assert lines(after, backward=True) == [
         "g <- gy",
@@ -335,7 +335,7 @@ def test_sink_waits_ends_the_oldest_before_the_next_gradient_is_made() -> None:
 
 
 def test_sink_waits_counts_all_gradients_of_the_next_reduction() -> None:
-    """b's reduction takes 8 bytes from its first gradient on, beside c's 4."""
+    """b's reduction counts 8 bytes from its first gradient on, in addition to c's 4."""
     policy = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=8)
     after = sink_waits(bucket(model(policy, "b.w", "b.v", "c.w")))
     assert lines(after, backward=True)[3:12] == [
@@ -393,7 +393,7 @@ def test_frees_of_each_stage(stage: int, frees: int) -> None:
 
 @pytest.mark.parametrize(("units", "frees"), [("abc", 3 + 0), ("abcde", 5 + 2)])
 def test_frees_of_zero3_as_it_comes(units: str, frees: int) -> None:
-    """Three units are under way at the peak, and so the last three are gathered once: freed once, not twice."""
+    """Three units are alive at the peak, so the last three are gathered once: freed once, not twice."""
     after = run(model(Policy(), *(f"{unit}.w" for unit in units)))
     assert len(lines(after, Kind.FREE)) == frees
 
@@ -467,9 +467,9 @@ def test_nothing_that_is_freed_crosses_to_backward(timeline: Timeline) -> None:
     alive = gathered_bytes(after)
     border = next((at for at, op in enumerate(after.ops) if op.backward), len(after.ops) - 1)
     returned = _roots(after, after.ops[-1].reads)
-    kept = {param.path for param in after.plan.params if param.gathered_once}
+    once = {param.path for param in after.plan.params if param.gathered_once}
     escaped = sum(_full(after, path) for path in returned)
-    crossing = sum(_full(after, path) for path in gathered(after, backward=False) if path in kept)
+    crossing = sum(_full(after, path) for path in gathered(after, backward=False) if path in once)
     assert (alive[border - 1] if border else 0) <= crossing + escaped
     assert alive[-1] == escaped
 
@@ -498,7 +498,7 @@ def test_backward_gathers_again_just_what_it_needs(timeline: Timeline) -> None:
     for op in timeline.ops[:-1]:
         if op.backward:
             needed.update(_roots(forward, op.reads))
-    after = run(timeline)  # its plan says what gather_last_units_once kept
+    after = run(timeline)  # its plan says which parameters gather_last_units_once chose
     freed = {path for path in needed if not after.plan.by_name[path].gathered_once}
     assert gathered(after, backward=True) == dict.fromkeys(freed, 1)
 

@@ -1,4 +1,4 @@
-"""Gathers that start as late as they can: where, by hand; and that compute never waits longer for it."""
+"""Gathers that start as late as they can: checked by hand, and compute never waits longer for it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_with_plenty_of_compute_each_starts_one_wait_ahead(buckets: int) -> None
 
 
 def test_one_that_takes_longer_than_the_compute_before_it_starts_a_wait_earlier() -> None:
-    """Waits at 0, 3, 4 and 5 s. d takes 2 s, so it leaves at 3 s, with b's wait; c must then be through by 3 s."""
+    """Waits at 0, 3, 4 and 5 s. d takes 2 s, so it leaves at 3 s, with b's wait; c must end by 3 s."""
     assert scheduled(times(SECONDS), d_w={"shape": (3,)}) == TWO_AT_ONCE
 
 
@@ -103,7 +103,7 @@ def test_one_that_follows_pushes_those_before_it() -> None:
 
 
 def test_a_moment_that_is_just_in_time_is_in_time() -> None:
-    """c and d need what is between two waits exactly, 1 s."""
+    """c and d take exactly the time between two waits, 1 s."""
     assert scheduled(times(SECONDS, BYTES)) == RIGHT_BEFORE
     assert scheduled(times(SECONDS, BYTES * 0.99)) != RIGHT_BEFORE
 
@@ -160,7 +160,7 @@ def test_backward_has_times_of_its_own_and_its_reductions_take_the_wire_too() ->
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_the_busiest_rank_of_all_decides(world_size: int) -> None:
-    """In gathers and reduce-scatters of rows that do not divide; an all-reduce busies all alike."""
+    """In gathers and reduce-scatters of rows that do not divide; an all-reduce keeps all ranks equally busy."""
     timeline = model(replace(ALONE, stage=3), "a.w", "a.scalar", a_w={"shape": (7, 3)}, a_scalar={"shape": ()})
     timeline = replace(timeline, plan=replace(timeline.plan, world_size=world_size))
     for op in timeline.ops:
@@ -178,8 +178,8 @@ def test_the_busiest_rank_of_all_decides(world_size: int) -> None:
 def timed(draw: st.DrawFn) -> Timeline:
     """A lifted timeline whose policy has times, of most buckets; small integers, so that sums are exact.
 
-    What may travel with what is kept has no time in forward: that would stand for what backward computes with what is
-    kept, and here that is nothing.
+    Units with parameters that are gathered once have no time in forward: prefetch would use it for their first read in
+    backward, where ``moments`` counts no time.
     """
     timeline = draw(timelines())
     seconds = st.dictionaries(
@@ -187,8 +187,8 @@ def timed(draw: st.DrawFn) -> Timeline:
     )
     speed = draw(st.sampled_from((0.5, 1.0, 4.0, 16.0, math.inf)))
     forward, backward = draw(seconds), draw(seconds)
-    keeping = {param.unit for param in timeline.plan.params if param.gathered_once and param.sharded}
-    forward = {path: time for path, time in forward.items() if timeline.plan.by_name[path].unit not in keeping}
+    once = {param.unit for param in timeline.plan.params if param.gathered_once and param.sharded}
+    forward = {path: time for path, time in forward.items() if timeline.plan.by_name[path].unit not in once}
     policy = replace(timeline.plan.policy, times=Times(forward, backward, speed))
     return replace(timeline, plan=replace(timeline.plan, policy=policy))
 
@@ -196,7 +196,7 @@ def timed(draw: st.DrawFn) -> Timeline:
 def moments(timeline: Timeline, times: Times, more: int) -> list[float]:
     """When the wait for each gather is over, on a wire that carries one gather after the other, in launch order.
 
-    All that is computed between two waits takes as long as ``times`` say, and ``more`` seconds.
+    The computations between two waits take the seconds in ``times``, and ``more``.
     """
     now, wire, half = 0.0, 0.0, False
     ends: dict[str, float] = {}
@@ -219,7 +219,7 @@ def moments(timeline: Timeline, times: Times, more: int) -> list[float]:
 
 @given(timed(), st.integers(0, 1))
 def test_compute_waits_no_longer_than_if_all_started_as_early_as_they_may(timeline: Timeline, more: int) -> None:
-    """Also where more is computed than the times say."""
+    """Also if compute takes longer than the times say."""
     policy = timeline.plan.policy
     assert policy.times is not None
     eager = replace(timeline.plan, policy=replace(policy, times=None, prefetch=10**6))

@@ -1,4 +1,4 @@
-"""Proof that ``check`` can fail: faults planted in good timelines are caught, each by the rule that it breaks."""
+"""The proofs can fail: each fault planted in a good timeline is caught by the rule that it breaks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ USES = (
 
 
 def plain(stage: int, **fields: int) -> Timeline:
-    """What is lifted from three units a, b and c; each parameter has 4 bytes, ``a.half`` 2."""
+    """A lifted timeline of three units a, b and c; each parameter has 4 bytes, ``a.half`` 2."""
     chosen: dict[str, Any] = {"bucket_bytes": 8, "in_flight_bytes": 12, "gather_last_units_once": False, **fields}
     policy = Policy(stage=stage, **chosen)
     special: dict[str, dict[str, object]] = {
@@ -79,7 +79,7 @@ def with_op(timeline: Timeline, at: int, *ops: Op) -> Timeline:
 
 
 def moved(timeline: Timeline, at: int, to: int) -> Timeline:
-    """With the operation at ``at`` before the one that stands at ``to``."""
+    """The timeline with the operation at ``at`` moved in front of the one at ``to``."""
     op = timeline.ops[at]
     return without(with_op(timeline, to, op), at + 1 if to <= at else at)
 
@@ -200,7 +200,7 @@ def missing_reduction(t: Timeline) -> Timeline:
 
 
 def returning(t: Timeline, **gradients: str | None) -> Timeline:
-    """With other values, or none, returned as gradients of parameters of unit b."""
+    """The timeline that returns other values, or none, as gradients of parameters of unit b."""
     new = {f"b.{name}": value for name, value in gradients.items()}
     swap = {old: new[path] for path, old in t.gradients if path in new}
     end = len(t.ops) - 1
@@ -344,7 +344,7 @@ def wait_that_writes_in_another_order(t: Timeline) -> Timeline:
 
 
 def _joined(t: Timeline, first: str, second: str, kind: Kind) -> Timeline:
-    """With two launches of backward and their waits as one, in the place of the later."""
+    """The timeline with two launches of backward, and their waits, merged in the place of the later."""
     launches = sorted(find(t, kind, path, backward=True) for path in (first, second))
     waits = sorted(find(t, Kind.WAIT, path, backward=True, of=kind) for path in (first, second))
     for pair in (launches, waits):
@@ -551,7 +551,7 @@ def emitted(timeline: Timeline) -> Timeline:
 
 @pytest.mark.parametrize("name", [name for name in FAULTS if name not in BY_LIFTED])
 def test_a_planted_fault_is_caught_in_the_lines_that_run(name: str) -> None:
-    """Without what was lifted: all that is remembered of it is which parameters are trained."""
+    """Without the lifted timeline: the proof only knows which parameters are trained."""
     sentence, plant = FAULTS[name]
     good = emitted(run(ZERO2 if name in AT_ZERO2 else ZERO3))
     trained = {path for path, _ in good.gradients}
@@ -562,7 +562,7 @@ def test_a_planted_fault_is_caught_in_the_lines_that_run(name: str) -> None:
 
 
 def deferring(timeline: Timeline) -> Timeline:
-    """What is lifted under ``no_sync``: the reduction of each gradient is deferred."""
+    """A timeline as lifted under ``no_sync``: the reduction of each gradient is deferred."""
     mean = {op.reads[0]: op.writes[0] for op in timeline.ops if timeline.ends(op, Kind.REDUCE)}
     ops = (
         replace(op, kind=Kind.DEFER, writes=(mean[op.writes[0]],)) if op.kind is Kind.REDUCE else op
@@ -718,8 +718,8 @@ def test_what_passes_computes_what_it_should(timeline: Timeline, data: st.DataOb
 
 @given(timelines(), st.data())
 def test_collectives_are_proved_without_what_was_lifted(timeline: Timeline, data: st.DataObject) -> None:
-    """One random change to a gather, a reduction, a wait or a free of the lines that run, too; but which of backward's
-    values is the full gradient, only the lifted timeline knows."""
+    """One random change to a collective, a wait or a free is caught in the lines that run, too. Except which value is
+    the full gradient: only the lifted timeline knows that."""
     good = run(timeline)
     good = good.with_ops(replace(op, again=False) for op in good.ops)
     ours = [at for at, op in enumerate(good.ops) if op.kind is not Kind.COMPUTE]

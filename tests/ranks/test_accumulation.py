@@ -1,4 +1,4 @@
-"""Gradient accumulation both ways: reduced in each backward, and kept under ``no_sync`` until the last one."""
+"""Gradient accumulation both ways: reduced in each backward, and deferred by ``no_sync`` until the last one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thunder_zero.runtime.sharded_model import sharded_model
 
 STAGES = (0, 1, 2, 3)
 MICRO, ROWS, STEPS = 3, 6, 4  # micro-batches of a step, rows of one over all ranks, steps
-WAYS = ("reduced", "kept", "mixed")
+WAYS = ("reduced", "deferred", "mixed")
 POLICIES = {f"stage {stage}": tz.Policy(stage=stage, gather_last_units_once=False) for stage in STAGES}
 POLICIES["stage 2 held"] = replace(tz.ZERO2, gather_once_per_accumulation=True)
 POLICIES = only(("stage 3", "stage 2 held"), POLICIES)
@@ -53,23 +53,23 @@ def inputs(step: int, micro: int, rank: int, world_size: int) -> Tensor:
     return torch.randn(ROWS, 4, generator=generator).tensor_split(world_size)[rank]
 
 
-def is_kept(way: str, micro: int) -> bool:
+def is_deferred(way: str, micro: int) -> bool:
     """Whether a micro-batch runs under ``no_sync``: all but the last, or ("mixed") the second alone."""
-    return micro < MICRO - 1 and (way == "kept" or (way == "mixed" and micro == 1))
+    return micro < MICRO - 1 and (way == "deferred" or (way == "mixed" and micro == 1))
 
 
 def train(model: Any, way: str, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Some steps; what each micro-batch sent, what was kept after it, and the gradient of its input."""
+    """Some steps; for each micro-batch the bytes sent, the bytes deferred after it, and the gradient of its input."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     seen = []
     for step in range(STEPS):
         optimizer.zero_grad()
         for micro, path in enumerate(PATHS):
             x = inputs(step, micro, rank, world_size).requires_grad_()
-            with model.no_sync() if is_kept(way, micro) else nullcontext(), count_sends() as sent:
+            with model.no_sync() if is_deferred(way, micro) else nullcontext(), count_sends() as sent:
                 (model(x, path).square().mean() / MICRO).backward()
-            kept = sharded_model(model).state.accumulation.nbytes if isinstance(model, tz.ZeroModule) else 0
-            seen.append({"step": step, "micro": micro, "sent": sum(sent), "kept": kept, "grad": x.grad})
+            deferred = sharded_model(model).state.accumulation.nbytes if isinstance(model, tz.ZeroModule) else 0
+            seen.append({"step": step, "micro": micro, "sent": sum(sent), "deferred": deferred, "grad": x.grad})
         optimizer.step()
     return seen
 
@@ -119,31 +119,31 @@ def test_both_ways_train_as_one_process(ranks: Any, eager: Any, name: str, way: 
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_what_is_kept_is_sent_once(ranks: Any, name: str) -> None:
-    """Under no_sync a micro-batch gathers and does not reduce; the last one reduces all that any has reached."""
-    plan = ranks[0][name, "kept"][2]
+def test_deferred_gradients_are_sent_once(ranks: Any, name: str) -> None:
+    """Under no_sync a micro-batch gathers and does not reduce; the last one reduces every gradient of any of them."""
+    plan = ranks[0][name, "deferred"][2]
     reached = [
         sum(param.full_bytes for param in plan.params if not param.path.startswith(others))
         for others in (("last",), ("last",), ("first", "last"))
     ]
     common, first = reached[2], reached[0] - reached[2]
-    each = 1 if ranks[0][name, "kept"][2].policy.stage else 2  # times W - 1: what all ranks send to reduce a byte
+    each = 1 if ranks[0][name, "deferred"][2].policy.stage else 2  # times W - 1: what all ranks send to reduce a byte
     scalar = 4 * (2 - each)  # is all-reduced in all stages
     for step in range(1, STEPS):
-        kept, reduced = (
+        deferred, reduced = (
             [total(ranks, name, way, step * MICRO + micro, "sent") for micro in range(MICRO)]
-            for way in ("kept", "reduced")
+            for way in ("deferred", "reduced")
         )
-        spared = [held - plain for plain, held in zip(reduced, kept, strict=True)]
+        spared = [held - plain for plain, held in zip(reduced, deferred, strict=True)]
         gathers = gathered(plan, len(ranks)) if "held" in name else 0
         per_byte = each * (len(ranks) - 1)
         assert spared[0] == -(per_byte * (common + first) + scalar * (len(ranks) - 1))
         assert spared[1] == -(per_byte * common + scalar * (len(ranks) - 1)) - gathers
         assert spared[2] == per_byte * first - gathers, "the last one reduces what only the first has reached"
         for result in ranks:
-            seen = result[name, "kept"][0][step * MICRO : (step + 1) * MICRO]
-            assert [micro["kept"] for micro in seen] == [reached[0], reached[1], 0]
-            assert not any(micro["kept"] for micro in result[name, "reduced"][0])
+            seen = result[name, "deferred"][0][step * MICRO : (step + 1) * MICRO]
+            assert [micro["deferred"] for micro in seen] == [reached[0], reached[1], 0]
+            assert not any(micro["deferred"] for micro in result[name, "reduced"][0])
 
 
 def total(ranks: Any, name: str, way: str, number: int, what: str) -> int:
@@ -151,12 +151,12 @@ def total(ranks: Any, name: str, way: str, number: int, what: str) -> int:
 
 
 def gathered(plan: Any, world_size: int) -> int:
-    """What all ranks send to gather the layer that all micro-batches read."""
+    """Bytes that all ranks send to gather the layer that all micro-batches read."""
     return (world_size - 1) * sum(param.full_bytes for param in plan.params if param.path.startswith("shared"))
 
 
 def changed_between(rank: int, world_size: int) -> list[Tensor]:
-    """Between two micro-batches all weights are doubled in place, which no optimizer tells of."""
+    """Between two micro-batches all weights are doubled in place, and no optimizer hook runs."""
     outputs = []
     for policy in (tz.ZERO2, POLICIES["stage 2 held"]):
         model = sharded(fresh(Paths), policy)
@@ -170,7 +170,7 @@ def changed_between(rank: int, world_size: int) -> list[Tensor]:
     return outputs
 
 
-def test_what_is_held_is_gathered_again_when_it_has_changed(ranks_pool: RanksPool) -> None:
+def test_held_over_parameters_are_gathered_again_when_they_changed(ranks_pool: RanksPool) -> None:
     for plain, holding in ranks_pool.run(2, changed_between):
         assert torch.equal(plain, holding)
 
@@ -188,7 +188,7 @@ def reaches(rank: int, world_size: int) -> dict[str, Tensor | None]:
     return {name: param.grad for name, param in model.named_parameters()}
 
 
-def test_what_one_rank_alone_has_deferred_is_reduced_by_all(ranks_pool: RanksPool) -> None:
+def test_a_gradient_deferred_on_one_rank_is_reduced_by_all(ranks_pool: RanksPool) -> None:
     """DDP has no collective under no_sync, so that ranks may differ there."""
     ranks = ranks_pool.run(2, reaches)
     right = fresh(Paths)
@@ -204,7 +204,7 @@ def test_what_one_rank_alone_has_deferred_is_reduced_by_all(ranks_pool: RanksPoo
 
 
 def differ(rank: int, world_size: int) -> str:
-    """Rank 0 only looks, rank 1 trains: in ZeRO-3 both forwards have the same lines."""
+    """Rank 0 evaluates, rank 1 trains: in ZeRO-3 both forwards have the same lines."""
     model = sharded(fresh(Paths), tz.Policy(stage=3, gather_last_units_once=False))
     try:
         with torch.no_grad() if rank == 0 else nullcontext():
@@ -244,7 +244,7 @@ def test_a_deferred_nan_is_found_and_not_added_later(ranks_pool: RanksPool) -> N
         assert told["finite"]
 
 
-# What must not happen
+# Misuse
 
 
 def misuse(rank: int, world_size: int) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def misused(ranks_pool: RanksPool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", words_of_misuse())
-def test_what_cannot_be_clipped_is_said_on_all_ranks(misused: dict[str, Any], case: str) -> None:
+def test_all_ranks_refuse_gradients_that_cannot_be_clipped(misused: dict[str, Any], case: str) -> None:
     assert [word for word in words_of_misuse()[case] if word not in misused[case]] == [], misused[case]
 
 

@@ -1,4 +1,5 @@
-"""Parameters apart: ignored, kept full, frozen, experts that a step does not reach; and ranks with unlike batches."""
+"""Parameters excluded from sharding or training: ignored, replicated, frozen, experts that a step does not reach; and
+ranks with batches of different sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def policy_of(stage: int) -> tz.Policy:
 
 
 def batch(step: int, rank: int) -> Tensor:
-    """Rows of one rank; ranks have as many."""
+    """Rows of one rank; all ranks have the same number."""
     return torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
@@ -85,7 +86,7 @@ def run(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world_size", of_tier([3], [1, 3]))
-def test_what_is_apart_is_left_alone(ranks_pool: RanksPool, world_size: int) -> None:
+def test_excluded_parameters_are_left_alone(ranks_pool: RanksPool, world_size: int) -> None:
     for rank, results in enumerate(ranks_pool.run(world_size, run)):
         for stage, found in zip(STAGES, results, strict=True):
             assert found["untouched"], "a step of the first expert does not train the second"
@@ -125,11 +126,11 @@ def test_adapters_and_experts_train_as_in_one_process(ranks_pool: RanksPool) -> 
                 assert error(weights[path], weight) < 1e-5, path
 
 
-# Unlike batches
+# Batches of different sizes
 
 
 def uneven(rank: int, world_size: int) -> dict[str, Any]:
-    """Rank r has r rows, so rank 0 none; they count together as one batch."""
+    """Rank r has r rows, so rank 0 has none; together they are one batch."""
     found: dict[str, Any] = {}
     for stage in STAGES:
         model = sharded(fresh(nn.Linear, 5, 3), stage)

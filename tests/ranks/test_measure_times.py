@@ -1,5 +1,5 @@
-"""``measure_times``: the same for all ranks, of the buckets that run; and training that uses them. No test reads a
-clock."""
+"""``measure_times``: all ranks get the same times, one for each bucket that runs, and training uses them. No test
+reads a clock."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.harness.tiers import of_tier
 from thunder_zero.runtime.clock import Clock, Moment, Waited, computed
 from thunder_zero.schedule.timeline import Kind
 
-# Each parameter is a bucket, and nothing is kept: more gathers, and other orders.
+# Each parameter is a bucket, and none is gathered once: more gathers, and other orders.
 POLICY = replace(tz.ZERO3, bucket_bytes=0, gather_last_units_once=False)
 
 
 def trainer(model: Any, rank: int, losses: list[Tensor] | None = None) -> Callable[[], None]:
-    """One step of training, each on another batch."""
+    """One step of training, each time on another batch."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     generator = torch.Generator().manual_seed(rank)
 
@@ -41,13 +41,13 @@ def trainer(model: Any, rank: int, losses: list[Tensor] | None = None) -> Callab
 
 
 def gathers(traces: tz.Traces) -> tuple[list[str], list[str]]:
-    """First path of each bucket that forward, and backward, gathers."""
+    """First path of each bucket that forward gathers, and of each that backward gathers."""
     ops = [op for op in traces.timeline.ops if op.kind is Kind.GATHER]
     return [op.params[0] for op in ops if not op.backward], [op.params[0] for op in ops if op.backward]
 
 
 def measured(rank: int, world_size: int, policies: tuple[tz.Policy, ...]) -> list[Any]:
-    """For each policy: the times, and what is gathered."""
+    """For each policy: the times, and the first paths of the buckets that are gathered."""
     results = []
     for policy in policies:
         model = sharded(fresh(Mlp), policy)
@@ -73,7 +73,7 @@ def test_all_ranks_get_the_same_times_of_the_buckets_that_run(ranks_pool: RanksP
 
 
 def trained(rank: int, world_size: int) -> list[Any]:
-    """Losses and weights: by prefetch; measured meanwhile; by the times; by times that start all gathers at once."""
+    """Losses and weights: with prefetch; while measured; with the times; with times that start all gathers at once."""
     results = []
     times = None
     for how in ("prefetch", "measured", "times", "slow"):
@@ -103,7 +103,7 @@ def test_a_model_trains_with_times_as_without(ranks_pool: RanksPool) -> None:
 
 
 def bad_calls(rank: int, world_size: int) -> dict[str, str]:
-    """What each misuse raises; after all of them, the model trains and can be measured."""
+    """The error of each misuse; after all of them, the model trains and can be measured."""
     model: Any = sharded(fresh(Mlp), POLICY)
     step = trainer(model, rank)
     kept: Any = sharded(fresh(Mlp), tz.ZERO2)  # backward gathers nothing
@@ -158,13 +158,13 @@ def told(ranks_pool: RanksPool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", words_of_bad_calls())
-def test_what_cannot_be_measured_is_said_on_all_ranks(told: dict[str, str], case: str) -> None:
+def test_every_rank_refuses_a_wrong_call(told: dict[str, str], case: str) -> None:
     assert [word for word in words_of_bad_calls()[case] if word not in told[case]] == [], told[case]
 
 
 def differing(rank: int, world_size: int) -> list[str]:
-    """Rank 1 runs nothing as its step; rank 0 a forward of ZeRO-1 whose rows are fresh, which needs no other rank.
-    And rank 1 asks for no steps."""
+    """Rank 1 runs nothing as its step, rank 0 a forward of ZeRO-1 whose rows are fresh, which needs no other rank; then
+    rank 1 asks for 0 steps."""
     model: Any = sharded(fresh(Mlp), tz.ZERO1)
     x = torch.ones(3, 7)
     trainer(model, rank)()
@@ -175,7 +175,7 @@ def differing(rank: int, world_size: int) -> list[str]:
     ]
 
 
-def test_what_one_rank_cannot_measure_no_rank_does(ranks_pool: RanksPool) -> None:
+def test_every_rank_refuses_if_one_cannot_measure(ranks_pool: RanksPool) -> None:
     of_ranks = ranks_pool.run(2, differing)
     for told in of_ranks:
         assert [sentence for sentence in told if not sentence.startswith(("RuntimeError", "ValueError"))] == []
@@ -185,7 +185,7 @@ def test_what_one_rank_cannot_measure_no_rank_does(ranks_pool: RanksPool) -> Non
     assert "rank 1 refused its arguments" in of_ranks[0][1]
 
 
-# What counts as compute
+# Compute between waits
 
 
 def moment(seconds: float) -> Moment:

@@ -1,6 +1,6 @@
-"""Modules built on the meta device: their values are those of ordinary construction, and no rank holds much at a time.
+"""Modules built on the meta device: their values equal those of construction, and no rank holds much at once.
 
-Bytes are those of allocations, as torch's profiler sees them. What is refused on one rank: ``tests/one``.
+Bytes are those of allocations, as torch's profiler sees them. Refusals on one rank: ``tests/one``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Gated(nn.Module):
 
 
 class Net(nn.Module):
-    """Torch's layers, statistics, and an output that is tied to the input, whose values both keep."""
+    """Torch's layers, statistics, and an output layer that is tied to the embedding."""
 
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def same(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
 
 
 def differences(model: Any, right: nn.Module) -> list[str]:
-    """What a materialised model does not have in common with an ordinary module."""
+    """The ways in which a materialised model differs from an ordinary module."""
     tensors = [*model.parameters(), *model.buffers(), *model._model.parameters(), *model._model.buffers()]
     found = {
         "values": same(tz.full_state_dict(model), right.state_dict()),
@@ -193,7 +193,7 @@ def test_a_step_is_that_of_an_ordinary_model(ranks_pool: RanksPool) -> None:
 
 
 def load(rank: int, world_size: int, folder: Path) -> list[list[str]]:
-    """A saved file, that only some of the ranks need to read; a module of which a part is real takes all values."""
+    """From a saved file, which one rank or all read; a partly real module takes all its values from the file, too."""
     right = ordinary(Net, seed=9)
     path = folder / f"{rank}.pt"
     torch.save(right.state_dict(), path)
@@ -217,7 +217,7 @@ def test_the_values_of_a_state_dict(ranks_pool: RanksPool, world_size: int, tmp_
 
 
 def take(rank: int, world_size: int, source: int) -> list[list[str]]:
-    """The source has a real module, or draws one; the others' random generators are elsewhere."""
+    """The source has a real module, or draws one; the others' random generators have other seeds."""
     found = []
     for is_real in (True, False):
         for stage in (0, 3):
@@ -234,7 +234,7 @@ def test_the_values_of_a_rank(ranks_pool: RanksPool, world_size: int, source: in
 
 
 def mix(rank: int, world_size: int) -> list[str]:
-    """What is real stays as it is, ``init`` or not; what the policy ignores is each rank's own, from its own seed."""
+    """Real tensors stay as they are, with ``init`` or without; ignored parameters are each rank's own."""
     right = ordinary(Net)
     module = on_meta(Net)
     module.blocks[1], module.head.bias = ordinary(Net).blocks[1], nn.Parameter(torch.full((11,), 3.0))
@@ -253,7 +253,7 @@ def mix(rank: int, world_size: int) -> list[str]:
     return [name for name, holds in found.items() if not holds]
 
 
-def test_what_is_real_and_what_is_ignored(ranks_pool: RanksPool) -> None:
+def test_real_tensors_and_ignored_parameters(ranks_pool: RanksPool) -> None:
     assert ranks_pool.run(2, mix) == [[], []]
 
 
@@ -261,7 +261,7 @@ def test_what_is_real_and_what_is_ignored(ranks_pool: RanksPool) -> None:
 
 WIDTH, LAYERS = 128, 8
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
-FEW = 4096  # bytes: flags, indices, what ranks tell each other
+FEW = 4096  # bytes: flags, indices, small messages
 
 
 def spread(module: nn.Module) -> None:
@@ -290,9 +290,7 @@ def peaks(rank: int, world_size: int, path: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("world_size", of_tier([3], [2, 3]))
-def test_no_rank_holds_more_than_a_unit_beside_its_shards(
-    ranks_pool: RanksPool, world_size: int, tmp_path: Path
-) -> None:
+def test_no_rank_holds_more_than_its_shards_and_a_unit(ranks_pool: RanksPool, world_size: int, tmp_path: Path) -> None:
     torch.save(Mlp(WIDTH, LAYERS).state_dict(), tmp_path / "mlp.pt")
     for found in ranks_pool.run(world_size, peaks, tmp_path / "mlp.pt"):
         in_full, _ = found.pop("construction")
@@ -304,8 +302,8 @@ def test_no_rank_holds_more_than_a_unit_beside_its_shards(
 
 
 def count_sent(rank: int, world_size: int, path: Path) -> int:
-    """How many of the parameters that a rank sends, or gets, are alive at once; the profiler does not see gloo's
-    threads let go of them."""
+    """How many of the parameters that a rank sends or receives are alive at once; the profiler does not see gloo's
+    threads free them."""
     seen, alive = [], []
     send = agree.broadcast
 
@@ -321,12 +319,12 @@ def count_sent(rank: int, world_size: int, path: Path) -> int:
     return max(alive)
 
 
-def test_what_one_rank_reads_is_sent_one_by_one(ranks_pool: RanksPool, tmp_path: Path) -> None:
+def test_parameters_that_one_rank_reads_are_sent_one_by_one(ranks_pool: RanksPool, tmp_path: Path) -> None:
     torch.save(Mlp(WIDTH, LAYERS).state_dict(), tmp_path / "mlp.pt")
     assert max(ranks_pool.run(3, count_sent, tmp_path / "mlp.pt")) <= 3, "this one, and one for each thread of gloo"
 
 
-# What is refused, on all ranks.
+# Refused on all ranks.
 
 
 class Bare(nn.Module):

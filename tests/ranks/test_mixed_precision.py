@@ -1,4 +1,4 @@
-"""Mixed precision: what travels and computes has one dtype, what rests and steps another."""
+"""Mixed precision: one dtype in compute and on the wire, another at rest and in the optimizer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Layers(nn.Module):
 
 
 class Reference:
-    """One process that does by hand, with torch alone, what mixed precision says: a copy in the dtypes of compute, its
+    """One process that does mixed precision by hand, with torch alone: a copy in the dtypes of compute, its
     gradients averaged over the ranks' parts in float32, and float32 parameters that are stepped."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def inputs(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
 
 
 def train(rank: int, world_size: int) -> dict[int, Any]:
-    """By stage: the weights after some steps, what a step sends, and what is seen on the way."""
+    """By stage: the weights after some steps, the bytes that a step sends, and dtypes observed on the way."""
     found = {}
     for stage in STAGES:
         model = sharded(fresh(Layers), tz.Policy(stage=stage, mixed_precision=MIXED, gather_last_units_once=False))
@@ -136,7 +136,7 @@ def reference() -> Callable[[int], tuple[dict[str, Tensor], dict[str, Tensor]]]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_trains_as_one_process_that_casts_by_hand(ranks: Any, reference: Any, stage: int) -> None:
-    """To the rounding of one bfloat16 operation: Thunder's decompositions round where eager does not, and otherwise."""
+    """Up to the rounding of one bfloat16 operation: Thunder's decompositions round in other places than eager."""
     weights, grads = reference(len(ranks))
     for found in ranks:
         assert found[stage]["weights"].keys() == weights.keys()
@@ -151,7 +151,7 @@ def test_it_trains_as_one_process_that_casts_by_hand(ranks: Any, reference: Any,
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_rests_is_float32_and_what_returns_is_asked_for(ranks: Any, stage: int) -> None:
+def test_shards_are_float32_and_outputs_have_the_dtypes_asked_for(ranks: Any, stage: int) -> None:
     for found in ranks:
         of_stage = found[stage]
         assert {weight.dtype for name, weight in of_stage["weights"].items() if name != "offset"} == {FULL}
@@ -164,7 +164,7 @@ def test_what_rests_is_float32_and_what_returns_is_asked_for(ranks: Any, stage: 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_gathers_travel_in_half_the_bytes(ranks: Any, stage: int) -> None:
-    """Gradients in float32; parameters in bfloat16, but for the norm and the router. On average over ranks."""
+    """Gradients in float32; parameters in bfloat16, except the norm and the router. Mean over ranks."""
     world_size = len(ranks)
     u = (world_size - 1) / world_size
     square, row = WIDTH * WIDTH, WIDTH  # elements of a weight, of all else
@@ -179,7 +179,7 @@ def test_gathers_travel_in_half_the_bytes(ranks: Any, stage: int) -> None:
 
 
 def test_no_cast_copy_is_saved_for_backward() -> None:
-    """What forward hands to backward of parameters are float32 inputs: shards, or what is there in full anyway."""
+    """Forward saves parameters for backward as float32 inputs only: shards, or parameters that are full at rest."""
     x, chosen = inputs(0, 0, 1)
     for stage in (0, 3):
         policy = tz.Policy(stage=stage, mixed_precision=MIXED, gather_last_units_once=False)
@@ -204,8 +204,8 @@ OVERFLOWS = {
 
 
 def overflow(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Steps under torch's own gradient scaler, of which the second overflows on the last rank alone; where a parameter
-    is ignored, in that alone."""
+    """Steps under torch's own gradient scaler; the second one overflows on the last rank only, and if a parameter is
+    ignored, in that parameter only."""
     found = []
     for stage, half, ignored in OVERFLOWS.values():
         model = sharded(fresh(Gate), tz.Policy(stage=stage, mixed_precision=half, ignored=ignored))
@@ -229,7 +229,7 @@ def overflow(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 class Gate(nn.Module):
-    """Four rows, the last of which is the last rank's."""
+    """Four rows; the last rank owns the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def deferred(rank: int, world_size: int) -> dict[str, Any]:
             if way == "no_sync" and step < STEPS - 1:
                 with model.no_sync():
                     model(x, chosen=chosen)["y"].square().mean().backward()
-                found["kept"] = {grad.dtype for grad in sharded_model(model).state.accumulation._deferred.values()}
+                found["deferred"] = {grad.dtype for grad in sharded_model(model).state.accumulation._deferred.values()}
             else:
                 model(x, chosen=chosen)["y"].square().mean().backward()
         found[way] = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
@@ -271,7 +271,7 @@ def deferred(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_deferred_gradients_add_up_in_the_dtype_in_which_they_are_reduced(ranks_pool: RanksPool) -> None:
     for found in ranks_pool.run(2, deferred):
-        assert found["kept"] == {FULL}
+        assert found["deferred"] == {FULL}
         for name, grad in found["each"].items():
             assert error(found["no_sync"][name], grad) < 1e-5, name
 
@@ -280,7 +280,7 @@ BATCH, CONTEXT, CURVE = 4, 16, 40
 
 
 def curve(rank: int, world_size: int, precision: tz.MixedPrecision | None) -> list[float]:
-    """The losses of the example's GPT, which learns to count; without precision in eager float32."""
+    """The losses of the example's GPT, which learns to count; in eager float32 if no precision is given."""
     torch.manual_seed(0)
     model: Any = GPT(GPTConfig(2, 32, 2, CONTEXT, True))
     if precision is not None:
@@ -309,7 +309,7 @@ def test_the_loss_curve_in_bfloat16_follows_float32(ranks_pool: RanksPool) -> No
 
 
 def eighths(rank: int, world_size: int) -> list[str]:
-    """A trained parameter whose dtype nobody adds up; one that is frozen is only gathered."""
+    """A trained parameter in a dtype that no backend sums; a frozen one is only gathered."""
     found = []
     for trained in (True, False):
         module = Gate()
@@ -329,7 +329,7 @@ def test_a_dtype_that_cannot_be_reduced_is_refused_on_all_ranks(ranks_pool: Rank
 
 @dataclass
 class Output:
-    """What some models return."""
+    """A dataclass, as some models return one."""
 
     y: Tensor
     steps: int
@@ -348,8 +348,8 @@ class Borders(nn.Module):
         return Output(self.head(self.norm(self.router(self.embed(tokens)))), 1)
 
 
-def test_an_override_that_says_nothing_computes_as_the_module_is() -> None:
-    """Its inputs are cast to its own dtype and its outputs back; what is tied has the override of any of its names."""
+def test_an_empty_override_computes_in_the_dtype_of_the_module() -> None:
+    """Its inputs are cast to its own dtype and its outputs back; a tied one has the override of any of its names."""
     kept = {name: tz.MixedPrecision() for name in ("router", "norm", "head")}
     half = tz.MixedPrecision(HALF, output_dtype=FULL, overrides=kept)
     policy = tz.Policy(stage=3, mixed_precision=half)
@@ -375,7 +375,7 @@ def test_an_override_that_says_nothing_computes_as_the_module_is() -> None:
 
 
 def reload(rank: int, world_size: int) -> dict[str, Tensor]:
-    """A state dict of another dtype is cast to that of the shards."""
+    """A state dict of another dtype is cast to the shards' dtype."""
     model = sharded(fresh(Gate), tz.Policy(mixed_precision=tz.MixedPrecision(HALF, output_dtype=FULL)))
     model.load_original_state_dict({name: value.double() for name, value in fresh(Gate).state_dict().items()})
     model(torch.ones(1, 4)).sum().backward()
@@ -387,7 +387,7 @@ def test_a_state_dict_of_another_dtype_is_cast(ranks_pool: RanksPool) -> None:
         assert all(torch.equal(weights[name], value) for name, value in fresh(Gate).state_dict().items())
 
 
-def test_what_is_refused() -> None:
+def test_refused_overrides() -> None:
     assert "param_dtype is torch.int32; give one of torch.float16" in raised(lambda: tz.MixedPrecision(torch.int32))
     assert "the override of 'a' is torch.float32; give a thunder_zero.MixedPrecision" in raised(
         lambda: tz.MixedPrecision(overrides={"a": torch.float32})  # type: ignore[dict-item]

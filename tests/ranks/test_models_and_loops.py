@@ -1,4 +1,4 @@
-"""What models and training loops do besides: each case against eager, on several ranks.
+"""Unusual models and training loops: each case against eager, on several ranks.
 
 The reference is one eager copy a rank, trained on that rank's rows, with the mean of the copies' gradients.
 """
@@ -52,7 +52,7 @@ def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def compare_grads(ranks: list[dict[str, Tensor | None]], right: dict[str, Tensor | None], plan: tz.Plan) -> None:
-    """All ranks' gradients of all parameters, put together, against full ones."""
+    """All ranks' gradients of all parameters, joined, against full ones."""
     assert ranks[0].keys() == right.keys()
     for name, expected in right.items():
         parts = [grads[name] for grads in ranks]
@@ -112,7 +112,7 @@ def test_every_kind_of_parameter(ranks_pool: RanksPool, world_size: int) -> None
 
 
 def compare_state(found: Tensors, right: Tensors) -> None:
-    """A gathered state dict: parameters bit for bit (no step was made), buffers (BatchNorm's moved) nearly."""
+    """A gathered state dict: parameters bit for bit (there was no step), buffers (BatchNorm's changed) nearly."""
     assert list(found) == list(right)
     for name, expected in right.items():
         if name.startswith("norm.running"):
@@ -134,7 +134,7 @@ def load_and_save(rank: int, world_size: int) -> list[dict[str, Any]]:
     for stage in STAGES:
         model = sharded(other, stage)
         with torch.no_grad():
-            model(rows_of(rank, 9))  # ZeRO-1 is fresh before, and must notice
+            model(rows_of(rank, 9))  # ZeRO-1's buffers are fresh, and must become stale
         model.load_original_state_dict(plain.state_dict())
         model.eval()
         with torch.no_grad():
@@ -163,7 +163,7 @@ def test_the_plain_state_dict_goes_in_and_comes_out(ranks_pool: RanksPool) -> No
 
 
 def pending_forwards(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Three forwards, then their backwards in another order; a no_grad one between."""
+    """Three forwards, then their backwards in another order; a forward under no_grad in between."""
     results = []
     for stage in STAGES:
         model = sharded(fresh(Mlp), stage)
@@ -200,7 +200,7 @@ class Dropping(nn.Module):
 
 
 def train_with_breaks(model: Any) -> list[Tensor]:
-    """Inference before the first step and between all; every output. All ranks have the same rows."""
+    """Inference before the first step and between all steps; every output. All ranks have the same rows."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     outputs = []
     for step in range(3):
@@ -245,7 +245,7 @@ def test_inference_between_training_steps(ranks_pool: RanksPool) -> None:
 
 
 class Failure(Exception):
-    """What the tests raise in the middle of a step, on every rank."""
+    """Raised by the tests in the middle of a step, on every rank."""
 
 
 def fail(*args: Any, **kwargs: Any) -> Any:
@@ -253,7 +253,7 @@ def fail(*args: Any, **kwargs: Any) -> Any:
 
 
 def failing(name: str, count: int) -> Any:
-    """Within: the transport's method fails the ``count``-th time that it is called."""
+    """Inside of the block the transport's method fails the ``count``-th time that it is called."""
     method, calls = getattr(Exchange, name), itertools.count(1)
     return mock.patch.object(
         Exchange, name, lambda *args, **kwargs: fail() if next(calls) == count else method(*args, **kwargs)
@@ -288,7 +288,7 @@ FAILURES = (fails_in_loss, fails_in_hook, fails_at_second_gather, fails_at_last_
 
 
 def train_with_failures(model: Any, optimizer: Any, rank: int) -> list[tuple[Tensor, dict[str, Tensor | None], int]]:
-    """After each failure a clean step: its output, its gradients, and the bytes that are held after it."""
+    """After each failure a clean step: its output, its gradients, and the bytes held after it."""
     steps = []
     for step, failure in enumerate(FAILURES):
         try:
@@ -319,7 +319,7 @@ def test_a_clean_step_after_a_failure(ranks_pool: RanksPool) -> None:
     copies = [fresh(Mlp) for _ in range(world_size)]
     for result in (result for rank in ranks for result in rank):
         held = [nbytes for _, _, nbytes in result]
-        # From step to step this grows by what the test keeps, and by nothing that a failed step left under way.
+        # From step to step this grows by the results that the test keeps; a failed step leaves nothing under way.
         assert len({after - before for before, after in itertools.pairwise(held)}) == 1
     for step, failure in enumerate(FAILURES):
         outputs = [copy(rows_of(rank, 7, step)) for rank, copy in enumerate(copies)]
@@ -376,7 +376,7 @@ def test_sums_beyond_float16_have_their_mean(ranks_pool: RanksPool, world_size: 
 
 
 class Scale(nn.Module):
-    """A 0-dim factor of everything: Thunder hands back its gradient in the shape of the batch, not summed yet."""
+    """A 0-dim factor of everything: Thunder returns its gradient in the shape of the batch, not summed yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -418,7 +418,7 @@ def step_in_part(rank: int, world_size: int, members: list[int]) -> list[dict[st
 
 
 def test_gradients_are_means_over_the_group_alone(ranks_pool: RanksPool) -> None:
-    """Ranks 1 and 2 of three share a model; rank 0 takes no part, nor does its batch."""
+    """Ranks 1 and 2 of three share a model; rank 0 and its batch take no part."""
     members = [1, 2]
     ranks = ranks_pool.run(3, step_in_part, members)
     copies = [fresh(Mlp) for _ in members]

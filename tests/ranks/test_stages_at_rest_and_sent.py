@@ -1,4 +1,4 @@
-"""The state contracts, cell by cell: what is held at rest, what the optimizer sees, who sends when and how much.
+"""Each stage, cell by cell: bytes held at rest, tensors that the optimizer steps, bytes sent in each phase.
 
 Bytes are counted where messages leave (:func:`tests.harness.models.count_sends`), and compared with the plan's.
 """
@@ -43,7 +43,7 @@ AGAIN = {"mlp.layers.1.weight", "one_row"}  # x needs no gradient, so the first 
 
 
 def policy_of(stage: int) -> tz.Policy:
-    """As the stage is defined; ZeRO-3 would keep this small model whole: tests/ranks/test_last_units.py."""
+    """As the stage is defined; ZeRO-3 would gather all of this small model once: tests/ranks/test_last_units.py."""
     return tz.Policy(stage=stage, gather_last_units_once=False)
 
 
@@ -51,16 +51,16 @@ def plan_of(stage: int, world_size: int, rank: int) -> Plan:
     return make_plan(fresh(Few), policy_of(stage), world_size, rank)
 
 
-# What the ranks do
+# The ranks' part
 
 
 def described(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
-    """Shape; bytes of the memory that holds it; where it begins there, in elements."""
+    """Shape; bytes of its storage; its offset there, in elements."""
     return tuple(tensor.shape), tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
 
 
 def live(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Each stage's model trains a little; what it sends meanwhile, and what is there after it and was not before."""
+    """Trains each stage's model a little; the bytes that it sends, and the memory that it adds."""
     results = []
     for stage in STAGES:
         before = storages()
@@ -81,7 +81,7 @@ def live(rank: int, world_size: int) -> list[dict[str, Any]]:
 
 
 def count_phases(model: Any, optimizer: torch.optim.Optimizer, stage: int) -> dict[str, Any]:
-    """Bytes sent in each phase; those of a step by the timeline, and what it reduces together."""
+    """Bytes sent in each phase; those of a step by the timeline, and the buckets that it reduces."""
     sent: dict[str, int] = {}
     of_one = torch.optim.SGD([model.get_parameter("one_row")], 0.1)
 
@@ -119,7 +119,7 @@ def count_phases(model: Any, optimizer: torch.optim.Optimizer, stage: int) -> di
 
 
 def held_by_zero1(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What its buffers hold after a step, and after the forward that follows."""
+    """The values in its buffers after a step, and after the next forward."""
     model(X).square().mean().backward()
     optimizer.step()
     stale = buffers(model)
@@ -128,7 +128,7 @@ def held_by_zero1(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def buffers(model: Any) -> dict[str, Tensor]:
-    """Copies of the memory behind each parameter that the optimizer sees, as 1-D float32."""
+    """Copies of the storage of each parameter that the optimizer steps, as 1-D float32."""
     memory = {name: param.detach().untyped_storage() for name, param in model.named_parameters()}
     return {name: torch.empty(0).set_(storage).clone() for name, storage in memory.items()}
 
@@ -139,11 +139,11 @@ def counted(ranks_pool: RanksPool) -> Callable[[int], list[list[dict[str, Any]]]
     return cache(lambda world_size: ranks_pool.run(world_size, live, timeout=110))
 
 
-# At rest, and what the optimizer sees
+# At rest, and in the optimizer
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_what_is_held_at_rest_and_seen_by_the_optimizer(counted: Any, world_size: int) -> None:
+def test_bytes_at_rest_and_tensors_of_the_optimizer(counted: Any, world_size: int) -> None:
     for rank, results in enumerate(counted(world_size)):
         for stage, result in zip(STAGES, results, strict=True):
             plan = plan_of(stage, world_size, rank)
@@ -161,7 +161,7 @@ def test_what_is_held_at_rest_and_seen_by_the_optimizer(counted: Any, world_size
                 assert offset == (rank * owned[param.path] // 4 if stage == 1 and param.sharded else 0)
 
 
-# Who sends what, when
+# Bytes sent
 
 FORWARDS = ("first forward", "forward after a step", "forward again", "forward after inference")
 WITHOUT_BACKWARD = (
@@ -195,7 +195,7 @@ def test_bytes_of_every_phase(counted: Any, world_size: int, stage: int) -> None
 
 
 def reduced_bytes(plan: Plan, buckets: list[tuple[str, ...]]) -> int:
-    """The least that reducing these buckets takes, with whole elements: to each rank what it owns, from it the means.
+    """The fewest bytes that can reduce these buckets, in whole elements: a rank gets its rows and sends means.
 
     An all-reduce cuts its bucket as a whole; two ranks swap all that they have. The plan, which divides each tensor
     by itself, rounds up and counts alike for all ranks: it may be off by an element a rank.
@@ -217,7 +217,7 @@ def reduced_bytes(plan: Plan, buckets: list[tuple[str, ...]]) -> int:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_one_rank_of_zero1_has_nothing_but_padding(world_size: int) -> None:
-    """So the counts above cover a rank that has nothing to send, and must refresh all the same."""
+    """So the counts above cover a rank that sends nothing, and must refresh all the same."""
     last = plan_of(1, world_size, world_size - 1)
     assert last.gather_bytes(last.by_name["one_row"]) == 0
     first = plan_of(1, world_size, 0)
@@ -226,7 +226,7 @@ def test_one_rank_of_zero1_has_nothing_but_padding(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_refreshed_buffers_are_equal_bit_for_bit(counted: Any, world_size: int) -> None:
-    """Before the refresh each rank has its own new rows only."""
+    """Before the refresh each rank has new values in its own rows only."""
     ranks = [results[1] for results in counted(world_size)]
     for name, buffer in ranks[0]["refreshed"].items():
         assert all(torch.equal(other["refreshed"][name], buffer) for other in ranks[1:]), name
@@ -248,7 +248,8 @@ def test_the_timeline_knows_the_bytes(counted: Any, world_size: int, stage: int)
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_bytes_over_all_ranks_are_the_formula(counted: Any, world_size: int) -> None:
-    """2u, or 3u less what backward does not need. u is (W - 1) / W of the model; all ranks send (W - 1) x the model."""
+    """2u, or 3u without the parameters that backward does not need. u is (W - 1) / W of the model; all ranks send
+    (W - 1) x the model."""
     params = plan_of(3, world_size, 0).by_name
     model = sum(param.full_bytes for param in params.values())
     not_again = sum(param.full_bytes for path, param in params.items() if path not in AGAIN)

@@ -1,4 +1,4 @@
-"""The stages are real: what is alive when, from live memory, while models train as eager does.
+"""The stages hold in live memory: which tensors are alive when, while models train as eager does.
 
 Every gathered parameter's memory is watched by a weak reference to its storage, which any view keeps alive.
 """
@@ -32,15 +32,15 @@ ALL_CASES = {
     "zero3-autocast": Case(Patterns, TEXTBOOK, autocast=True),
     "zero2": Case(Patterns, tz.ZERO2),
     "zero2-autocast": Case(Patterns, tz.ZERO2, autocast=True),
-    "zero3-keep-last": Case(Patterns, tz.ZERO3),
+    "zero3-last-units-once": Case(Patterns, tz.ZERO3),
 }
-NAMES = tuple(only(("zero3", "zero2", "zero2-autocast", "zero3-keep-last"), ALL_CASES))
+NAMES = tuple(only(("zero3", "zero2", "zero2-autocast", "zero3-last-units-once"), ALL_CASES))
 CASES = tuple(ALL_CASES[name] for name in NAMES)
 
 
 @pytest.fixture(scope="module")
 def results(ranks_pool: RanksPool) -> list[list[dict[str, Any]]]:
-    """Of each rank, for each case. The rows of most parameters are padded: 3 divides 9, not 8, 11, 29 or 5."""
+    """For each rank and each case. The rows of most parameters are padded: 3 divides 9, not 8, 11, 29 or 5."""
     return ranks_pool.run(3, live, CASES, timeout=110)
 
 
@@ -51,20 +51,20 @@ def test_training_equals_eager(results: list[list[dict[str, Any]]], at: int) -> 
 
 # Autocast to bfloat16 makes ZeRO-2 keep the casts, and free the float32 that they are made of; all but the weight
 # norm's factors, which its gradient reads in float32.
-KEPT_BY_ZERO2 = {False: PATTERNS_AGAIN, True: {"v", "g"}}
+ALIVE_IN_ZERO2 = {False: PATTERNS_AGAIN, True: {"v", "g"}}
 # Whole units, the last three of forward: one computes and two are under way at the peak.
-KEPT_BY_ZERO3 = {"w", "v", "g", "bias", "layers.2.weight", "layers.2.bias", "layers.1.weight", "layers.1.bias"}
+LISTED_IN_ZERO3 = {"w", "v", "g", "bias", "layers.2.weight", "layers.2.bias", "layers.1.weight", "layers.1.bias"}
 
 
 @pytest.mark.parametrize("at", range(len(CASES)), ids=NAMES)
-def test_what_is_alive(results: list[list[dict[str, Any]]], at: int) -> None:
+def test_alive_tensors(results: list[list[dict[str, Any]]], at: int) -> None:
     case = CASES[at]
     for rank in results:
         result = rank[at]
         listed = set(result["listed as kept"])
-        assert case.policy.stage == 2 or listed == (KEPT_BY_ZERO3 if case.policy.gather_last_units_once else set())
-        # What backward does not read (biases) is gone.
-        kept = listed & PATTERNS_AGAIN if case.policy.stage == 3 else KEPT_BY_ZERO2[case.autocast]
+        assert case.policy.stage == 2 or listed == (LISTED_IN_ZERO3 if case.policy.gather_last_units_once else set())
+        # Parameters that backward does not read (biases) are freed.
+        kept = listed & PATTERNS_AGAIN if case.policy.stage == 3 else ALIVE_IN_ZERO2[case.autocast]
         assert result["after forward"] == kept
         assert result["after backward"] == result["after inference"] == set()
         assert result["again"] == (PATTERNS_AGAIN - kept if case.policy.stage == 3 else set())
@@ -79,17 +79,17 @@ def test_what_is_alive(results: list[list[dict[str, Any]]], at: int) -> None:
 
 
 def test_peaks_of_the_stages(results: list[list[dict[str, Any]]]) -> None:
-    """ZeRO-3 takes less than ZeRO-2, and no more where it keeps the last units."""
+    """ZeRO-3 takes less than ZeRO-2, and no more if it gathers the last units once."""
     model = sum(param.numel() * 4 for param in fresh(Patterns).parameters())
     for rank in results:
         peak = {name: result["peak"] for name, result in zip(NAMES, rank, strict=True)}
         assert peak.get("zero3-regather", 0) <= peak["zero3"] < peak["zero2"] <= model
-        assert peak["zero3-keep-last"] == peak["zero3"]
+        assert peak["zero3-last-units-once"] == peak["zero3"]
 
 
 @pytest.fixture(scope="module")
 def fused(ranks_pool: RanksPool) -> list[list[dict[str, Any]]]:
-    """Of two ranks, for each of FUSED."""
+    """For each of two ranks and each case of FUSED."""
     return ranks_pool.run(2, live, FUSED, timeout=380)
 
 
@@ -106,7 +106,7 @@ FUSED = tuple(FUSED_CASES[name] for name in FUSED_NAMES)
 @pytest.mark.timeout(400)  # when the cache of torch's compiler is cold
 @pytest.mark.parametrize("at", range(len(FUSED)), ids=FUSED_NAMES)
 def test_a_fusing_executor_keeps_the_stage(fused: list[list[dict[str, Any]]], at: int) -> None:
-    """With torch_compile, what is between two gathers becomes a region; the gathers stay where they are without it."""
+    """With torch_compile, the lines between two gathers become a region; the gathers stay where they are without it."""
     case = FUSED[at]
     check_numbers([rank[at] for rank in fused], case)
     for rank in fused:

@@ -1,4 +1,4 @@
-"""Uneven last batches: what DistributedSampler makes of them, and a mean that weighs every sample alike."""
+"""Uneven last batches: as DistributedSampler pads or drops them, and with a mean that weighs every sample alike."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def ranks(ranks_pool: RanksPool) -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("drop", DROP)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_epoch_equals_one_process_on_what_the_sampler_gave(ranks: Any, stage: int, drop: bool) -> None:
-    """Without ``drop_last`` the first sample comes twice, and counts twice; with it two are left out."""
+    """Without ``drop_last`` the first sample appears, and counts, twice; with it two samples are left out."""
     steps = [torch.cat(parts) for parts in zip(*(found[stage, drop][0] for found in ranks), strict=True)]
     used = torch.cat(steps)
     assert len(used) == (9 if drop else 12)

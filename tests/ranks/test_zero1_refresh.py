@@ -1,4 +1,4 @@
-"""ZeRO-1: all ranks decide alike what is out of date, whoever changed it."""
+"""ZeRO-1: all ranks refresh the same stale parameters, however these were changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that talks to ``torch.distributed``: process groups, the collectives of a model, agreement between ranks.
+"""Everything that talks to ``torch.distributed``: groups, collectives, agreement between ranks.
 
 Three doors: :func:`thunder_zero.comm.backends.model_transport` makes the object that gathers parameters and averages
 gradients, :mod:`thunder_zero.comm.agree` makes all ranks refuse what one refuses, and :mod:`thunder_zero.comm.peers`

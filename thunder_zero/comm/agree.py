@@ -1,4 +1,4 @@
-"""Compares modules, arguments and schedules between ranks, and makes all ranks refuse what one refuses.
+"""Compares modules, arguments and schedules between ranks; all ranks refuse what one refuses.
 
 Ranks that disagree do not fail by themselves: they hang, or exchange bytes that mean something else. So a rank that
 refuses tells all others before anything is written, and everything that has to agree is compared fact by fact.

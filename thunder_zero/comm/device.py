@@ -1,4 +1,4 @@
-"""Chooses the device of the shards, and refuses parameters that the process group cannot send or reduce."""
+"""Chooses the device of the shards; refuses parameters that the group cannot send or reduce."""
 
 from __future__ import annotations
 

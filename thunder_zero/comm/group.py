@@ -1,4 +1,4 @@
-"""Finds the process groups of a model from its ``process_group`` or ``mesh``, and makes further ones."""
+"""Finds the process groups of a model from ``process_group`` or ``mesh``."""
 
 from __future__ import annotations
 

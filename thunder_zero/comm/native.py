@@ -1,4 +1,4 @@
-"""Transports over the backend's own collectives: grouped into one launch on NCCL, one by one elsewhere.
+"""Transports over the backend's own collectives: one launch a bucket on NCCL.
 
 The tensors travel without copies. Only a gradient whose number of rows is not divisible by the number of ranks is
 copied, into a buffer with zeros at its end, since these collectives send chunks of equal size.

@@ -1,4 +1,4 @@
-"""Casts (mixed precision) and copies from and to host memory (CPU offload), in front of another transport.
+"""Casts (mixed precision) and copies to and from host memory, in front of another transport.
 
 Shards are cast and copied before the gather, so that only shards are, and a copy lives only while its bytes travel;
 gradients after the reduction. On CUDA, shards in host memory are pinned, and casts run on the device, since a copy

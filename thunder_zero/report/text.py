@@ -1,4 +1,4 @@
-"""A timeline as plain text, one operation a line.
+"""Prints a timeline as plain text, one operation a line.
 
 ::
 
@@ -19,9 +19,9 @@ VALUES_WIDTH = 32  # fixed, so that the texts of two timelines can be compared l
 
 
 def format_timeline(timeline: Timeline) -> str:
-    """The operations in their order: kind, what it writes and reads, parameters, and whether it is done again.
+    """The operations in order: kind, writes and reads, parameters, and "again" for a copy.
 
-    A line is as long as its names make it; the border stands before the first operation of backward.
+    Long names make long lines. A border separates the halves.
     """
     lines = [_line(op) for op in timeline.ops]
     border = next((at for at, op in enumerate(timeline.ops) if op.backward), None)

@@ -1,4 +1,4 @@
-"""One rank's share of a model: what it holds between steps, and what training code and compiled traces do with it.
+"""One rank's share of a model: what it holds, and what training code and traces do with it.
 
 ``state.py`` is the share itself. Its doors: ``calls.py`` for compiled traces, ``sharded_model.py`` for everything that
 is given a model (checkpoints, state dicts, clipping), ``initial_values/`` before there is a model. Nothing here knows

@@ -1,4 +1,4 @@
-"""Times the waits of a model's collectives, and the compute between them, while ``measure_times`` runs.
+"""Times the waits of a model's collectives, and the compute between them.
 
 Each collective's handle passes through the model's :class:`Clock`, which returns it unchanged unless the clock runs.
 Moments are those of the device that computes: on CUDA they are events in its stream, so that the host runs ahead as

@@ -1,4 +1,4 @@
-"""A loss that gives the items of all ranks the same weight, where ranks have different numbers of them."""
+"""A loss that weighs the items of all ranks alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathered parameters that an accumulation reads again instead of gathering them for each micro-batch."""
+"""Gathered parameters that an accumulation reads again instead of gathering them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lays out one rank's memory: the rows that the optimizer steps, and ZeRO-1's full buffers around them."""
+"""Lays out a rank's memory: the optimizer's rows, and ZeRO-1's full buffers around them."""
 
 from __future__ import annotations
 

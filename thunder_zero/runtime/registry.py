@@ -1,4 +1,4 @@
-"""Finds the sharded model of a tensor: of a shard, a placeholder, or a parameter as it was before the transform.
+"""Finds the sharded model of a shard, a placeholder, or an original parameter.
 
 Weak tables: they keep no model and no tensor alive.
 """

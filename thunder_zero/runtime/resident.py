@@ -1,4 +1,4 @@
-"""ZeRO-1's resident parameters: sharded for the optimizer, and in full at rest; stale rows are gathered again."""
+"""ZeRO-1's resident parameters: full buffers at rest, whose stale rows are gathered again."""
 
 from __future__ import annotations
 

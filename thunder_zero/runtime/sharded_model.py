@@ -1,4 +1,4 @@
-"""The interface of a sharded model: everything that training loops, checkpoints and state dicts need of it.
+"""The interface of a sharded model for training loops, checkpoints and state dicts.
 
 A front end, such as ``thunder.jit`` with ZeroTransform, makes models that implement it; code that uses them does not
 know which front end made them.

@@ -1,4 +1,4 @@
-"""Holds one rank's share of one model: shards and placeholders, and everything that lives as long as they do.
+"""Holds one rank's share of one model: shards, placeholders, and what lives as long.
 
 Training code steps the shards; compiled traces reach this state through ``calls.py``.
 """

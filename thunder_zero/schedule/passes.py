@@ -1,4 +1,4 @@
-"""Runs the passes, pure functions from timeline to timeline, in their order, with a proof after each."""
+"""Runs the passes, pure functions from timeline to timeline, with a proof after each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists one rank's part of a model and its optimizers by state-dict names; state dicts and checkpoints use it.
+"""Lists one rank's part of a model and its optimizers by state-dict names.
 
 The names are those of FSDP2's ``get_state_dict``: ``{"model": ..., "optim": {"state": ..., "param_groups": ...}}`` with
 the plain module's parameter names.

@@ -1,4 +1,4 @@
-"""Full state dicts in Thunder's and Fabric's own hooks: cuts full values into rows, and gathers rows into full values.
+"""Cuts full state dicts into rows, and back, in Thunder's and Fabric's own hooks.
 
 ``shard`` and ``full`` serve ZeroTransform; the functions on optimizers serve Fabric.
 """

@@ -1,4 +1,4 @@
-"""State dicts of a sharded model's optimizers as FSDP2 has them, made and loaded: by parameter names."""
+"""State dicts of a sharded model's optimizers, as FSDP2 has them, by parameter names."""
 
 from __future__ import annotations
 

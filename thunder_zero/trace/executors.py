@@ -1,4 +1,4 @@
-"""Schedules the joint trace, as Thunder's first fusion executor, and repairs it after the fusers, as its last.
+"""Schedules the joint trace before Thunder's fusers, and repairs it after them.
 
 Thunder calls the pass of a fusion executor once, with forward and backward in one lowered trace, before the split. The
 first one runs before any fusion: the only moment when a schedule can choose what backward gathers again, and when the

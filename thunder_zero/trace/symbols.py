@@ -1,4 +1,4 @@
-"""The executor of a model: the symbols of our lines in its traces, and the runtime functions that they call.
+"""The executor of a model: the symbols of our lines, and the runtime functions that they call.
 
 Each model has its own executor, so a line of a trace needs no process group and no state; its arguments are tensors and
 paths of parameters only::

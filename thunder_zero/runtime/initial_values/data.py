@@ -1,4 +1,4 @@
-"""Data of the room: the sources that the user gives, the module that needs values, the initial values."""
+"""The sources that the user gives, the module that needs values, the values."""
 
 from __future__ import annotations
 

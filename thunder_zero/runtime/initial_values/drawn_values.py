@@ -1,4 +1,4 @@
-"""Holds the values drawn so far: planned parameters already cut to rest, so that no rank holds the whole model."""
+"""Holds the values drawn so far, planned parameters already cut to rest."""
 
 from __future__ import annotations
 

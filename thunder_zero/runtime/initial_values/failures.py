@@ -1,4 +1,4 @@
-"""Postpones a rank's failure until the others can hear of it: until then they wait for its collectives."""
+"""Postpones a rank's failure until the others can hear of it."""
 
 from __future__ import annotations
 
