@@ -157,7 +157,7 @@ def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
             "planned peak": max(gathered_bytes(traces.timeline)),
             "in flight": max(in_flight_bytes(traces.timeline, Kind.GATHER)),
             "at reductions": at_reductions,
-            "listed as kept": traces.plan.gathered_once,
+            "gathered once": traces.plan.gathered_once,
             "again": {path for op in traces.backward_timeline.ops if op.kind is Kind.GATHER for path in op.params},
             "spread": spread(traces.forward_timeline),
             "saved of parameters": saved(traces.forward)

@@ -61,7 +61,7 @@ def test_alive_tensors(results: list[list[dict[str, Any]]], at: int) -> None:
     case = CASES[at]
     for rank in results:
         result = rank[at]
-        listed = set(result["listed as kept"])
+        listed = set(result["gathered once"])
         assert case.policy.stage == 2 or listed == (LISTED_IN_ZERO3 if case.policy.gather_last_units_once else set())
         # Parameters that backward does not read (biases) are freed.
         kept = listed & PATTERNS_AGAIN if case.policy.stage == 3 else ALIVE_IN_ZERO2[case.autocast]

@@ -89,7 +89,7 @@ class Staging:
 class PutBack:
     """The handle of means that are cast and copied to the dtypes and devices of the shards.
 
-    A copy to host memory may still run when ``wait`` returns: ``State.land`` waits for all of them.
+    A copy to host memory may still run when ``wait`` returns: ``Calls.land`` waits for all of them.
     """
 
     def __init__(self, handle: Waitable, places: Sequence[tuple[torch.device, torch.dtype]]) -> None:
