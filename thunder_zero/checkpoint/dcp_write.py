@@ -1,12 +1,7 @@
 """Writes items to files of ``torch.distributed.checkpoint`` (DCP).
 
-<<<<<<< HEAD
-Needs no process group. Any reader of DCP's format (FSDP2's tools, ``dcp_to_torch_save``) reads them. We use DCP's parts
-and not ``dcp.save``: each rank's file follows from the plan, so one message from each rank is enough.
-=======
 Any reader of DCP's format (FSDP2's tools, ``dcp_to_torch_save``) reads them. We use DCP's parts and not ``dcp.save``:
 each rank's file follows from the plan, so this needs no process group, and one message from each rank is enough.
->>>>>>> house-checkpoint
 """
 
 from __future__ import annotations
