@@ -1,7 +1,7 @@
-"""Lets a rank die, or hang, in the middle of what ranks do together, and notes what the others say.
+"""Lets a rank die or hang in the middle of a collective or a save, and records the errors of the others.
 
-``python -m tests.harness.death_worker FOLDER`` prints a JSON object: for each case what each other rank said. It is a
-process of its own, since it forks (ranks start in milliseconds that way), and pytest has threads.
+``python -m tests.harness.death_worker FOLDER`` prints a JSON object: for each case, the error of each other rank. It
+runs in its own process because it forks, which starts ranks in milliseconds, and pytest has threads.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from thunder_zero.comm import pairwise
 from thunder_zero.comm.pairwise import Exchange
 
 WORLD, VICTIM = 3, 1
-TIMEOUT_SECONDS = 6.0  # of the process group; the ranks compile one before, on a busy machine not at one time
-ENDS_SECONDS = TIMEOUT_SECONDS + 10.0  # after the death, all others have ended
+TIMEOUT_SECONDS = 6.0  # of the process group; before, ranks compile a step, on a busy machine not in parallel
+ENDS_SECONDS = TIMEOUT_SECONDS + 10.0  # by then, after the death, all others have ended
 START_SECONDS = 60.0
 Die = Callable[[], None]
 Step = Callable[[Any, torch.optim.Optimizer, Path], Any]
 
 
 def in_transport(method: str) -> Callable[[Die], None]:
-    """Dies in this collective of the model, right after the first of its messages has left."""
+    """Dies in this collective of the model, right after sending the first of its messages."""
 
     def arm(die: Die) -> None:
         launch, send = getattr(Exchange, method), pairwise.send
@@ -64,7 +64,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     optimizer.step()
 
 
-# name -> signal, when the victim gets it, what all do
+# name -> signal, moment at which the victim gets it, step of all ranks
 ALL_CASES: dict[str, tuple[signal.Signals, Callable[[Die], None], Step]] = {
     "killed in a gather": (signal.SIGKILL, in_transport("all_gather"), train),
     "killed in a reduction": (signal.SIGKILL, in_transport("reduce_scatter"), train),
@@ -84,7 +84,7 @@ CASES = only(("killed in a gather", "killed in a save", "hangs in a gather"), AL
 
 
 def rank_of(rank: int, name: str, folder: Path) -> int:
-    """One rank: a step that is whole, then the one in which the victim dies."""
+    """One rank: a complete step, then the one in which the victim dies."""
     deadly, arm, step = CASES[name]
     timeout = timedelta(seconds=TIMEOUT_SECONDS)
     store = f"file://{folder}/store"
@@ -95,7 +95,7 @@ def rank_of(rank: int, name: str, folder: Path) -> int:
     if rank == VICTIM:
         arm(lambda: os.kill(os.getpid(), deadly))
     try:
-        while True:  # a rank that has all it needs ends the step, and hears of the death in the next
+        while True:  # a rank that needs nothing more finishes the step, and fails in the next
             step(model, optimizer, folder)
     except RuntimeError as error:
         (folder / f"said{rank}").write_text(str(error))
@@ -103,11 +103,11 @@ def rank_of(rank: int, name: str, folder: Path) -> int:
 
 
 def one(name: str, folder: Path) -> dict[int, str]:
-    """What the others said. They end as any program does: exit handlers are run and threads waited for.
+    """The errors of the other ranks. They exit as any program does: exit handlers run, and threads are joined.
 
     Raises:
         SystemExit: in each rank's process, at its end.
-        TimeoutError: somebody hangs.
+        TimeoutError: a rank hangs.
     """
     folder.mkdir()
     children = {}
@@ -128,17 +128,17 @@ def one(name: str, folder: Path) -> dict[int, str]:
 
 
 def await_end(children: Sequence[int], seconds: float) -> None:
-    """Wait until all have ended, or were stopped.
+    """Wait until all have ended or stopped.
 
     Raises:
-        TimeoutError: one has not.
+        TimeoutError: some have not after ``seconds``.
     """
     until = time.monotonic() + seconds
     living = set(children)
     while living:
         living -= {child for child in living if os.waitpid(child, os.WNOHANG | os.WUNTRACED)[0]}
         if time.monotonic() > until:
-            raise TimeoutError(f"{len(living)} of {len(children)} processes live after {seconds:g} s")
+            raise TimeoutError(f"{len(living)} of {len(children)} processes still run after {seconds:g} s")
         time.sleep(0.01)
 
 

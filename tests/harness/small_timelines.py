@@ -1,4 +1,4 @@
-"""Small timelines written by hand, and the lines that a test compares."""
+"""Builds small timelines, and the lines of text that a test compares."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 ALONE = Policy(
     stage=3, bucket_bytes=0, in_flight_bytes=0, gather_last_units_once=False
-)  # what is kept: test_last_units.py
+)  # test_last_units.py tests that
 
 
 def model(policy: Policy, *uses: Use | str, training: bool = True, **fields: dict[str, object]) -> Timeline:
-    """A timeline of 4-byte parameters named ``unit.name``; ``fields`` are those that differ, by ``unit_name``."""
+    """A timeline of 4-byte parameters named ``unit.name``; ``fields`` overrides their fields, by ``unit_name``."""
     all_uses = [use if isinstance(use, Use) else Use(use) for use in uses]
     paths = dict.fromkeys(path for use in all_uses for path in (use.path, *use.steps) if "." in path)
     params = []
@@ -30,7 +30,7 @@ def model(policy: Policy, *uses: Use | str, training: bool = True, **fields: dic
 
 
 def lines(timeline: Timeline, *kinds: Kind, backward: bool | None = None) -> list[str]:
-    """One word of kind and one for each parameter, or what a computation writes and from what."""
+    """Each operation's kind and parameters, or a computation's results and inputs."""
 
     def line(op: Op) -> str:
         computed = f"{' '.join(op.writes) or 'return'} <- {' '.join(op.reads)}"

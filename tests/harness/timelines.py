@@ -1,4 +1,4 @@
-"""Lifted timelines for tests, as ``trace/lift.py`` makes them, and an interpreter that says what they compute."""
+"""Builds timelines as ``trace/lift.py`` lifts them, and interprets what a timeline computes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Value
 
 
 def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **fields: object) -> Param:
-    """A parameter as ``make_plan`` plans it; ``fields`` replace what it says."""
+    """A parameter as ``make_plan`` plans it; ``fields`` overrides its fields."""
     stage = STAGES[policy.stage]
     sharded = stage.sharded and is_sharded(shape)
-    kept = not sharded or stage.gathered_once
+    once = not sharded or stage.gathered_once
     dtype = fields.get("dtype", torch.float32)
     compute = fields.get("compute_dtype", dtype)
     reduce = fields.get("reduce_dtype", compute)
-    gather_per_unit = sharded and not kept and policy.gather_per_unit
+    gather_per_unit = sharded and not once and policy.gather_per_unit
     resident = sharded and stage.resident
-    param = Param(path, (), shape, dtype, compute, reduce, True, unit, sharded, resident, kept, gather_per_unit)  # type: ignore[arg-type]
+    param = Param(path, (), shape, dtype, compute, reduce, True, unit, sharded, resident, once, gather_per_unit)  # type: ignore[arg-type]
     return replace(param, **fields)  # type: ignore[arg-type]
 
 
 def in_flight_bytes(timeline: Timeline, *kinds: Kind) -> tuple[int, ...]:
-    """Full bytes launched and not yet waited for after each operation, of launches of these kinds (default: both)."""
+    """After each operation, the full bytes launched and not yet waited for, for these kinds (default: both)."""
     under_way, counts = 0, []
     wanted = kinds or LAUNCHES
     for op in timeline.ops:
@@ -44,12 +44,12 @@ def in_flight_bytes(timeline: Timeline, *kinds: Kind) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Use:
-    """One computation of forward, ``y <- x, w``, and its two of backward, ``gx <- gy, w`` and ``gw <- gy, x``.
+    """A computation of forward, ``y <- x, w``, and its two in backward, ``gx <- gy, w`` and ``gw <- gy, x``.
 
-    ``steps`` lie between the parameter and the computation: "view" of the last value, "pair" makes two values at once,
-    "constant" reads a constant too, a path reads that parameter too, "random" leaves the cone. ``needed``: backward
-    reads the last value, through a view made in backward if ``view_in_backward``. ``random`` puts a random operation
-    behind the computation; ``returned`` makes the last value of the steps an output of forward.
+    ``steps`` come between the parameter and the computation: "view" views the last value, "pair" makes two values,
+    "constant" also reads a constant, a path also reads that parameter, "random" leaves the cone. ``needed``: backward
+    reads the last value, through a view made in backward if ``view_in_backward``. ``random`` adds a random operation
+    after the computation; ``returned`` makes the last value of the steps an output of forward.
     """
 
     path: str
@@ -62,7 +62,7 @@ class Use:
 
 @dataclass
 class Builder:
-    """Appends operations as ``lift`` orders them: gathers at first use, reductions where gradients are made."""
+    """Appends operations in the order of ``lift``: gathers at first use, reductions right after the gradients."""
 
     plan: Plan
     ops: list[Op] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Builder:
         self.values.update(dict.fromkeys(names, Value(param.full_bytes, str(param.compute_dtype))))
 
     def use(self, path: str) -> str:
-        """The full parameter, gathered if this is its first use."""
+        """The value of the full parameter; gathers it at its first use."""
         param = self.plan.by_name[path]
         if path not in self.full and not param.sharded:
             self.full[path] = f"t_{path}"
@@ -157,7 +157,7 @@ def lifted(plan: Plan, uses: Sequence[Use], *, training: bool = True) -> Timelin
 def _backward(
     builder: Builder, uses: Sequence[Use], last: Sequence[tuple[str, str]]
 ) -> tuple[list[tuple[str, str]], str]:
-    """Appends backward; returns the gradients of parameters with their paths, and the gradient of ``x``."""
+    """Append backward; return the parameters' gradients with their paths, and the gradient of ``x``."""
     builder.backward = True
     builder.add(Kind.COMPUTE, ("gy",), "g", repeatable=False)  # Thunder's get_grad
     left = Counter(use.path for use in uses)
@@ -182,7 +182,7 @@ def _backward(
 
 
 def gpt(layers: int, policy: Policy, *, world_size: int = 4, training: bool = True, **fields: object) -> Timeline:
-    """A small GPT: embedding tied with the head through a transpose, blocks of twelve parameters."""
+    """A small GPT: an embedding tied to the head through a transpose, and blocks of twelve parameters."""
     shapes = {"ln1.w": (8,), "ln1.b": (8,), "qkv.w": (24, 8), "qkv.b": (24,), "proj.w": (8, 8), "proj.b": (8,)}
     shapes |= {"ln2.w": (8,), "ln2.b": (8,), "fc.w": (32, 8), "fc.b": (32,), "out.w": (8, 32), "out.b": (8,)}
     params = [make_param("wte", (64, 8), "", policy, **fields), make_param("wpe", (16, 8), "", policy, **fields)]
@@ -242,15 +242,15 @@ Terms = dict[object, int]
 
 
 def interpret(timeline: Timeline, terms: Terms | None = None) -> tuple[int, ...]:
-    """What the return reads, each as the number of its expression in ``terms`` (equal expressions, equal numbers).
+    """The values that the return reads, as numbers of expressions in ``terms``: equal expressions, equal numbers.
 
     Raises:
-        AssertionError: a value is read before it is there, or after its memory was freed.
+        AssertionError: an operation reads a value before it is written, or after its memory was freed.
     """
     terms = {} if terms is None else terms
     value: dict[str, int] = {}
     pending: dict[str, list[int]] = {}
-    memory: dict[str, frozenset[str]] = {}  # value -> gathered values whose memory it may be
+    memory: dict[str, frozenset[str]] = {}  # value -> gathered values whose memory it may share
     freed: set[str] = set()
     runs: Counter[int] = Counter()
     written = {name for op in timeline.ops for name in op.writes}
@@ -260,7 +260,7 @@ def interpret(timeline: Timeline, terms: Terms | None = None) -> tuple[int, ...]
 
     def read(name: str) -> int:
         assert memory.get(name, frozenset()).isdisjoint(freed), f"{name} is read after its free"
-        assert name in value or name not in written, f"{name} is read before it is there"
+        assert name in value or name not in written, f"{name} is read before it is written"
         return value.get(name, term("input", name))
 
     for op in timeline.ops:

@@ -61,7 +61,7 @@ def test_what_is_alive(results: list[list[dict[str, Any]]], at: int) -> None:
     case = CASES[at]
     for rank in results:
         result = rank[at]
-        listed = set(result["listed as kept"])
+        listed = set(result["gathered once"])
         assert case.policy.stage == 2 or listed == (KEPT_BY_ZERO3 if case.policy.gather_last_units_once else set())
         # What backward does not read (biases) is gone.
         kept = listed & PATTERNS_AGAIN if case.policy.stage == 3 else KEPT_BY_ZERO2[case.autocast]
