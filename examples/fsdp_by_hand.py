@@ -235,7 +235,10 @@ def check_numbers(module: nn.Module, x: Tensor, plan: tz.Plan, output: Tensor, g
         grad = module.get_parameter(param.path).grad
         assert grad is not None
         torch.testing.assert_close(grads[param.path], grad[start:stop])
-    show("11. The numbers are right", "the output equals the plain module's, the gradients its gradients' rows")
+    show(
+        "11. The numbers are right",
+        "the output equals the plain module's, and each gradient equals this rank's rows of its gradient",
+    )
 
 
 # 12. So far this was the textbook. By default the policy also sets gather_last_units_once: the last units of forward

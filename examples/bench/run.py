@@ -74,7 +74,7 @@ def parse_options(known: dict[str, Contestant], arguments: Sequence[str] | None 
     parser.add_argument("--networks", nargs="+", help=f"{LOOPBACK} or rates such as 1gbit (all; see above)")
     parser.add_argument("--world-sizes", nargs="+", type=int, help="numbers of ranks (2 4)")
     parser.add_argument("--rounds", type=int, help="turns per contestant and network (5)")
-    parser.add_argument("--contestants", nargs="+", choices=known, metavar="NAME", help=f"of {' '.join(known)} (all)")
+    parser.add_argument("--contestants", nargs="+", choices=known, metavar="NAME", help=f"from {' '.join(known)} (all)")
     parser.add_argument("--quick", action="store_true", help="few contestants, 2 ranks, 2 rounds, no overhead")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="output folder (runs/bench)")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Models and optimizers that have a state, ours and torch's, and all that they hold, in full."""
+"""Models and optimizers with state, ours and torch's, and their full contents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def adamw(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
 
 
 def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer with state, without a forward that would be compiled."""
+    """Take a step, so that the optimizer has state, without compiling a forward."""
     for param in model.parameters():
         if param.requires_grad:
             param.grad = param.detach().cos() * (param.detach() != 0)  # padding stays 0
@@ -28,7 +28,7 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    """Everything in full, on each rank."""
+    """All parameters and optimizer state in full, on each rank."""
     full = {name: value for name, value in tz.full_state_dict(model).items() if isinstance(value, Tensor)}
     state = sharded_model(model).state
     for path, shard in state.shards.items():
@@ -40,12 +40,12 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
 
 
 def same(found: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
-    """The names of what differs."""
+    """The names of the entries that differ."""
     return [name for name in found.keys() | right.keys() if name not in found or not found[name].equal(right[name])]
 
 
 def plain(world_size: int, kind: str) -> tuple[Any, torch.optim.Optimizer]:
-    """torch's own model of that kind, with other values."""
+    """Torch's own model of that kind, with other values."""
     torch.manual_seed(5)
     module: Any = Mlp()
     if kind == "fsdp2":
@@ -58,7 +58,7 @@ def plain(world_size: int, kind: str) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def full_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    """Everything of torch's own model in full, in the words of :func:`state_of`."""
+    """All parameters and optimizer state of torch's own model in full, with the names of :func:`state_of`."""
 
     def whole(value: Any) -> Tensor:
         return value.full_tensor() if isinstance(value, torch.distributed.tensor.DTensor) else value

@@ -1,7 +1,7 @@
 """Lets a rank die or hang in the middle of a collective or a save, and collects the errors of the others.
 
-``python -m tests.harness.death_worker FOLDER`` prints a JSON object: for each case what each other rank said. It is a
-process of its own, since it forks (ranks start in milliseconds that way), and pytest has threads.
+``python -m tests.harness.death_worker FOLDER`` prints a JSON object: for each case, the error of each other rank. It
+runs in its own process because it forks, which starts ranks in milliseconds, and pytest has threads.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     optimizer.step()
 
 
-# name -> signal, when the victim gets it, what all do
+# name -> signal, moment at which the victim gets it, step of all ranks
 ALL_CASES: dict[str, tuple[signal.Signals, Callable[[Die], None], Step]] = {
     "killed in a gather": (signal.SIGKILL, in_transport("all_gather"), train),
     "killed in a reduction": (signal.SIGKILL, in_transport("reduce_scatter"), train),
@@ -131,14 +131,14 @@ def await_end(children: Sequence[int], seconds: float) -> None:
     """Wait until all have ended or were stopped.
 
     Raises:
-        TimeoutError: one has not.
+        TimeoutError: some have not after ``seconds``.
     """
     until = time.monotonic() + seconds
     living = set(children)
     while living:
         living -= {child for child in living if os.waitpid(child, os.WNOHANG | os.WUNTRACED)[0]}
         if time.monotonic() > until:
-            raise TimeoutError(f"{len(living)} of {len(children)} processes live after {seconds:g} s")
+            raise TimeoutError(f"{len(living)} of {len(children)} processes still run after {seconds:g} s")
         time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""What a call raises."""
+"""Helpers that return or check the error of a call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def raised_as(call: Callable[[], Any]) -> tuple[str, str]:
-    """The name of the error's type, and its text; ``("", "nothing")`` when there is none."""
+    """The name of the error's type, and its text; ``("", "nothing")`` if the call raises none."""
     try:
         call()
     except Exception as error:
@@ -26,7 +26,7 @@ def raised(call: Callable[[], Any]) -> str:
 
 @contextmanager
 def refused(kind: type[Exception], *words: str) -> Iterator[None]:
-    """The block raises one sentence with these words, and after its semicolon what to do."""
+    """The block raises one sentence with these words, which names the action after a semicolon."""
     with pytest.raises(kind) as caught:
         yield
     text = str(caught.value)
@@ -34,4 +34,4 @@ def refused(kind: type[Exception], *words: str) -> Iterator[None]:
     assert [word for word in words if word not in text] == [], text
     assert "\n" not in text, text
     assert len(text) < 320, text
-    assert "; " in text, "the sentence has to say what to do"
+    assert "; " in text, f"the error names no action: {text}"

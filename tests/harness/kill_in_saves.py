@@ -1,8 +1,8 @@
-"""Kills a rank at one moment of a save after the other, and looks at what is on the disk then.
+"""Kills a rank in the middle of a save, at many moments, and checks the files on disk each time.
 
-``kill_at_moments`` runs in a process of its own, since it forks: each pair of ranks starts in milliseconds that way,
-and pytest has threads. A moment is one operation on files: right before the rank makes a folder, opens a file,
-flushes, renames, links or deletes, and in the middle of a write.
+``kill_at_moments`` runs in its own process because it forks, which starts each pair of ranks in milliseconds, and
+pytest has threads. A moment is one file operation: right before the rank makes a folder, opens a file, flushes,
+renames, links or deletes, and in the middle of a write.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from thunder_zero.checkpoint.item import Item
 
 WORLD = 2
 EVENTS = {"os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir"}  # audit events, raised before they happen
-SECONDS = 30.0  # that the surviving rank may take
-BEFORE, AFTER = 1.0, 2.0  # what all parameters are
+SECONDS = 30.0  # the time that the surviving rank may take
+BEFORE, AFTER = 1.0, 2.0  # the value of all parameters in the first and the second checkpoint
 
 
 @dataclass(frozen=True)
 class Case:
     victim: int
-    name: str  # under which the second checkpoint is saved; the first is "step-1"
-    spread: int  # how many moments to try, spread over all, most of which are writes
-    last: int  # and all of the last ones: flushes, renames, links, deletions
-    wait: bool = True  # or the save is asynchronous
+    name: str  # of the second checkpoint; the first is "step-1"
+    spread: int  # number of moments to try, spread over all, most of which are writes
+    last: int  # number of moments to try at the end: flushes, renames, links, deletions
+    wait: bool = True  # False: the save is asynchronous
 
 
 CASES = of_tier(
@@ -63,7 +63,7 @@ CASES = of_tier(
 
 
 class Moments:
-    """Counts operations on files, and dies at one of them."""
+    """Counts file operations, and dies at one of them."""
 
     def __init__(self, root: Path, deadly: int) -> None:
         self.root, self.deadly, self.count, self.armed = str(root), deadly, 0, False
@@ -103,7 +103,7 @@ class Moments:
 
 
 def rank_of(rank: int, root: Path, value: float, name: str, deadly: int, wait: bool) -> None:
-    """One rank: saves a model whose parameters are all ``value``, and notes what ``save`` said."""
+    """One rank: saves a model whose parameters are all ``value``, and records the result of ``save``."""
     dist.init_process_group("gloo", init_method=f"file://{root}.store", rank=rank, world_size=WORLD)
     module = fresh(Mlp, 3, 2)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def rank_of(rank: int, root: Path, value: float, name: str, deadly: int, wait: b
     model = sharded(module, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.0, momentum=0.9)
     for param in model.parameters():
-        param.grad = param.detach().clone()  # so the momentum is ``value``, too
+        param.grad = param.detach().clone()  # so that the momentum is ``value``, too
     optimizer.step()
     moments = Moments(root, deadly)
     said = "saved"
@@ -127,7 +127,7 @@ def rank_of(rank: int, root: Path, value: float, name: str, deadly: int, wait: b
 def save_on_ranks(
     root: Path, value: float, name: str, victim: int = 0, deadly: int = 0, wait: bool = True
 ) -> dict[int, list[Any]]:
-    """What each rank that lives said, and how many moments it had.
+    """The result of each surviving rank, and its number of moments.
 
     Raises:
         TimeoutError: a rank hangs.
@@ -167,16 +167,16 @@ def value_of(at: Path) -> float:
     ]
     values = read_items(at, metadata, items, ["rank0.extra.value", "rank1.extra.value"])
     found = {float(value) for item in items for value in item.value.flatten()} | set(values.values())
-    assert len(found) == 1, f"{at} is mixed: {found}"
+    assert len(found) == 1, f"{at} mixes several saves: {found}"
     return found.pop()
 
 
 def look(root: Path, case: Case, said: dict[int, list[Any]]) -> dict[str, Any]:
-    """What is there after the kill; raises if it is not as it should be."""
+    """The checkpoints on disk after the kill; raises if they are wrong."""
     latest = value_of(folder.locate(root / "latest"))
     visible = {at.name: value_of(at) for at in root.iterdir() if not at.name.startswith(".") and not at.is_symlink()}
     for rank, (words, _) in said.items():
-        assert words != "saved" or visible.get(case.name) == AFTER, f"rank {rank} says saved, and there is {visible}"
+        assert words != "saved" or visible.get(case.name) == AFTER, f"rank {rank} reports a save, but found {visible}"
     assert latest in visible.values() or case.name == "step-1", (latest, visible)
     found = value_of(folder.locate(root / case.name)) if case.name == "step-1" else None
     assert save_alone(root / case.name) == sorted([case.name, "latest"])
@@ -184,7 +184,7 @@ def look(root: Path, case: Case, said: dict[int, list[Any]]) -> dict[str, Any]:
 
 
 def save_alone(path: Path) -> list[str]:
-    """The next save, after the restart, works and clears away what was left; the names that are there then."""
+    """Save again, as after a restart, which must remove leftovers; return the names that exist afterwards."""
     folder.prepare(path)
     (folder.staging_of(path) / "a").touch()
     folder.publish(path, manifest.Manifest(folder.next_number(path), 1, ()))
@@ -193,7 +193,7 @@ def save_alone(path: Path) -> list[str]:
 
 
 def kill_at_moments(root: Path) -> list[dict[str, Any]]:
-    """What was found after each kill, one entry a moment."""
+    """The findings after each kill, one entry per moment."""
     torch.set_num_threads(1)
     save_on_ranks(root / "first", BEFORE, "step-1")
     results = []

@@ -1,6 +1,6 @@
-"""Runs models and watches what is alive: which gathered parameters have memory at which moment.
+"""Runs models and watches which gathered parameters have memory at which moment.
 
-Every gathered parameter's memory is watched by a weak reference to its storage, which any view keeps alive.
+A weak reference to its storage watches each gathered parameter's memory; any view keeps the storage alive.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ STEPS = 2
 
 @dataclass
 class Watch:
-    """The gathered parameters of one rank: what is under way, and whose memory is alive.
+    """The gathered parameters of one rank: those whose gather is under way, and those whose memory is alive.
 
     Attributes:
-        peak: most bytes of both at once.
-        at_reductions: for each reduction that started, what it reduces, and what was alive then.
+        peak: most bytes of both at one time.
+        at_reductions: for each reduction, the parameters it reduces, and those alive when it started.
     """
 
     plan: tz.Plan
@@ -56,7 +56,7 @@ class Watch:
     at_reductions: list[tuple[tuple[str, ...], set[str]]] = field(default_factory=list)
 
     def alive(self) -> set[str]:
-        """The parameters whose gathered memory somebody still holds."""
+        """The parameters whose gathered memory is still alive."""
         self.memory = [(path, memory) for path, memory in self.memory if not memory.expired()]
         return {path for path, _ in self.memory}
 
@@ -68,7 +68,7 @@ class Watch:
 
 
 class Watched:
-    """A gather's handle that tells the watch when its parameters are there."""
+    """A gather's handle that notifies the watch when its parameters have arrived."""
 
     def __init__(self, handle: Any, paths: Sequence[str], watch: Watch) -> None:
         self._handle, self._paths, self._watch = handle, paths, watch
@@ -86,7 +86,7 @@ class Watched:
 
 @contextlib.contextmanager
 def watched(plan: tz.Plan) -> Iterator[Watch]:
-    """Models that are transformed within are watched."""
+    """Watch the models that are transformed inside this block."""
     watch = Watch(plan)
     gather, reduce = Calls.all_gather, Calls.reduce
 
@@ -114,7 +114,7 @@ def autocast(enabled: bool) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """How one model is run."""
+    """A model and its settings."""
 
     kind: type[nn.Module]
     policy: tz.Policy
@@ -127,7 +127,7 @@ def live(rank: int, world_size: int, cases: tuple[Case, ...]) -> list[dict[str, 
 
 
 def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
-    """Some training steps; what is alive in the last one, and after an inference."""
+    """Take some training steps; return what is alive in the last one, and after an inference."""
     plain = fresh(case.kind)
     options = {"executors": [torch_compile_ex]} if case.fused else {}
     with watched(make_plan(plain, case.policy, world_size, rank)) as watch:
@@ -167,7 +167,7 @@ def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def spread(timeline: tz.Timeline) -> str:
-    """The order of a half in letters: gather, wait, compute; what is computed in a row is one letter."""
+    """The order of a half in letters: g(ather), w(ait), c(ompute); consecutive computations are one letter."""
     letters = {Kind.GATHER: "g", Kind.WAIT: "w", Kind.COMPUTE: "c", Kind.FREE: ""}
     text = "".join(letters[op.kind] for op in timeline.ops)
     while "cc" in text:

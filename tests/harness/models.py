@@ -1,4 +1,4 @@
-"""Small models, and how tests compare tensors, count bytes and read traces."""
+"""Small models, and helpers that compare tensors, count bytes and read traces."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LENGTH = 5
 Tensors = dict[str, Tensor]
 
 
-# Most of these models call their modules' ``forward``: what ``nn.Module.__call__`` does about hooks is interpreted by
-# Thunder, and takes half of the time of a compile. Zoo and the examples call modules as usual.
+# Most of these models call their modules' ``forward``: Thunder interprets the hook handling of ``nn.Module.__call__``,
+# which takes half of the compile time. Zoo and the examples call modules as usual.
 
 
 class Block(nn.Module):
-    """A transformer block. Its key bias has a gradient of zero in exact arithmetic: softmax does not see a shift."""
+    """A transformer block. In exact arithmetic its key bias has a gradient of zero: softmax ignores a shift."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Two blocks and a tied embedding, with parameters of every awkward shape."""
+    """Two blocks and a tied embedding, with parameters of all awkward shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Gpt(nn.Module):
 
 
 class Patterns(nn.Module):
-    """The ways in which something computed from parameters alone tends to be saved for backward."""
+    """Typical values that are computed from parameters alone and saved for backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,12 +93,12 @@ class Patterns(nn.Module):
         return x @ self.embed.weight.t() + self.bias
 
 
-# What backward of Patterns reads again: every factor of a product; no bias, and of the embeddings only the tied one.
+# The parameters that backward of Patterns reads: every factor of a product; no bias, and only the tied embedding.
 PATTERNS_AGAIN = {"embed.weight", "layers.0.weight", "layers.1.weight", "layers.2.weight", "w", "v", "g"}
 
 
 class Zoo(nn.Module):
-    """Parameters of every kind: rows (9, 2, 1, none, 0-dim) that few worlds divide, dtypes, strides, ties, buffers."""
+    """Parameters of every kind: 9, 2, 1, 0 rows and 0-dim, which few worlds divide; dtypes, strides, ties, buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ ZOO_WITHOUT_GRAD = {"frozen", "unused"}
 
 
 class Mlp(nn.Module):
-    """Layers in a chain, each a unit; their rows are not divisible by 2, 3 or 4."""
+    """A chain of layers, each a unit; 2, 3 and 4 do not divide their rows."""
 
     def __init__(self, width: int = 7, layers: int = 3) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Mlp(nn.Module):
 
 
 class Small(nn.Module):
-    """Quick to compile: a tied embedding, rows that few worlds divide, a scalar, one row, one frozen, one unused."""
+    """Compiles quickly: a tied embedding, rows that few worlds divide, a scalar, one row, one frozen, one unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,21 +163,21 @@ class Small(nn.Module):
 
 
 def fresh(factory: Any, *args: Any) -> Any:
-    """The same module on every rank and in every call."""
+    """Make the same module on every rank and in every call."""
     torch.manual_seed(0)
     return factory(*args)
 
 
 def sharded(module: nn.Module, policy: tz.Policy | int, **options: Any) -> Any:
-    """A jitted copy of the module, under a policy or a stage."""
+    """A jitted copy of the module, with a policy or a stage."""
     return thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(policy)], **options)
 
 
 def whole(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -> Tensor:
-    """A full tensor from all ranks' shards of it, or from all ranks' copies.
+    """The full tensor, from all ranks' shards or copies of it.
 
     Raises:
-        AssertionError: copies that are not equal bit for bit; padding that is not zero.
+        AssertionError: copies differ in some bit; padding is not zero.
     """
     if not sharded:
         assert all(torch.equal(part, parts[0]) for part in parts), "replicas differ"
@@ -188,14 +188,14 @@ def whole(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -> Te
 
 
 def error(found: Tensor, right: Tensor) -> float:
-    """Norm of the difference over the norm of ``right``; shapes and dtypes must agree."""
+    """Norm of the difference, divided by the norm of ``right``; shapes and dtypes must agree."""
     assert found.shape == right.shape, (found.shape, right.shape)
     assert found.dtype == right.dtype, (found.dtype, right.dtype)
     return float((found.double() - right.double()).norm() / max(float(right.double().norm()), 1e-30))
 
 
 def storages() -> dict[int, int]:
-    """Bytes of the memory of every tensor in this process, by address (compilers leave fake ones: not those)."""
+    """Bytes of every tensor's storage in this process, by address (except for compilers' fake tensors)."""
     gc.collect()
     found = {}
     for thing in gc.get_objects():
@@ -207,9 +207,9 @@ def storages() -> dict[int, int]:
 
 @contextmanager
 def count_sends() -> Iterator[list[int]]:
-    """The bytes of each message that this rank sends meanwhile.
+    """Collect the bytes of each message that this rank sends inside the block.
 
-    Messages leave from a background thread, but before the wait that ends their bucket.
+    A background thread sends them, but always before the wait that ends their bucket.
     """
     sent: list[int] = []
     send = pairwise.send
@@ -222,7 +222,7 @@ def count_sends() -> Iterator[list[int]]:
         yield sent
 
 
-# What a trace says, read from Thunder's own lines
+# Helpers that read Thunder's own traces
 
 
 def names(proxies: Iterable[Any]) -> set[str]:
@@ -230,7 +230,7 @@ def names(proxies: Iterable[Any]) -> set[str]:
 
 
 def lines(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
-    """The lines of a trace; those of a fused region one by one."""
+    """The lines of a trace, including those inside fused regions."""
     for bsym in bsyms:
         if bsym.sym.is_fusion:
             yield from lines(bsym.subsymbols)
@@ -244,12 +244,12 @@ def parameter_inputs(result: tz.Traces) -> set[str]:
 
 
 def saved(forward: TraceCtx) -> set[str]:
-    """The tensors that forward's return hands to backward."""
+    """The tensors that forward's return passes to backward."""
     return names(proxy for proxy in tree_iter(forward.bound_symbols[-1].args[1]) if isinstance(proxy, TensorProxy))
 
 
 def from_parameters_alone(forward: TraceCtx, parameters: set[str]) -> set[str]:
-    """Values that are computed from parameters, and from no data; the parameters' shards themselves are not."""
+    """Values computed from parameters alone, without data; except for the parameters' shards themselves."""
     depends: dict[str, frozenset[str]] = {
         name: frozenset({"parameter" if name in parameters else "data"}) for name in names(forward.args)
     }

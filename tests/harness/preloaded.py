@@ -1,7 +1,7 @@
-"""What the server that ranks are forked from imports: all that takes seconds, and nothing that starts a thread.
+"""Imports of the server that forks the ranks: all that take seconds, and none that starts a thread.
 
-A process with threads must not fork: only the thread that forks goes on in the child, and locks that others held stay
-locked. So the threads are counted here, and every rank looks at the count.
+A process with threads must not fork: only the forking thread continues in the child, and locks that others held stay
+locked. So this module counts the threads, and every rank checks the count.
 """
 
 from __future__ import annotations
@@ -19,6 +19,6 @@ import thunder.transforms.autocast
 import thunder.transforms.autodiff  # noqa: F401
 
 gc.collect()
-gc.freeze()  # so that no collection in a rank writes to, and so copies, the pages that all share
+gc.freeze()  # so that no collection in a rank writes to the shared pages, which copies them
 
 THREADS = len(list(Path("/proc/self/task").iterdir()))

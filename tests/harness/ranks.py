@@ -1,28 +1,27 @@
 """Runs a function on several ranks: real processes, a real process group, a hard time-out.
 
-A test calls one of two things; both return what ``fn(rank, world_size, *args)`` returned on each rank::
+A test calls one of these; both return the results of ``fn(rank, world_size, *args)`` by rank::
 
-    run_ranks(2, fn, *args)             fresh interpreters, made and ended for this call (some seconds)
-    ranks_pool.run(2, fn, *args)        the fixture: processes that stay, a fresh group for each call (some 10 ms)
+    run_ranks(2, fn, *args)             fresh interpreters for this call only (takes seconds)
+    ranks_pool.run(2, fn, *args)        the fixture: processes that live on, a fresh group for each call (about 10 ms)
 
-The pool's processes are forked from a server that has imported Thunder (``tests/harness/preloaded.py``), and so hash
-strings alike. Fresh interpreters each hash them in their own way, as the ranks of a user's job do: with ``--slow`` the
-pool's are fresh, too.
+A server that has imported Thunder (``tests/harness/preloaded.py``) forks the pool's processes, so all of them hash
+strings alike. Fresh interpreters each hash them differently, as the ranks of a user's job do; with ``--slow`` the pool
+uses fresh ones, too.
 
-``fn`` stands at the top of a module, since it reaches the ranks by its name; what goes in and comes out is
-pickled (tensors too). The ranks do not rewrite asserts as pytest does: return values and assert on them in the
-test, or write the message yourself. Each call starts with ``torch.manual_seed(0)``, one thread a rank, and
-``thunder_zero`` imported. Gloo stays on the loopback interface.
+``fn`` must be at the top level of a module, because ranks import it by name. Arguments and results are pickled (tensors
+too). Ranks do not rewrite asserts as pytest does: return values and assert on them in the test, or write the message
+yourself. Each call starts with ``torch.manual_seed(0)``, one thread per rank, and ``thunder_zero`` imported. Gloo uses
+the loopback interface.
 
-When a call fails, its processes are killed by their ids and the pool makes new ones for the next call, so
-that no test meets a broken group. A test that expects an error on every rank therefore catches it inside
-``fn`` and returns its text.
+When a call fails, the pool kills its processes by their ids and makes new ones for the next call, so that no test gets
+a broken group. A test that expects an error on every rank therefore catches it inside ``fn`` and returns its text.
 
-A rank, seen from its pipe::
+The messages on a rank's pipe::
 
     parent -> rank    job    (rank, world_size, backend, store, pickled (fn, args))
     rank -> parent    reply  ("result", value) | ("error", exception, traceback)
-    parent -> rank    over   all ranks have replied: leave the group, nobody is reading from it any more
+    parent -> rank    over   all ranks have replied: leave the group, as nobody reads from it any more
 """
 
 from __future__ import annotations
@@ -53,41 +52,41 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 START_SECONDS = 120.0  # to start Python and import torch and Thunder, on a busy machine
-STACK_SIGNAL = signal.SIGUSR1  # a rank writes down where it stands
+STACK_SIGNAL = signal.SIGUSR1  # on this signal a rank writes its stack to a file
 STACK_SECONDS = 0.2
-GRACE_SECONDS = 2.0  # after the first failure: the others may still say why they failed
+GRACE_SECONDS = 2.0  # after the first failure, for the errors of the other ranks
 
 
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 ONE_RANK = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}  # one thread, and gloo on the loopback interface
 ROOT = str(Path(__file__).parents[2])
 PRELOADED = "tests.harness.preloaded"
-CAN_FORK = Path("/proc/self/task").exists()  # where the server's threads can be counted
+CAN_FORK = Path("/proc/self/task").exists()  # only here can the server count its threads
 
 
 def example_environment() -> dict[str, str]:
-    """What an example is run in: as a rank here, without a GPU, with this checkout of the package."""
+    """The environment of an example: as that of a rank here, without a GPU, with this checkout of the package."""
     return {**os.environ, **ONE_RANK, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ROOT}
 
 
 class RanksTimeout(TimeoutError):
-    """Some ranks had not finished in time; their processes are gone."""
+    """Some ranks did not finish in time; their processes are gone."""
 
 
 class RankDied(RuntimeError):
-    """The process of a rank ended without a word."""
+    """The process of a rank ended without a reply."""
 
 
 class RanksPool:
-    """Worker processes that stay from call to call, started when a call first needs them.
+    """Worker processes that live on from call to call; a call starts those that it needs and that do not exist yet.
 
     Args:
         imports: modules that a worker imports when it starts.
-        fresh: each worker is a fresh interpreter, which takes some seconds to import ``thunder_zero``; else it is
-            forked from the server that has.
+        fresh: each worker is a fresh interpreter, which takes seconds to import ``thunder_zero``; otherwise a server
+            that has imported it forks the worker.
 
     Attributes:
-        pids: process ids of the workers that are there now, by rank.
+        pids: process ids of the existing workers, by rank.
     """
 
     def __init__(self, imports: Sequence[str] = ("thunder_zero",), *, fresh: bool = False) -> None:
@@ -109,20 +108,20 @@ class RanksPool:
         timeout: float = 60.0,
         backend: str = "gloo",
     ) -> list[Any]:
-        """What ``fn(rank, world_size, *args)`` returned on each rank, in the order of the ranks.
+        """Call ``fn(rank, world_size, *args)`` on each rank; return the results by rank.
 
         Args:
-            timeout: seconds that the call may take, the start of new workers not counted.
-            backend: of the process group, as ``init_process_group`` takes it.
+            timeout: seconds that the call may take, without the start of new workers.
+            backend: of the process group, as for ``init_process_group``.
 
         Raises:
             TypeError: ``fn`` is not a module's top-level function.
-            RanksTimeout: a rank had not finished in time; the message says which, notes where each of them stood.
+            RanksTimeout: ranks did not finish in time; the message names them, notes have their stacks.
             RankDied: a process ended by itself; the message has its rank and exit code.
-            Exception: what a rank raised, of its own type; notes hold rank and traceback of all that failed.
+            Exception: a rank's error, of its own type; notes have rank and traceback of all that failed.
         """
         if "<" in fn.__qualname__ or "." in fn.__qualname__:
-            raise TypeError(f"fn is {fn.__qualname__}; the ranks import it by its name, so define it at a module's top")
+            raise TypeError(f"fn is {fn.__qualname__}; ranks import it by name, so define it at a module's top level")
         payload = pickle.dumps((fn, args))
         self._calls += 1
         store = str(Path(self._folder.name) / f"store{self._calls}")
@@ -140,7 +139,7 @@ class RanksPool:
         return [replies[rank] for rank in range(world_size)]
 
     def kill(self) -> None:
-        """End the workers, by their process ids, and wait until they are gone."""
+        """Kill the workers by their process ids, and wait until they have ended."""
         for process, conn in self._workers:
             process.kill()
             process.join()
@@ -148,7 +147,7 @@ class RanksPool:
         self._workers.clear()
 
     def close(self) -> None:
-        """End the workers and remove what was left on disk."""
+        """Kill the workers and remove the pool's files."""
         self.kill()
         self._folder.cleanup()
 
@@ -174,8 +173,8 @@ class RanksPool:
         self._gather(set(fresh), START_SECONDS, "started")
 
     def _gather(self, waiting: set[int], seconds: float, what: str) -> dict[int, Any]:
-        """One reply of each rank in ``waiting``, which is emptied; raises what the first failing rank raised,
-        or that a rank died: the others' broken connections are what came of it, and may be heard of before."""
+        """Receive one reply from each rank in ``waiting``, and empty it; raise the first rank's error. The death of a
+        rank goes first, as it breaks the connections of the others, whose errors may arrive before."""
         end = time.monotonic() + seconds
         results: dict[int, Any] = {}
         failures: list[BaseException] = []
@@ -206,14 +205,14 @@ class RanksPool:
             os.kill(self._workers[rank][0].pid or 0, STACK_SIGNAL)
         time.sleep(STACK_SECONDS)
         for rank in sorted(hanging):
-            error.add_note(f"rank {rank} stood at:\n{self._stack_file(rank).read_text()}")
+            error.add_note(f"stack of rank {rank}:\n{self._stack_file(rank).read_text()}")
         return error
 
     def _stack_file(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stack{rank}"
 
     def _ready(self, ranks: Iterable[int], seconds: float) -> list[int]:
-        """The ranks that have replied or died; none when ``seconds`` have passed."""
+        """The ranks that have replied or died; none if nothing happens for ``seconds``."""
         of = {thing: rank for rank in ranks for thing in (self._workers[rank][1], self._workers[rank][0].sentinel)}
         return sorted({of[thing] for thing in connection.wait(of, max(seconds, 0.0))})
 
@@ -245,18 +244,18 @@ def run_ranks(
     timeout: float = 60.0,
     backend: str = "gloo",
 ) -> list[Any]:
-    """As :meth:`RanksPool.run`, in fresh interpreters that are made for this call and gone after it."""
+    """As :meth:`RanksPool.run`, in fresh interpreters that live for this call only."""
     with RanksPool(fresh=True) as pool:
         return pool.run(world_size, fn, *args, timeout=timeout, backend=backend)
 
 
 def call_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
-    """What ``fn(*args)`` returns in a process of its own, without threads or a group, so that it may fork.
+    """Call ``fn(*args)`` in its own process, without threads or a group, so that it may fork; return the result.
 
     Raises:
-        RanksTimeout: it had not finished in time.
-        RankDied: the process ended without a word.
-        Exception: what ``fn`` raised, with its traceback as a note.
+        RanksTimeout: it did not finish in time.
+        RankDied: the process ended without a reply.
+        Exception: the error of ``fn``, with its traceback as a note.
     """
     start_server()
     context = multiprocessing.get_context("forkserver")
@@ -266,17 +265,17 @@ def call_alone(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any
     theirs.close()
     try:
         if not ours.poll(timeout):
-            raise RanksTimeout(f"{fn.__name__} had not finished after {timeout:g} s; its process was killed")
-        return _value_of(ours.recv_bytes(), "in the process of its own")
+            raise RanksTimeout(f"{fn.__name__} did not finish within {timeout:g} s; its process was killed")
+        return _value_of(ours.recv_bytes(), "in its own process")
     except EOFError:
-        raise RankDied(f"the process of {fn.__name__} ended without a word") from None
+        raise RankDied(f"the process of {fn.__name__} ended without a reply") from None
     finally:
         process.kill()
         process.join()
 
 
 def start_server() -> None:
-    """Start the process that workers are forked from, if it is not running; it ends with this one."""
+    """Start the server that forks workers, if it is not running; it ends with this process."""
     multiprocessing.forkserver.set_forkserver_preload([PRELOADED])
     path = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
     with mock.patch.dict(os.environ, ONE_RANK, PYTHONPATH=path):
@@ -284,24 +283,26 @@ def start_server() -> None:
 
 
 def check_server() -> None:
-    """In a process that was forked from the server.
+    """Check the server, in a process that it forked.
 
     Raises:
-        RuntimeError: the server failed to import what it should, or has threads.
+        RuntimeError: the server failed to import its modules, or has threads.
     """
     preloaded = sys.modules.get(PRELOADED)
     if preloaded is None:
-        raise RuntimeError(f"the fork server has not imported {PRELOADED}; import it in a fresh Python to see why")
+        raise RuntimeError(f"the fork server failed to import {PRELOADED}; import it in a fresh Python to see why")
     if preloaded.THREADS != 1:
-        raise RuntimeError(f"the fork server has {preloaded.THREADS} threads; {PRELOADED} may import nothing with one")
+        raise RuntimeError(
+            f"the fork server has {preloaded.THREADS} threads; remove the import in {PRELOADED} that starts them"
+        )
 
 
 def _worker(conn: Connection, stack_file: Path, imports: Sequence[str], is_forked: bool) -> None:
-    """Body of a worker process: serves one call after the other until its parent is gone."""
+    """Body of a worker process: serves calls until its parent ends."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     stack = stack_file.open("w")
     faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to pytest, which ends the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to pytest, which kills the workers
     os.environ.update(ONE_RANK, TORCHINDUCTOR_COMPILE_THREADS="1")
     conn.send_bytes(_reply_of(_warm_up, imports, is_forked))
     while True:
@@ -329,7 +330,7 @@ def _warm_up(imports: Sequence[str], is_forked: bool) -> None:
     torch.set_num_threads(1)
     for name in imports:
         importlib.import_module(name)
-    gc.set_threshold(100_000, 20, 100)  # compiling makes much and frees little
+    gc.set_threshold(100_000, 20, 100)  # compiling allocates much and frees little
     gc.freeze()  # so that the collection after each call is short
 
 
@@ -360,7 +361,7 @@ def _alone(conn: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> N
 
 
 def _value_of(reply: bytes, where: str) -> Any:
-    """What a reply says; raises if it is an error."""
+    """The value of a reply; raises if it is an error."""
     kind, value, *text = pickle.loads(reply)
     if kind == "error":
         value.add_note(f"{where}:\n{text[0]}")
@@ -369,7 +370,7 @@ def _value_of(reply: bytes, where: str) -> Any:
 
 
 def _reply_of(fn: Callable[..., Any], *args: Any) -> bytes:
-    """The pickled reply; whatever goes wrong on the way, pickling included, becomes an error reply."""
+    """The pickled reply; any error on the way, also in pickling, becomes an error reply."""
     try:
         return pickle.dumps(("result", fn(*args)))
     except BaseException as error:
@@ -377,7 +378,7 @@ def _reply_of(fn: Callable[..., Any], *args: Any) -> bytes:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error itself if it survives pickling, else a RuntimeError that names its type."""
+    """The error itself if it can be pickled, else a RuntimeError that names its type."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -1,4 +1,4 @@
-"""Small timelines written by hand, and the lines that a test compares."""
+"""Builds small timelines, and the lines of text that a test compares."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The two tiers of the tests: ``pytest`` runs the fast one, ``pytest --slow`` everything.
 
-A whole test is marked ``slow``. Of a test with several cases ``of_tier`` says which ones the fast tier runs; ranks ask,
-too, since they inherit the environment.
+The mark ``slow`` moves a whole test to the slow tier. ``of_tier`` chooses between a test's cases; it also works on
+ranks, which inherit the environment.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ def of_tier(fast: T, everything: T) -> T:
 
 
 def only(fast: tuple[str, ...], cases: Mapping[str, Any]) -> dict[str, Any]:
-    """The cases of this tier; in the fast one those of these names."""
+    """The cases of this tier: all of them, or in the fast tier those named in ``fast``."""
     return {name: cases[name] for name in of_tier(fast, tuple(cases))}

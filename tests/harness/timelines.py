@@ -44,7 +44,7 @@ def in_flight_bytes(timeline: Timeline, *kinds: Kind) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Use:
-    """One computation of forward, ``y <- x, w``, and its two of backward, ``gx <- gy, w`` and ``gw <- gy, x``.
+    """A computation of forward, ``y <- x, w``, and its two in backward, ``gx <- gy, w`` and ``gw <- gy, x``.
 
     ``steps`` lie between the parameter and the computation: "view" of the last value, "pair" makes two values at once,
     "constant" reads a constant too, a path reads that parameter too, "random" leaves the cone. ``needed``: backward
@@ -62,7 +62,7 @@ class Use:
 
 @dataclass
 class Builder:
-    """Appends operations as ``lift`` orders them: gathers at first use, reductions where gradients are made."""
+    """Appends operations in the order of ``lift``: gathers at first use, reductions right after the gradients."""
 
     plan: Plan
     ops: list[Op] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Builder:
         self.values.update(dict.fromkeys(names, Value(param.full_bytes, str(param.compute_dtype))))
 
     def use(self, path: str) -> str:
-        """The full parameter, gathered if this is its first use."""
+        """The value of the full parameter; gathers it at its first use."""
         param = self.plan.by_name[path]
         if path not in self.full and not param.sharded:
             self.full[path] = f"t_{path}"
@@ -157,7 +157,7 @@ def lifted(plan: Plan, uses: Sequence[Use], *, training: bool = True) -> Timelin
 def _backward(
     builder: Builder, uses: Sequence[Use], last: Sequence[tuple[str, str]]
 ) -> tuple[list[tuple[str, str]], str]:
-    """Appends backward; returns the gradients of parameters with their paths, and the gradient of ``x``."""
+    """Append backward; return the parameters' gradients with their paths, and the gradient of ``x``."""
     builder.backward = True
     builder.add(Kind.COMPUTE, ("gy",), "g", repeatable=False)  # Thunder's get_grad
     left = Counter(use.path for use in uses)
@@ -182,7 +182,7 @@ def _backward(
 
 
 def gpt(layers: int, policy: Policy, *, world_size: int = 4, training: bool = True, **fields: object) -> Timeline:
-    """A small GPT: embedding tied with the head through a transpose, blocks of twelve parameters."""
+    """A small GPT: an embedding tied to the head through a transpose, and blocks of twelve parameters."""
     shapes = {"ln1.w": (8,), "ln1.b": (8,), "qkv.w": (24, 8), "qkv.b": (24,), "proj.w": (8, 8), "proj.b": (8,)}
     shapes |= {"ln2.w": (8,), "ln2.b": (8,), "fc.w": (32, 8), "fc.b": (32,), "out.w": (8, 32), "out.b": (8,)}
     params = [make_param("wte", (64, 8), "", policy, **fields), make_param("wpe", (16, 8), "", policy, **fields)]
@@ -250,7 +250,7 @@ def interpret(timeline: Timeline, terms: Terms | None = None) -> tuple[int, ...]
     terms = {} if terms is None else terms
     value: dict[str, int] = {}
     pending: dict[str, list[int]] = {}
-    memory: dict[str, frozenset[str]] = {}  # value -> gathered values whose memory it may be
+    memory: dict[str, frozenset[str]] = {}  # value -> gathered values whose memory it may share
     freed: set[str] = set()
     runs: Counter[int] = Counter()
     written = {name for op in timeline.ops for name in op.writes}

@@ -1,4 +1,4 @@
-"""Twenty steps of training a small GPT, and the record of them."""
+"""Trains a small GPT for twenty steps and records the results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.harness.models import LENGTH, VOCABULARY
 
 STEPS = 20
-ROWS = 12  # of the global batch: divisible by 1, 2, 3 and 4
+ROWS = 12  # of the global batch; 1, 2, 3 and 4 divide it
 OPTIMIZERS = ("sgd", "adamw")
 Record = dict[str, Any]
 
@@ -24,14 +24,14 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def make_optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
-    """SGD with momentum, or AdamW with an eps that is above the noise of a zero gradient."""
+    """SGD with momentum, or AdamW with an eps above the noise of a zero gradient."""
     if name == "sgd":
         return torch.optim.SGD(parameters, 0.02, momentum=0.9)
     return torch.optim.AdamW(parameters, 5e-3, eps=1e-3)
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, rank: int, world_size: int) -> Record:
-    """Losses of all steps; logits and gradients of the last one, and the parameters after it."""
+    """Losses of all steps, logits and gradients of the last one, and the parameters after it."""
     losses = []
     rows = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
     for step in range(STEPS):
@@ -52,7 +52,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, rank: int, world_size: i
 
 
 def assert_same_bits(ranks: list[Record], others: list[Record]) -> None:
-    """Loss, logits, gradients and weights of two runs, rank by rank."""
+    """Assert that loss, logits, gradients and weights of two runs are equal, rank by rank."""
     for record, other in zip(ranks, others, strict=True):
         assert torch.equal(record["losses"], other["losses"])
         assert torch.equal(record["logits"], other["logits"])

@@ -1,8 +1,8 @@
-"""One rank of test_wire_bytes.py: trains a model under several policies and counts what leaves its interface.
+"""One rank of test_wire_bytes.py: trains a model under several policies and counts the bytes its interface sends.
 
-It is started as ``python -m tests.harness.wire_worker`` with the variables of ``torch.distributed`` set, and writes one
-JSON line: for each name in ``RUNS`` the bytes that this rank sent in a step, and those that its timeline foresees.
-Of some steps the one with the fewest bytes counts: on a busy machine TCP now and then sends a piece twice.
+Start it as ``python -m tests.harness.wire_worker`` with the environment variables of ``torch.distributed``. It writes
+one JSON line: for each name in ``RUNS``, the bytes that this rank sent in a step, and those that its timeline predicts.
+It takes the step with the fewest bytes: on a busy machine TCP sometimes sends a segment twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from examples.bench.network import bytes_sent
 from tests.harness.models import fresh, sharded
 from thunder_zero.runtime.calls import Calls
 
-ROWS = (1001, 767, 1535, 257)  # of the weights; neither 2 nor 4 divides them
+ROWS = (1001, 767, 1535, 257)  # of the weights; 2 and 4 do not divide them
 WIDTH = 509
 WARM_UP, STEPS = 2, 4
 SKIPPED = "layers.0.weight"  # a sixth of the model
@@ -36,13 +36,13 @@ RUNS: dict[str, tz.Policy] = {
     "zero1": tz.ZERO1,
     "zero2": tz.ZERO2,
     "zero3": replace(tz.ZERO3, gather_last_units_once=False),
-    "zero3 that keeps": tz.ZERO3,
+    "zero3 with its last units gathered once": tz.ZERO3,
     "a reduction is missing": replace(tz.ZERO2, bucket_bytes=0),
 }
 
 
 class Net(nn.Module):
-    """Some 10 MB, so that what is no payload stays below 1 % of a step: headers, acknowledgements, the barrier."""
+    """About 10 MB, so that headers, acknowledgements and the barrier stay below 1 % of a step's bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class OnItsOwn:
 
 @contextlib.contextmanager
 def missing_reduction() -> Iterator[None]:
-    """Every rank leaves out the reduction of one parameter."""
+    """Make every rank omit the reduction of one parameter."""
     reduce = Calls.reduce
 
     def without_one(calls: Calls, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
@@ -97,7 +97,7 @@ def bytes_of_a_step(policy: tz.Policy) -> dict[str, int]:
         step()
     counts = []
     for _ in range(STEPS + 1):
-        dist.barrier()  # so that what is still on its way counts
+        dist.barrier()  # so that messages still on their way count
         counts.append(bytes_sent(os.environ["GLOO_SOCKET_IFNAME"]))
         step()
     timeline = tz.traces_of(model).timeline
@@ -107,7 +107,7 @@ def bytes_of_a_step(policy: tz.Policy) -> dict[str, int]:
 
 def main() -> None:
     reply = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not get into the reply
+    os.dup2(2, 1)  # so that output of libraries does not get into the reply
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = {}

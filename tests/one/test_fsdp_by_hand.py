@@ -71,7 +71,7 @@ def test_the_traces_communicate_as_zero3_does(sections: dict[str, str]) -> None:
     assert backward.count("= zero_all_gather(") == 1  # down.weight, for the gradient of its input
     assert backward.count("= zero_reduce_scatter_coalesced(") == 2
     assert section(sections, "11. It runs") == "shapes [(2, 5), (6, 5), (6, 4)]\n\n"  # the first is a shard
-    assert section(sections, "11. The numbers").startswith("the output equals the plain module's")
+    assert section(sections, "11. The numbers").startswith("the output equals the plain module's, and each gradient")
 
 
 def test_the_effect_of_gather_last_units_once_is_shown(sections: dict[str, str]) -> None:

@@ -100,5 +100,5 @@ def test_the_exit_code_is_that_of_the_worst_check(dev: ModuleType, monkeypatch: 
 def test_bad_input_gets_one_sentence(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert dev.main("train") == 2
     monkeypatch.setattr("sys.version_info", (3, 10, 1))
-    with pytest.raises(SystemExit, match=r"run it with 3\.11 to 3\.13"):
+    with pytest.raises(SystemExit, match=r"use 3\.11 to 3\.13"):
         dev.main("test")

@@ -126,7 +126,7 @@ def check_without(rank: int, world_size: int) -> None:
 @pytest.mark.skipif(not CAN_FORK, reason="counts the server's threads in /proc")
 @pytest.mark.parametrize(
     ("check", "sentence"),
-    [(check_twice_as_many, "the fork server has 2 threads"), (check_without, "the fork server has not imported")],
+    [(check_twice_as_many, "the fork server has 2 threads"), (check_without, "the fork server failed to import")],
 )
 def test_a_server_that_must_not_fork_is_an_error(
     ranks_pool: RanksPool, check: Callable[[int, int], None], sentence: str
@@ -162,7 +162,7 @@ def test_an_exception_names_rank_and_line_and_the_pool_recovers(ranks_pool: Rank
     assert not set(old) & set(ranks_pool.pids)
 
 
-def test_a_time_out_kills_and_says_who_hung_where(ranks_pool: RanksPool, tmp_path: Path) -> None:
+def test_a_time_out_kills_and_names_the_hanging_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
     with pytest.raises(RanksTimeout, match=r"ranks \[1\] had not finished after 2 s") as caught:
         ranks_pool.run(2, hang_on_one, str(tmp_path), timeout=2.0)
     pids = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]

@@ -47,7 +47,7 @@ def test_the_peak_of_live_memory_is_the_timelines(five: list[list[dict[str, Any]
     for rank in five:
         result = rank[at]
         assert result["peak"] == result["planned peak"] == units * UNIT
-        assert set(result["listed as kept"]) == {f"layers.{n}.{name}" for n in kept for name in ("weight", "bias")}
+        assert set(result["gathered once"]) == {f"layers.{n}.{name}" for n in kept for name in ("weight", "bias")}
         assert result["after forward"] == {f"layers.{n}.weight" for n in kept}
         assert result["again"] == {f"layers.{n}.weight" for n in range(1, 5) if n not in kept}
         assert result["after backward"] == result["after inference"] == set()
