@@ -58,10 +58,9 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
         seconds = [computed(waits, expected) for waits in runs]
     halves = [{path: median(run[half][path] for run in seconds) for path in seconds[0][half]} for half in (0, 1)]
     values = [*halves[0].values(), *halves[1].values(), _bytes_per_second(state, timeline, steps)]
-    *means, speed = (float(f"{mean:.3g}") for mean in mean_over_ranks(values, state.group))
-    return Times(
-        dict(zip(halves[0], means, strict=False)), dict(zip(halves[1], means[len(halves[0]) :], strict=True)), speed
-    )
+    means = iter([float(f"{mean:.3g}") for mean in mean_over_ranks(values, state.group)])
+    forward, backward = ({path: next(means) for path in half} for half in halves)
+    return Times(forward, backward, next(means))
 
 
 def _bytes_per_second(state: State, timeline: Timeline, rounds: int) -> float:
