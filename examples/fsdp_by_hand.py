@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from thunder_zero import layout
-from thunder_zero.report.text import format_timeline
+from thunder_zero.report.timeline_text import format_timeline
 from thunder_zero.schedule import passes, verify
 from thunder_zero.schedule.timeline import gathered_bytes
 from thunder_zero.trace.emit import emit

@@ -3,24 +3,24 @@
 from thunder_zero import _compat  # noqa: F401  # lets Thunder import
 from thunder_zero.checkpoint.load import Loaded, load
 from thunder_zero.checkpoint.save import save
+from thunder_zero.compiled import Traces
 from thunder_zero.convert.consolidate import consolidate
 from thunder_zero.convert.shard_safetensors import shard_safetensors
 from thunder_zero.dry_run import trace
 from thunder_zero.measure import measure_times
-from thunder_zero.module import ZeroModule, traces_of
 from thunder_zero.plan import Param, Plan, make_plan
 from thunder_zero.plugin import Recipe, Zero, zero
 from thunder_zero.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.precision import MixedPrecision
+from thunder_zero.print_trace import print_trace
 from thunder_zero.runtime.clip import clip_grad_norm_
 from thunder_zero.runtime.global_mean import global_mean
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.schedule.verify import ScheduleError, check
-from thunder_zero.show import print_trace
 from thunder_zero.state_dict.api import full_state_dict
 from thunder_zero.times import Times
-from thunder_zero.traces import Traces
 from thunder_zero.transform import ZeroTransform
+from thunder_zero.zero_module import ZeroModule, traces_of
 
 __all__ = [
     "DDP",

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from thunder_zero.compiled import Traces
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import ZERO3, Policy
 from thunder_zero.runtime.placeholders import placeholder, set_tensor
 from thunder_zero.trace.casts import casting_borders
 from thunder_zero.trace.symbols import Rehearsal
-from thunder_zero.traces import Traces
 from thunder_zero.transform import ZeroTransform
 
 import thunder

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from thunder_zero.arguments import Arguments, given
 from thunder_zero.comm.group import hybrid_mesh
-from thunder_zero.module import ZeroModule
 from thunder_zero.plugin import zero
 from thunder_zero.policy import Policy
 from thunder_zero.runtime.clip import clip_grad_norm_
 from thunder_zero.state_dict import full_state
 from thunder_zero.state_dict.api import StateDictOptions, get_model_state_dict, set_model_state_dict
 from thunder_zero.transform import ZeroTransform
+from thunder_zero.zero_module import ZeroModule
 
 import thunder
 from thunder.core.module import ThunderModule

@@ -7,12 +7,12 @@ from math import inf
 from statistics import median
 
 from thunder_zero.comm import agree
-from thunder_zero.module import traces_of
 from thunder_zero.runtime.clock import computed, mean_over_ranks
 from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.times import Times
+from thunder_zero.zero_module import traces_of
 
 from thunder import compile_stats
 from thunder.core.module import ThunderModule

@@ -12,7 +12,7 @@ from thunder_zero.arguments import Arguments, given
 from thunder_zero.comm import agree
 from thunder_zero.comm.device import device_for
 from thunder_zero.comm.group import Ranks, ranks_of
-from thunder_zero.module import adopt
+from thunder_zero.compiled import Compiled
 from thunder_zero.placement import links, place_buffers, place_others, place_parameters
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
@@ -23,14 +23,14 @@ from thunder_zero.runtime.initial_values import Sources, Values, initial_values
 from thunder_zero.runtime.intact import Intact
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule import verify
-from thunder_zero.schedule.program import ProgramName
+from thunder_zero.schedule.program_name import ProgramName
 from thunder_zero.state_dict import full_state
 from thunder_zero.trace.casts import cast_borders
 from thunder_zero.trace.executors import RepairFusion, Schedule
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
 from thunder_zero.trace.symbols import Runtime, ZeroExecutor
-from thunder_zero.traces import Compiled
+from thunder_zero.zero_module import adopt
 
 from thunder import compile_data
 from thunder.core.module import ThunderModule

@@ -31,7 +31,7 @@ from thunder_zero.checkpoint.dcp_write import write_items, write_metadata
 from thunder_zero.checkpoint.extras import extra_items, own_extras, read_extras, require_extras
 from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.load import require_intact
-from thunder_zero.checkpoint.read import read_checkpoint
+from thunder_zero.checkpoint.read_all import read_checkpoint
 from thunder_zero.checkpoint.write import finish_checkpoint
 from thunder_zero.plan import make_plan
 from thunder_zero.rows import own_rows

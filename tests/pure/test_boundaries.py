@@ -70,15 +70,15 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("arguments.py",  IMPORT, TYPES,   NOT,     DATA | {"runtime"}),
     Room("refusals.py",   IMPORT, NOT,     IMPORT,  rooms("runtime")),
     Room("placement.py",  IMPORT, NOT,     IMPORT,  rooms("runtime")),
-    Room("traces.py",     NOT,    NOT,     IMPORT,  rooms("plan schedule trace")),
-    Room("module.py",     IMPORT, NOT,     IMPORT,  rooms("runtime traces")),
+    Room("compiled.py",   NOT,    NOT,     IMPORT,  rooms("plan schedule trace")),
+    Room("zero_module.py",IMPORT, NOT,     IMPORT,  rooms("runtime compiled")),
     Room("transform.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("schedule trace comm runtime state_dict arguments "
-                                                                 "refusals placement traces module")),
+                                                                 "refusals placement compiled zero_module")),
     Room("plugin.py",     NOT,    NOT,     IMPORT,  rooms("policy arguments refusals transform")),
-    Room("dry_run.py",    IMPORT, NOT,     IMPORT,  DATA | rooms("trace runtime traces transform")),
-    Room("measure.py",    NOT,    NOT,     IMPORT,  DATA | rooms("schedule comm runtime module")),
-    Room("show.py",       NOT,    NOT,     IMPORT,  rooms("report module traces")),
-    Room("lightning.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict arguments module "
+    Room("dry_run.py",    IMPORT, NOT,     IMPORT,  DATA | rooms("trace runtime compiled transform")),
+    Room("measure.py",    NOT,    NOT,     IMPORT,  DATA | rooms("schedule comm runtime zero_module")),
+    Room("print_trace.py",NOT,    NOT,     IMPORT,  rooms("report zero_module compiled")),
+    Room("lightning.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict arguments zero_module "
                                                                  "transform plugin")),
     Room("cli.py",        NOT,    NOT,     NOT,     rooms("checkpoint convert")),
     Room("__init__.py",   NOT,    NOT,     NOT,     ALL),

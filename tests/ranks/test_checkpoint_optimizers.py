@@ -18,7 +18,7 @@ from tests.harness.checkpoints import adamw, same, state_of, stepped
 from tests.harness.errors import raised
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
-from thunder_zero.checkpoint import folder, read
+from thunder_zero.checkpoint import folder, read_all
 from thunder_zero.checkpoint.dcp_write import write_items
 from thunder_zero.checkpoint.extras import extra_items
 from thunder_zero.checkpoint.write import finish_checkpoint
@@ -202,7 +202,7 @@ def moving(rank: int, world_size: int, root: Path) -> Found:
             for param in model.parameters():
                 param.fill_(step)
         tz.save(root / f"step-{step}", model)
-    read_model = read.read_model  # type: ignore[attr-defined]
+    read_model = read_all.read_model  # type: ignore[attr-defined]
     with mock.patch.object(folder, "locate", return_value=root / f"step-{1 + rank}"):
         tz.load(root / "latest", model)
     loaded = {float(value) for tensor in tz.full_state_dict(model).values() for value in tensor.flatten()}
@@ -214,7 +214,7 @@ def moving(rank: int, world_size: int, root: Path) -> Found:
         dist.barrier()
         return read_model(where, *args)
 
-    with mock.patch.object(read, "read_model", slow):
+    with mock.patch.object(read_all, "read_model", slow):
         told = raised(lambda: tz.load(root / "step-2", model))
     left = {float(value) for tensor in tz.full_state_dict(model).values() for value in tensor.flatten()}
     return {"loaded": loaded, "told": told, "left": left}

@@ -20,9 +20,9 @@ from thunder_zero.checkpoint.background import wait_for_last
 from thunder_zero.checkpoint.extras import own_extras, require_extras, require_named, require_stateful
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.checkpoint.preconditions import require_reduced_gradients, require_same_arguments
-from thunder_zero.checkpoint.read import Found, read_checkpoint
+from thunder_zero.checkpoint.read_all import Found, read_checkpoint
 from thunder_zero.comm.agree import all_or_none
-from thunder_zero.comm.peers import broadcast_object_from_rank_0
+from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.runtime.optimizers import load_exactly
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.state_dict.all_or_nothing import OwnState, Pending, write_all_or_none

@@ -13,7 +13,7 @@ from thunder_zero.checkpoint.dcp_write import Part
 from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.comm.agree import all_or_none
-from thunder_zero.comm.peers import gather_object_on_rank_0
+from thunder_zero.comm.small_collectives import gather_object_on_rank_0
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thunder_zero.comm.peers import all_gather_object, naming_lost_ranks
+from thunder_zero.comm.lost_ranks import naming_lost_ranks
+from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.plan import Plan
 
 Item = TypeVar("Item")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from thunder_zero.comm.peers import timeout_of
+from thunder_zero.comm.lost_ranks import timeout_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroup
 
 from thunder_zero import layout
 from thunder_zero.comm.handle import Handle, Result, Step, drain
-from thunder_zero.comm.peers import naming_lost_ranks
+from thunder_zero.comm.lost_ranks import naming_lost_ranks
 from thunder_zero.comm.transport import COMPLEX, FLOATS
 from thunder_zero.plan import Param
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.comm.peers import all_reduce_max
+from thunder_zero.comm.small_collectives import all_reduce_max
 from thunder_zero.plan import Param
 from thunder_zero.runtime.state import State
-from thunder_zero.schedule.program import ProgramName
+from thunder_zero.schedule.program_name import ProgramName
 
 
 class Calls:

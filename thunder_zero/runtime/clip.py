@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from thunder_zero.comm.peers import all_gather_tensor
+from thunder_zero.comm.small_collectives import all_gather_tensor
 from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.runtime.state import State
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.comm.peers import all_gather_object
+from thunder_zero.comm.small_collectives import all_gather_object
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

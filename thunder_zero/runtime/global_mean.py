@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from thunder_zero.comm.peers import all_reduce_sum
+from thunder_zero.comm.small_collectives import all_reduce_sum
 from thunder_zero.runtime.sharded_model import sharded_model
 
 

@@ -1,4 +1,4 @@
-"""Hooks around every optimizer step: refuse one that would be lost, note the others.
+"""Hooks around every optimizer step: refuse one on replaced parameters, note the others.
 
 Before a step: refuse one that would be lost or wrong, of parameters that a transform replaced or of shards whose
 gradients are not reduced yet. After it: mark the other ranks' rows of ZeRO-1's buffers as stale, since fused optimizers

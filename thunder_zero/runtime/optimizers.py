@@ -1,4 +1,4 @@
-"""Reads and loads one optimizer: the parameters it steps, which of their states are rows."""
+"""Tells an optimizer's states by rows from whole ones, and loads its state dict exactly."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thunder_zero.comm.backends import model_transport
 from thunder_zero.comm.group import Ranks
-from thunder_zero.comm.peers import all_reduce_max, barrier
+from thunder_zero.comm.small_collectives import all_reduce_max, barrier
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.clock import Clock

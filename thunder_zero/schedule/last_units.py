@@ -1,4 +1,4 @@
-"""Chooses the last units of forward that are gathered once instead of again for backward.
+"""Chooses the last units of forward that stay gathered for backward.
 
 Backward begins with the units that forward ends with. Leaving them gathered between the halves saves a gather each, and
 needs no more bytes than the peak of the other gathers::

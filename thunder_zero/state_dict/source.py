@@ -1,4 +1,4 @@
-"""Whose state dict is loaded: each rank's own, or rank 0's, which is sent to all ranks."""
+"""Loads from each rank's own state dict, or from rank 0's, which it sends to all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.agree import Fact
-from thunder_zero.comm.peers import broadcast_object_from_rank_0
+from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.plan import Param
 from thunder_zero.rows import own_rows
 from thunder_zero.runtime.state import State

@@ -17,7 +17,7 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 from thunder_zero.schedule.verify import ScheduleError
 from thunder_zero.trace.program import Program
 from thunder_zero.trace.symbols import ZeroExecutor, dtype_name
-from thunder_zero.trace.work import VIEWS, draws_random_numbers, symbol_names, work_of
+from thunder_zero.trace.work_classes import VIEWS, draws_random_numbers, symbol_names, work_of
 
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy

@@ -1,4 +1,4 @@
-"""The executor of a model: the symbols of our lines, and the runtime functions that they call.
+"""The symbols of our lines in a trace (``zero_all_gather``, ...) and the functions that they call.
 
 Each model has its own executor, so a line of a trace needs no process group and no state; its arguments are tensors and
 paths of parameters only::
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.plan import Param, Plan
-from thunder_zero.schedule.program import ProgramName
+from thunder_zero.schedule.program_name import ProgramName
 from thunder_zero.trace.program import Program
 
 import thunder.core.dtypes as dtypes

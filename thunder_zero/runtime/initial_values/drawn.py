@@ -1,4 +1,4 @@
-"""Values that modules draw as in ordinary construction, one module's own tensors at a time.
+"""Values that ``reset_parameters`` and ``init`` draw for a module on the meta device.
 
 In its turn a module has its own tensors in full, ``reset_parameters`` or ``init`` writes them, and they are cut to this
 rank's rows before the next module's turn. Every rank draws everything and keeps its rows, so that the number of ranks
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.runtime.initial_values.data import CPU, Target, fitted
-from thunder_zero.runtime.initial_values.drawn_values import DrawnValues
+from thunder_zero.runtime.initial_values.drawn_so_far import DrawnValues
 from thunder_zero.runtime.initial_values.failures import Failures
-from thunder_zero.runtime.initial_values.turn import Turn, address, children_first, own_tensors
+from thunder_zero.runtime.initial_values.module_turn import Turn, address, children_first, own_tensors
 
 
 class Drawn:

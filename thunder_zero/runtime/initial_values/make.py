@@ -14,7 +14,7 @@ from thunder_zero.runtime.initial_values.broadcast import Broadcast, arrives
 from thunder_zero.runtime.initial_values.compare import Cuts
 from thunder_zero.runtime.initial_values.data import Existing, Other, Source, Sources, Target, Values, full_of, names_of
 from thunder_zero.runtime.initial_values.drawn import Drawn
-from thunder_zero.runtime.initial_values.drawn_values import DrawnValues
+from thunder_zero.runtime.initial_values.drawn_so_far import DrawnValues
 from thunder_zero.runtime.initial_values.failures import Failures
 from thunder_zero.runtime.initial_values.read import Read
 

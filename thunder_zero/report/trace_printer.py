@@ -1,4 +1,4 @@
-"""Prints a trace with the meaning of each line: highlighted on a terminal, plain elsewhere.
+"""Prints the rows of a trace as a table of columns, highlighted on a terminal.
 
 ::
 
@@ -19,7 +19,7 @@ from rich.text import Text
 from thunder_zero.plan import Plan
 from thunder_zero.policy import STAGES
 from thunder_zero.report.code import clip, fill, fold
-from thunder_zero.report.rows import Gap, Row, label, total
+from thunder_zero.report.line_meanings import Gap, Row, label, total
 from thunder_zero.schedule.timeline import Kind
 
 WIDTH = 100  # columns, without a terminal

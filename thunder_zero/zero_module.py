@@ -1,12 +1,12 @@
-"""The sharded model that ``thunder.jit`` with ZeroTransform makes."""
+"""ZeroModule: the sharded model that ``thunder.jit`` with ZeroTransform makes."""
 
 from __future__ import annotations
 
 from torch import nn
 
+from thunder_zero.compiled import Compiled, Traces
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.runtime.state import State
-from thunder_zero.traces import Compiled, Traces
 
 from thunder import compile_stats
 from thunder.core.module import ThunderModule

@@ -1,4 +1,4 @@
-"""The traces that a model runs, with their timeline, for each entry of Thunder's cache."""
+"""The compiled traces of a model, with their timelines, by Thunder's cache entry."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.harness.timelines import make_param
 from thunder_zero.plan import Plan
 from thunder_zero.policy import Policy
-from thunder_zero.report.text import format_timeline
+from thunder_zero.report.timeline_text import format_timeline
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
 
 POLICY = Policy()

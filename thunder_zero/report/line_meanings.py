@@ -1,4 +1,4 @@
-"""Finds the meaning of each line of a trace in its timeline.
+"""Explains each line of a trace from its timeline: kind, parameters, bytes.
 
 ::
 

@@ -14,8 +14,8 @@ from tests.harness.timelines import make_param
 from thunder_zero.plan import Plan
 from thunder_zero.policy import Policy
 from thunder_zero.report.code import fold
-from thunder_zero.report.printer import print_rows, print_total, size
-from thunder_zero.report.rows import Gap, Row, SourceLine, label, rows, select, total
+from thunder_zero.report.line_meanings import Gap, Row, SourceLine, label, rows, select, total
+from thunder_zero.report.trace_printer import print_rows, print_total, size
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 POLICY = Policy(stage=3)

@@ -1,4 +1,4 @@
-"""Finds the class of work of a line, and the lines that make views, by one table of symbols' names.
+"""Classifies the work of a line (matmul, view, random, ...) and finds views, by a table of names.
 
 The table is conservative: a name that it does not list is OTHER work and makes no view. Lines that may copy, such as a
 reshape, are VIEW work but not in ``VIEWS``, since a trace does not know strides.

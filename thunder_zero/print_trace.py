@@ -1,4 +1,4 @@
-"""``print_trace``: Thunder's traces as text, with the meaning of each line."""
+"""``tz.print_trace``: prints the traces of a model with the meaning of each line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import IO
 
 from rich.console import Console
 
-from thunder_zero.module import traces_of
-from thunder_zero.report.printer import print_rows, print_total
-from thunder_zero.report.rows import Gap, Row, SourceLine, rows, select
-from thunder_zero.traces import Traces
+from thunder_zero.compiled import Traces
+from thunder_zero.report.line_meanings import Gap, Row, SourceLine, rows, select
+from thunder_zero.report.trace_printer import print_rows, print_total
+from thunder_zero.zero_module import traces_of
 
 import thunder
 from thunder.core.codeutils import get_source_line

@@ -1,0 +1,70 @@
+"""Small collectives of numbers and Python objects, whose errors name the lost rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from thunder_zero.comm.lost_ranks import naming_lost_ranks
+
+Value = TypeVar("Value")
+
+
+def all_gather_object(value: Value, group: ProcessGroup) -> list[Value]:
+    """The value of each rank of the group, in rank order; a small collective."""
+    values = [value] * group.size()
+    if group.size() > 1:
+        with naming_lost_ranks(group):
+            dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_object_on_rank_0(value: Value, group: ProcessGroup) -> list[Value]:
+    """The value of each rank of the group, in rank order, on its rank 0; empty on the others. A small collective."""
+    values = [value] * group.size() if group.rank() == 0 else None
+    if group.size() > 1:
+        with naming_lost_ranks(group):
+            dist.gather_object(value, values, group=group, group_dst=0)
+    return values or []
+
+
+def broadcast_object_from_rank_0(value: Value, group: ProcessGroup) -> Value:
+    """The value of the group's rank 0; a small collective."""
+    values = [value]
+    if group.size() > 1:
+        with naming_lost_ranks(group):
+            dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
+def all_reduce_max(flags: Tensor, group: ProcessGroup) -> None:
+    """Replace each element by its maximum over ranks, in place; a small collective."""
+    with naming_lost_ranks(group):
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+
+
+def all_reduce_sum(numbers: Sequence[int], group: ProcessGroup, device: torch.device) -> list[int]:
+    """The sum of each number over ranks; a small collective."""
+    totals = torch.tensor(numbers, dtype=torch.int64, device=device)
+    with naming_lost_ranks(group):
+        dist.all_reduce(totals, group=group)
+    return [int(total) for total in totals]
+
+
+def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """The tensor of each rank, in rank order; all have one shape and dtype. A small collective."""
+    found = [torch.empty_like(tensor) for _ in range(group.size())]
+    with naming_lost_ranks(group):
+        dist.all_gather(found, tensor, group=group)
+    return found
+
+
+def barrier(group: ProcessGroup) -> None:
+    """Wait until all ranks have come here."""
+    with naming_lost_ranks(group):
+        dist.barrier(group=group)
