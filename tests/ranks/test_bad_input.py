@@ -333,7 +333,7 @@ def call_changed(rank: int, world_size: int, change: Callable[[Net], None]) -> t
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (cast, ["'b.weight' is torch.bfloat16", "as torch.float32"]),
+        (cast, ["'b.weight' was moved or cast: it is torch.bfloat16", "as torch.float32"]),
         (freeze, ["requires_grad of parameter 'b.weight' became False"]),
         (tie, ["parameter 'b.weight' was replaced"]),
     ],

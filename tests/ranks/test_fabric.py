@@ -358,7 +358,7 @@ def words_of_misuse() -> dict[str, list[str]]:
         "init": ["cpu"],
         "no model": ["TypeError", "Net", "fabric.setup"],
         "clipped": ["tensor(0.0010)"],
-        "rows": ["ValueError", "parameter 'tied'", "save it on each rank by itself"],
+        "rows": ["ValueError", "parameter 'tied'", "save optimizer.state_dict() on each rank"],
         "rows of a file": ["ValueError", "has shape (9, 1) in the state dict", "(stage 0)"],
         "fewer parameters": ["ValueError", "doesn't match the size of optimizer's group"],  # torch's own words
         "replicated": ["True"],

@@ -354,7 +354,7 @@ def why_state_dicts_do_not_fit() -> dict[str, str]:
         "flat, of another": "the state dict has no param_groups for parameter 'layers.0.bias'",
         "flat, two rates": "parameters 'layers.0.weight' and 'layers.1.weight' are in one group",
         "flat, a model's": "'layers.0.weight' begins with neither 'state' nor 'param_groups'",
-        "one row of each rank's": "'row_var' of parameter 'layers.0.weight' has shape (4, 1), which is neither",
+        "one row of each rank's": "'row_var' of parameter 'layers.0.weight': it has shape (4, 1), and is neither",
         "other states": "the optimizer's state of parameter 'layers.0.weight' differs between ranks",
     }
 
