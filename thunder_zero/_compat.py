@@ -19,7 +19,7 @@ import torch
 from looseversion import LooseVersion
 
 DROPPED_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
-TESTED = {"torch": ("2.7.1", "2.16"), "lightning-thunder": ("0.2.6", "0.3")}  # from, up to but without
+TESTED = {"torch": ("2.7.1", "2.16"), "lightning-thunder": ("0.2.6", "0.3")}  # at least, below
 
 
 def half_imported(modules: dict[str, Any]) -> bool:
@@ -28,7 +28,7 @@ def half_imported(modules: dict[str, Any]) -> bool:
 
 
 def untested(package: str, found: str) -> str | None:
-    """The sentence of a version that nobody tried with this package, or None."""
+    """A warning about an untested version, or None."""
     first, last = TESTED[package]
     base = found.partition("+")[0]
     if LooseVersion(first) <= LooseVersion(base) < LooseVersion(last):

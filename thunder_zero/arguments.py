@@ -25,8 +25,8 @@ class Arguments(TypedDict, total=False):
         process_group: ranks that share the model; the default group if None.
         mesh: instead of a group, a mesh of one dimension (shard) or two (replicate, shard): with two, the model is
             sharded over the second, and there are as many copies of it as the first is long (hybrid sharding).
-        device: the device of the shards; None means that of the module's parameters, or for the meta device the CPU
-            (the current device, if the group carries no CPU tensors).
+        device: the device of the shards (default: the parameters' device; for a module on the meta device the CPU, or
+            the current device if the group carries no CPU tensors).
         init: gives parameters and buffers on the meta device their values, after ``reset_parameters`` of each module
             that owns some: it is called as ``module.apply(init)`` calls it, with the module's own parameters in full.
         weights: full tensors by their names in the module's state dict (``torch.load(..., mmap=True)``); they become
@@ -56,13 +56,13 @@ class Arguments(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class CheckedArguments:
     """The arguments, checked.
 
     Attributes:
         policy: how to shard.
         process_group, mesh: the ranks, one or none of the two.
-        device: that of the shards.
+        device: the shards' device.
         sources: initial values.
     """
 
@@ -73,18 +73,18 @@ class Given:
     sources: Sources
 
 
-def given(policy: Policy | int | None, **arguments: Unpack[Arguments]) -> Given:
+def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments]) -> CheckedArguments:
     """Check the arguments.
 
     Raises:
         TypeError: not a policy; a field that policies do not have; init that is no function, weights no mapping.
-        ValueError: a field out of range; a policy, or a stage, and another stage; an unknown device.
+        ValueError: a field out of range; a stage that contradicts the policy; an unknown device.
     """
     others: dict[str, Any] = dict(arguments)
     where = {name: others.pop(name, None) for name in ("process_group", "mesh")}
     device = device_named(others.pop("device", None))
     sources = sources_of(others.pop("init", None), others.pop("weights", None))
-    return Given(policy_of(policy, others), where["process_group"], where["mesh"], device, sources)
+    return CheckedArguments(policy_of(policy, others), where["process_group"], where["mesh"], device, sources)
 
 
 def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy:
@@ -92,7 +92,7 @@ def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy
 
     Raises:
         TypeError: not a policy; a field that policies do not have.
-        ValueError: a field out of range; a policy, or a stage, and another stage.
+        ValueError: a field out of range; a stage that contradicts the policy.
     """
     known = [field.name for field in fields(Policy)]
     for name, value in changes.items():

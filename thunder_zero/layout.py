@@ -54,6 +54,11 @@ def owned_numel(shape: tuple[int, ...], world_size: int, rank: int) -> int:
     return (stop - start) * prod(shape[1:])
 
 
+def busiest_rank(world_size: int) -> int:
+    """The rank that owns the most rows of every parameter, and so sends the most in a gather."""
+    return 0
+
+
 def gather_sends(shape: tuple[int, ...], world_size: int, rank: int) -> int:
     """Elements that ``rank`` sends in one all-gather: its own rows, to each other rank."""
     return owned_numel(shape, world_size, rank) * (world_size - 1) if is_sharded(shape) else 0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from thunder_zero.arguments import Arguments, given
+from thunder_zero.arguments import Arguments, check_arguments
 from thunder_zero.comm.group import hybrid_mesh
 from thunder_zero.plugin import zero
 from thunder_zero.policy import Policy
@@ -108,7 +108,7 @@ class ZeroStrategy(DDPStrategy):
         require_left_to_fabric(arguments)
         if not isinstance(policy, Policy):
             arguments.setdefault("broadcast_from", 0)
-        self._given = given(policy, **arguments)
+        self._given = check_arguments(policy, **arguments)
         self.mesh_shape = mesh_shape
         self.jit_options = dict(jit_options or {})
         # An attribute of Fabric's strategies: Fabric.no_backward_sync calls this object's method.

@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def gathered_once(self) -> tuple[str, ...]:
-        """Paths of the sharded parameters of which one gather serves forward and backward.
+        """Paths of the sharded parameters that are gathered once for forward and backward.
 
         ZeRO-3 knows them once it has scheduled a step, so ask ``traces_of(model).plan``. They make up whole units;
         forward still frees those that backward does not read (biases).
@@ -151,10 +151,12 @@ class Plan:
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
     """The default unit rule: the outermost repeated submodules that hold parameters.
 
-    A member of a ``Sequential`` or ``ModuleList`` is a block if another member of one, anywhere in
-    the module, has the same class (transformer blocks, the blocks of a ResNet's stages); a leaf, if
-    another member of the same one has (the layers of an MLP). The rule searches everything else
-    further down. Returns their paths in module order.
+    A member of a ``Sequential`` or ``ModuleList`` is a block if another member of any such container in the module has
+    the same class (transformer blocks, the blocks of a ResNet's stages). A leaf counts only if a sibling in the same
+    container has its class (the layers of an MLP). The rule searches inside everything else.
+
+    Returns:
+        Paths in module order.
     """
     members = [child for parent in module.modules() if _is_container(parent) for child in parent.children()]
     everywhere = Counter(type(member) for member in members)
@@ -191,6 +193,9 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
         rank: one of them.
         replicas: copies of the sharded model.
 
+    Returns:
+        The plan; its parameters are in the order of ``module.named_parameters()``.
+
     Raises:
         ValueError: ``world_size``, ``rank`` or ``replicas`` out of range, a module without parameters, a unit
             path that is not a submodule, an ignored path that the module does not have.
@@ -217,7 +222,10 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
     units = (policy.unit_of or repeated_blocks)(module)
     for unit in units:
         if unit not in modules:
-            raise ValueError(f"unit_of names {unit!r}, which is not a submodule of {type(module).__name__}")
+            raise ValueError(
+                f"unit_of names {unit!r}, which is not a submodule of {type(module).__name__}; return paths as "
+                f"named_modules() has them"
+            )
     return Plan(
         policy,
         world_size,

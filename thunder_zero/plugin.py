@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
-from thunder_zero.arguments import Arguments, given
+from thunder_zero.arguments import Arguments, check_arguments
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
 from thunder_zero.transform import ZeroTransform
@@ -50,7 +50,7 @@ class Zero(Plugin):
     """
 
     def __init__(self, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> None:
-        given(policy, **arguments)  # refuse bad arguments now, not when a module is compiled
+        check_arguments(policy, **arguments)  # refuse bad arguments now, not when a module is compiled
         self._policy, self._arguments = policy, arguments
 
     def setup_transforms(self) -> list[ZeroTransform]:

@@ -22,8 +22,7 @@ def real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
     """This rank's rows without their padding, as a view; all rows if the parameter is replicated."""
     if not param.sharded:
         return shard
-    start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
-    return shard[: stop - start]
+    return shard[: len(shard) - layout.padding_rows(param.shape[0], plan.world_size, plan.rank)]
 
 
 def at_rest_of(full: Tensor, param: Param, plan: Plan) -> Tensor:

@@ -35,8 +35,8 @@ class Times:
             object.__setattr__(self, half, _checked(half, getattr(self, half)))
         if not _is_number(self.bytes_per_second) or not self.bytes_per_second > 0:
             raise ValueError(
-                f"bytes_per_second is {self.bytes_per_second!r}; give what a rank sends in a second, more than 0 "
-                f"(math.inf where nothing travels)"
+                f"bytes_per_second is {self.bytes_per_second!r}; give the bytes that a rank sends per second, more "
+                f"than 0 (math.inf if nothing travels)"
             )
         object.__setattr__(self, "bytes_per_second", float(self.bytes_per_second))
 

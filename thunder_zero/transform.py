@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import torch
 
-from thunder_zero.arguments import Arguments, given
+from thunder_zero.arguments import Arguments, check_arguments
 from thunder_zero.comm import agree
 from thunder_zero.comm.device import device_for
 from thunder_zero.comm.group import Ranks, ranks_of
@@ -58,7 +58,7 @@ class ZeroTransform(Transform):
     """
 
     def __init__(self, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> None:
-        self._given = given(policy, **arguments)
+        self._given = check_arguments(policy, **arguments)
         self._compiled: Compiled | None = None
         self._forward: TraceCtx | None = None
 

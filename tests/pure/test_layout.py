@@ -20,6 +20,7 @@ def test_the_picture_in_the_docstring() -> None:
     assert [layout.row_range(5, 4, rank) for rank in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
     assert [layout.stored_rows(5, 4, rank) for rank in range(4)] == [2, 2, 2, 2]
     assert [layout.padding_rows(5, 4, rank) for rank in range(4)] == [0, 0, 1, 2]
+    assert layout.owned_numel((5,), 4, layout.busiest_rank(4)) == 2
     assert layout.shard_shape((5, 3), 4, 0) == (2, 3)
     assert layout.padded_shape((5, 3), 4) == (8, 3)
 

@@ -292,7 +292,7 @@ def test_the_limit_of_buckets_under_way_is_checked_without_times_only() -> None:
         (({"a": True}, {}, 1.0), "forward of 'a' is True; give seconds"),
         (({0: 1.0}, {}, 1.0), "forward has times for 0; give the path of a parameter"),
         (([1.0], {}, 1.0), r"forward is \[1.0\]; give a mapping"),
-        (({}, {}, 0), "bytes_per_second is 0; give what a rank sends in a second, more than 0"),
+        (({}, {}, 0), "bytes_per_second is 0; give the bytes that a rank sends per second, more than 0"),
         (({}, {}, -1.0), "bytes_per_second is -1.0; give"),
         (({}, {}, math.nan), "bytes_per_second is nan; give"),
         (({}, {}, None), "bytes_per_second is None; give"),

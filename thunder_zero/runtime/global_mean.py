@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from thunder_zero.comm.small_collectives import all_reduce_sum
+from thunder_zero.policy import is_count
 from thunder_zero.runtime.sharded_model import sharded_model
 
 
@@ -31,8 +32,8 @@ def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
         ValueError: a rank's ``count`` is not an int or is negative, or no rank has an item; on every rank.
     """
     state = sharded_model(model).state
-    is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 0
-    everywhere, refused = all_reduce_sum((count if is_count else 0, not is_count), state.group, state.device)
+    valid = is_count(count)
+    everywhere, refused = all_reduce_sum((count if valid else 0, not valid), state.group, state.device)
     if refused:
         raise ValueError(f"a rank's count is not a number of items (on this rank it is {count!r}); give an int >= 0")
     if everywhere == 0:

@@ -189,8 +189,9 @@ class Timeline:
     def _busiest(self, op: Op, param: Param, plan: Plan) -> int:
         if not param.sharded:
             return plan.reduce_bytes(param)
-        inside = (plan.world_size - 1) * prod(layout.shard_shape(param.shape, plan.world_size, 0))
-        rows = layout.owned_numel(param.shape, plan.world_size, 0)
+        busiest = layout.busiest_rank(plan.world_size)
+        inside = (plan.world_size - 1) * prod(layout.shard_shape(param.shape, plan.world_size, busiest))
+        rows = layout.owned_numel(param.shape, plan.world_size, busiest)
         across = layout.all_reduce_sends((rows,), plan.replicas) if op.kind is Kind.REDUCE else 0
         return (inside + across) * self.travels_in(op, param).itemsize
 
