@@ -37,7 +37,7 @@ try:
     from lightning.fabric.strategies import DDPStrategy
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"thunder_zero.lightning needs Lightning ({error}); install it with pip install 'thunder-zero[lightning]'"
+        f"thunder_zero.lightning needs Lightning ({error}); run pip install -e '.[lightning]' in a checkout"
     ) from error
 
 if TYPE_CHECKING:
