@@ -330,7 +330,7 @@ def refused_for_others(
 
 def why_state_dicts_do_not_fit() -> dict[str, str]:
     return {
-        "missing": "missing: 'layers.0.weight'; unexpected: none",
+        "missing": "missing: 'layers.0.weight'; unexpected: none; set strict=False to load the matching names",
         "unknown": "missing: none; unexpected: 'more'",
         "shape on rank 1": "'layers.0.weight' has shape (3, 3) in the state dict and (7, 7) in the model",
         "rank 0's shape": "'layers.0.weight' has shape (3, 3) in the state dict and (7, 7) in the model",
