@@ -1,6 +1,6 @@
 """Train LitGPT's GPT in Lightning Fabric: an ordinary Fabric script, except for its strategy.
 
-    pip install "thunder-zero[lightning,litgpt]"
+    pip install -e ".[lightning,litgpt]"
     python examples/fabric_litgpt.py                                                     # Fabric starts two ranks
     torchrun --standalone --nproc-per-node 2 examples/fabric_litgpt.py                   # torchrun starts them
     python examples/fabric_litgpt.py --accelerator cuda --devices 8 --model pythia-160m  # one of LitGPT's models

@@ -24,8 +24,7 @@ from thunder_zero.comm.group import hybrid_mesh
 from thunder_zero.plugin import zero
 from thunder_zero.policy import Policy
 from thunder_zero.runtime.clip import clip_grad_norm_
-from thunder_zero.state_dict import full_state
-from thunder_zero.state_dict.api import StateDictOptions, get_model_state_dict, set_model_state_dict
+from thunder_zero.state_dict import StateDictOptions, get_model_state_dict, hooks, set_model_state_dict
 from thunder_zero.transform import ZeroTransform
 from thunder_zero.zero_module import ZeroModule
 
@@ -37,7 +36,7 @@ try:
     from lightning.fabric.strategies import DDPStrategy
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"thunder_zero.lightning needs Lightning ({error}); install it with pip install 'thunder-zero[lightning]'"
+        f"thunder_zero.lightning needs Lightning ({error}); run pip install -e '.[lightning]' in a checkout"
     ) from error
 
 if TYPE_CHECKING:
@@ -180,8 +179,8 @@ class ZeroStrategy(DDPStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make the optimizer step the shards, whichever parameters it was built on, and load full state dicts."""
-        full_state.step_shards(optimizer)
-        optimizer.register_load_state_dict_pre_hook(full_state.shard_optimizer_state_dict)
+        hooks.step_shards(optimizer)
+        optimizer.register_load_state_dict_pre_hook(hooks.shard_optimizer_state_dict)
         return optimizer
 
     def clip_gradients_norm(
@@ -215,7 +214,7 @@ class ZeroStrategy(DDPStrategy):
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's full state dict on rank 0, on the CPU, and an empty one on other ranks; a collective."""
-        return full_state.full_optimizer_state_dict(optimizer, wanted=self.is_global_zero)
+        return hooks.full_optimizer_state_dict(optimizer, wanted=self.is_global_zero)
 
 
 class NoBackwardSync:
@@ -235,14 +234,14 @@ class Forward(nn.Module):
 
     Args:
         model: the sharded model.
-        given: the module that Fabric was given. Fabric sets another method as its ``forward`` to call that method.
+        module: the module that Fabric was given. Fabric sets another method as its ``forward`` to call that method.
     """
 
-    def __init__(self, model: ZeroModule, given: nn.Module) -> None:
+    def __init__(self, model: ZeroModule, module: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._forward_of = partial(vars(given).get, "forward")  # and not the module itself, which would be listed
-        self._forward_then = self._forward_of()
+        self._current_forward = partial(vars(module).get, "forward")  # and not the module itself, which would be listed
+        self._own_forward = self._current_forward()
 
     @torch.compiler.disable  # Fabric applies torch.compile to this if it was applied to the module
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -251,7 +250,7 @@ class Forward(nn.Module):
         Raises:
             RuntimeError: Fabric has replaced forward by another method, which Thunder has not compiled.
         """
-        if self._forward_of() is not self._forward_then:
+        if self._current_forward() is not self._own_forward:
             raise RuntimeError(
                 f"a method of {type(self.model.plain).__name__} was called through Fabric's wrapper instead of forward "
                 f"(mark_forward_method, training_step), but Thunder compiles forward alone; move the method's code "
@@ -281,9 +280,9 @@ def view(module: nn.Module, path: str, model: ZeroModule) -> nn.Module:
         return {name: None if old is None else get(f"{path}.{name}" if path else name) for name, old in names.items()}
 
     parameters, buffers = own(module._parameters, model.get_parameter), own(module._buffers, model.get_buffer)
-    seen: nn.Module = object.__new__(type(module))
-    vars(seen).update({**vars(module), "_parameters": parameters, "_buffers": buffers})
-    return seen
+    copy: nn.Module = object.__new__(type(module))
+    vars(copy).update({**vars(module), "_parameters": parameters, "_buffers": buffers})
+    return copy
 
 
 def zero_module(model: nn.Module) -> ZeroModule:

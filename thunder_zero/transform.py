@@ -24,7 +24,7 @@ from thunder_zero.runtime.intact import Intact
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule import verify
 from thunder_zero.schedule.program_name import ProgramName
-from thunder_zero.state_dict import full_state
+from thunder_zero.state_dict import hooks
 from thunder_zero.trace.casts import cast_borders
 from thunder_zero.trace.executors import RepairFusion, Schedule
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
@@ -180,13 +180,13 @@ class ZeroTransform(Transform):
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
         """This rank's rows of a plain module's state dict."""
-        return full_state.shard(self._state, submodule_name, state_dict)
+        return hooks.to_rows(self._state, submodule_name, state_dict)
 
     def reverse_transform_state_dict_for_submodule(
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
         """Full parameters of a sharded model's state dict; a collective."""
-        return full_state.full(self._state, submodule_name, state_dict)
+        return hooks.to_full(self._state, submodule_name, state_dict)
 
     def install(self, model: ThunderModule, plan: Plan, runtime: Runtime) -> None:
         """Put our executors around the others: symbols and schedule first, the repair of fused regions last."""

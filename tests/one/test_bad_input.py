@@ -1,4 +1,4 @@
-"""What bad input gets, where one process shows it: one sentence that names the thing, the value and what to do.
+"""Bad input in one process: the error is one sentence that names the thing, the value and the action.
 
 Several ranks: ``tests/ranks/test_bad_input.py``.
 """
@@ -35,7 +35,7 @@ BUILTIN: Any = torch.tanh
 
 
 class Net(nn.Module):
-    """Two layers, tied on request; it returns what ``give`` makes of its output and its first weight."""
+    """Two layers, tied on request; returns ``give`` of its output and its first weight."""
 
     def __init__(self, give: Callable[[Tensor, Tensor], Any] = lambda y, w: y, tied: bool = False) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ def test_cpu_tensors_and_a_real_group_for_cuda() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_what_is_ignored_has_to_be_there() -> None:
+def test_ignored_names_must_exist_and_leave_a_parameter() -> None:
     with refused(ValueError, "ignored names 'lin', which is no parameter and no submodule of Sequential"):
         shard(nn.Sequential(nn.Linear(2, 2)), ignored=("lin",))
     with refused(ValueError, "Sequential has no parameters that are not ignored"):
@@ -206,7 +206,7 @@ def test_what_is_ignored_has_to_be_there() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_thunderfx_is_told_what_to_use() -> None:
+def test_thunderfx_raises_and_names_thunder_jit() -> None:
     compiled = thunderfx(nn.Linear(X.shape[-1], 7), transforms=[tz.ZeroTransform()])
     with pytest.raises(Exception, match=r"ThunderFX \(thunder\.dynamo\).*thunder\.jit\(module, transforms"):
         compiled(X)
@@ -289,7 +289,7 @@ LACKING: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("arguments", "words"), LACKING, ids=range(len(LACKING)))
 def test_a_module_on_the_meta_device_without_values(arguments: dict[str, Any], words: tuple[str, ...]) -> None:
-    """Refused as a whole; with what it lacks the same module is sharded."""
+    """Refused without a change; with values for all tensors the same module is sharded."""
     module = meta(Scaled)
     with refused(ValueError, *words):
         shard(module, **arguments)
@@ -309,9 +309,9 @@ def test_sources_that_are_none(make: Callable[..., Any]) -> None:
 
 
 def test_meta_parameters_where_no_cpu_tensors_travel() -> None:
-    """They go to the device that the group carries, and say so if it is not there."""
+    """They go to the device of the group's backend; the error names that device if it is missing."""
     if torch.cuda.is_available():
-        pytest.skip("cuda is there")
+        pytest.skip("needs a machine without CUDA")
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with refused(ValueError, "device is 'cuda', which cannot be used here"):
@@ -638,7 +638,7 @@ CHANGES: dict[Callable[[Any, Any], Callable[[], Any]], tuple[str, ...]] = {
 @pytest.mark.parametrize("called", of_tier([True], [False, True]), ids=lambda called: "between" if called else "before")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_model_that_was_changed(change: Callable[[Any, Any], Callable[[], Any]], called: bool) -> None:
-    """Refused before Thunder traces, by what runs and by what would be compiled; put right, it works as before."""
+    """Refused before Thunder traces, compiled already or not; with the change undone, it works as before."""
     module = Net()
     reference = deepcopy(module)
     model = shard(module)
@@ -813,7 +813,7 @@ def test_what_a_failed_import_of_thunder_left_behind() -> None:
     all(hasattr(torch.Tensor, name) for name in _compat.DROPPED_METHODS), reason="this torch lets Thunder import"
 )
 def test_thunder_imported_first_where_it_cannot_be() -> None:
-    """Thunder's own error stands; ours comes on our import, and again on the next try."""
+    """Thunder raises its own error; importing thunder_zero raises ours, at each attempt."""
     program = "try:\n    import thunder\nexcept Exception as error:\n    print(type(error).__name__)\n"
     assert run(program) in ("AttributeError", "RuntimeError")
     for imports in (IMPORT_OURS, IMPORT_OURS * 2):

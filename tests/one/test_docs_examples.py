@@ -94,5 +94,5 @@ def test_without_lightning_its_room_says_what_to_install() -> None:
     missing = {"lightning": None, "lightning.fabric": None, "lightning.fabric.plugins": None}
     with mock.patch.dict(sys.modules, missing):
         sys.modules.pop("thunder_zero.lightning", None)
-        with pytest.raises(ModuleNotFoundError, match=r"needs Lightning .* pip install 'thunder-zero\[lightning\]'"):
+        with pytest.raises(ModuleNotFoundError, match=r"needs Lightning .* run pip install -e '\.\[lightning\]'"):
             importlib.import_module("thunder_zero.lightning")

@@ -1,4 +1,4 @@
-"""Bad input on several ranks: every rank raises in time and says what differs and where; afterwards all works.
+"""Bad input on several ranks: every rank raises before a time-out and names the difference; then the group still works.
 
 One process: ``tests/one/test_bad_input.py``.
 """

@@ -155,8 +155,8 @@ def stages(rank: int, world_size: int, folder: Path) -> dict[int, Any]:
 
 
 def go_on(rank: int, world_size: int, file: Path, stage: int) -> Any:
-    """Load the file and finish the training: what Fabric returned, the losses, the weights, and names of shards whose
-    padding is not zero."""
+    """Load the file and finish the training: Fabric's result, the losses, the weights, and the names of shards with
+    nonzero padding."""
     with fabric_on(rank, world_size, stage=stage) as fabric:
         torch.manual_seed(99)  # other weights
         module = Net()
@@ -329,7 +329,7 @@ def misuse_of_wrappers(rank: int, world_size: int) -> dict[str, str]:
     with fabric_on(rank, world_size) as fabric:
         params = list(Net().parameters())  # of a module that is not sharded
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(params))
-        found["left alone"] = str(all(map(operator.is_, optimizer.param_groups[0]["params"], params)))
+        found["unchanged"] = str(all(map(operator.is_, optimizer.param_groups[0]["params"], params)))
         compiled = fabric.setup(torch.compile(fresh(Net)))
         found["compiled"] = str(torch.allclose(compiled(x), fresh(Net)(x)))
         for case, module in {"method": Net(), "method of a jitted module": thunder.jit(Net())}.items():
@@ -365,7 +365,7 @@ def words_of_misuse() -> dict[str, list[str]]:
         "missing": ["RuntimeError", "missing: 'tied', 'row'", "unexpected: none", "strict=False"],
         "shape": ["ValueError", "'first.weight' has shape (2, 4) in the state dict and (7, 4) in the model"],
         "part": ["3.0"],
-        "left alone": ["True"],
+        "unchanged": ["True"],
         "compiled": ["True"],
         "method": ["RuntimeError", "a method of Net", "move the method's code into forward"],
         "method of a jitted module": ["RuntimeError", "a method of Net"],
@@ -381,5 +381,5 @@ def misused(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("case", words_of_misuse())
-def test_what_is_not_supported_is_said_on_all_ranks(misused: dict[str, str], case: str) -> None:
+def test_misuse_raises_on_all_ranks(misused: dict[str, str], case: str) -> None:
     assert [word for word in words_of_misuse()[case] if word not in misused[case]] == [], misused[case]

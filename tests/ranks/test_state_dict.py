@@ -77,7 +77,7 @@ def described(folder: Path) -> Any:
     return tensors, {name: path for name, path in metadata.planner_data.items() if path[0] in ("model", "optim")}
 
 
-def beside_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
+def compared_with_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for stage in (1, 3):
         model, optimizer = trained(stage)
@@ -125,7 +125,7 @@ def beside_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     return results
 
 
-BESIDE_FSDP2 = (
+COMPARISONS = (
     *("the same kinds", "sharded to FSDP2", "flat as FSDP2's", "sharded from FSDP2", "full from FSDP2"),
     *("flat from FSDP2", "from FSDP2's rank 0", "learning rate", "as DTensors are saved", "plain DCP by hand"),
 )
@@ -135,19 +135,19 @@ BESIDE_FSDP2 = (
 def with_fsdp2(
     request: pytest.FixtureRequest, ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
-    return ranks_pool.run(request.param, beside_fsdp2, tmp_path_factory.mktemp("fsdp2"))
+    return ranks_pool.run(request.param, compared_with_fsdp2, tmp_path_factory.mktemp("fsdp2"))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", BESIDE_FSDP2)
-def test_beside_fsdp2(with_fsdp2: list[dict[str, Any]], name: str, stage: int) -> None:
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_state_dicts_equal_fsdp2s_and_load_both_ways(with_fsdp2: list[dict[str, Any]], name: str, stage: int) -> None:
     for results in with_fsdp2:
-        assert len(results) == 2 * len(BESIDE_FSDP2)
+        assert len(results) == 2 * len(COMPARISONS)
         assert results[f"{name} {stage}"] in (True, [])
 
 
 def every_kind(rank: int, world_size: int) -> list[Any]:
-    """A model with parameters of every kind, a tie and buffers: state dicts full and sharded, got and loaded."""
+    """A model with parameters of every kind, a tie and buffers: gets and loads full and sharded state dicts."""
     results = []
     for stage in STAGES:
         model, optimizer = trained(stage, Zoo)
@@ -197,7 +197,7 @@ def only_rank_0(rank: int, world_size: int) -> tuple[list[int], int, list[Any]]:
     return [len(in_model), len(in_optimizer)], most, left
 
 
-def test_full_on_the_cpu_is_of_rank_0_alone(ranks_pool: RanksPool) -> None:
+def test_only_rank_0_returns_full_tensors_on_the_cpu(ranks_pool: RanksPool) -> None:
     first, second = ranks_pool.run(2, only_rank_0)
     assert first[0] == [6, 2]
     assert second[:2] == ([0, 0], 0)
@@ -211,7 +211,7 @@ def copies(rank: int, world_size: int) -> int:
     return len(ours.get_model_state_dict(model, options=ON_CPU))
 
 
-def test_full_on_the_cpu_is_of_rank_0_alone_among_copies(ranks_pool: RanksPool) -> None:
+def test_only_rank_0_returns_full_tensors_on_the_cpu_among_copies(ranks_pool: RanksPool) -> None:
     assert ranks_pool.run(2, copies) == [6, 0]
 
 
@@ -227,7 +227,7 @@ def fussy(optimizer: torch.optim.Optimizer, rank: int) -> Iterator[None]:
 
     def refuse(optimizer: Any, state_dict: Any) -> None:
         if rank == 1:
-            raise ValueError("it does not like it")
+            raise ValueError("rank 1 refuses it")
 
     hook = optimizer.register_load_state_dict_pre_hook(refuse)
     yield
@@ -330,7 +330,7 @@ def refused_for_others(
 
 def why_state_dicts_do_not_fit() -> dict[str, str]:
     return {
-        "missing": "missing: 'layers.0.weight'; unexpected: none",
+        "missing": "missing: 'layers.0.weight'; unexpected: none; set strict=False to load the matching names",
         "unknown": "missing: none; unexpected: 'more'",
         "shape on rank 1": "'layers.0.weight' has shape (3, 3) in the state dict and (7, 7) in the model",
         "rank 0's shape": "'layers.0.weight' has shape (3, 3) in the state dict and (7, 7) in the model",
@@ -345,8 +345,8 @@ def why_state_dicts_do_not_fit() -> dict[str, str]:
         "a list": "'layers.0.weight' into rows: it is a list in the state dict, and is neither one number",
         "rank 0's state": "cannot copy the optimizer's 'exp_avg' of parameter 'layers.0.weight' from the state dict",
         "no state": "the state dict has no state for parameter 'layers.1.bias', which this optimizer trains",
-        "rank 1's optimizer": "it does not like it",
-        "rank 1's optimizer, model too": "it does not like it",
+        "rank 1's optimizer": "rank 1 refuses it",
+        "rank 1's optimizer, model too": "rank 1 refuses it",
         "submodules": "submodules is not supported",
         "of another kind": "has no 'dampening', so it is not of SGD",
         "untied": "'embed.weight' and 'head.weight' are tied in the model, but differ in the state dict",
@@ -365,10 +365,10 @@ def refusals(ranks_pool: RanksPool) -> list[dict[str, tuple[str, list[str]]]]:
 
 
 @pytest.mark.parametrize("name", why_state_dicts_do_not_fit())
-def test_what_does_not_fit_is_told_on_every_rank_and_changes_nothing(refusals: Any, name: str) -> None:
+def test_a_state_dict_that_does_not_fit_raises_on_every_rank_and_changes_nothing(refusals: Any, name: str) -> None:
     for results in refusals:
-        told, changed = results[name]
-        assert why_state_dicts_do_not_fit()[name] in told
+        error, changed = results[name]
+        assert why_state_dicts_do_not_fit()[name] in error
         assert changed == []
 
 
@@ -394,7 +394,7 @@ class Own(nn.Module):
     def set_extra_state(self, state: Any) -> None:
         self.seen = state
         if state == self.refuses:
-            raise ValueError("it does not like it")
+            raise ValueError("rank 1 refuses it")
 
 
 def own_things(rank: int, world_size: int) -> list[Any]:
@@ -413,10 +413,10 @@ def own_things(rank: int, world_size: int) -> list[Any]:
     ):
         before = ours.get_model_state_dict(model, options=FULL)
         given = {name: "junk"} if options is FROM_RANK_0 and rank else {**good, name: value}
-        told = raised(partial(ours.set_model_state_dict, model, given, options=options))
+        error = raised(partial(ours.set_model_state_dict, model, given, options=options))
         after = ours.get_model_state_dict(model, options=FULL)
         extra = before.pop("_extra_state"), after.pop("_extra_state")
-        results.append((told, same(after, before), extra))
+        results.append((error, same(after, before), extra))
     module.refuses = None
     ours.set_model_state_dict(model, {"_extra_state": lambda: 0} if rank else good, options=FROM_RANK_0)  # not read
     loaded = ours.get_model_state_dict(model, options=FULL)
@@ -426,7 +426,7 @@ def own_things(rank: int, world_size: int) -> list[Any]:
     return results
 
 
-def test_what_is_no_shard_is_checked_and_a_module_that_refuses_gets_its_state_back(ranks_pool: RanksPool) -> None:
+def test_other_values_than_shards_are_checked_and_a_module_that_refuses_keeps_its_state(ranks_pool: RanksPool) -> None:
     for results in ranks_pool.run(2, own_things):
         (broadcast, *right), (longer, *also), (text, *too), (function, *again), (refused_, *as_well), loaded, frozen = (
             results
@@ -435,7 +435,7 @@ def test_what_is_no_shard_is_checked_and_a_module_that_refuses_gets_its_state_ba
         assert "'own' has shape (5,) in the state dict and (3,) in the model" in longer
         assert "'offset' is a str in the state dict" in text
         assert "rank 0 cannot send the state dict: torch.save failed (" in function
-        assert "it does not like it" in refused_
+        assert "rank 1 refuses it" in refused_
         assert right == also == too == again == as_well == [[], (0, 0)]
         assert loaded == (1, 0, [])
         assert frozen

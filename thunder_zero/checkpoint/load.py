@@ -25,7 +25,7 @@ from thunder_zero.comm.agree import all_or_none
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.runtime.optimizers import load_exactly
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
-from thunder_zero.state_dict.all_or_nothing import OwnState, Pending, write_all_or_none
+from thunder_zero.state_dict.all_or_nothing import OwnState, ValuesToWrite, write_all_or_none
 from thunder_zero.state_dict.contents import ModelContents, Optimizers, contents_of, optimizer_list
 
 
@@ -58,7 +58,7 @@ class Request:
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizers = None,
+    optimizer: Optimizers | None = None,
     *,
     extra: Mapping[str, Stateful] = {},
     check: bool = True,
@@ -115,11 +115,11 @@ def _load(request: Request) -> Loaded:
             found = read_checkpoint(where, request.contents, request.optimizers, written.ranks if written else 0)
         loaded = Loaded(own_extras(found.extras, group.rank(), group.size()), found.extras)
         require_extras(list(request.extra), loaded.own, loaded.of_rank, group.size())
-    write_all_or_none([_pending(request, found, loaded)], group)
+    write_all_or_none([_values_to_write(request, found, loaded)], group)
     return loaded
 
 
-def _pending(request: Request, found: Found, loaded: Loaded) -> Pending:
+def _values_to_write(request: Request, found: Found, loaded: Loaded) -> ValuesToWrite:
     """The values that were read, with the tensors and objects that take them."""
     plain = request.model.plain
     modules = {name: OwnState(plain.get_submodule(name.rpartition(".")[0])) for name in found.states}
@@ -129,7 +129,7 @@ def _pending(request: Request, found: Found, loaded: Loaded) -> Pending:
         *((modules[name], partial(modules[name].load_state_dict, value)) for name, value in found.states.items()),
         *((optimizer, partial(load_exactly, optimizer, saved)) for optimizer, saved in optimizers),
     ]
-    return Pending(found.tensors, states)
+    return ValuesToWrite(found.tensors, states)
 
 
 def find_checkpoint(path: Path, group: dist.ProcessGroup, *, check: bool) -> tuple[Path, Manifest | None]:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from thunder_zero.checkpoint.collect import rows_item
 from thunder_zero.checkpoint.dcp_read import places_by_key, read_items
 from thunder_zero.checkpoint.item import Item, KeyPath, key_of
-from thunder_zero.state_dict.contents import MODEL, OPTIM, ModelContents, split_rank_prefix
+from thunder_zero.state_dict.contents import MODEL, OPTIM, ModelContents, listed, split_rank_prefix
 
 
 def read_model(
@@ -74,8 +74,8 @@ def require_model(contents: ModelContents, stored: Mapping[str, Any]) -> None:
     missing, unexpected = sorted(here - in_file), sorted(in_file - here)
     if missing or unexpected:
         raise ValueError(
-            f"the checkpoint is of another model (missing: {few(missing)}; unexpected: {few(unexpected)}); build the "
-            f"model as it was saved"
+            f"the checkpoint is of another model (missing: {listed(missing)}; unexpected: {listed(unexpected)}); "
+            f"build the model as it was saved"
         )
     for key, (shape, dtype) in expected.items():
         found = stored[key]
@@ -86,12 +86,6 @@ def require_model(contents: ModelContents, stored: Mapping[str, Any]) -> None:
                 f"the checkpoint is of another model: {key} has shape {tuple(found.size)} and dtype "
                 f"{found.properties.dtype} in it, shape {shape} and dtype {dtype} here"
             )
-
-
-def few(names: list[str]) -> str:
-    """The first of these names, for a message."""
-    shown = ", ".join(map(repr, names[:3]))
-    return (shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")) or "none"
 
 
 def _require_as_many_ranks(here: int, stored: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ class Request:
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizers = None,
+    optimizer: Optimizers | None = None,
     *,
     extra: Mapping[str, Any] = {},
     max_to_keep: int | None = None,

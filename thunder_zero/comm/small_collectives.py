@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
 
@@ -62,6 +63,12 @@ def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     with naming_lost_ranks(group):
         dist.all_gather(found, tensor, group=group)
     return found
+
+
+def full_tensor(value: DTensor, group: ProcessGroup) -> Tensor:
+    """The full tensor of a DTensor on every rank of the group; a collective."""
+    with naming_lost_ranks(group):
+        return value.full_tensor()
 
 
 def barrier(group: ProcessGroup) -> None:

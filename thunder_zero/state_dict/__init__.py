@@ -4,8 +4,9 @@ The functions of ``torch.distributed.checkpoint.state_dict`` under their names; 
 ``contents.py`` and the writing in ``all_or_nothing.py`` serve ``checkpoint/``, too.
 """
 
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
 from thunder_zero.state_dict.api import (
-    StateDictOptions,
     full_state_dict,
     get_model_state_dict,
     get_optimizer_state_dict,

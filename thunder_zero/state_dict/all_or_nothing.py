@@ -17,7 +17,7 @@ from thunder_zero.comm.agree import all_or_none
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class ValuesToWrite:
     """Values that were read for this rank and are not written yet.
 
     Attributes:
@@ -46,7 +46,7 @@ class OwnState:
 
 
 @torch.no_grad()
-def write_all_or_none(parts: Sequence[Pending], group: dist.ProcessGroup) -> None:
+def write_all_or_none(parts: Sequence[ValuesToWrite], group: dist.ProcessGroup) -> None:
     """Write all values, or none, if loading a state raises on any rank; a collective.
 
     Raises:

@@ -10,37 +10,22 @@ return the same values, so that a script written for FSDP2 changes one import::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.optim import Optimizer
 
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.runtime.sharded_model import sharded_model
-from thunder_zero.state_dict import model_state, optimizer_state
+from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.all_or_nothing import write_all_or_none
-from thunder_zero.state_dict.contents import contents_of, optimizer_list
+from thunder_zero.state_dict.contents import ModelContents, Optimizers, contents_of, optimizer_list
+from thunder_zero.state_dict.get_model import make_model_state_dict
+from thunder_zero.state_dict.get_optimizer import make_optimizer_state_dict
+from thunder_zero.state_dict.set_model import values_for_model
+from thunder_zero.state_dict.set_optimizer import values_for_optimizers
 from thunder_zero.state_dict.source import source_for
-
-if TYPE_CHECKING:
-    from thunder_zero.runtime.state import State
-    from thunder_zero.state_dict.contents import ModelContents
-
-
-__all__ = [
-    "StateDictOptions",
-    "full_state_dict",
-    "get_model_state_dict",
-    "get_optimizer_state_dict",
-    "get_state_dict",
-    "set_model_state_dict",
-    "set_optimizer_state_dict",
-    "set_state_dict",
-]
-
-Optimizers = Optimizer | Iterable[Optimizer]
 
 
 class Incompatible(NamedTuple):
@@ -53,7 +38,9 @@ class Incompatible(NamedTuple):
 def get_model_state_dict(
     model: nn.Module, *, submodules: object = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """Get parameters and buffers by the plain module's names; a collective if they are full.
+    """Get parameters and buffers by the plain module's names.
+
+    A collective: all ranks must call it, with equal options.
 
     >>> full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
@@ -64,23 +51,35 @@ def get_model_state_dict(
             are this rank's rows, and plain tensors where nothing is sharded, both views of the model. ``cpu_offload``
             copies them to the CPU; full ones are then returned on rank 0 alone. ``ignore_frozen_params`` is supported.
 
+    Returns:
+        Parameters, buffers and extra states by name; empty on ranks other than 0 if ``options`` ask for full tensors on
+        the CPU.
+
     Raises:
         TypeError: not a model with ZeroTransform.
         ValueError: an option that is not supported.
+        RuntimeError: another rank refused; options differ between ranks.
     """
     state, contents, options = _prepared(model, options, submodules)
-    return model_state.model_state_dict(state, contents, options)
+    return make_model_state_dict(state, contents, options)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Get every parameter and buffer of the plain module on every rank: full, unpadded, under its names.
+    """Get every parameter and buffer of the plain module on every rank, in full.
 
-    A collective: all ranks must call it. The tensors are copies on the shards' device.
+    A collective: all ranks must call it.
 
     >>> torch.save(tz.full_state_dict(model), "model.pt")
 
+    Args:
+        model: a model with ZeroTransform.
+
+    Returns:
+        Unpadded copies on the shards' device, by the plain module's names.
+
     Raises:
         TypeError: not a model with ZeroTransform.
+        RuntimeError: another rank refused.
     """
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
@@ -92,10 +91,10 @@ def get_optimizer_state_dict(
     submodules: object = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """Get ``{"state": {name: ...}, "param_groups": [...]}`` by parameter names; a collective.
+    """Get the optimizers' states and parameter groups by parameter names.
 
-    An optimizer that never stepped and has no gradients makes its state first, as with torch's function, so that the
-    result can be loaded into.
+    A collective: all ranks must call it, with equal options. An optimizer that never stepped and has no gradients
+    makes its state first, as with torch's function, so that the result can be loaded into.
 
     >>> get_optimizer_state_dict(model, optimizer)["state"]["0.weight"]["exp_avg"]  # a DTensor
 
@@ -106,14 +105,18 @@ def get_optimizer_state_dict(
         options: as for :func:`get_model_state_dict`. ``flatten_optimizer_state_dict`` gives
             ``{"state.0.weight.exp_avg": ..., "param_groups.0.weight.lr": ...}``.
 
+    Returns:
+        ``{"state": {name: ...}, "param_groups": [...]}``, or flattened; empty on ranks other than 0 if ``options`` ask
+        for full tensors on the CPU.
+
     Raises:
         TypeError: not a model with ZeroTransform.
         ValueError: an option that is not supported; an optimizer of another model; a sharded parameter's state that
             is neither of the shard's shape nor one number.
-        RuntimeError: another rank refused, or its optimizer has other states.
+        RuntimeError: another rank refused; options or the optimizer's states differ between ranks.
     """
     state, contents, options = _prepared(model, options, submodules)
-    return optimizer_state.optimizers_state_dict(state, contents, optimizer_list(optimizers), options)
+    return make_optimizer_state_dict(state, contents, optimizer_list(optimizers), options)
 
 
 def get_state_dict(
@@ -123,10 +126,24 @@ def get_state_dict(
     submodules: object = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Call :func:`get_model_state_dict` and :func:`get_optimizer_state_dict`.
+    """Get the state dicts of the model and of its optimizers.
+
+    A collective: all ranks must call it, with equal options.
 
     >>> in_model, in_optimizer = get_state_dict(model, optimizer)
     >>> torch.distributed.checkpoint.save({"model": in_model, "optim": in_optimizer}, checkpoint_id=path)
+
+    Args:
+        model: a model with ZeroTransform.
+        optimizers: one or several, built on ``model.parameters()``.
+        submodules: must be None.
+        options: as for :func:`get_model_state_dict` and :func:`get_optimizer_state_dict`.
+
+    Returns:
+        The results of these two functions.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as these two functions.
     """
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
@@ -155,15 +172,15 @@ def set_model_state_dict(
 
     Raises:
         TypeError: not a model with ZeroTransform.
-        RuntimeError: names differ, and ``strict``; another rank refused.
+        RuntimeError: names differ, and ``strict``; another rank refused; options differ between ranks.
         ValueError: a value that is not a tensor, has another shape or cannot be copied; an option that is not
             supported.
         Exception: raised by a module's ``set_extra_state``.
     """
     state, contents, options = _prepared(model, options, None)
     source, plain = source_for(state, options), sharded_model(model).plain
-    found = model_state.values_for_model(contents, plain, model_state_dict, source, strict=options.strict)
-    write_all_or_none([found.pending], state.group)
+    found = values_for_model(contents, plain, model_state_dict, source, strict=options.strict)
+    write_all_or_none([found.to_write], state.group)
     return Incompatible(found.missing, found.unexpected)
 
 
@@ -192,12 +209,13 @@ def set_optimizer_state_dict(
         TypeError: not a model with ZeroTransform.
         ValueError: a parameter has no group; parameters of one group have different ones; a state has another shape;
             an option is not supported.
-        RuntimeError: a state is missing, and ``strict``; another rank refused.
+        RuntimeError: a state is missing, and ``strict``; another rank refused; options differ between ranks.
+        Exception: raised by an optimizer's ``load_state_dict``.
     """
     state, contents, options = _prepared(model, options, None)
     source, found = source_for(state, options), optimizer_list(optimizers)
-    pending = optimizer_state.values_for_optimizers(contents, found, optim_state_dict, source, strict=options.strict)
-    write_all_or_none([pending], state.group)
+    to_write = values_for_optimizers(contents, found, optim_state_dict, source, strict=options.strict)
+    write_all_or_none([to_write], state.group)
 
 
 def set_state_dict(
@@ -208,18 +226,31 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> Incompatible:
-    """Load both, as :func:`set_model_state_dict` and :func:`set_optimizer_state_dict` do; if it raises, neither model
-    nor optimizers have changed.
+    """Load the state dicts of a model and its optimizers.
+
+    A collective. If it raises, neither the model nor the optimizers have changed.
 
     >>> set_state_dict(model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer)
+
+    Args:
+        model: a model with ZeroTransform.
+        optimizers: one or several, built on ``model.parameters()``.
+        model_state_dict: as for :func:`set_model_state_dict`.
+        optim_state_dict: as for :func:`set_optimizer_state_dict`.
+        options: as for these two functions.
+
+    Returns:
+        As :func:`set_model_state_dict`: ``missing_keys`` and ``unexpected_keys``; both are empty if ``strict``.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        ValueError, RuntimeError, Exception: as these two functions.
     """
     state, contents, options = _prepared(model, options, None)
     source, plain, strict = source_for(state, options), sharded_model(model).plain, options.strict
-    found = model_state.values_for_model(contents, plain, model_state_dict, source, strict=strict)
-    pending = optimizer_state.values_for_optimizers(
-        contents, optimizer_list(optimizers), optim_state_dict, source, strict=strict
-    )
-    write_all_or_none([found.pending, pending], state.group)
+    found = values_for_model(contents, plain, model_state_dict, source, strict=strict)
+    to_write = values_for_optimizers(contents, optimizer_list(optimizers), optim_state_dict, source, strict=strict)
+    write_all_or_none([found.to_write, to_write], state.group)
     return Incompatible(found.missing, found.unexpected)
 
 

@@ -30,7 +30,7 @@ EXTRA = "extra"
 EXTRA_STATE = "_extra_state"  # the end of the name of a module's extra state; other values that hooks add are not saved
 OPTIMIZER_CLASS = "optimizer_class"  # the names of the optimizers' classes, by number
 RANK_KEY = re.compile(r"rank(\d+)\.(.*)", re.DOTALL)
-Optimizers = Optimizer | Iterable[Optimizer] | None
+Optimizers = Optimizer | Iterable[Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class ModelContents:
         states: the modules' extra states (``get_extra_state``), by name; rank 0's are saved.
         rank: this rank's number among all ranks.
         writes: whether this rank's copy of the model is the one that is written (hybrid sharding has several).
-        plain: the plain module's state dict: all names in their order, with the values that hooks add.
+        state_dict: the plain module's state dict: all names in their order, with the values that hooks add.
     """
 
     plan: Plan
@@ -55,7 +55,7 @@ class ModelContents:
     states: Mapping[str, Any]
     rank: int
     writes: bool = True
-    plain: Mapping[str, Any] = field(default_factory=dict)
+    state_dict: Mapping[str, Any] = field(default_factory=dict)
 
     def writes_whole(self, number: int) -> bool:
         """Whether this rank writes the replicated parameter of this number: ranks take turns."""
@@ -110,11 +110,11 @@ def contents_of(model: ShardedModel) -> ModelContents:
         states={name: value for name, value in found.items() if name.rpartition(".")[2] == EXTRA_STATE},
         rank=ranks.everyone.rank(),
         writes=ranks.across is None or ranks.across.rank() == 0,
-        plain=found,
+        state_dict=found,
     )
 
 
-def optimizer_list(optimizers: Optimizers) -> list[Optimizer]:
+def optimizer_list(optimizers: Optimizers | None) -> list[Optimizer]:
     """One optimizer, several or None, as a list."""
     if optimizers is None:
         return []
@@ -228,3 +228,9 @@ def groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         number, _, name = key.partition(".")
         groups.setdefault(int(number), {})[name] = value
     return [groups[number] for number in sorted(groups)]
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first three names and the number of others, for a message; ``"none"`` without names."""
+    shown = ", ".join(map(repr, names[:3]))
+    return (shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")) or "none"

@@ -5,25 +5,23 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor, Shard
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.agree import Fact
-from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
+from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.plan import Param
 from thunder_zero.rows import own_rows
 from thunder_zero.runtime.state import State
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-
-class Source(Protocol):
+class StateDictSource(Protocol):
     """Reads a state dict for this rank.
 
     ``pack`` and ``require_tensor`` raise before any rank waits for another: call them where all ranks agree on errors
@@ -78,7 +76,7 @@ class Source(Protocol):
         """
 
 
-def source_for(state: State, options: StateDictOptions) -> Source:
+def source_for(state: State, options: StateDictOptions) -> StateDictSource:
     """The source that the options ask for."""
     return FromRank0(state) if options.broadcast_from_rank0 else FromEveryRank(state)
 
@@ -94,7 +92,7 @@ class FromEveryRank:
         return True
 
     def require_tensor(self, what: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """See :meth:`Source.require_tensor`."""
+        """See :meth:`StateDictSource.require_tensor`."""
         require_shape(what, value, shape)
         require_copyable(what, value, dtype, self.state.device)
 
@@ -107,7 +105,7 @@ class FromEveryRank:
         return packed
 
     def must_gather(self, value: Any, param: Param | None) -> bool:
-        """See :meth:`Source.must_gather`."""
+        """See :meth:`StateDictSource.must_gather`."""
         if not isinstance(value, DTensor):
             return False
         if param is None or not param.sharded or value.placements != (Shard(0),):
@@ -116,19 +114,19 @@ class FromEveryRank:
         return bool(value.device_mesh.mesh.tolist() != ranks)
 
     def require_same_gathers(self, gathers: Mapping[str, Sequence[str]]) -> None:
-        """See :meth:`Source.require_same_gathers`."""
+        """See :meth:`StateDictSource.require_same_gathers`."""
         remedy = "give every rank its part of the same state dict"
         shown = {owner: f"DTensors to gather: {', '.join(names) or 'none'}" for owner, names in gathers.items()}
         facts = [Fact(f"the layout of {owner} in the state dict", text, remedy) for owner, text in shown.items()]
         agree.require_same(facts, self.state.group)
 
     def rows(self, value: Tensor | None, param: Param | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See :meth:`Source.rows`; a collective only if it must be gathered."""
+        """See :meth:`StateDictSource.rows`; a collective only if it must be gathered."""
         assert value is not None, "every rank's state dict was checked"
         if not isinstance(value, DTensor):
             return _rows(value, param, self.state)
         if self.must_gather(value, param):
-            return _rows(value.full_tensor(), param, self.state)
+            return _rows(full_tensor(value, self.state.group), param, self.state)
         assert param is not None
         local = value.to_local()
         padded = local.new_zeros(self.state.plan.shard_shape(param))
@@ -147,7 +145,7 @@ class FromRank0:
         return self.state.group.rank() == 0
 
     def require_tensor(self, what: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """See :meth:`Source.require_tensor`."""
+        """See :meth:`StateDictSource.require_tensor`."""
         require_shape(what, value, shape)
         if isinstance(value, DTensor):
             raise ValueError(
@@ -181,7 +179,7 @@ class FromRank0:
         """Nothing: there are none. Not a collective."""
 
     def rows(self, value: Tensor | None, param: Param | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See :meth:`Source.rows`; always a collective."""
+        """See :meth:`StateDictSource.rows`; always a collective."""
         state = self.state
         full = torch.empty(shape, dtype=dtype, device=state.device)
         if self.is_read():

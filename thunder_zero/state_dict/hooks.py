@@ -1,6 +1,6 @@
 """Cuts full state dicts into rows, and back, in Thunder's and Fabric's own hooks.
 
-``shard`` and ``full`` serve ZeroTransform; the functions on optimizers serve Fabric.
+``to_rows`` and ``to_full`` serve ZeroTransform; the functions on optimizers serve Fabric.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from thunder_zero.rows import own_rows
 from thunder_zero.runtime.optimizers import parameters_of, state_is_full
 from thunder_zero.runtime.registry import owners_of, shard_instead_of
 from thunder_zero.runtime.state import State
-from thunder_zero.state_dict.optimizer_state import state_value
+from thunder_zero.state_dict.get_optimizer import state_value
 
 
 @torch.no_grad()
-def shard(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def to_rows(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Cut the full parameters of one submodule's state dict into this rank's rows.
 
     Args:
@@ -51,7 +51,7 @@ def shard(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any
 
 
 @torch.no_grad()
-def full(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def to_full(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Gather the shards of one submodule's state dict into full parameters; a collective."""
     gathered: dict[str, Any] = dict(values)
     for name in values:

@@ -1,121 +1,31 @@
-"""State dicts of a sharded model's optimizers, as FSDP2 has them, by parameter names."""
+"""Reads a state dict for a sharded model's optimizers: checks it, and finds this rank's rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from thunder_zero.comm import agree
 from thunder_zero.comm.agree import all_or_none
-from thunder_zero.plan import Param
-from thunder_zero.runtime.optimizers import load_state, parameters_of, state_is_full, state_is_rows
-from thunder_zero.runtime.state import State
-from thunder_zero.state_dict.all_or_nothing import Pending
+from thunder_zero.comm.small_collectives import full_tensor
+from thunder_zero.runtime.optimizers import load_state, state_is_full
+from thunder_zero.state_dict.all_or_nothing import ValuesToWrite
 from thunder_zero.state_dict.contents import (
     GROUPS,
     STATE,
     ModelContents,
     Named,
-    all_named_groups,
     named_groups,
     named_states,
     numbered_state_dict,
-    state_facts,
 )
-from thunder_zero.state_dict.model_state import is_returned, rows_value, whole_value
-from thunder_zero.state_dict.source import Source
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-
-def make_states(optimizer: Optimizer) -> None:
-    """Make the state of an optimizer that never stepped, as torch's functions do, so that there is something to load
-    into: one step with zero gradients and a learning rate of zero.
-
-    An optimizer with gradients is left alone: it may be one that never has a state, and its gradients are to be used.
-    """
-    params = parameters_of(optimizer)
-    if optimizer.state or any(param.grad is not None for param in params):
-        return
-    rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    try:
-        for group, rate in rates:
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        for param in params:
-            if param.requires_grad:
-                param.grad = torch.zeros_like(param)
-        optimizer.step(closure=None)
-    finally:
-        for group, rate in rates:
-            group["lr"] = rate  # the same object: a scheduler may hold the tensor
-        optimizer.zero_grad(set_to_none=True)
-
-
-def state_value(state: State, param: Param | None, key: str, value: Any, options: StateDictOptions) -> Any:
-    """The state dict's value of one state; a collective if the state is rows, and the options ask for full tensors.
-
-    Raises:
-        ValueError: neither rows nor one number, so that no full state can be made.
-    """
-    if param is not None and state_is_rows(key, value, param, state.plan):
-        return rows_value(state, param, value, options)
-    return whole_value(value, options)
-
-
-@torch.no_grad()
-def optimizers_state_dict(
-    state: State, contents: ModelContents, optimizers: Sequence[Optimizer], options: StateDictOptions
-) -> dict[str, Any]:
-    """States by parameter name, and groups with names; or flattened. Empty without optimizers. A collective.
-
-    Raises:
-        ValueError: a parameter that is not the model's; a state that is neither rows nor one number.
-        RuntimeError: another rank refused, or its optimizer has other states.
-    """
-    if not optimizers:
-        return {}
-    with all_or_none(state.group, "the optimizer"):
-        all_named_groups(contents, optimizers)  # refuses before any optimizer steps
-        for optimizer in optimizers:
-            make_states(optimizer)
-        of_all = named_states(contents, optimizers)
-        facts = state_facts(contents, optimizers)
-    agree.require_same(facts, state.group)
-    states = {
-        named.name: {key: state_value(state, named.param, key, value, options) for key, value in values.items()}
-        for named, values in of_all
-        if values
-    }
-    groups = [
-        {key: whole_value(value, options) for key, value in group.items()}
-        | {"params": [named.name for named in members]}
-        for optimizer in optimizers
-        for group, members in zip(optimizer.param_groups, named_groups(contents, optimizer), strict=True)
-    ]
-    if not is_returned(state, options):
-        return {}
-    return flattened(states, groups) if options.flatten_optimizer_state_dict else {STATE: states, GROUPS: groups}
-
-
-def flattened(states: Mapping[str, Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Flatten as torch does: ``"state.0.weight.exp_avg"``, and the group's values once for each of its parameters,
-    ``"param_groups.0.weight.lr"``, so that flat state dicts of several optimizers can be merged."""
-    flat = {f"{STATE}.{name}.{key}": value for name, of in states.items() for key, value in of.items()}
-    for group in groups:
-        values = {key: value for key, value in group.items() if key != "params"}
-        flat |= {f"{GROUPS}.{name}.{key}": value for name in group["params"] for key, value in values.items()}
-    return flat
-
-
-# Loading
+from thunder_zero.state_dict.source import StateDictSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +40,10 @@ def values_for_optimizers(
     contents: ModelContents,
     optimizers: Sequence[Optimizer],
     values: Mapping[str, Any],
-    source: Source,
+    source: StateDictSource,
     *,
     strict: bool,
-) -> Pending:
+) -> ValuesToWrite:
     """Read a state dict for optimizers on this rank, and write nothing yet; it may have more. A collective.
 
     Raises:
@@ -162,11 +72,11 @@ def values_for_optimizers(
         name: {key: _loaded(members[name], was, states.get(name, {}).get(key), source) for key, was in of.items()}
         for name, of in outline.items()
     }
-    pending = []
+    states_to_load = []
     for optimizer, saved_groups in zip(optimizers, groups, strict=True):
         saved = numbered_state_dict(saved_groups, named_groups(contents, optimizer), loaded)
-        pending.append((optimizer, partial(load_state, optimizer, saved)))
-    return Pending([], pending)
+        states_to_load.append((optimizer, partial(load_state, optimizer, saved)))
+    return ValuesToWrite([], states_to_load)
 
 
 def by_parameter(
@@ -269,7 +179,7 @@ def require_states(groups: Iterable[Iterable[Named]], states: Mapping[str, Any])
                 )
 
 
-def _outline(named: Named, values: Mapping[str, Any], source: Source) -> dict[str, Any]:
+def _outline(named: Named, values: Mapping[str, Any], source: StateDictSource) -> dict[str, Any]:
     """A parameter's states as ranks exchange them, without the full tensors."""
     outline: dict[str, Any] = {}
     for key, value in values.items():
@@ -281,19 +191,19 @@ def _outline(named: Named, values: Mapping[str, Any], source: Source) -> dict[st
     return outline
 
 
-def _gathered(named: Named, values: Mapping[str, Any], source: Source) -> list[str]:
+def _gathered(named: Named, values: Mapping[str, Any], source: StateDictSource) -> list[str]:
     """The states of a parameter that are DTensors that must be gathered."""
     assert named.param is not None
     rows = {key: named.param if state_is_full(key, value, named.param) else None for key, value in values.items()}
     return [key for key, value in values.items() if source.must_gather(value, rows[key])]
 
 
-def _loaded(named: Named, outline: Any, value: Tensor | None, source: Source) -> Any:
+def _loaded(named: Named, outline: Any, value: Tensor | None, source: StateDictSource) -> Any:
     """This rank's part of one state, in memory of its own: the optimizer changes it in place."""
     if isinstance(outline, Full):
         assert named.param is not None
         rows = source.rows(value, named.param, named.param.shape, outline.dtype)
         return rows if named.param.sharded else rows.clone()
     if isinstance(outline, DTensor) and named.param is not None:
-        return outline.full_tensor()
+        return full_tensor(outline, source.state.group)
     return outline.clone() if isinstance(outline, Tensor) else outline
