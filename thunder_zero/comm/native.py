@@ -21,6 +21,7 @@ from thunder_zero import layout
 from thunder_zero.comm.handle import Handle, Result, Step, drain
 from thunder_zero.comm.transport import FLOATS
 from thunder_zero.plan import Param
+from thunder_zero.rows import rows_in
 
 # torch 2.13 renamed both, and warns under the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,10 +48,11 @@ class _Native:
         """See :meth:`thunder_zero.comm.transport.Transport.all_gather`."""
         if into is None:
             own = [shard.detach() for shard in shards]
-            fulls = [shard.new_empty(self._padded(param)) for shard, param in zip(shards, params, strict=True)]
+            shapes = [layout.padded_shape(param.shape, self._world_size) for param in params]
+            fulls = [shard.new_empty(shape) for shard, shape in zip(shards, shapes, strict=True)]
         else:
             fulls = [full.detach() for full in into]
-            own = [self._own_rows(full) for full in fulls]
+            own = [self._own_rows(full, param) for full, param in zip(fulls, params, strict=True)]
         steps = self._launch(_all_gather_single, [(full, rows, {}) for full, rows in zip(fulls, own, strict=True)])
         unpadded = tuple(full[: param.shape[0]] for full, param in zip(fulls, params, strict=True))
         return Handle(steps, unpadded, self._pending)
@@ -59,7 +61,8 @@ class _Native:
     @torch.no_grad()
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """See :meth:`thunder_zero.comm.transport.Transport.reduce_scatter`."""
-        shares = [self._share(grad.detach(), self._padded(param)) for grad, param in zip(grads, params, strict=True)]
+        padded_shapes = [layout.padded_shape(param.shape, self._world_size) for param in params]
+        shares = [self._share(grad.detach(), shape) for grad, shape in zip(grads, padded_shapes, strict=True)]
         shapes = [layout.shard_shape(param.shape, self._world_size, self._rank) for param in params]
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         options = {"op": self._op}
@@ -100,11 +103,8 @@ class _Native:
         """Write this rank's input into ``out``; ``_op`` over all ranks' inputs gives the mean."""
         raise NotImplementedError
 
-    def _own_rows(self, padded: Tensor) -> Tensor:
-        return padded.tensor_split(self._world_size)[self._rank]
-
-    def _padded(self, param: Param) -> tuple[int, ...]:
-        return layout.padded_shape(param.shape, self._world_size)
+    def _own_rows(self, full: Tensor, param: Param) -> Tensor:
+        return rows_in(full, param, self._world_size, self._rank)
 
 
 class Grouped(_Native):
@@ -143,8 +143,8 @@ class Plain(_Native):
     def _write_share(self, out: Tensor, grad: Tensor) -> None:
         torch.div(grad, self._world_size, out=out)
 
-    def _own_rows(self, padded: Tensor) -> Tensor:
-        return super()._own_rows(padded).clone()  # MPI forbids an input that lies inside the output
+    def _own_rows(self, full: Tensor, param: Param) -> Tensor:
+        return super()._own_rows(full, param).clone()  # MPI forbids an input that lies inside the output
 
 
 def _keep_alive(tensors: object) -> Callable[[], object]:
