@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from thunder_zero import layout
-from thunder_zero.comm.handle import Handle, Result, Step, drain
+from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
 from thunder_zero.comm.transport import FLOATS
 from thunder_zero.plan import Param
 from thunder_zero.rows import rows_in
@@ -53,9 +53,9 @@ class _Native:
         else:
             fulls = [full.detach() for full in into]
             own = [self._own_rows(full, param) for full, param in zip(fulls, params, strict=True)]
-        steps = self._launch(_all_gather_single, [(full, rows, {}) for full, rows in zip(fulls, own, strict=True)])
+        parts = self._launch(_all_gather_single, [(full, rows, {}) for full, rows in zip(fulls, own, strict=True)])
         unpadded = tuple(full[: param.shape[0]] for full, param in zip(fulls, params, strict=True))
-        return Handle(steps, unpadded, self._pending)
+        return Handle(parts, unpadded, self._pending)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -77,8 +77,8 @@ class _Native:
         means = tuple(grad.new_empty(grad.shape) for grad in grads)
         for mean, grad in zip(means, grads, strict=True):
             self._write_share(mean, grad)
-        steps = self._launch(dist.all_reduce, [(mean, {"op": self._op}) for mean in means])
-        return Handle(steps, means, self._pending)
+        parts = self._launch(dist.all_reduce, [(mean, {"op": self._op}) for mean in means])
+        return Handle(parts, means, self._pending)
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it when its result is waited for; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
@@ -88,7 +88,7 @@ class _Native:
         """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
         drain(self._pending)
 
-    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Step]:
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         """Start ``collective(*tensors, **options)`` for each ``(*tensors, options)``."""
         raise NotImplementedError
 
@@ -115,11 +115,11 @@ class Grouped(_Native):
 
     _op = dist.ReduceOp.AVG
 
-    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Step]:
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         with _coalescing_manager(self._group, async_ops=True) as launched:
             for *tensors, options in calls:
                 collective(*tensors, group=self._group, **options)
-        return [Step((launched.wait,), _keep_alive(calls))]
+        return [BucketPart((launched.wait,), _keep_alive(calls))]
 
     def _share(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
         return grad.contiguous() if grad.shape == padded_shape else super()._share(grad, padded_shape)
@@ -128,7 +128,7 @@ class Grouped(_Native):
         out.copy_(grad)
 
 
-class Plain(_Native):
+class OneByOne(_Native):
     """Any backend: one collective for each tensor, and a sum of gradients that are divided first.
 
     Dividing first keeps float16 from overflowing if the mean does not, as NCCL's average does.
@@ -136,9 +136,9 @@ class Plain(_Native):
 
     _op = dist.ReduceOp.SUM
 
-    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Step]:
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         works = [collective(*tensors, group=self._group, async_op=True, **options) for *tensors, options in calls]
-        return [Step(tuple(work.wait for work in works), _keep_alive(calls))]
+        return [BucketPart(tuple(work.wait for work in works), _keep_alive(calls))]
 
     def _write_share(self, out: Tensor, grad: Tensor) -> None:
         torch.div(grad, self._world_size, out=out)
