@@ -30,9 +30,11 @@ def at_rest_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
     return full if param.resident else own_rows(full, param, plan)
 
 
-def rows_in(buffer: Tensor, plan: Plan) -> Tensor:
-    """This rank's rows of a padded buffer, as a view."""
-    return buffer.tensor_split(plan.world_size)[plan.rank]
+def rows_in(buffer: Tensor, param: Param, world_size: int, rank: int) -> Tensor:
+    """The rows of a padded buffer that ``rank`` stores, padding included, as a view."""
+    stored = [layout.stored_rows(param.shape[0], world_size, lower) for lower in range(rank + 1)]
+    stop = sum(stored)
+    return buffer[stop - stored[rank] : stop]
 
 
 def padded(full: Tensor, param: Param, plan: Plan) -> Tensor:

@@ -33,7 +33,7 @@ from torch import Tensor
 import thunder_zero  # noqa: F401  # first of its imports
 from thunder_zero import layout
 from thunder_zero.comm import pairwise
-from thunder_zero.comm.native import Plain
+from thunder_zero.comm.native import OneByOne
 from thunder_zero.comm.pairwise import Exchange
 from thunder_zero.plan import Param
 
@@ -128,7 +128,7 @@ class Rank:
         for collective, times in COLLECTIVES.items():
             tensors = shards if collective == "all_gather" else fulls
             params = [_param(shape, sharded=collective != "all_reduce") for shape in shapes]
-            for name, transport in (("ours", Exchange(self.group)), ("torch", Plain(self.group))):
+            for name, transport in (("ours", Exchange(self.group)), ("torch", OneByOne(self.group))):
                 candidates[f"{collective} {name}"] = _collective(transport, collective, tensors, params)
             floors[collective] = times * (world - 1) * sum(full.nbytes for full in fulls) // world
             candidates[f"{collective} bare"] = self.bare(floors[collective])

@@ -58,6 +58,10 @@ def is_deferred(way: str, micro: int) -> bool:
     return micro < MICRO - 1 and (way == "deferred" or (way == "mixed" and micro == 1))
 
 
+def deferred_bytes(model: Any) -> int:
+    return sum(grad.nbytes for grad in sharded_model(model).state.accumulation._deferred.values())
+
+
 def train(model: Any, way: str, rank: int, world_size: int) -> list[dict[str, Any]]:
     """Some steps; for each micro-batch the bytes sent, the bytes deferred after it, and the gradient of its input."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -68,7 +72,7 @@ def train(model: Any, way: str, rank: int, world_size: int) -> list[dict[str, An
             x = inputs(step, micro, rank, world_size).requires_grad_()
             with model.no_sync() if is_deferred(way, micro) else nullcontext(), count_sends() as sent:
                 (model(x, path).square().mean() / MICRO).backward()
-            deferred = sharded_model(model).state.accumulation.nbytes if isinstance(model, tz.ZeroModule) else 0
+            deferred = deferred_bytes(model) if isinstance(model, tz.ZeroModule) else 0
             seen.append({"step": step, "micro": micro, "sent": sum(sent), "deferred": deferred, "grad": x.grad})
         optimizer.step()
     return seen
@@ -231,7 +235,7 @@ def not_a_number(rank: int, world_size: int) -> dict[str, Any]:
             model(torch.ones(2, 4), "neither").sum().backward()
         except RuntimeError as failure:
             told["refused"] = str(failure)
-        told[f"deferred {bad}"] = sharded_model(model).state.accumulation.nbytes
+        told[f"deferred {bad}"] = deferred_bytes(model)
     told["finite"] = all(param.grad.isfinite().all() for param in model.parameters() if param.grad is not None)
     return told
 
@@ -262,7 +266,7 @@ def misuse(rank: int, world_size: int) -> dict[str, Any]:
         told["unchanged"] = all(torch.equal(param, before[name]) for name, param in model.named_parameters())
         told["no gradient"] = all(param.grad is None for param in model.parameters())
         model.zero_grad()
-        told["dropped"] = sharded_model(model).state.accumulation.nbytes
+        told["dropped"] = deferred_bytes(model)
         model(torch.ones(2, 4), "neither").sum().backward()
         told["first"] = model.get_parameter("first.weight").grad
         optimizer.step()

@@ -140,11 +140,15 @@ def words_of_bad_calls() -> dict[str, list[str]]:
         "no function": ["TypeError", "step is None", "give a function"],
         "no steps": ["ValueError", "steps is 0", "1 or more"],
         "part of a step": ["ValueError", "steps is 1.5", "1 or more"],
-        "twice": ["RuntimeError", "the gather of layers.0.weight", "expected nothing", "runs each once"],
-        "forward only": ["RuntimeError", "is for nothing", "expected the gather of layers.2.weight", "runs each once"],
-        "nothing": ["RuntimeError", "wait 0", "for nothing", "the gather of layers.0.weight"],
+        "twice": ["RuntimeError", "should not run, but it ended the gather of layers.0.weight", "runs each once"],
+        "forward only": [
+            "RuntimeError",
+            "should end the gather of layers.2.weight, but it did not run",
+            "runs each once",
+        ],
+        "nothing": ["RuntimeError", "wait 0 should end the gather of layers.0.weight, but it did not run"],
         "failed": ["ValueError", "invalid literal"],
-        "all kept": ["RuntimeError", "for nothing", "the reduction of"],
+        "all kept": ["RuntimeError", "should end the reduction of", "but it did not run"],
         "after all": ["nothing"],
     }
 
@@ -180,7 +184,7 @@ def test_every_rank_refuses_if_one_cannot_measure(ranks_pool: RanksPool) -> None
     for told in of_ranks:
         assert [sentence for sentence in told if not sentence.startswith(("RuntimeError", "ValueError"))] == []
         assert "step() did not run one forward" in told[0]
-        assert "is for nothing" in told[0]
+        assert "but it did not run" in told[0]
         assert "steps is 0" in told[1]
     assert "rank 1 refused its arguments" in of_ranks[0][1]
 

@@ -19,7 +19,7 @@ from thunder_zero import layout
 from thunder_zero.comm import pairwise
 from thunder_zero.comm.backends import transport_for
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.comm.native import Grouped, Plain
+from thunder_zero.comm.native import Grouped, OneByOne
 from thunder_zero.comm.pairwise import AVERAGER, PACK_BELOW_BYTES, TAG, Exchange, in_background, mean_into, messages
 from thunder_zero.comm.transport import Alone, Transport
 from thunder_zero.plan import Param, Plan
@@ -98,7 +98,7 @@ def launch(
 
 
 def transport_named(name: str) -> Transport:
-    return Exchange(everyone()) if name == "Exchange" else Plain(everyone())
+    return Exchange(everyone()) if name == "Exchange" else OneByOne(everyone())
 
 
 @dataclass
@@ -184,7 +184,7 @@ def test_scalars_and_empty_tensors_are_averaged(ranks_pool: RanksPool, world_siz
     assert_exact(seen, "all_reduce", SCALARS, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["Exchange", "Plain"])
+@pytest.mark.parametrize("name", ["Exchange", "OneByOne"])
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
 def test_gradients_may_be_transposed(ranks_pool: RanksPool, kind: str, name: str) -> None:
     shapes = ((7, 3), (401, 257))
@@ -197,7 +197,7 @@ def test_gradients_may_be_transposed(ranks_pool: RanksPool, kind: str, name: str
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_plain_gives_close_values(ranks_pool: RanksPool, world_size: int, kind: str, bucket: str) -> None:
     shapes = BUCKETS[bucket]
-    seen = ranks_pool.run(world_size, carry, "Plain", kind, shapes, torch.float32)
+    seen = ranks_pool.run(world_size, carry, "OneByOne", kind, shapes, torch.float32)
     for rank, one in enumerate(seen):
         for shape, result in zip(shapes, one.results, strict=True):
             wanted = expected(kind, shape, rank, world_size, torch.float32)
@@ -232,7 +232,7 @@ def overflowing(rank: int, world_size: int, name: str) -> list[Tensor]:
     return [*transport.reduce_scatter(grads, params).wait(), *transport.all_reduce(grads, params).wait()]
 
 
-@pytest.mark.parametrize("name", ["Exchange", "Plain"])
+@pytest.mark.parametrize("name", ["Exchange", "OneByOne"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_float16_does_not_overflow_where_the_mean_does_not(ranks_pool: RanksPool, world_size: int, name: str) -> None:
     for rank, (rows, mean) in enumerate(ranks_pool.run(world_size, overflowing, name)):
@@ -303,7 +303,7 @@ def refresh(rank: int, world_size: int, name: str) -> tuple[list[Tensor], list[b
     return list(results), in_place, own_unchanged
 
 
-@pytest.mark.parametrize("name", ["Exchange", "Plain"])
+@pytest.mark.parametrize("name", ["Exchange", "OneByOne"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_gather_into_buffers_fills_the_other_rows_in_place(ranks_pool: RanksPool, world_size: int, name: str) -> None:
     shapes = BUCKETS["small among large"] if name == "Exchange" else BUCKETS["uneven rows"]
@@ -331,7 +331,7 @@ def inputs_after(rank: int, world_size: int, name: str, kind: str) -> list[bool]
     return unchanged + own_memory
 
 
-@pytest.mark.parametrize("name", ["Exchange", "Plain"])
+@pytest.mark.parametrize("name", ["Exchange", "OneByOne"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_inputs_are_left_alone_and_results_are_new(
@@ -541,7 +541,7 @@ def on_fake_ranks(rank: int, world_size: int) -> tuple[str, list[list[Shape]], T
         shapes = ((5, 2), (16, 3), (9,))
         seen = [
             [tuple(result.shape) for result in launch(transport(everyone()), kind, shapes).wait()]
-            for transport in (Plain, Grouped)
+            for transport in (OneByOne, Grouped)
             for kind in KINDS
         ]
         (full,) = Grouped(everyone()).all_gather([torch.full((2,), 3.0)], [param((15,))]).wait()
@@ -552,7 +552,7 @@ def on_fake_ranks(rank: int, world_size: int) -> tuple[str, list[list[Shape]], T
 
 def test_native_transports_on_eight_fake_ranks(ranks_pool: RanksPool) -> None:
     ((chosen, seen, full),) = ranks_pool.run(1, on_fake_ranks)
-    assert chosen == "Plain"
+    assert chosen == "OneByOne"
     assert seen == [[(5, 2), (16, 3), (9,)], [(1, 2), (2, 3), (2,)], [(5, 2), (16, 3), (9,)]] * 2
     assert full.tolist() == [3.0] * 15  # fake ranks have the same values as ours
 

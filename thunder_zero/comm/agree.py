@@ -21,7 +21,7 @@ from thunder_zero.comm.lost_ranks import naming_lost_ranks
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.plan import Plan
 
-Item = TypeVar("Item")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +140,16 @@ def require_same_schedule(program: str, lines: Sequence[str], group: dist.Proces
 
 
 @dataclass(frozen=True, slots=True)
-class _Difference(Generic[Item]):
+class _Difference(Generic[T]):
     """The first item in which a rank differs from rank 0. None is an item that only the other of them has."""
 
     rank: int
     position: int
-    expected: Item | None  # on rank 0
-    found: Item | None  # on the other
+    expected: T | None  # on rank 0
+    found: T | None  # on the other
 
 
-def _first_difference(items: Sequence[Item], group: dist.ProcessGroup) -> _Difference[Item] | None:
+def _first_difference(items: Sequence[T], group: dist.ProcessGroup) -> _Difference[T] | None:
     """The first rank and item that differ from rank 0's; a collective. If all ranks agree, only digests travel."""
     if len(set(all_gather_object(hashlib.sha256("\n".join(map(repr, items)).encode()).hexdigest(), group))) == 1:
         return None

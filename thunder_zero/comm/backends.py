@@ -10,13 +10,13 @@ from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.hybrid import Hybrid
-from thunder_zero.comm.native import Grouped, Plain
+from thunder_zero.comm.native import Grouped, OneByOne
 from thunder_zero.comm.pairwise import Exchange
 from thunder_zero.comm.staging import Staging, needs_staging
 from thunder_zero.comm.transport import Alone, Transport
 from thunder_zero.plan import Plan
 
-# (device type, backend) -> transport; Plain for all others
+# (device type, backend) -> transport; OneByOne for all others
 BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup, int], Transport]] = {
     ("cpu", "gloo"): Exchange,  # messages between pairs of ranks: gloo's own reduce-scatter sends twice the minimum
     ("cuda", "nccl"): Grouped,  # one launch a bucket, the mean inside the collective
@@ -39,7 +39,7 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> T
         )
     if dist.get_world_size(group) == 1:
         return Alone()
-    return BACKENDS.get((device.type, backend), Plain)(group, role)
+    return BACKENDS.get((device.type, backend), OneByOne)(group, role)
 
 
 def model_transport(plan: Plan, ranks: Ranks, device: torch.device) -> Transport:

@@ -46,7 +46,9 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"device is '{device}', which cannot be used here ({reason}); give an existing one") from None
+        raise ValueError(
+            f"device is '{device}', which cannot be used here ({reason}); choose a device that this machine has"
+        ) from None
 
 
 def _default_device(group: dist.ProcessGroup) -> torch.device:

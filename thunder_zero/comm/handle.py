@@ -20,7 +20,7 @@ class Waitable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BucketPart:
     """A part of a bucket that finishes independently.
 
     Attributes:
@@ -46,8 +46,8 @@ class Handle:
     never frees memory that the backend still writes to.
     """
 
-    def __init__(self, steps: Iterable[Step], results: tuple[Tensor, ...], pending: set[Handle]) -> None:
-        self._steps = deque(steps)
+    def __init__(self, parts: Iterable[BucketPart], results: tuple[Tensor, ...], pending: set[Handle]) -> None:
+        self._parts = deque(parts)
         self._results: tuple[Tensor, ...] | None = results
         self._pending = pending
         pending.add(self)
@@ -66,8 +66,8 @@ class Handle:
 
     def settle(self) -> None:
         """Wait for all messages and drop the inputs; ``wait`` still returns the results."""
-        while self._steps:
-            self._steps.popleft().finish()  # removed first: a message that failed must not be waited for again
+        while self._parts:
+            self._parts.popleft().finish()  # removed first: a message that failed must not be waited for again
         self._pending.discard(self)
 
 

@@ -18,9 +18,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from thunder_zero import layout
-from thunder_zero.comm.handle import Handle, Result, Step, drain
+from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
 from thunder_zero.comm.transport import FLOATS
 from thunder_zero.plan import Param
+from thunder_zero.rows import rows_in
 
 # torch 2.13 renamed both, and warns under the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -47,19 +48,21 @@ class _Native:
         """See :meth:`thunder_zero.comm.transport.Transport.all_gather`."""
         if into is None:
             own = [shard.detach() for shard in shards]
-            fulls = [shard.new_empty(self._padded(param)) for shard, param in zip(shards, params, strict=True)]
+            shapes = [layout.padded_shape(param.shape, self._world_size) for param in params]
+            fulls = [shard.new_empty(shape) for shard, shape in zip(shards, shapes, strict=True)]
         else:
             fulls = [full.detach() for full in into]
-            own = [self._own_rows(full) for full in fulls]
-        steps = self._launch(_all_gather_single, [(full, rows, {}) for full, rows in zip(fulls, own, strict=True)])
+            own = [self._own_rows(full, param) for full, param in zip(fulls, params, strict=True)]
+        parts = self._launch(_all_gather_single, [(full, rows, {}) for full, rows in zip(fulls, own, strict=True)])
         unpadded = tuple(full[: param.shape[0]] for full, param in zip(fulls, params, strict=True))
-        return Handle(steps, unpadded, self._pending)
+        return Handle(parts, unpadded, self._pending)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """See :meth:`thunder_zero.comm.transport.Transport.reduce_scatter`."""
-        shares = [self._share(grad.detach(), self._padded(param)) for grad, param in zip(grads, params, strict=True)]
+        padded_shapes = [layout.padded_shape(param.shape, self._world_size) for param in params]
+        shares = [self._share(grad.detach(), shape) for grad, shape in zip(grads, padded_shapes, strict=True)]
         shapes = [layout.shard_shape(param.shape, self._world_size, self._rank) for param in params]
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         options = {"op": self._op}
@@ -74,8 +77,8 @@ class _Native:
         means = tuple(grad.new_empty(grad.shape) for grad in grads)
         for mean, grad in zip(means, grads, strict=True):
             self._write_share(mean, grad)
-        steps = self._launch(dist.all_reduce, [(mean, {"op": self._op}) for mean in means])
-        return Handle(steps, means, self._pending)
+        parts = self._launch(dist.all_reduce, [(mean, {"op": self._op}) for mean in means])
+        return Handle(parts, means, self._pending)
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it when its result is waited for; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
@@ -85,7 +88,7 @@ class _Native:
         """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
         drain(self._pending)
 
-    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Step]:
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         """Start ``collective(*tensors, **options)`` for each ``(*tensors, options)``."""
         raise NotImplementedError
 
@@ -100,11 +103,8 @@ class _Native:
         """Write this rank's input into ``out``; ``_op`` over all ranks' inputs gives the mean."""
         raise NotImplementedError
 
-    def _own_rows(self, padded: Tensor) -> Tensor:
-        return padded.tensor_split(self._world_size)[self._rank]
-
-    def _padded(self, param: Param) -> tuple[int, ...]:
-        return layout.padded_shape(param.shape, self._world_size)
+    def _own_rows(self, full: Tensor, param: Param) -> Tensor:
+        return rows_in(full, param, self._world_size, self._rank)
 
 
 class Grouped(_Native):
@@ -115,11 +115,11 @@ class Grouped(_Native):
 
     _op = dist.ReduceOp.AVG
 
-    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Step]:
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         with _coalescing_manager(self._group, async_ops=True) as launched:
             for *tensors, options in calls:
                 collective(*tensors, group=self._group, **options)
-        return [Step((launched.wait,), _keep_alive(calls))]
+        return [BucketPart((launched.wait,), _keep_alive(calls))]
 
     def _share(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
         return grad.contiguous() if grad.shape == padded_shape else super()._share(grad, padded_shape)
@@ -128,7 +128,7 @@ class Grouped(_Native):
         out.copy_(grad)
 
 
-class Plain(_Native):
+class OneByOne(_Native):
     """Any backend: one collective for each tensor, and a sum of gradients that are divided first.
 
     Dividing first keeps float16 from overflowing if the mean does not, as NCCL's average does.
@@ -136,15 +136,15 @@ class Plain(_Native):
 
     _op = dist.ReduceOp.SUM
 
-    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Step]:
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         works = [collective(*tensors, group=self._group, async_op=True, **options) for *tensors, options in calls]
-        return [Step(tuple(work.wait for work in works), _keep_alive(calls))]
+        return [BucketPart(tuple(work.wait for work in works), _keep_alive(calls))]
 
     def _write_share(self, out: Tensor, grad: Tensor) -> None:
         torch.div(grad, self._world_size, out=out)
 
-    def _own_rows(self, padded: Tensor) -> Tensor:
-        return super()._own_rows(padded).clone()  # MPI forbids an input that lies inside the output
+    def _own_rows(self, full: Tensor, param: Param) -> Tensor:
+        return super()._own_rows(full, param).clone()  # MPI forbids an input that lies inside the output
 
 
 def _keep_alive(tensors: object) -> Callable[[], object]:

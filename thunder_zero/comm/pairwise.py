@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from thunder_zero import layout
-from thunder_zero.comm.handle import Handle, Result, Step, drain
+from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
 from thunder_zero.comm.transport import COMPLEX, FLOATS
 from thunder_zero.plan import Param
@@ -81,19 +81,19 @@ class Exchange:
             fulls = [full.detach()[: param.shape[0]] for full, param in zip(into, params, strict=True)]
         cuts = [self._cut_rows(full) for full in fulls]  # [member][rank] -> flat rows of that rank
         own = [shard.detach().view(-1)[: cut[self._rank].numel()] for shard, cut in zip(shards, cuts, strict=True)]
-        steps, outgoing = [], []
+        bucket_parts, outgoing = [], []
         for members in messages(shards, self._world_size, sharded=True):
             columns = {rank: [cuts[at][rank] for at in members] for rank in self._peers}
             slots = {rank: _one_buffer(column) for rank, column in columns.items()}
             receives = self._receive_soon(slots, self._tag)
             outgoing.append(dict.fromkeys(self._peers, _pack([own[at] for at in members])))
             unpack = _unpacking((slots[rank], columns[rank]) for rank in self._peers) if len(members) > 1 else None
-            steps.append(Step(receives, unpack))
+            bucket_parts.append(BucketPart(receives, unpack))
         sends = self._send_soon(outgoing)
         if into is None:
             for rows, cut in zip(own, cuts, strict=True):
                 cut[self._rank].copy_(rows)
-        return Handle([*steps, *sends], tuple(fulls), self._pending)
+        return Handle([*bucket_parts, *sends], tuple(fulls), self._pending)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -103,35 +103,39 @@ class Exchange:
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         cuts = [self._cut_rows(grad.detach().contiguous()) for grad in grads]
         own = [mean.view(-1)[: cut[self._rank].numel()] for mean, cut in zip(means, cuts, strict=True)]
-        steps, outgoing = [], []
+        bucket_parts, outgoing = [], []
         for members in messages(means, self._world_size, sharded=True):
             parts = [_pack([cuts[at][rank] for at in members]) for rank in range(self._world_size)]
             mean = _one_buffer([own[at] for at in members])
-            steps.append(self._reduce(parts, mean))
+            bucket_parts.append(self._reduce(parts, mean))
             outgoing.append({rank: parts[rank] for rank in self._peers})
             if len(members) > 1:
-                steps.append(Step((), _unpacking([(mean, [own[at] for at in members])])))
+                bucket_parts.append(BucketPart((), _unpacking([(mean, [own[at] for at in members])])))
         sends = self._send_soon(outgoing)
         for mean, rows in zip(means, own, strict=True):
             mean.view(-1)[rows.numel() :].zero_()
-        return Handle([*steps, *sends], means, self._pending)
+        return Handle([*bucket_parts, *sends], means, self._pending)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """Average; see :meth:`thunder_zero.comm.transport.Transport.all_reduce`."""
         means = tuple(grad.new_empty(grad.shape) for grad in grads)
-        steps, outgoing = [], []
+        bucket_parts, outgoing = [], []
         for members in messages(means, self._world_size, sharded=False):
             flat = _pack([grads[at].detach().contiguous().view(-1) for at in members])
             slots = [means[at].view(-1) for at in members]
             mean = _one_buffer(slots)
-            parts = [flat, flat] if self._world_size == 2 else self._cut_rows(flat)
-            steps += [self._reduce(parts, mean)] if self._world_size == 2 else self._reduce_and_spread(parts, mean)
+            if self._world_size == 2:
+                parts = [flat, flat]
+                bucket_parts.append(self._reduce(parts, mean))
+            else:
+                parts = self._cut_rows(flat)
+                bucket_parts += self._reduce_and_spread(parts, mean)
             outgoing.append({rank: parts[rank] for rank in self._peers})
             if len(members) > 1:
-                steps.append(Step((), _unpacking([(mean, slots)])))
-        return Handle([*steps, *self._send_soon(outgoing)], means, self._pending)
+                bucket_parts.append(BucketPart((), _unpacking([(mean, slots)])))
+        return Handle([*bucket_parts, *self._send_soon(outgoing)], means, self._pending)
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it in AVERAGER; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
@@ -141,8 +145,8 @@ class Exchange:
         """Wait for all that is in flight; see :meth:`thunder_zero.comm.transport.Transport.drain`."""
         drain(self._pending)
 
-    def _reduce(self, parts: Sequence[Tensor], mean: Tensor) -> Step:
-        """A step that writes the mean of all ranks' parts for this rank into ``mean``.
+    def _reduce(self, parts: Sequence[Tensor], mean: Tensor) -> BucketPart:
+        """Write the mean of all ranks' parts for this rank into ``mean``.
 
         The caller sends ``parts[r]`` to rank r.
         """
@@ -151,10 +155,10 @@ class Exchange:
         receives = self._receive_soon(arrived, self._tag)
         arrived[self._rank] = parts[self._rank]
         in_rank_order = [arrived[rank] for rank in range(self._world_size)]
-        return Step(receives, lambda: mean_into(mean, in_rank_order))
+        return BucketPart(receives, lambda: mean_into(mean, in_rank_order))
 
-    def _reduce_and_spread(self, parts: Sequence[Tensor], mean: Tensor) -> list[Step]:
-        """Steps that average this rank's part of ``mean``, send it to all peers, and receive the other parts."""
+    def _reduce_and_spread(self, parts: Sequence[Tensor], mean: Tensor) -> list[BucketPart]:
+        """Average this rank's part of ``mean``, send it to all peers, and receive the other parts."""
         slots = self._cut_rows(mean)
         receives = self._receive_soon({rank: slots[rank] for rank in self._peers}, self._tag_of_means)
         reduce = self._reduce(parts, slots[self._rank])
@@ -165,15 +169,15 @@ class Exchange:
             sent.extend(self._send(dict.fromkeys(self._peers, slots[self._rank]), self._tag_of_means))
 
         averaged = in_background(AVERAGER, average_then_send)
-        return [Step((averaged.result,)), Step(receives), Step(sent)]
+        return [BucketPart((averaged.result,)), BucketPart(receives), BucketPart(sent)]
 
     def _cut_rows(self, tensor: Tensor) -> list[Tensor]:
         """The flat rows of each rank, in rank order; ``tensor`` is contiguous."""
         ranges = [layout.row_range(tensor.shape[0], self._world_size, rank) for rank in range(self._world_size)]
         return [tensor[start:stop].view(-1) for start, stop in ranges]
 
-    def _send_soon(self, outgoing: Sequence[dict[int, Tensor]]) -> list[Step]:
-        """Send a bucket's messages, given by rank, in the background; the steps wait for the end."""
+    def _send_soon(self, outgoing: Sequence[dict[int, Tensor]]) -> list[BucketPart]:
+        """Send a bucket's messages, given by rank, in the background; the result's waits wait for their end."""
         sent: list[Wait] = []
 
         def post() -> None:
@@ -181,7 +185,7 @@ class Exchange:
                 sent.extend(self._send(messages, self._tag))
 
         posted = in_background(COURIER, post)
-        return [Step((posted.result,)), Step(sent)]
+        return [BucketPart((posted.result,)), BucketPart(sent)]
 
     def _send(self, messages: dict[int, Tensor], tag: int) -> list[Wait]:
         return [send(message, rank, self._group, tag) for rank, message in messages.items() if message.numel()]

@@ -1,4 +1,4 @@
-"""Small collectives of numbers and Python objects, whose errors name the lost rank."""
+"""Small collectives of numbers, Python objects and DTensors, whose errors name the lost rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
 
-Value = TypeVar("Value")
+T = TypeVar("T")
 
 
-def all_gather_object(value: Value, group: ProcessGroup) -> list[Value]:
+def all_gather_object(value: T, group: ProcessGroup) -> list[T]:
     """The value of each rank of the group, in rank order; a small collective."""
     values = [value] * group.size()
     if group.size() > 1:
@@ -25,7 +25,7 @@ def all_gather_object(value: Value, group: ProcessGroup) -> list[Value]:
     return values
 
 
-def gather_object_on_rank_0(value: Value, group: ProcessGroup) -> list[Value]:
+def gather_object_on_rank_0(value: T, group: ProcessGroup) -> list[T]:
     """The value of each rank of the group, in rank order, on its rank 0; empty on the others. A small collective."""
     values = [value] * group.size() if group.rank() == 0 else None
     if group.size() > 1:
@@ -34,7 +34,7 @@ def gather_object_on_rank_0(value: Value, group: ProcessGroup) -> list[Value]:
     return values or []
 
 
-def broadcast_object_from_rank_0(value: Value, group: ProcessGroup) -> Value:
+def broadcast_object_from_rank_0(value: T, group: ProcessGroup) -> T:
     """The value of the group's rank 0; a small collective."""
     values = [value]
     if group.size() > 1:

@@ -56,7 +56,10 @@ class Staging:
                 for shard, param in zip(shards, params, strict=True)
             ]
             return self._inner.all_gather(staged, params)
-        own = [rows_in(buffer, self._plan) for buffer in into]
+        own = [
+            rows_in(buffer, param, self._plan.world_size, self._plan.rank)
+            for buffer, param in zip(into, params, strict=True)
+        ]
         for rows, shard, param in zip(own, shards, params, strict=True):
             if is_staged(param, self._plan, self._device):
                 rows.copy_(shard.detach().to(self._device, non_blocking=True))
@@ -66,13 +69,13 @@ class Staging:
     @torch.no_grad()
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average in ``reduce_dtype``; the means have the dtypes and devices of the shards."""
-        return self._put_back(self._inner.reduce_scatter(_as_reduced(grads, params), params), params)
+        return self._put_back(self._inner.reduce_scatter(_cast_for_reduction(grads, params), params), params)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average in ``reduce_dtype``; the means have the parameters' dtypes."""
-        return self._put_back(self._inner.all_reduce(_as_reduced(grads, params), params), params)
+        return self._put_back(self._inner.all_reduce(_cast_for_reduction(grads, params), params), params)
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """See :meth:`thunder_zero.comm.transport.Transport.soon`."""
@@ -106,5 +109,5 @@ class PutBack:
         )
 
 
-def _as_reduced(grads: Sequence[Tensor], params: Sequence[Param]) -> list[Tensor]:
+def _cast_for_reduction(grads: Sequence[Tensor], params: Sequence[Param]) -> list[Tensor]:
     return [grad.detach().to(param.reduce_dtype) for grad, param in zip(grads, params, strict=True)]

@@ -26,11 +26,6 @@ class Accumulation:
         """The parameters with deferred gradients."""
         return self._deferred.keys()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the deferred gradients."""
-        return sum(grad.nbytes for grad in self._deferred.values())
-
     @contextmanager
     def unsynced(self) -> Iterator[None]:
         """Defer the gradients of forwards inside of the block."""

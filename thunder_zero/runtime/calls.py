@@ -58,9 +58,9 @@ class Calls:
     def _gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         params = [self._plan.by_name[path] for path in paths]
         if params[0].resident:
-            return self._state.resident.gather(shards, params, self._transport.all_gather)
+            return self._state.resident.gather(shards, params, self._transport)
         if self._plan.policy.gather_once_per_accumulation and params[0].gathered_once:
-            return self._state.held_over.gather(shards, params, self._transport.all_gather, last=self.synced)
+            return self._state.held_over.gather(shards, params, self._transport, last=self.synced)
         return self._transport.all_gather(shards, params)
 
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
@@ -77,12 +77,12 @@ class Calls:
 
     def _with_deferred(self, grad: Tensor, param: Param) -> Tensor:
         deferred = self._accumulation.take(param.path)
-        grad = as_reduced(grad, param)
+        grad = sum_and_cast(grad, param)
         return grad if deferred is None else deferred.add_(grad)
 
     def defer(self, grad: Tensor, path: str) -> None:
         """Keep a full gradient until the next reduction of its parameter."""
-        self._accumulation.defer(as_reduced(grad, self._plan.by_name[path]), path)
+        self._accumulation.defer(sum_and_cast(grad, self._plan.by_name[path]), path)
 
     def reduce_deferred(self, paths: Sequence[str]) -> None:
         """Reduce the deferred gradients of parameters that this backward does not reach, and add them to ``.grad``.
@@ -134,19 +134,19 @@ class Calls:
             torch.cuda.current_stream(self.device).synchronize()
 
     @torch.no_grad()
-    def share_overflow(self, grads: Sequence[Tensor], apart: Sequence[Tensor], others: Sequence[str]) -> None:
+    def share_overflow(self, grads: Sequence[Tensor], ignored: Sequence[Tensor], unreached: Sequence[str]) -> None:
         """Put Inf into a gradient of every rank where any rank's has NaN or Inf, for the gradient scaler to find.
 
         Args:
             grads: the gradients of the plan's parameters that backward returns: this rank's rows. One of them is
                 written to.
-            apart: the gradients of ignored parameters that backward returns; their ``.grad`` is looked at, too.
-            others: parameters that this backward does not reach, whose ``.grad`` may have been added to.
+            ignored: the gradients of ignored parameters that backward returns; their ``.grad`` is looked at, too.
+            unreached: parameters that this backward does not reach, whose ``.grad`` may have been added to.
         """
         if self._plan.ranks == 1:
             return
-        seen = (*(self._state.shards[path] for path in others), *self._ignored)
-        also = [*apart, *(param.grad for param in seen if param.grad is not None)]
+        seen = (*(self._state.shards[path] for path in unreached), *self._ignored)
+        also = [*ignored, *(param.grad for param in seen if param.grad is not None)]
         overflows = not_finite((*grads, *also), self.device).any().to(torch.int32)
         all_reduce_max(overflows, self._state.group)
         if overflows:
@@ -168,12 +168,12 @@ class Calls:
             agree.require_same_schedule(str(program), lines, self._state.group)
 
 
-def as_reduced(grad: Tensor, param: Param) -> Tensor:
+def sum_and_cast(grad: Tensor, param: Param) -> Tensor:
     """A full gradient in the dtype in which it is reduced, and of the parameter's shape: Thunder takes a 0-dim CPU
     tensor for a number, and leaves it to autograd to sum its gradient."""
     return grad.sum_to_size(param.shape).to(param.reduce_dtype)
 
 
 def not_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Of each gradient, whether it has NaN or Inf."""
+    """Whether each gradient has NaN or Inf."""
     return torch.stack([(~grad.isfinite().all()).to(device) for grad in grads])

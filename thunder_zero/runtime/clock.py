@@ -125,11 +125,13 @@ def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]
     """
     ran = [_name(wait.path, wait.gather) for wait in waits]
     planned = [_name(path, gather) for path, gather, _ in expected]
-    for number, (found, wanted) in enumerate(zip_longest(ran, planned, fillvalue="nothing")):
+    for number, (found, wanted) in enumerate(zip_longest(ran, planned)):
         if found != wanted:
+            should = "should not run" if wanted is None else f"should end {wanted}"
+            did = "it did not run" if found is None else f"it ended {found}"
             raise RuntimeError(
-                f"step() did not run one forward and one backward of the model: its wait {number} is for {found}, "
-                f"expected {wanted}; give a step that runs each once"
+                f"step() did not run one forward and one backward of the model: wait {number} {should}, but {did}; "
+                f"give a step that runs each once"
             )
     halves = [
         [at for at, (_, gather, backward) in enumerate(expected) if gather and backward is half]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.transport import Transport
 from thunder_zero.plan import Param
 from thunder_zero.runtime.versions import Versions
-
-Gather = Callable[[Sequence[Tensor], Sequence[Param]], Waitable]
 
 
 class HeldOver:
@@ -20,12 +19,16 @@ class HeldOver:
         self._held: dict[str, Tensor] = {}
         self._versions = versions
 
-    def gather(self, shards: Sequence[Tensor], params: Sequence[Param], gather: Gather, *, last: bool) -> Waitable:
+    def gather(
+        self, shards: Sequence[Tensor], params: Sequence[Param], transport: Transport, *, last: bool
+    ) -> Waitable:
         """Gather the parameters that no earlier micro-batch left; the last one, which reduces, leaves none."""
         self.drop(filter(self._versions.changed, tuple(self._held)))
         found = {param.path: self._held.get(param.path) for param in params}
         missing = [at for at, param in enumerate(params) if found[param.path] is None]
-        handle = gather([shards[at] for at in missing], [params[at] for at in missing]) if missing else None
+        handle = None
+        if missing:
+            handle = transport.all_gather([shards[at] for at in missing], [params[at] for at in missing])
         if last:
             self.drop(found)
             return Joined(found, handle, None)
@@ -43,7 +46,7 @@ class HeldOver:
 
 
 class Joined:
-    """The handle of parameters of which some are held over; if ``held`` is given, the others are added to it."""
+    """Handle of parameters, some of them held over; if ``held`` is given, the others are added to it."""
 
     def __init__(
         self, found: dict[str, Tensor | None], handle: Waitable | None, held: dict[str, Tensor] | None

@@ -35,7 +35,8 @@ def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> Mem
         value = at_rest.pop(param.path)
         if param.resident:
             buffers[param.path] = buffer = padded(value.to(param.compute_dtype), param, plan)
-            value = own_rows(value, param, plan) if is_staged(param, plan, device) else rows_in(buffer, plan)
+            is_copied = is_staged(param, plan, device)
+            value = own_rows(value, param, plan) if is_copied else rows_in(buffer, param, plan.world_size, plan.rank)
         rows[param.path] = _at(rest_device(param, plan, device), value)
     shared = tuple(path for path in buffers if not is_staged(plan.by_name[path], plan, device))
     return Memory(rows, buffers, shared)

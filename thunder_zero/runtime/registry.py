@@ -15,10 +15,10 @@ from thunder_zero.plan import Param
 from thunder_zero.runtime.state import State
 
 _states: weakref.WeakSet[State] = weakref.WeakSet()
-_replaced = (
-    WeakTensorKeyDictionary()
-)  # a plain module's parameter before the transform, or placeholder -> (path, state)
-_placeholders = WeakTensorKeyDictionary()  # placeholder -> its path
+# a plain module's parameter before the transform, or its placeholder -> (path, state)
+_replaced = WeakTensorKeyDictionary()
+# placeholder -> its path
+_placeholders = WeakTensorKeyDictionary()
 
 
 def register(state: State, module: nn.Module) -> None:

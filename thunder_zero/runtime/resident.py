@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.transport import Transport
 from thunder_zero.plan import Param
 from thunder_zero.runtime.versions import Versions
 
-Gather = Callable[..., Waitable]  # of shards, their parameters and, as ``into``, buffers of padded shape
 AnyRank = Callable[[Sequence[str], Collection[str]], list[str]]  # which of the first any rank has among the second
 
 
-class Buffers:
+class ResidentParameters:
     """The full parameters, padded; their own rows are the shards, or copies of them, cast or offloaded.
 
     Attributes:
@@ -50,14 +50,14 @@ class Buffers:
             self._stale = set(on_any_rank(tuple(self._buffers), self._stale))
             self._may_step = False
 
-    def gather(self, shards: Sequence[Tensor], params: Sequence[Param], gather: Gather) -> Waitable:
+    def gather(self, shards: Sequence[Tensor], params: Sequence[Param], transport: Transport) -> Waitable:
         """Refresh the stale parameters; the handle gives all of them."""
         paths = [param.path for param in params]
         buffers = [self._buffers[path] for path in paths]
         stale = [at for at, path in enumerate(paths) if path in self._stale]
         refresh = None
         if stale:
-            refresh = gather(
+            refresh = transport.all_gather(
                 [shards[at] for at in stale], [params[at] for at in stale], into=[buffers[at] for at in stale]
             )
             self._stale.difference_update(paths)  # not before: if the launch fails, the rows are still out of date

@@ -1,4 +1,4 @@
-"""Holds one rank's share of one model: shards, placeholders, and what lives as long.
+"""One rank's share of one model: shards, placeholders, and everything with the model's lifetime.
 
 Training code steps the shards; compiled traces reach this state through ``calls.py``.
 """
@@ -20,7 +20,7 @@ from thunder_zero.runtime.clock import Clock
 from thunder_zero.runtime.held_over import HeldOver
 from thunder_zero.runtime.memory import lay_out
 from thunder_zero.runtime.placeholders import placeholder
-from thunder_zero.runtime.resident import Buffers
+from thunder_zero.runtime.resident import ResidentParameters
 from thunder_zero.runtime.versions import Versions
 
 
@@ -64,11 +64,11 @@ class State:
             for param in plan.params
         }
         versions = Versions(self.shards)
-        self.resident = Buffers(memory.buffers, memory.shared, versions)
+        self.resident = ResidentParameters(memory.buffers, memory.shared, versions)
         self.held_over = HeldOver(versions)
 
     def agree_on_stale(self) -> None:
-        """Let all ranks refresh the resident parameters that changed on any; see :meth:`Buffers.agree_on_stale`."""
+        """See :meth:`thunder_zero.runtime.resident.ResidentParameters.agree_on_stale`."""
         self.resident.agree_on_stale(self.on_any_rank)
 
     def on_any_rank(self, paths: Sequence[str], here: Container[str]) -> list[str]:

@@ -6,22 +6,22 @@ from torch import Tensor
 
 from thunder_zero.comm import agree
 from thunder_zero.rows import at_rest_of
-from thunder_zero.runtime.initial_values.data import Target
+from thunder_zero.runtime.initial_values.data import PlainModel
 
 
 class Cuts:
     """Full parameters cut to what is at rest; digests of them where every rank makes its own."""
 
-    def __init__(self, target: Target, *, are_read: bool) -> None:
-        self._target = target
+    def __init__(self, model: PlainModel, *, are_read: bool) -> None:
+        self._model = model
         self._are_read = are_read
         self._digests: dict[str, str] = {}
 
     def cut(self, full: Tensor, path: str) -> Tensor:
         """The parameter as it is at rest: in full, or this rank's rows."""
-        if self._target.sender is None and self._target.ranks.everyone.size() > 1:
+        if self._model.sender is None and self._model.ranks.everyone.size() > 1:
             self._digests[path] = agree.digest(full)
-        return at_rest_of(full.to(self._target.device), self._target.plan.by_name[path], self._target.plan)
+        return at_rest_of(full.to(self._model.device), self._model.plan.by_name[path], self._model.plan)
 
     def compare(self) -> None:
         """Raise on every rank if ranks cut different values; a collective, unless one rank sent them.
@@ -29,13 +29,13 @@ class Cuts:
         Raises:
             RuntimeError: naming the first parameter that differs.
         """
-        if self._target.sender is None:
+        if self._model.sender is None:
             facts = [self._fact(path, digest) for path, digest in self._digests.items()]
-            agree.require_same(facts, self._target.ranks.everyone)
+            agree.require_same(facts, self._model.ranks.everyone)
 
     def _fact(self, path: str, digest: str) -> agree.Fact:
         when = "before it builds the module"
-        if self._target.module.get_parameter(path).is_meta:
+        if self._model.module.get_parameter(path).is_meta:
             when = "before the transform, which draws them"
         remedy = f"seed every rank alike {when}, or pass broadcast_from=0"
         if self._are_read:

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")  # where values are drawn, whatever the device: a seed
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What the user gives for values to come from.
+    """The user's sources of initial values.
 
     Attributes:
         init: called as ``module.apply(init)`` calls it, after ``reset_parameters``.
@@ -58,7 +58,7 @@ class Values:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PlainModel:
     """The plain module whose tensors need values.
 
     Attributes:
@@ -89,32 +89,17 @@ class Target:
         return self.plan.policy.broadcast_from
 
 
-class Source(Protocol):
+class ValueSource(Protocol):
     """Gives tensors their values."""
 
     def has(self, tensor: Tensor) -> bool:
         """Whether this source has the tensor's values."""
 
     def full(self, tensor: Tensor) -> Tensor:
-        """The tensor's values in full, on any device. Asked once a tensor, in the order of ``Target.names``."""
+        """The tensor's values in full, on any device. Asked once a tensor, in the order of ``PlainModel.names``."""
 
 
-class Existing:
-    """The values that a real module has."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-
-    def has(self, tensor: Tensor) -> bool:
-        """Every tensor that is not on the meta device."""
-        return not tensor.is_meta
-
-    def full(self, tensor: Tensor) -> Tensor:
-        """The tensor itself; of a planned parameter its data."""
-        return tensor if self._target.param_of(tensor) is None else tensor.detach()
-
-
-def full_of(tensor: Tensor, sources: Sequence[Source]) -> Tensor:
+def full_of(tensor: Tensor, sources: Sequence[ValueSource]) -> Tensor:
     """The tensor's values in full, from the first source that has them."""
     return next(source for source in sources if source.has(tensor)).full(tensor)
 
@@ -132,7 +117,7 @@ def fitted(value: object, like: Tensor, what: str) -> Tensor:
     """The value in the dtype of the module's tensor.
 
     Args:
-        value: what a source gave.
+        value: a value from a source.
         like: the module's tensor.
         what: the beginning of the sentence that refuses the value.
 

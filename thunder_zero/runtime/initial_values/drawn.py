@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from thunder_zero.runtime.initial_values.data import CPU, Target, fitted
+from thunder_zero.runtime.initial_values.data import CPU, PlainModel, fitted
 from thunder_zero.runtime.initial_values.drawn_so_far import DrawnValues
 from thunder_zero.runtime.initial_values.failures import Failures
 from thunder_zero.runtime.initial_values.module_turn import Turn, address, children_first, own_tensors
@@ -22,20 +22,20 @@ class Drawn:
     """A source: tensors on the meta device that no other source has.
 
     Args:
-        target: the module.
+        model: the module.
         tensors: those that are drawn here.
         values: where they are put.
         all_draw: every module with tensors on the meta device has its turn, so that the random generator moves as in
             construction; otherwise only those that own some of ``tensors``.
     """
 
-    def __init__(self, target: Target, tensors: Collection[Tensor], values: DrawnValues, *, all_draw: bool) -> None:
-        self._target = target
+    def __init__(self, model: PlainModel, tensors: Collection[Tensor], values: DrawnValues, *, all_draw: bool) -> None:
+        self._model = model
         self._tensors = tensors
         self._values = values
         self._all_draw = all_draw
         self._written: set[Tensor] = set()
-        self._meta_names = {address(tensor): names[0] for tensor, names in target.names.items() if tensor.is_meta}
+        self._meta_names = {address(tensor): names[0] for tensor, names in model.names.items() if tensor.is_meta}
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the tensor is drawn here."""
@@ -45,7 +45,7 @@ class Drawn:
         """The value of a tensor that is held in full; one without elements may have none."""
         if self._values.has(tensor):
             return self._values.take(tensor)
-        return torch.empty_like(tensor, device=self._target.device, requires_grad=False)
+        return torch.empty_like(tensor, device=self._model.device, requires_grad=False)
 
     def reset(self) -> None:
         """Call ``reset_parameters`` of each module that has a turn, in the order of construction.
@@ -53,7 +53,7 @@ class Drawn:
         The first of several owners of a tied parameter writes it; what the others draw is thrown away, so that the
         random generator moves as in construction.
         """
-        for owner in children_first(self._target.module):
+        for owner in children_first(self._model.module):
             reset = getattr(type(owner), "reset_parameters", None)
             if callable(reset) and self._has_turn(owner):
                 self._reset(owner, reset)
@@ -78,7 +78,7 @@ class Drawn:
                 self._initialize(owner, init, failures)
 
         if self._tensors:
-            self._target.module.apply(visit)
+            self._model.module.apply(visit)
 
     def _initialize(self, owner: nn.Module, init: Callable[[nn.Module], object], failures: Failures) -> None:
         turn = Turn(owner, lambda tensor: self._values.in_full(tensor) if tensor.is_meta else _copied(tensor))
@@ -99,7 +99,7 @@ class Drawn:
         return bool(self._tensors and own) if self._all_draw else any(map(self.has, own))
 
     def _fitted(self, turn: Turn, tensor: Tensor, who: str, owner: nn.Module) -> Tensor:
-        name = self._target.name_of(tensor)
+        name = self._model.name_of(tensor)
         return fitted(turn.value(tensor), tensor, f"{who} of {type(owner).__name__} left {name!r}")
 
     def require_written(self) -> None:
@@ -108,7 +108,7 @@ class Drawn:
         Raises:
             ValueError: naming the first such tensor.
         """
-        for owner_path, owner in self._target.module.named_modules():
+        for owner_path, owner in self._model.module.named_modules():
             for _, key, tensor in own_tensors(owner):
                 if self.has(tensor) and tensor not in self._written and tensor.numel():
                     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"

@@ -12,9 +12,10 @@ from thunder_zero.comm.group import Ranks
 from thunder_zero.plan import Plan
 from thunder_zero.runtime.initial_values.broadcast import Broadcast, arrives
 from thunder_zero.runtime.initial_values.compare import Cuts
-from thunder_zero.runtime.initial_values.data import Existing, Other, Source, Sources, Target, Values, full_of, names_of
+from thunder_zero.runtime.initial_values.data import Other, PlainModel, Sources, Values, ValueSource, full_of, names_of
 from thunder_zero.runtime.initial_values.drawn import Drawn
 from thunder_zero.runtime.initial_values.drawn_so_far import DrawnValues
+from thunder_zero.runtime.initial_values.existing import Existing
 from thunder_zero.runtime.initial_values.failures import Failures
 from thunder_zero.runtime.initial_values.read import Read
 
@@ -32,12 +33,12 @@ def initial_values(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.de
     group = ranks.everyone
     if group.size() > 1:
         agree.require_same([*agree.module_facts(module, plan, device), *_given(plan, sources)], group)
-    target, failures = Target(module, plan, ranks, device, names_of(module)), Failures()
-    cuts = Cuts(target, are_read=sources.weights is not None)
-    drawn_values = DrawnValues(target, cuts)
-    read = Read(target, sources.weights, failures)
-    missing = {t for t in target.names if t.is_meta and not arrives(t, target) and not read.has(t)}
-    drawn = Drawn(target, missing, drawn_values, all_draw=sources.weights is None)
+    model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
+    cuts = Cuts(model, are_read=sources.weights is not None)
+    drawn_values = DrawnValues(model, cuts)
+    read = Read(model, sources.weights, failures)
+    missing = {t for t in model.names if t.is_meta and not arrives(t, model) and not read.has(t)}
+    drawn = Drawn(model, missing, drawn_values, all_draw=sources.weights is None)
     with agree.all_or_none(group):
         read.require_names()
         drawn.reset()
@@ -47,9 +48,9 @@ def initial_values(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.de
     with agree.all_or_none(group):
         failures.raise_first()
         drawn.require_written()
-    own: tuple[Source, ...] = (read, drawn, Existing(target))
-    sent = () if target.sender is None else (Broadcast(target, target.sender, own),)
-    values = _collected(target, (*sent, *own), drawn_values, cuts)
+    own: tuple[ValueSource, ...] = (read, drawn, Existing(model))
+    sent = () if model.sender is None else (Broadcast(model, model.sender, own),)
+    values = _collected(model, (*sent, *own), drawn_values, cuts)
     with agree.all_or_none(group):
         failures.raise_first()
     cuts.compare()
@@ -70,18 +71,18 @@ def _seen(argument: object) -> str:
     return "None" if argument is None else "something"
 
 
-def _collected(target: Target, sources: Sequence[Source], drawn: DrawnValues, cuts: Cuts) -> Values:
+def _collected(model: PlainModel, sources: Sequence[ValueSource], drawn: DrawnValues, cuts: Cuts) -> Values:
     """All values, one tensor at a time, so that one full tensor at most is alive; a collective, if one rank sends."""
     at_rest: dict[str, Tensor] = {}
     others = []
-    for tensor, names in target.names.items():
-        param = target.param_of(tensor)
+    for tensor, names in model.names.items():
+        param = model.param_of(tensor)
         if param is None:
             full = full_of(tensor, sources)
             if full is not tensor:
-                others.append(Other(names, tensor, full.to(target.device if tensor.is_meta else tensor.device)))
+                others.append(Other(names, tensor, full.to(model.device if tensor.is_meta else tensor.device)))
         elif drawn.has(tensor) and drawn.is_cut(tensor):
             at_rest[param.path] = drawn.take(tensor)
         else:
             at_rest[param.path] = cuts.cut(full_of(tensor, sources), param.path)
-    return Values({param.path: at_rest[param.path] for param in target.plan.params}, others)
+    return Values({param.path: at_rest[param.path] for param in model.plan.params}, others)

@@ -97,7 +97,7 @@ def children_first(module: nn.Module) -> list[nn.Module]:
 
 
 def address(tensor: Tensor) -> int:
-    """Of a storage; a tensor on the meta device has one, without memory, which its views share."""
+    """The address of the tensor's storage, which views share; on the meta device it has one, too, without memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -141,6 +141,7 @@ class LostWrites(TorchDispatchMode):
         """Note the storages that the operation's schema says it writes to, and run it."""
         kwargs = kwargs or {}
         arguments = func._schema.arguments
+        # Not strict: args has the positional arguments only, the schema all.
         given = {**kwargs, **{argument.name: value for argument, value in zip(arguments, args, strict=False)}}
         for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
