@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from thunder_zero.checkpoint.dcp_read import read_items
 from thunder_zero.checkpoint.item import Item, key_of
-from thunder_zero.checkpoint.read_model import few
 from thunder_zero.state_dict.contents import (
     GROUPS,
     OPTIM,
@@ -24,6 +23,7 @@ from thunder_zero.state_dict.contents import (
     Named,
     all_named_groups,
     groups_of,
+    listed,
     named_groups,
     numbered_state_dict,
     rows_of,
@@ -97,7 +97,7 @@ def require_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Sequence[s
         if missing or unexpected:
             raise ValueError(
                 f"parameter group {number} of the checkpoint's optimizer has other parameters (missing: "
-                f"{few(missing)}; unexpected: {few(unexpected)}); build the optimizer as it was saved"
+                f"{listed(missing)}; unexpected: {listed(unexpected)}); build the optimizer as it was saved"
             )
 
 

@@ -203,6 +203,12 @@ def state_facts(contents: ModelContents, optimizers: Sequence[Optimizer]) -> lis
     return facts
 
 
+def listed(names: Sequence[str]) -> str:
+    """The first three of these names and the number of the others, or "none", for a message."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(map(repr, names[:3])) + more) or "none"
+
+
 def numbered_state_dict(
     saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Named]], states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from thunder_zero.plan import Param
 from thunder_zero.rows import real_rows
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.all_or_nothing import OwnState, Pending
-from thunder_zero.state_dict.contents import ModelContents
+from thunder_zero.state_dict.contents import ModelContents, listed
 from thunder_zero.state_dict.source import Source
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def require_values(
     missing, unexpected = [name for name in names if name not in values], sorted(values.keys() - set(names))
     if strict and (missing or unexpected):
         raise RuntimeError(
-            f"the state dict does not fit the model: missing: {_listed(missing)}; unexpected: {_listed(unexpected)}; "
+            f"the state dict does not fit the model: missing: {listed(missing)}; unexpected: {listed(unexpected)}; "
             f"set strict=False to load what fits"
         )
     for name in names:
@@ -197,10 +197,6 @@ def require_values(
             raise ValueError(
                 f"{other!r} and {name!r} are tied in the model, but differ in the state dict; give both the same values"
             )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "none"
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
