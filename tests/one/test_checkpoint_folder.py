@@ -1,4 +1,4 @@
-"""The manifest, and how checkpoints stand beside each other in a folder."""
+"""The manifest, and the names of checkpoints in a folder."""
 
 from __future__ import annotations
 
@@ -50,10 +50,12 @@ def test_a_manifest_of_another_format_or_none_is_refused() -> None:
     del later["sha256"]
     later["format"] = 2
     later["sha256"] = sha256(json.dumps(later, sort_keys=True).encode()).hexdigest()
-    with pytest.raises(ValueError, match="has format 2; this thunder_zero reads format 1"):
+    with pytest.raises(
+        ValueError, match="has format 2, this thunder_zero reads format 1; use the thunder_zero that saved it"
+    ):
         manifest.from_text(json.dumps(later))
     for text in ("", "[1]", "{}", "{"):
-        with pytest.raises(ValueError, match="damaged"):
+        with pytest.raises(ValueError, match=r"is damaged: it is not a manifest .*; use another checkpoint"):
             manifest.from_text(text)
 
 
@@ -75,7 +77,7 @@ def test_sizes_are_compared_without_reading(tmp_path: Path) -> None:
     assert manifest.find_wrong_sizes(tmp_path, files) == []
     path.write_bytes(CONTENT)
     assert manifest.find_faults(tmp_path, files, read.append) == []
-    assert sum(read) == len(CONTENT)  # what a bar is told
+    assert sum(read) == len(CONTENT)  # the progress bar's bytes
 
 
 def test_latest_moves_if_it_is_asked_to(tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:
         (tmp_path / left).mkdir()
     folder.prune(tmp_path / "s2", max_to_keep=2)
     assert names(tmp_path) == [".other7.saving", "best", "latest", "notes", "s11", "s2"]  # others are of another series
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*/s3; checkpoints in .*: best, s11, s2"):
+    with pytest.raises(FileNotFoundError, match=r"at .*/s3; checkpoints in .*: best, s11, s2; check the path"):
         folder.locate(tmp_path / "s3")
 
 

@@ -1,4 +1,4 @@
-"""Single files and checkpoints without ranks: what is read and refused, what is left beside, and the command line."""
+"""Single files and checkpoints without ranks: reading and refusing files, and the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import thunder_zero as tz
 from thunder_zero import cli
 from thunder_zero.convert.open_checkpoint import OpenCheckpoint
 from thunder_zero.convert.safetensors_file import split_into_files
-from thunder_zero.convert.whole_tensor import WholeTensor
+from thunder_zero.convert.tensor_to_write import TensorToWrite
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -119,6 +119,7 @@ def test_garbage_is_one_sentence(tmp_path: Path, command: Command, name: str, co
     assert (code, out) == (1, "")
     assert err.startswith("thunder-zero: ")
     assert sentence in err
+    assert "; pass " in err or "No such file" in err
     assert err.count("\n") == 1
     assert not (tmp_path / "start").exists()
 
@@ -149,13 +150,13 @@ def test_tensors_are_aligned_in_safetensors_files(runs: Path, tmp_path: Path) ->
 def test_files_are_cut_in_linear_time() -> None:
     asked = 0
 
-    def nbytes(whole: WholeTensor) -> int:
+    def nbytes(whole: TensorToWrite) -> int:
         nonlocal asked
         asked += 1
         return 8
 
-    wholes = [WholeTensor(str(number), (2,), torch.float32, str(number)) for number in range(100)]
-    with mock.patch.object(WholeTensor, "nbytes", property(nbytes)):
+    wholes = [TensorToWrite(str(number), (2,), torch.float32, str(number)) for number in range(100)]
+    with mock.patch.object(TensorToWrite, "nbytes", property(nbytes)):
         assert [len(file) for file in split_into_files(wholes, 400)] == [50, 50]
     assert asked <= 3 * len(wholes)
 
@@ -199,29 +200,37 @@ def test_damage_is_shown(runs: Path, command: Command) -> None:
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert command("inspect", runs / "start")[0] == 0  # it compares sizes only
-    code, out, err = command("inspect", runs / "start", "--check")
-    assert (code, err) == (
-        1,
-        f"thunder-zero: {runs / 'start'} is damaged: {file.name} was changed: its SHA-256 differs\n",
-    )
+    code, out, err = command("inspect", runs / "start", "--verify")
+    damaged = f"thunder-zero: {runs / 'start'} is damaged: {file.name}"
+    assert (code, err) == (1, f"{damaged} was changed: its SHA-256 differs; use another checkpoint\n")
     assert "wide" in out
     file.write_bytes(content[:-1])
     code, out, err = command("inspect", runs / "start")
     assert code == 1
-    assert f"is damaged: {file.name} has {len(content) - 1:,} bytes, it was saved with {len(content):,}\n" in err
+    assert f"is damaged: {file.name} has {len(content) - 1:,} bytes, it was saved with {len(content):,}; " in err
     file.unlink()
     code, out, err = command("inspect", runs / "start")
-    assert (code, err) == (1, f"thunder-zero: {runs / 'start'} is damaged: {file.name} is missing\n")
+    assert (code, err) == (
+        1,
+        f"{damaged} is missing; use another checkpoint\n",
+    )
     assert "wide" in out
     code, _, err = command("consolidate", runs / "start", runs / "m.safetensors")
-    assert (code, err) == (1, f"thunder-zero: {runs / 'start'} is damaged: {file.name} is missing\n")
-    code, _, err = command("consolidate", runs / "start", runs / "m.safetensors", "--no-check")
+    assert (code, err) == (
+        1,
+        f"{damaged} is missing; use another checkpoint\n",
+    )
+    code, _, err = command("consolidate", runs / "start", runs / "m.safetensors", "--no-verify")
     assert code == 1
-    assert "start, it is damaged" in err
+    assert "start: a file is damaged (" in err
     (runs / "start/manifest.json").write_text("{}")
     assert "manifest.json is damaged" in command("inspect", runs / "start")[2]
     assert command("inspect", runs / "none")[2].startswith("thunder-zero: there is no checkpoint at ")
-    assert command("inspect", runs) == (1, "", f"thunder-zero: {runs} is not a checkpoint: it has no .metadata\n")
+    assert command("inspect", runs) == (
+        1,
+        "",
+        f"thunder-zero: {runs} is not a checkpoint: it has no .metadata; pass the folder that was saved\n",
+    )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -231,12 +240,12 @@ def test_what_another_tool_wrote_is_shown(tmp_path: Path, command: Command, stat
     code, out, err = command("inspect", tmp_path / "other")
     assert (code, err) == (0, "")
     assert "│ wide " in out
-    assert "other: no manifest.json, so its files cannot be checked; 0 tensors of an optimizer; 2 files" in out
-    code, _, err = command("inspect", tmp_path / "other", "--check")
+    assert "other: no manifest.json, so its files cannot be verified; 0 tensors of an optimizer; 2 files" in out
+    code, _, err = command("inspect", tmp_path / "other", "--verify")
     assert code == 1
     assert "other: it has no manifest.json" in err
     nested = "model" in state
-    for options, right in (((), 1), (("--no-check",), 0 if nested else 1)):
+    for options, right in (((), 1), (("--no-verify",), 0 if nested else 1)):
         assert command("consolidate", tmp_path / "other", tmp_path / "m.safetensors", *options)[0] == right
     assert not nested or same(load_file(tmp_path / "m.safetensors"), weights())
 
@@ -259,7 +268,7 @@ def test_bars_are_on_stderr_and_come_to_their_ends(
     monkeypatch.setenv("FORCE_COLOR", "1")  # as if it was a terminal
     _, out, err = command("consolidate", runs / "start", runs / "m.pt")
     assert out == f"{runs / 'm.pt'}  {(runs / 'm.pt').stat().st_size:,} B\n"
-    assert last(err, "check start") == "100%"
+    assert last(err, "verify start") == "100%"
     assert last(err, "write m.pt") == "100%"
     _, out, err = command("shard", runs.parent / "in.safetensors", runs / "again", "--ranks", 2)
     assert out == f"{runs / 'again'}\n"

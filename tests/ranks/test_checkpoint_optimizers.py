@@ -244,7 +244,13 @@ CASES: dict[str, Case] = {
         },
     ),
     "a module's own state": (own_state, {"told": "no scale of 4.0", "changed": [], "loaded": []}),
-    "ties": (ties, {"told": "'embed.weight' and 'head.weight' are tied here, and differ in it", "equal": "nothing"}),
+    "ties": (
+        ties,
+        {
+            "told": "'embed.weight' and 'head.weight' are tied here, and differ in it; build the model",
+            "equal": "nothing",
+        },
+    ),
     "factored": (factored, {"as saved": [], "sharded": "cannot be cut into rows: its shape is"}),
     "torch's wrapper": (wrapped, {"names": True, "loaded": [], "optimizer": [0.05, 6], "back": "nothing"}),
     "a checkpoint that moves": (

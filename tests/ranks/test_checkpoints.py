@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,7 @@ def exchange(rank: int, world_size: int, root: Path) -> list[list[str]]:
             stepped(theirs, their_optimizer)
             in_model, in_optimizer = get_state_dict(theirs, their_optimizer)
             torch_dcp.save({"model": in_model, "optim": in_optimizer}, checkpoint_id=root / f"theirs-{kind}-{stage}")
-            tz.load(root / f"theirs-{kind}-{stage}", model, optimizer, check=False)
+            tz.load(root / f"theirs-{kind}-{stage}", model, optimizer, verify_files=False)
             differences.append(same(state_of(model, optimizer), full_of(theirs, their_optimizer)))
             assert optimizer.param_groups[0]["lr"] == 1.0
             refused = raised(partial(tz.load, root / f"theirs-{kind}-{stage}", model, optimizer))
@@ -180,85 +181,109 @@ class Stubborn:
         self.value = state_dict["value"]
 
 
+@dataclass
+class Attempts:
+    """Loads that must fail: each one's message, and the parts of model and optimizer that it changed."""
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    before: dict[str, Tensor] = field(default_factory=dict)
+    results: dict[str, tuple[str, list[str]]] = field(default_factory=dict)
+
+    def step(self) -> None:
+        stepped(self.model, self.optimizer)
+        self.before = state_of(self.model, self.optimizer)
+
+    def attempt(self, name: str, path: Path, *arguments: Any, **options: Any) -> None:
+        message = raised(lambda: tz.load(path, *(arguments or (self.model, self.optimizer)), **options))
+        self.results[name] = message, same(state_of(self.model, self.optimizer), self.before)
+
+
 def damaged(rank: int, world_size: int, root: Path) -> dict[str, tuple[str, list[str]]]:
-    """Each damage: what load says, and what of model and optimizer it changed."""
+    """Each damage and misuse: the message of load, and the parts of model and optimizer that it changed."""
     model = sharded(fresh(Mlp), 3)
-    optimizer = adamw(model)
-    stepped(model, optimizer)
+    tried = Attempts(model, adamw(model))
+    tried.step()
     stubborn = Stubborn(rank)
     with mock.patch.object(stubborn, "value", "saved"):
-        tz.save(root / "good", model, optimizer, extra={"stubborn": stubborn})
-    stepped(model, optimizer)
-    tz.save(root / "other", model, optimizer)
-    stepped(model, optimizer)
-    before = state_of(model, optimizer)
-    results = {}
-
-    def attempt(name: str, call: Callable[[], Any]) -> None:
-        told = raised(call)
-        results[name] = told, same(state_of(model, optimizer), before)
-
+        tz.save(root / "good", model, tried.optimizer, extra={"stubborn": stubborn})
+    tried.step()
+    tz.save(root / "other", model, tried.optimizer)
+    tried.step()
     for name, damage, _ in DAMAGES:
         if rank == 0:
             shutil.copytree(root / "good", root / name)
             damage(root / name)
         dist.barrier()
-        attempt(name, lambda at=root / name: tz.load(at, model, optimizer))  # type: ignore[misc]
+        tried.attempt(name, root / name)
+    attempt_other_models(tried, root)
+    attempt_other_optimizers(tried, root)
+    attempt_misuse(tried, root, rank, stubborn)
+    tz.load(root / "good", model, tried.optimizer)
+    assert same(state_of(model, tried.optimizer), tried.before)
+    return tried.results
+
+
+def attempt_other_models(tried: Attempts, root: Path) -> None:
     wide = sharded(fresh(Mlp, 8), 3)
     tz.save(root / "wide", wide)
-    attempt("another shape", lambda: tz.load(root / "wide", model))
+    tried.attempt("another shape", root / "wide", tried.model)
     tz.save(root / "zoo", sharded(fresh(Zoo), 2))
-    attempt("another model", lambda: tz.load(root / "zoo", model))
-    half = sharded(fresh(Mlp).bfloat16(), 1)
-    tz.save(root / "half", half)
-    attempt("another dtype", lambda: tz.load(root / "half", model))
-    attempt("no optimizer", lambda: tz.load(root / "wide", wide, adamw(wide)))
-    two = torch.optim.AdamW([{"params": list(model.parameters())[:2]}, {"params": list(model.parameters())[2:]}])
-    attempt("other groups", lambda: tz.load(root / "good", model, two))
-    few = torch.optim.AdamW(list(model.parameters())[:2])
-    attempt("fewer parameters", lambda: tz.load(root / "good", model, few))
-    attempt("a stranger's optimizer", lambda: tz.load(root / "good", model, adamw(nn.Linear(2, 2))))
-    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    tried.attempt("another model", root / "zoo", tried.model)
+    tz.save(root / "half", sharded(fresh(Mlp).bfloat16(), 1))
+    tried.attempt("another dtype", root / "half", tried.model)
+    tried.attempt("no optimizer", root / "wide", wide, adamw(wide))
+
+
+def attempt_other_optimizers(tried: Attempts, root: Path) -> None:
+    """Steps at its end."""
+    model, params = tried.model, list(tried.model.parameters())
+    two = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
+    tried.attempt("other groups", root / "good", model, two)
+    tried.attempt("fewer parameters", root / "good", model, torch.optim.AdamW(params[:2]))
+    tried.attempt("a stranger's optimizer", root / "good", model, adamw(nn.Linear(2, 2)))
+    sgd = torch.optim.SGD(params, 0.1, momentum=0.9)
     stepped(model, sgd)
     tz.save(root / "sgd", model, sgd)
-    stepped(model, optimizer)
-    before = state_of(model, optimizer)
-    attempt("SGD's into AdamW", lambda: tz.load(root / "sgd", model, optimizer))
-    attempt("AdamW's into SGD", lambda: tz.load(root / "good", model, sgd))
+    tried.step()
+    tried.attempt("SGD's into AdamW", root / "sgd")
+    tried.attempt("AdamW's into SGD", root / "good", model, sgd)
     stepped(model, sgd)  # as if nothing had been tried
-    before = state_of(model, optimizer)
+    tried.before = state_of(model, tried.optimizer)
+
+
+def attempt_misuse(tried: Attempts, root: Path, rank: int, stubborn: Stubborn) -> None:
+    model, optimizer, good = tried.model, tried.optimizer, root / "good"
     with model.no_sync():
         model(torch.ones(2, 7)).sum().backward()
-    attempt("an open accumulation", lambda: tz.load(root / "good", model, optimizer))
+    tried.attempt("an open accumulation", good)
     model.zero_grad()
-    attempt("an optimizer on rank 0 alone", lambda: tz.load(root / "good", model, None if rank else optimizer))
-    attempt("no such extra", lambda: tz.load(root / "good", model, optimizer, extra={"scheduler": stubborn}))
-    attempt("no state_dict", lambda: tz.load(root / "good", model, optimizer, extra={"stubborn": 3}))  # type: ignore[dict-item]
+    tried.attempt("an optimizer on rank 0 alone", good, model, None if rank else optimizer)
+    tried.attempt("no such extra", good, extra={"scheduler": stubborn})
+    tried.attempt("no state_dict", good, extra={"stubborn": 3})
     try:
-        tz.load(root / "good", model, optimizer, extra={"stubborn": stubborn})
+        tz.load(good, model, optimizer, extra={"stubborn": stubborn})
     except (KeyError, RuntimeError) as refused:
-        results["a stubborn extra"] = str(refused), same(state_of(model, optimizer), before)
+        tried.results["a stubborn extra"] = str(refused), same(state_of(model, optimizer), tried.before)
     assert stubborn.value == "as it was"
-    attempt("another path on rank 1", lambda: tz.load(root / f"good{rank}", model, optimizer))
-    tz.load(root / "good", model, optimizer)
-    assert same(state_of(model, optimizer), before)
-    return results
+    tried.attempt("another path on rank 1", root / f"good{rank}")
 
 
 REFUSED = {
     **{name: sentence for name, _, sentence in DAMAGES},
     "another shape": "another model: model.layers.0.weight has shape (8, 8)",
     "another model": "another model (missing: none; unexpected: 'model.empty', 'model.frozen', 'model.lower.bias'",
-    "another dtype": "dtype torch.bfloat16 in it, shape (7, 7) and dtype torch.float32 here",
+    "another dtype": "dtype torch.bfloat16 in it, shape (7, 7) and dtype torch.float32 here; build the",
     "no optimizer": "the checkpoint has no optimizer",
     "other groups": "has 1 parameter groups, this one has 2",
     "fewer parameters": "other parameters (missing: none; unexpected: 'layers.1.bias'",
     "a stranger's optimizer": "not one of this model's; build the optimizer on model.parameters()",
     "SGD's into AdamW": "the checkpoint's optimizer is SGD, this one is AdamW",
     "AdamW's into SGD": "the checkpoint's optimizer is AdamW, this one is SGD",
-    "an open accumulation": "cannot load: no_sync still holds unreduced gradients of the current weights",
+    "an open accumulation": "cannot load: no_sync still holds unreduced gradients of the current weights; run the last "
+    "micro-batch outside no_sync and call optimizer.step(), or drop them with model.zero_grad()",
     "an optimizer on rank 0 alone": "the number of optimizers differs between ranks",
-    "no such extra": "the checkpoint has no extra 'scheduler'; it has ['stubborn']",
+    "no such extra": "the checkpoint has no extra 'scheduler': it has ['stubborn']; leave it out of extra",
     "no state_dict": "cannot load into the extra 'stubborn': an object of type int has no state_dict",
     "a stubborn extra": "stubborn",
     "another path on rank 1": "the path to load from differs between ranks",
@@ -361,7 +386,7 @@ def why_saves_fail() -> dict[str, str]:
         "full disk on rank 1, first byte": "cannot write __1_0.distcp: the disk is full",
         "full disk on rank 0": ": the disk is full; no part of this checkpoint is visible",
         "a file": "exists and is not a checkpoint",
-        "keep": "max_to_keep is 0",
+        "keep": "max_to_keep is 0; pass how many to keep",
         "an extra": "the extra 'odd': torch.load(weights_only=True) cannot read an object of type object",
         "a model": "the extra 'ema' is a model",
         "an optimizer": "the extra 'second' is an optimizer of a sharded model",
@@ -377,7 +402,7 @@ def why_saves_fail() -> dict[str, str]:
         "latest": "are reserved",
         "paths": "the path to save at differs between ranks",
         "state": "'factor' of parameter 'layers.0.weight': it has shape (3,)",
-        "open": "cannot save: no_sync still holds unreduced gradients of the current weights",
+        "open": "cannot save: no_sync still holds unreduced gradients of the current weights; run the last micro-batch",
     }
 
 
@@ -459,6 +484,7 @@ def test_an_asynchronous_save_lets_training_go_on_and_loses_no_error(ranks_pool:
         assert full in results["result"]
         assert [full in warning for warning in results["warned"]] == [True]
         assert results["next"].startswith("RuntimeError: the previous asynchronous save failed: ")
+        assert results["next"].endswith("; call save again")
         assert results["loaded while saving"] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c2", "c3", "latest"]
 

@@ -130,15 +130,15 @@ def test_large_ones_are_cut_into_files_with_an_index(run: Any, tmp_path: Path) -
     assert where["metadata"]["total_size"] == sum(tensor.nbytes for part in parts.values() for tensor in part.values())
 
 
-def test_the_optimizer_stands_beside(run: Any, tmp_path: Path) -> None:
-    *_, beside = tz.consolidate(run[0], tmp_path / "model.safetensors", optimizer=True)
-    assert beside.name == "model.optimizer.safetensors"
-    states = load_file(beside)
+def test_the_optimizer_has_a_file_of_its_own(run: Any, tmp_path: Path) -> None:
+    *_, of_optimizer = tz.consolidate(run[0], tmp_path / "model.safetensors", optimizer=True)
+    assert of_optimizer.name == "model.optimizer.safetensors"
+    states = load_file(of_optimizer)
     for name in run[2][0]:
         if name not in ("scale",):
             assert torch.equal(states[f"{name}.exp_avg"], moment(run, name)), name
         assert states[f"{name}.step"] == STEPS
-    with safe_open(beside, framework="pt") as stream:
+    with safe_open(of_optimizer, framework="pt") as stream:
         groups = json.loads(stream.metadata()["param_groups"])
     assert groups["0.lr"] == 0.1
     assert set(run[2][0]) <= set(groups["0.params"])
@@ -165,11 +165,11 @@ def test_a_torch_file_loads_into_the_plain_module(run: Any, tmp_path: Path) -> N
 
 def test_nothing_is_lost_without_a_word(run: Any, tmp_path: Path) -> None:
     odd = run[0].parent / "odd"
-    lacks = "does not contain the ranks' own values of ignored parameters: model.own.weight"
-    with pytest.warns(UserWarning, match="does not contain") as told:
+    omission = "does not contain the ranks' own values of ignored parameters: model.own.weight"
+    with pytest.warns(UserWarning, match="does not contain") as warned:
         (file,) = tz.consolidate(odd, tmp_path / "odd.pt", optimizer=True)
-    assert [str(warning.message).partition(";")[0] for warning in told] == [
-        f"odd.pt {lacks}, optim.state.own.weight.momentum_buffer, optim.state.own.weight.step"
+    assert [str(warning.message).partition(";")[0] for warning in warned] == [
+        f"odd.pt {omission}, optim.state.own.weight.momentum_buffer, optim.state.own.weight.step"
     ]
     state = torch.load(file, weights_only=True)
     seen, three = state["model"]["_extra_state"]["seen"]
@@ -177,14 +177,14 @@ def test_nothing_is_lost_without_a_word(run: Any, tmp_path: Path) -> None:
     kept = state["optim"]["state"]["layer.weight"]
     assert kept["step"] == STEPS
     assert kept["momentum_buffer"].shape == (3, 3)
-    with pytest.warns(UserWarning, match="does not contain") as told:
-        *_, beside = tz.consolidate(odd, tmp_path / "odd.safetensors", optimizer=True)
-    assert [str(warning.message).partition(";")[0] for warning in told][1:] == [
+    with pytest.warns(UserWarning, match="does not contain") as warned:
+        *_, of_optimizer = tz.consolidate(odd, tmp_path / "odd.safetensors", optimizer=True)
+    assert [str(warning.message).partition(";")[0] for warning in warned][1:] == [
         "odd.safetensors does not contain _extra_state: safetensors files cannot hold extra states"
     ]
-    with safe_open(beside, framework="pt") as stream:
+    with safe_open(of_optimizer, framework="pt") as stream:
         assert json.loads(stream.metadata()["state"]) == {"layer.weight.step": STEPS, "layer.bias.step": STEPS}
-    with pytest.warns(UserWarning, match=f"odd.pt {lacks};"):
+    with pytest.warns(UserWarning, match=f"odd.pt {omission};"):
         tz.consolidate(odd, tmp_path / "odd.pt")
 
 
@@ -216,7 +216,7 @@ def test_the_other_way(run: Any, ranks_pool: RanksPool, tmp_path: Path) -> None:
 
 def test_the_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run[0]
-    assert cli.main(["inspect", str(path.parent / "latest"), "--check"]) == 0
+    assert cli.main(["inspect", str(path.parent / "latest"), "--verify"]) == 0
     rows = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert {"embed.weight 9 x 5 float32 180", "head.weight = embed.weight", "scale - float32 4"} <= set(rows)
     printed = " ".join(rows)
@@ -265,5 +265,7 @@ def test_what_is_refused(run: Any, tmp_path: Path) -> None:
     flipped = bytearray(data.read_bytes())
     flipped[-1] ^= 1
     data.write_bytes(flipped)
-    assert f"is damaged: {data.name} was changed" in raised(lambda: tz.consolidate(bare, tmp_path / "again.pt"))
+    assert f"is damaged: {data.name} was changed: its SHA-256 differs; use another" in raised(
+        lambda: tz.consolidate(bare, tmp_path / "again.pt")
+    )
     assert not (tmp_path / "again.pt").exists()

@@ -62,9 +62,9 @@ def raise_error_of_last(state: State) -> None:
     if saves is not None and saves.last is not None:
         last, saves.last = saves.last, None
         if (error := last.exception()) is not None:
-            raise RuntimeError(f"the previous asynchronous save failed: {error}") from error
+            raise RuntimeError(f"the previous asynchronous save failed: {error}; call save again") from error
 
 
 def _warn_of_error(saved: Future[Path]) -> None:
     if (error := saved.exception()) is not None:
-        warnings.warn(f"an asynchronous save failed: {error}", stacklevel=2)
+        warnings.warn(f"an asynchronous save failed: {error}; the next save raises this error", stacklevel=2)

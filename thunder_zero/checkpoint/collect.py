@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thunder_zero.checkpoint.item import Item, KeyPath, pickle_value, whole_tensor
+from thunder_zero.checkpoint.item import Item, KeyPath, item_of_tensor, pickle_value
 from thunder_zero.plan import Param
 from thunder_zero.rows import real_rows
 from thunder_zero.runtime.optimizers import SIMPLE, state_is_rows
@@ -48,9 +48,9 @@ def model_items(contents: ModelContents) -> list[Item]:
         if (contents.writes and start < stop) if param.sharded else contents.writes_whole(number):
             also = [(MODEL, alias) for alias in param.aliases]
             items.append(rows_item(contents, param, (MODEL, param.path), contents.shards[param.path], also))
-    items += [whole_tensor((contents.rank_prefix, MODEL, name), tensor) for name, tensor in contents.ignored.items()]
+    items += [item_of_tensor((contents.rank_prefix, MODEL, name), tensor) for name, tensor in contents.ignored.items()]
     if contents.rank == 0:
-        items += [whole_tensor((MODEL, name), tensor) for name, tensor in contents.buffers.items()]
+        items += [item_of_tensor((MODEL, name), tensor) for name, tensor in contents.buffers.items()]
         items += [Item((MODEL, name), pickle_value(value)) for name, value in contents.states.items()]
     return items
 
@@ -87,7 +87,7 @@ def _group_items(number: int, values: Mapping[str, Any]) -> Iterator[Item]:
     for key, value in values.items():
         path = (OPTIM, GROUPS, number, key)
         try:
-            yield whole_tensor(path, value) if isinstance(value, Tensor) else Item(path, pickle_value(value))
+            yield item_of_tensor(path, value) if isinstance(value, Tensor) else Item(path, pickle_value(value))
         except ValueError as error:
             raise ValueError(f"cannot save hyper-parameter {key!r} of parameter group {number}: {error}") from None
 
@@ -112,4 +112,4 @@ def _state_items(contents: ModelContents, named: Named, key: str, value: Any) ->
         path = (contents.rank_prefix, *path)
     elif not contents.writes_whole(named.number):
         return []
-    return [whole_tensor(path, value) if isinstance(value, Tensor) else Item(path, pickle_value(value))]
+    return [item_of_tensor(path, value) if isinstance(value, Tensor) else Item(path, pickle_value(value))]

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from thunder_zero.checkpoint.dcp_write import chunk_of
 from thunder_zero.checkpoint.item import Item
+from thunder_zero.checkpoint.manifest import USE_ANOTHER
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -61,11 +62,15 @@ class Reader(FileSystemReader):
             with (Path(self.path) / ".metadata").open("rb") as stream:
                 metadata = MetadataUnpickler(stream).load()
         except FileNotFoundError:
-            raise ValueError(f"{self.path} is not a checkpoint: it has no .metadata") from None
+            raise ValueError(
+                f"{self.path} is not a checkpoint: it has no .metadata; pass the folder that was saved"
+            ) from None
         except Exception as error:
-            raise ValueError(f"cannot read {self.path}: .metadata is damaged ({error})") from None
+            raise ValueError(f"cannot read {self.path}: .metadata is damaged ({error}); {USE_ANOTHER}") from None
         if not isinstance(metadata, Metadata):
-            raise ValueError(f"cannot read {self.path}: .metadata is damaged (it holds a {type(metadata).__name__})")
+            raise ValueError(
+                f"cannot read {self.path}: .metadata is damaged (it holds a {type(metadata).__name__}); {USE_ANOTHER}"
+            )
         return metadata
 
 
@@ -112,7 +117,7 @@ def read_items(folder: Path, metadata: Metadata, items: Sequence[Item], values: 
         assert isinstance(stored, TensorStorageMetadata), "the caller knows that it is a tensor"
         found = create_read_items_for_chunk_list(item.key, stored, [chunk_of(item)])
         if sum(prod(part.lengths) for part in found) != item.value.numel():
-            raise ValueError(f"{folder} is incomplete: rows of {item.key} are missing")
+            raise ValueError(f"{folder} is incomplete: rows of {item.key} are missing; {USE_ANOTHER}")
         reads += found
     nothing = torch.Size((0,))
     for key in values:
@@ -123,5 +128,6 @@ def read_items(folder: Path, metadata: Metadata, items: Sequence[Item], values: 
     try:
         reader.read_data(LoadPlan(reads), planner).wait()
     except Exception as error:
-        raise ValueError(f"cannot read {folder}, it is damaged: {str(error).partition(chr(10))[0]}") from error
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"cannot read {folder}: a file is damaged ({reason}); {USE_ANOTHER}") from error
     return planner.values

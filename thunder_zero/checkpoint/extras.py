@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,6 +17,8 @@ from thunder_zero.runtime.optimizers import parameters_of
 from thunder_zero.runtime.registry import owners_of
 from thunder_zero.runtime.sharded_model import ShardedModel
 from thunder_zero.state_dict.contents import EXTRA, ModelContents, split_rank_prefix
+
+NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 
 
 def require_named(extra: Mapping[str, Any]) -> None:
@@ -102,7 +105,9 @@ def require_extras(
     """
     for name in names:
         if not any(name in extras for extras in of_rank):
-            raise ValueError(f"the checkpoint has no extra {name!r}; it has {sorted(set().union(*of_rank))}")
+            raise ValueError(
+                f"the checkpoint has no extra {name!r}: it has {sorted(set().union(*of_rank))}; leave it out of extra"
+            )
         if name not in own:
             raise ValueError(
                 f"cannot load the extra {name!r} on {ranks} ranks: it differs between the {len(of_rank)} ranks that "

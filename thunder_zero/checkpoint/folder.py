@@ -24,7 +24,7 @@ from thunder_zero.checkpoint import manifest
 from thunder_zero.checkpoint.manifest import Manifest
 
 LATEST = "latest"
-UNCHANGED = "no part of this checkpoint is visible, earlier ones are unchanged"
+CHECKPOINTS_UNCHANGED = "no part of this checkpoint is visible, earlier ones are unchanged"
 
 
 def staging_of(path: Path) -> Path:
@@ -47,7 +47,7 @@ def locate(path: Path) -> Path:
         if folder.is_dir():
             return folder
     others = ", ".join(sorted(folder.name for folder in list_checkpoints(path.parent))) or "none"
-    raise FileNotFoundError(f"there is no checkpoint at {path}; checkpoints in {path.parent}: {others}")
+    raise FileNotFoundError(f"there is no checkpoint at {path}; checkpoints in {path.parent}: {others}; check the path")
 
 
 def is_unchanged(folder: Path, written: Manifest) -> bool:
@@ -71,7 +71,7 @@ def list_checkpoints(parent: Path) -> dict[Path, Manifest]:
 
 
 @contextmanager
-def explain_write_error(what: str, unchanged: str = UNCHANGED) -> Iterator[None]:
+def explain_write_error(what: str, unchanged: str = CHECKPOINTS_UNCHANGED) -> Iterator[None]:
     """Reword an OSError inside of the block: what cannot be written, why, and what is unchanged.
 
     Raises:

@@ -45,7 +45,7 @@ def key_of(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def whole_tensor(path: KeyPath, tensor: Tensor) -> Item:
+def item_of_tensor(path: KeyPath, tensor: Tensor) -> Item:
     """All rows of a tensor as an item: a view."""
     return Item(path, tensor.detach(), 0, tuple(tensor.shape))
 

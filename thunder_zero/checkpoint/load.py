@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,24 @@ from torch.optim import Optimizer
 
 from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.background import wait_for_last
-from thunder_zero.checkpoint.extras import own_extras, require_extras, require_named, require_stateful
+from thunder_zero.checkpoint.extras import NO_EXTRAS, own_extras, require_extras, require_stateful
 from thunder_zero.checkpoint.manifest import Manifest
-from thunder_zero.checkpoint.preconditions import require_reduced_gradients, require_same_arguments
+from thunder_zero.checkpoint.preconditions import (
+    list_contents,
+    require_reduced_gradients,
+    require_same_arguments,
+    shared_arguments,
+)
 from thunder_zero.checkpoint.read_all import Found, read_checkpoint
 from thunder_zero.comm.agree import all_or_none
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.runtime.optimizers import load_exactly
-from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
+from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.all_or_nothing import OwnState, ValuesToWrite, write_all_or_none
-from thunder_zero.state_dict.contents import ModelContents, Optimizers, contents_of, optimizer_list
+from thunder_zero.state_dict.contents import Optimizers
+
+StateToLoad = tuple[Any, Callable[[], object]]  # an object, and the call that loads its state
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +48,7 @@ class Loaded:
     """
 
     own: Mapping[str, Any]
-    of_rank: tuple[Mapping[str, Any], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The arguments of :func:`load`, with the model's contents by name."""
-
-    path: Path
-    model: ShardedModel
-    contents: ModelContents
-    optimizers: list[Optimizer]
-    extra: Mapping[str, Stateful]
-    check: bool
+    of_rank: tuple[Mapping[str, Any], ...] = field(repr=False)  # it includes what `own` has
 
 
 def load(
@@ -60,8 +56,8 @@ def load(
     model: nn.Module,
     optimizer: Optimizers | None = None,
     *,
-    extra: Mapping[str, Stateful] = {},
-    check: bool = True,
+    extra: Mapping[str, Stateful] = NO_EXTRAS,
+    verify_files: bool = True,
 ) -> Loaded:
     """Load a checkpoint, on any number of ranks and in any stage: all of it, or nothing.
 
@@ -72,12 +68,12 @@ def load(
     >>> torch.set_rng_state(loaded.own["rng"])
 
     Args:
-        path: the folder that :func:`save` wrote, or the link ``latest``, or what DCP wrote of FSDP2's or DDP's
+        path: the folder that :func:`save` wrote, or the link ``latest``, or a DCP checkpoint of FSDP2 or DDP with
             ``{"model": get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}``.
         model: a model with ZeroTransform.
         optimizer: one or several, of the same classes and parameter groups as when they were saved.
         extra: objects whose ``load_state_dict`` takes what was saved under their names, as in :attr:`Loaded.own`.
-        check: False loads a checkpoint of another tool, which has no manifest; then the files are not checked.
+        verify_files: False loads a checkpoint of another tool, which has no manifest to compare the files with.
 
     Returns:
         The extras that were saved.
@@ -89,52 +85,54 @@ def load(
         RuntimeError: another rank refused; ranks differ; ``no_sync`` holds gradients.
     """
     sharded = sharded_model(model)
-    with all_or_none(sharded.state.group, "to load"):
-        require_named(extra)
-        contents, optimizers = contents_of(sharded), optimizer_list(optimizer)
-    return _load(Request(Path(path), sharded, contents, optimizers, extra, check))
-
-
-def _load(request: Request) -> Loaded:
-    state = request.model.state
-    group = state.group
-    arguments = {
-        "the path to load from": request.path,
-        "the list of names in extra": sorted(request.extra),
-        "the number of optimizers": len(request.optimizers),
-        "check": request.check,
-    }
-    require_same_arguments(arguments, group)
+    group = sharded.state.group
+    contents, optimizers = list_contents(model, optimizer, extra, "load")
+    arguments = shared_arguments("load from", Path(path), extra, optimizers)
+    require_same_arguments({**arguments, "verify_files": verify_files}, group)
     with all_or_none(group, "to load"):
-        wait_for_last(state)
-        require_reduced_gradients(state, "load")
-        require_stateful(request.extra)
-    where, written = find_checkpoint(request.path, group, check=request.check)
+        _require_ready(sharded.state, extra)
+    where, written = find_checkpoint(Path(path), group, verify_files=verify_files)
     with all_or_none(group, "to load"):
         with refuse_replaced(where, written):
-            found = read_checkpoint(where, request.contents, request.optimizers, written.ranks if written else 0)
-        loaded = Loaded(own_extras(found.extras, group.rank(), group.size()), found.extras)
-        require_extras(list(request.extra), loaded.own, loaded.of_rank, group.size())
-    write_all_or_none([_values_to_write(request, found, loaded)], group)
+            found = read_checkpoint(where, contents, optimizers, written.ranks if written else 0)
+        loaded = _extras_for(list(extra), found.extras, group)
+    states = [*_of_extras(extra, loaded), *_of_modules(sharded.plain, found), *_of_optimizers(optimizers, found)]
+    write_all_or_none([ValuesToWrite(found.tensors, states)], group)
     return loaded
 
 
-def _values_to_write(request: Request, found: Found, loaded: Loaded) -> ValuesToWrite:
-    """The values that were read, with the tensors and objects that take them."""
-    plain = request.model.plain
-    modules = {name: OwnState(plain.get_submodule(name.rpartition(".")[0])) for name in found.states}
-    optimizers = zip(request.optimizers, found.optimizers, strict=True)
-    states = [
-        *((thing, partial(thing.load_state_dict, loaded.own[name])) for name, thing in request.extra.items()),
-        *((modules[name], partial(modules[name].load_state_dict, value)) for name, value in found.states.items()),
-        *((optimizer, partial(load_exactly, optimizer, saved)) for optimizer, saved in optimizers),
-    ]
-    return ValuesToWrite(found.tensors, states)
+def _require_ready(state: State, extra: Mapping[str, object]) -> None:
+    wait_for_last(state)
+    require_reduced_gradients(state, "load")
+    require_stateful(extra)
 
 
-def find_checkpoint(path: Path, group: dist.ProcessGroup, *, check: bool) -> tuple[Path, Manifest | None]:
-    """The folder that rank 0 finds, for all ranks (a link may move meanwhile); and, with ``check``, its manifest, after
-    the files were compared with it. A collective.
+def _extras_for(names: Sequence[str], of_rank: tuple[Mapping[str, Any], ...], group: dist.ProcessGroup) -> Loaded:
+    """The extras that were saved, after a check that this rank has a value for each of these names."""
+    loaded = Loaded(own_extras(of_rank, group.rank(), group.size()), of_rank)
+    require_extras(names, loaded.own, of_rank, group.size())
+    return loaded
+
+
+def _of_extras(extra: Mapping[str, Stateful], loaded: Loaded) -> Iterator[StateToLoad]:
+    for name, thing in extra.items():
+        yield thing, partial(thing.load_state_dict, loaded.own[name])
+
+
+def _of_modules(plain: nn.Module, found: Found) -> Iterator[StateToLoad]:
+    for name, value in found.states.items():
+        module = OwnState(plain.get_submodule(name.rpartition(".")[0]))
+        yield module, partial(module.load_state_dict, value)
+
+
+def _of_optimizers(optimizers: Sequence[Optimizer], found: Found) -> Iterator[StateToLoad]:
+    for optimizer, saved in zip(optimizers, found.optimizers, strict=True):
+        yield optimizer, partial(load_exactly, optimizer, saved)
+
+
+def find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool) -> tuple[Path, Manifest | None]:
+    """The folder that rank 0 finds, for all ranks (a link may move meanwhile); and, with
+    ``verify_files``, its manifest, after the files were compared with it. A collective.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -146,7 +144,7 @@ def find_checkpoint(path: Path, group: dist.ProcessGroup, *, check: bool) -> tup
     with all_or_none(group, "to load"):
         if group.rank() == 0:
             where = folder.locate(path)
-            written = read_manifest(where) if check else None
+            written = manifest.require_manifest(where) if verify_files else None
     where, written = broadcast_object_from_rank_0((where, written), group)
     with all_or_none(group, "to load"):
         if not where.is_dir():
@@ -155,36 +153,9 @@ def find_checkpoint(path: Path, group: dist.ProcessGroup, *, check: bool) -> tup
             )
         with refuse_replaced(where, written):
             if written is not None:
-                require_intact(where, written, group.rank(), group.size())
+                files = written.files[group.rank() :: group.size()]
+                manifest.require_no_faults(where, manifest.find_faults(where, files))
     return where, written
-
-
-def read_manifest(where: Path) -> Manifest:
-    """A checkpoint's manifest.
-
-    Raises:
-        ValueError: there is none, or it is damaged.
-    """
-    try:
-        return manifest.read(where)
-    except FileNotFoundError:
-        raise ValueError(
-            f"cannot check {where}: it has no {manifest.NAME}, so it is damaged, or another tool wrote it; pass "
-            f"check=False to load another tool's checkpoint"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{where} is damaged: {error}") from None
-
-
-def require_intact(where: Path, written: Manifest, rank: int, ranks: int) -> None:
-    """Raise unless this rank's share of the files is as it was saved.
-
-    Raises:
-        ValueError: files are missing, or were cut or changed.
-    """
-    wrong = manifest.find_faults(where, written.files[rank::ranks])
-    if wrong:
-        raise ValueError(f"{where} is damaged: {'; '.join(wrong)}; load another checkpoint, nothing was changed")
 
 
 @contextmanager

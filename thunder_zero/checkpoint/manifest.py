@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 NAME = "manifest.json"
 FORMAT = 1
-BLOCK = 1 << 20
+HASHED_AT_ONCE_BYTES = 1 << 20
+USE_ANOTHER = "use another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +64,18 @@ def from_text(text: str) -> Manifest:
         document = json.loads(text)
         intact = document.pop("sha256") == _digest(document)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{NAME} is damaged: it is not a manifest ({error!r})") from None
+        raise ValueError(f"{NAME} is damaged: it is not a manifest ({error!r}); {USE_ANOTHER}") from None
     if not intact:
-        raise ValueError(f"{NAME} is damaged: its contents do not match its SHA-256")
+        raise ValueError(f"{NAME} is damaged: its contents do not match its SHA-256; {USE_ANOTHER}")
     if document.get("format") != FORMAT:
-        raise ValueError(f"{NAME} has format {document.get('format')}; this thunder_zero reads format {FORMAT}")
+        raise ValueError(
+            f"{NAME} has format {document.get('format')}, this thunder_zero reads format {FORMAT}; use the "
+            f"thunder_zero that saved it"
+        )
     try:
         return Manifest(document["number"], document["ranks"], tuple(File(**file) for file in document["files"]))
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{NAME} is damaged: it is not a manifest ({error!r})") from None
+        raise ValueError(f"{NAME} is damaged: it is not a manifest ({error!r}); {USE_ANOTHER}") from None
 
 
 def read(folder: Path) -> Manifest:
@@ -81,7 +85,47 @@ def read(folder: Path) -> Manifest:
         FileNotFoundError: there is none.
         ValueError: it is damaged.
     """
-    return from_text((folder / NAME).read_text(errors="replace"))
+    text = (folder / NAME).read_text(errors="replace")
+    try:
+        return from_text(text)
+    except ValueError as error:
+        raise ValueError(f"cannot read {folder}: {error}") from None
+
+
+def read_if_present(folder: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None if another tool wrote it.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        return read(folder)
+    except FileNotFoundError:
+        return None
+
+
+def require_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are to be verified.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    if (written := read_if_present(folder)) is not None:
+        return written
+    raise ValueError(
+        f"cannot verify {folder}: it has no {NAME}, so it is damaged, or another tool wrote it; pass "
+        f"verify_files=False (--no-verify) to read another tool's checkpoint"
+    )
+
+
+def require_no_faults(folder: Path, faults: Sequence[str]) -> None:
+    """Raise if :func:`find_faults` or :func:`find_wrong_sizes` found any.
+
+    Raises:
+        ValueError: files are missing, or were cut or changed.
+    """
+    if faults:
+        raise ValueError(f"{folder} is damaged: {'; '.join(faults)}; {USE_ANOTHER}")
 
 
 def find_faults(folder: Path, files: Iterable[File], done: Callable[[int], None] = lambda count: None) -> list[str]:
@@ -90,7 +134,7 @@ def find_faults(folder: Path, files: Iterable[File], done: Callable[[int], None]
     Args:
         folder: the checkpoint's.
         files: the files to check.
-        done: called with each number of further bytes that were read.
+        done: called with the bytes read since the last call.
     """
     return [fault for file in files if (fault := _fault(folder / file.name, file, done)) is not None]
 
@@ -105,7 +149,7 @@ def _fault(path: Path, file: File, done: Callable[[int], None]) -> str | None:
         return wrong
     with path.open("rb") as stream:
         digest = hashlib.sha256()
-        while block := stream.read(BLOCK):
+        while block := stream.read(HASHED_AT_ONCE_BYTES):
             digest.update(block)
             done(len(block))
     return None if digest.hexdigest() == file.sha256 else f"{file.name} was changed: its SHA-256 differs"

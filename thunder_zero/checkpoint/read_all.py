@@ -23,7 +23,7 @@ class Found:
 
     Attributes:
         tensors: pairs of the model's tensors and their new values, of one shape.
-        states: what modules take by ``set_extra_state``, by name.
+        states: the modules' extra states, by name.
         optimizers: a state dict for ``Optimizer.load_state_dict`` of each.
         extras: the extras of each rank that saved, by name.
     """

@@ -15,11 +15,13 @@ from thunder_zero.checkpoint.dcp_read import places_by_key, read_items
 from thunder_zero.checkpoint.item import Item, KeyPath, key_of
 from thunder_zero.state_dict.contents import MODEL, OPTIM, ModelContents, listed, split_rank_prefix
 
+BUILD = "build the model as it was saved"
+
 
 def read_model(
     folder: Path, metadata: Metadata, contents: ModelContents
 ) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any]]:
-    """Pairs of the model's tensors and their new values; and what ``set_extra_state`` of modules takes, by name.
+    """Pairs of the model's tensors and their new values; and the modules' extra states, by name.
 
     Raises:
         ValueError: the checkpoint is of another model, or damaged.
@@ -52,7 +54,7 @@ def read_model(
     for path, alias, first, second in twins:  # another tool wrote it twice, or they were not tied
         if not torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)):
             raise ValueError(
-                f"the checkpoint is of another model: {path!r} and {alias!r} are tied here, and differ in it"
+                f"the checkpoint is of another model: {path!r} and {alias!r} are tied here, and differ in it; {BUILD}"
             )
     return pairs, {keys[key]: value for key, value in values.items()}
 
@@ -75,16 +77,16 @@ def require_model(contents: ModelContents, stored: Mapping[str, Any]) -> None:
     if missing or unexpected:
         raise ValueError(
             f"the checkpoint is of another model (missing: {listed(missing)}; unexpected: {listed(unexpected)}); "
-            f"build the model as it was saved"
+            f"{BUILD}"
         )
     for key, (shape, dtype) in expected.items():
         found = stored[key]
         if not isinstance(found, TensorStorageMetadata):
-            raise ValueError(f"the checkpoint is of another model: {key} is not a tensor in it")
+            raise ValueError(f"the checkpoint is of another model: {key} is not a tensor in it; {BUILD}")
         if tuple(found.size) != shape or found.properties.dtype != dtype:
             raise ValueError(
                 f"the checkpoint is of another model: {key} has shape {tuple(found.size)} and dtype "
-                f"{found.properties.dtype} in it, shape {shape} and dtype {dtype} here"
+                f"{found.properties.dtype} in it, shape {shape} and dtype {dtype} here; {BUILD}"
             )
 
 

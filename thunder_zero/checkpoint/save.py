@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from thunder_zero.checkpoint.background import background_saves, raise_error_of_last
 from thunder_zero.checkpoint.collect import copy_to_cpu, model_items, optimizer_items
-from thunder_zero.checkpoint.extras import extra_items, require_named
+from thunder_zero.checkpoint.extras import NO_EXTRAS, extra_items
 from thunder_zero.checkpoint.item import Item
-from thunder_zero.checkpoint.preconditions import require_reduced_gradients, require_same_arguments
+from thunder_zero.checkpoint.preconditions import (
+    list_contents,
+    require_reduced_gradients,
+    require_same_arguments,
+    shared_arguments,
+)
 from thunder_zero.checkpoint.write import write_checkpoint
 from thunder_zero.comm.agree import all_or_none, require_same
+from thunder_zero.policy import is_count
 from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.runtime.state import State
-from thunder_zero.state_dict.contents import ModelContents, Optimizers, contents_of, optimizer_list, state_facts
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The arguments of :func:`save`, with the model's contents by name."""
-
-    path: Path
-    contents: ModelContents
-    optimizers: list[Optimizer]
-    extra: Mapping[str, Any]
-    max_to_keep: int | None
-    wait: bool
+from thunder_zero.state_dict.contents import Optimizers, state_facts
 
 
 def save(
@@ -41,7 +33,7 @@ def save(
     model: nn.Module,
     optimizer: Optimizers | None = None,
     *,
-    extra: Mapping[str, Any] = {},
+    extra: Mapping[str, Any] = NO_EXTRAS,
     max_to_keep: int | None = None,
     wait: bool = True,
 ) -> Future[Path]:
@@ -50,8 +42,7 @@ def save(
     A collective: all ranks must call it. The folder becomes visible when it is complete, and the link ``latest`` in the
     same place moves to it; if a process dies before that, existing checkpoints stay as they are.
 
-    >>> extra = {"scheduler": scheduler, "rng": torch.get_rng_state()}
-    >>> tz.save(f"runs/step-{step}", model, optimizer, extra=extra, max_to_keep=3)
+    >>> tz.save("runs/step-100", model, optimizer, extra={"scheduler": scheduler, "rng": torch.get_rng_state()})
 
     The files are those of ``torch.distributed.checkpoint`` (DCP), as ``dcp.save({"model": ..., "optim": ...})`` writes
     FSDP2's ``get_state_dict``. ``manifest.json`` has the SHA-256 of each.
@@ -75,48 +66,36 @@ def save(
         OSError: a file cannot be written; FileExistsError: ``path`` is something other than a checkpoint.
         RuntimeError: another rank refused; ranks differ; ``no_sync`` holds gradients; the previous save failed.
     """
-    sharded = sharded_model(model)
-    with all_or_none(sharded.state.group, "to save"):
-        require_named(extra)
-        contents, optimizers = contents_of(sharded), optimizer_list(optimizer)
-    request = Request(Path(path), contents, optimizers, extra, max_to_keep, wait)
-    return _write(request, _collect_items(request, sharded.state), sharded.state)
-
-
-def _collect_items(request: Request, state: State) -> list[Item]:
-    """The items that this rank writes, once all ranks agree on what is saved; a collective."""
-    arguments = {
-        "the path to save at": request.path,
-        "the list of names in extra": sorted(request.extra),
-        "the number of optimizers": len(request.optimizers),
-        "max_to_keep": request.max_to_keep,
-        "wait": request.wait,
-    }
-    require_same_arguments(arguments, state.group)
+    state = sharded_model(model).state
+    contents, optimizers = list_contents(model, optimizer, extra, "save")
+    arguments = shared_arguments("save at", Path(path), extra, optimizers)
+    require_same_arguments({**arguments, "max_to_keep": max_to_keep, "wait": wait}, state.group)
     with all_or_none(state.group, "to save"):
-        raise_error_of_last(state)  # it may have failed on one rank alone
-        _require_count(request.max_to_keep)
-        require_reduced_gradients(state, "save")
-        items = model_items(request.contents) + extra_items(request.contents, request.extra)
-        items += optimizer_items(request.contents, request.optimizers)
-        facts = state_facts(request.contents, request.optimizers)
+        _require_ready(state, max_to_keep)
+        items = model_items(contents) + extra_items(contents, extra) + optimizer_items(contents, optimizers)
+        facts = state_facts(contents, optimizers)
     require_same(facts, state.group)
-    return items
+    write = _write_now if wait else _write_in_thread
+    return write(Path(path), items, max_to_keep, state)
 
 
-def _write(request: Request, items: list[Item], state: State) -> Future[Path]:
-    """Write the items now, or copies of them in a thread; a collective."""
-    if request.wait:
-        done: Future[Path] = Future()
-        done.set_result(write_checkpoint(request.path, items, request.max_to_keep, state.group))
-        return done
+def _require_ready(state: State, max_to_keep: int | None) -> None:
+    raise_error_of_last(state)  # it may have failed on one rank alone
+    if max_to_keep is not None and (not is_count(max_to_keep) or max_to_keep == 0):
+        raise ValueError(f"max_to_keep is {max_to_keep!r}; pass how many to keep, 1 or more, or None for all")
+    require_reduced_gradients(state, "save")
+
+
+def _write_now(path: Path, items: Sequence[Item], max_to_keep: int | None, state: State) -> Future[Path]:
+    """Write the items; a collective."""
+    done: Future[Path] = Future()
+    done.set_result(write_checkpoint(path, items, max_to_keep, state.group))
+    return done
+
+
+def _write_in_thread(path: Path, items: Sequence[Item], max_to_keep: int | None, state: State) -> Future[Path]:
+    """Write copies of the items in a thread; a collective."""
     saves = background_saves(state)
     with all_or_none(state.group, "to save"):
-        items = [copy_to_cpu(item) for item in items]
-    return saves.start(request.path, items, request.max_to_keep)
-
-
-def _require_count(max_to_keep: object) -> None:
-    if max_to_keep is None or (type(max_to_keep) is int and max_to_keep >= 1):
-        return
-    raise ValueError(f"max_to_keep is {max_to_keep!r}; pass a number of checkpoints, 1 or more, or None to keep all")
+        copies = [copy_to_cpu(item) for item in items]
+    return saves.start(path, copies, max_to_keep)

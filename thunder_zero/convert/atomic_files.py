@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from thunder_zero.checkpoint.folder import explain_write_error
 
-UNCHANGED = "existing files are unchanged"
+FILES_UNCHANGED = "existing files are unchanged"
 Create = Callable[[Path], AbstractContextManager[BinaryIO]]
 
 
@@ -27,7 +27,7 @@ def create_together() -> Iterator[Create]:
     def create(path: Path) -> Iterator[BinaryIO]:
         temporary = path.with_name(f".{path.name}.writing")
         written.append((temporary, path))
-        with explain_write_error(str(path), UNCHANGED), temporary.open("wb") as stream:
+        with explain_write_error(str(path), FILES_UNCHANGED), temporary.open("wb") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
@@ -35,7 +35,7 @@ def create_together() -> Iterator[Create]:
     try:
         yield create
         for temporary, path in written:
-            with explain_write_error(str(path), UNCHANGED):
+            with explain_write_error(str(path), FILES_UNCHANGED):
                 temporary.replace(path)
     finally:
         for temporary, _ in written:

@@ -25,8 +25,8 @@ from thunder_zero.convert.safetensors_file import (
     split_into_files,
     write_safetensors,
 )
+from thunder_zero.convert.tensor_to_write import ReadTensor, TensorToWrite
 from thunder_zero.convert.torch_file import write_torch
-from thunder_zero.convert.whole_tensor import ReadTensor, WholeTensor
 from thunder_zero.report.progress import show_progress
 from thunder_zero.state_dict.contents import GROUPS, MODEL, OPTIM, STATE, groups_of
 
@@ -43,7 +43,7 @@ class Optim:
         groups: hyper-parameters by ``"<group>.<name>"``.
     """
 
-    tensors: list[WholeTensor]
+    tensors: list[TensorToWrite]
     values: dict[str, Any]
     groups: dict[str, Any]
 
@@ -59,7 +59,7 @@ class Contents:
         left_out: names of the ranks' own values, which no file has.
     """
 
-    model: list[WholeTensor]
+    model: list[TensorToWrite]
     extra_states: dict[str, Any]
     optim: Optim | None
     left_out: list[str]
@@ -77,7 +77,7 @@ def consolidate(
     dtype: torch.dtype | None = None,
     optimizer: bool = False,
     max_file_bytes: int | None = None,
-    check: bool = True,
+    verify_files: bool = True,
 ) -> tuple[Path, ...]:
     """Make one file of whole tensors (or a few) from a checkpoint, one tensor at a time.
 
@@ -89,16 +89,16 @@ def consolidate(
 
     Args:
         checkpoint: the folder that :func:`thunder_zero.save` wrote, or the link ``latest``.
-        out: the file. Its suffix sets the format: ``.safetensors``, or ``.pt``, ``.pth``, ``.bin`` for the format of
-            ``torch.save``. A tied weight is written once: a safetensors file has its other names as JSON under
-            ``aliases`` in its metadata, a torch file has the same tensor under each name.
+        out: the file, in the format of its suffix: ``.safetensors``; or ``.pt``, ``.pth``, ``.bin`` as ``torch.save``.
+            A tied weight is written once: a safetensors file has its other names as JSON under ``aliases`` in its
+            metadata, a torch file has the same tensor under each name.
         dtype: of the model's floating-point tensors (default None: as they were saved).
         optimizer: also write its state. With safetensors to ``NAME.optimizer.safetensors``: tensors are named
             ``parameter.state``; other states and hyper-parameters are JSON in the metadata, under ``state`` and
             ``param_groups``. A torch file is ``{"model": ..., "optim": ...}`` then, instead of the model's state dict.
         max_file_bytes: safetensors only: write files ``NAME-00001-of-00003.safetensors`` of at most so many bytes of
             tensors, and ``NAME.safetensors.index.json`` (default None: one file).
-        check: compare the checkpoint's files with their SHA-256 first; False also reads one without a manifest.
+        verify_files: compare the files with their SHA-256 first; False also reads a checkpoint without a manifest.
 
     Returns:
         The files that were written.
@@ -110,7 +110,7 @@ def consolidate(
     """
     out = Path(out)
     _require_valid(out, dtype, max_file_bytes)
-    source = open_checkpoint(Path(checkpoint), check=check)
+    source = open_checkpoint(Path(checkpoint), verify_files=verify_files)
     contents = _find_contents(source, dtype, optimizer)
     _warn_of_omissions(out, contents)
     with show_progress(f"write {out.name}", contents.nbytes) as done, create_together() as create:
@@ -133,7 +133,7 @@ def _require_valid(out: Path, dtype: torch.dtype | None, max_file_bytes: int | N
 
 
 def _find_contents(source: OpenCheckpoint, dtype: torch.dtype | None, optimizer: bool) -> Contents:
-    model = source.whole_tensors(f"{MODEL}.", dtype)
+    model = source.tensors_to_write(f"{MODEL}.", dtype)
     if not model:
         raise ValueError(f"{source.path} has no model; pass a checkpoint that thunder_zero.save wrote")
     prefixes = (f"{MODEL}.", f"{OPTIM}.") if optimizer else (f"{MODEL}.",)
@@ -148,7 +148,7 @@ def _read_optim(source: OpenCheckpoint) -> Optim:
     groups = source.values(prefix) | numbers
     if not groups:
         raise ValueError(f"{source.path} has no optimizer; consolidate without one")
-    return Optim(source.whole_tensors(f"{OPTIM}.{STATE}."), source.values(f"{OPTIM}.{STATE}."), groups)
+    return Optim(source.tensors_to_write(f"{OPTIM}.{STATE}."), source.values(f"{OPTIM}.{STATE}."), groups)
 
 
 def _warn_of_omissions(out: Path, contents: Contents) -> None:
@@ -167,7 +167,7 @@ def _warn_of_omissions(out: Path, contents: Contents) -> None:
 
 
 def _reading_with_progress(source: OpenCheckpoint, done: Callable[[int], None]) -> ReadTensor:
-    def read(tensor: WholeTensor) -> Tensor:
+    def read(tensor: TensorToWrite) -> Tensor:
         value = source.read(tensor.key, tensor.dtype)
         done(tensor.nbytes)
         return value
@@ -218,7 +218,7 @@ def _notes(optim: Optim) -> dict[str, str]:
 def _write_parts(
     create: Create,
     out: Path,
-    tensors: list[WholeTensor],
+    tensors: list[TensorToWrite],
     read: ReadTensor,
     notes: Mapping[str, str],
     max_file_bytes: int | None,

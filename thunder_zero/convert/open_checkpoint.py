@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.dcp_read import places_by_key, read_items, read_metadata
 from thunder_zero.checkpoint.item import Item
-from thunder_zero.checkpoint.manifest import File, Manifest
-from thunder_zero.convert.whole_tensor import WholeTensor, dtype_to_write
+from thunder_zero.convert.tensor_to_write import TensorToWrite, dtype_to_write
 from thunder_zero.report.progress import show_progress
 from thunder_zero.state_dict.contents import MODEL, OPTIM, STATE, split_rank_prefix
 
@@ -58,10 +56,10 @@ class OpenCheckpoint:
         read_items(self.path, self.metadata, [Item((key,), value, 0, tuple(stored.size))])
         return value.to(dtype)
 
-    def whole_tensors(self, prefix: str, dtype: torch.dtype | None = None) -> list[WholeTensor]:
+    def tensors_to_write(self, prefix: str, dtype: torch.dtype | None = None) -> list[TensorToWrite]:
         """The tensors whose keys begin with a prefix, floats in a dtype; tied weights are one tensor with aliases."""
         places = places_by_key(self.metadata)
-        by_place: dict[Any, WholeTensor] = {}
+        by_place: dict[Any, TensorToWrite] = {}
         for name, stored in self.tensors(prefix).items():
             key = prefix + name
             place = places.get(key, key)
@@ -70,7 +68,7 @@ class OpenCheckpoint:
                 by_place[place] = replace(first, aliases=(*first.aliases, name))
             else:
                 written = dtype_to_write(stored.properties.dtype, dtype)
-                by_place[place] = WholeTensor(name, tuple(stored.size), written, key)
+                by_place[place] = TensorToWrite(name, tuple(stored.size), written, key)
         return list(by_place.values())
 
     def keys_of_single_ranks(self) -> dict[str, list[str]]:
@@ -94,45 +92,17 @@ class OpenCheckpoint:
         return int(read_items(self.path, self.metadata, [], [key])[key])
 
 
-def open_checkpoint(path: Path, *, check: bool) -> OpenCheckpoint:
-    """Open a checkpoint; with ``check``, compare its files with its manifest first.
+def open_checkpoint(path: Path, *, verify_files: bool) -> OpenCheckpoint:
+    """Open a checkpoint; with ``verify_files``, compare its files with its manifest first.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it is damaged, or has no manifest to check it by.
+        ValueError: it is damaged, or has no manifest to verify it with.
     """
     path = folder.locate(path)
-    if check:
-        written = read_manifest(path)
-        if written is None:
-            raise ValueError(
-                f"cannot check {path}: it has no {manifest.NAME}; pass check=False (--no-check) to read another "
-                f"tool's checkpoint"
-            )
-        _require_intact(path, written.files)
+    if verify_files:
+        files = manifest.require_manifest(path).files
+        with show_progress(f"verify {path.name}", sum(file.size for file in files)) as done:
+            faults = manifest.find_faults(path, files, done)
+        manifest.require_no_faults(path, faults)
     return OpenCheckpoint(path, read_metadata(path))
-
-
-def read_manifest(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None if another tool wrote it.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    try:
-        return manifest.read(path)
-    except FileNotFoundError:
-        return None
-
-
-def _require_intact(path: Path, files: Iterable[File]) -> None:
-    """Raise unless these files are as they were saved; shows a progress bar.
-
-    Raises:
-        ValueError: one is missing, or was cut or changed.
-    """
-    files = list(files)
-    with show_progress(f"check {path.name}", sum(file.size for file in files)) as done:
-        wrong = manifest.find_faults(path, files, done)
-    if wrong:
-        raise ValueError(f"{path} is damaged: {wrong[0]}")

@@ -11,13 +11,13 @@ from typing import Any, BinaryIO
 
 import torch
 
-from thunder_zero.convert.whole_tensor import ReadTensor, WholeTensor, bytes_of
+from thunder_zero.convert.tensor_to_write import ReadTensor, TensorToWrite, bytes_of
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
 MADE_HERE = {"made_by": "thunder_zero"}  # in the metadata: we remove only such files
 ALIGNMENT = 8  # bytes, of the first tensor
-DTYPES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -42,12 +42,12 @@ def require_float(dtype: torch.dtype | None) -> None:
     Raises:
         ValueError: it is not.
     """
-    if dtype is not None and not (dtype in DTYPES and dtype.is_floating_point):
+    if dtype is not None and not (dtype in DTYPE_NAMES and dtype.is_floating_point):
         raise ValueError(f"dtype is {dtype!r}; pass a floating-point dtype, such as torch.bfloat16, or None")
 
 
 def write_safetensors(
-    stream: BinaryIO, tensors: Iterable[WholeTensor], read: ReadTensor, notes: Mapping[str, str]
+    stream: BinaryIO, tensors: Iterable[TensorToWrite], read: ReadTensor, notes: Mapping[str, str]
 ) -> None:
     """Write one safetensors file, with aliases as JSON from alias to name in its metadata.
 
@@ -59,10 +59,10 @@ def write_safetensors(
     header: dict[str, Any] = {}
     start = 0
     for tensor in tensors:
-        if tensor.dtype not in DTYPES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"a safetensors file cannot hold {tensor.name} of {tensor.dtype}; write a .pt file")
         offsets = [start, start + tensor.nbytes]
-        header[tensor.name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
+        header[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
         start += tensor.nbytes
     aliases = {alias: tensor.name for tensor in tensors for alias in tensor.aliases}
     metadata = {"format": "pt", **MADE_HERE, **notes, **({"aliases": json.dumps(aliases)} if aliases else {})}
@@ -73,9 +73,9 @@ def write_safetensors(
         stream.write(bytes_of(read(tensor)))
 
 
-def split_into_files(tensors: Iterable[WholeTensor], max_bytes: int | None) -> list[list[WholeTensor]]:
+def split_into_files(tensors: Iterable[TensorToWrite], max_bytes: int | None) -> list[list[TensorToWrite]]:
     """Group tensors into files of at most ``max_bytes`` of tensors; a larger tensor gets a file of its own."""
-    files: list[list[WholeTensor]] = [[]]
+    files: list[list[TensorToWrite]] = [[]]
     size = 0  # bytes of the last file
     for tensor in tensors:
         if files[-1] and max_bytes is not None and size + tensor.nbytes > max_bytes:

@@ -21,13 +21,15 @@ from thunder_zero.checkpoint.dcp_write import write_items, write_metadata
 from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.convert.safetensors_file import INDEX_SUFFIX, SUFFIX, require_float
-from thunder_zero.convert.whole_tensor import dtype_to_write
+from thunder_zero.convert.tensor_to_write import dtype_to_write
 from thunder_zero.report.progress import show_progress
 from thunder_zero.state_dict.contents import MODEL
 
+PASS = f"pass a {SUFFIX} file, or an index model{SUFFIX}{INDEX_SUFFIX}"
+
 
 @dataclass(frozen=True)
-class Source:
+class FileTensor:
     """A tensor of a safetensors file.
 
     Attributes:
@@ -83,20 +85,20 @@ def shard_safetensors(
     require_float(dtype)
     path = Path(checkpoint)
     with ExitStack() as files:
-        sources = _sources(Path(source), dtype, files)
+        tensors = _find_tensors(Path(source), dtype, files)
         folder.prepare(path)
         try:
-            _write(path, sources, ranks)
+            _write(path, tensors, ranks)
         except BaseException:
             folder.abandon(path)
             raise
     return path
 
 
-def _write(path: Path, sources: list[Source], ranks: int) -> None:
-    by_name = {source.name: source for source in sources}
+def _write(path: Path, tensors: list[FileTensor], ranks: int) -> None:
+    by_name = {tensor.name: tensor for tensor in tensors}
     staging = folder.staging_of(path)
-    total = sum(prod(source.shape) * source.dtype.itemsize for source in sources)
+    total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
     with show_progress(f"write {path.name}", total) as done:
 
         def value_of(item: Item) -> Tensor:
@@ -105,35 +107,35 @@ def _write(path: Path, sources: list[Source], ranks: int) -> None:
             done(rows.nbytes)
             return rows
 
-        parts = [write_items(staging, rank, _items(sources, ranks, rank), value_of) for rank in range(ranks)]
+        parts = [write_items(staging, rank, _items(tensors, ranks, rank), value_of) for rank in range(ranks)]
     files = write_metadata(staging, parts)
     folder.publish(path, Manifest(folder.next_number(path), ranks, files), latest=False)
 
 
-def _items(sources: list[Source], ranks: int, rank: int) -> list[Item]:
+def _items(tensors: list[FileTensor], ranks: int, rank: int) -> list[Item]:
     """The items that a rank writes, on the meta device: shapes and dtypes only."""
     items = []
-    for source in sources:
-        start, stop = 0, source.shape[0] if source.shape else 1
-        if layout.is_sharded(source.shape):
-            start, stop = layout.row_range(source.shape[0], ranks, rank)
+    for tensor in tensors:
+        start, stop = 0, tensor.shape[0] if tensor.shape else 1
+        if layout.is_sharded(tensor.shape):
+            start, stop = layout.row_range(tensor.shape[0], ranks, rank)
             mine = start < stop
         else:
             mine = rank == 0
         if mine:
-            shape = (stop - start, *source.shape[1:]) if source.shape else ()
-            also = tuple((MODEL, alias) for alias in source.aliases)
-            rows = torch.empty(shape, dtype=source.dtype, device="meta")
-            items.append(Item((MODEL, source.name), rows, start, source.shape, also))
+            shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+            also = tuple((MODEL, alias) for alias in tensor.aliases)
+            rows = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            items.append(Item((MODEL, tensor.name), rows, start, tensor.shape, also))
     return items
 
 
-def _sources(path: Path, dtype: torch.dtype | None, files: ExitStack) -> list[Source]:
+def _find_tensors(path: Path, dtype: torch.dtype | None, files: ExitStack) -> list[FileTensor]:
     """The tensors of a file, of the files that an index names, or of a folder; leaves the files open."""
     path = _find_in(path) if path.is_dir() else path
     if path.suffix != ".json":
         return _of_file(path, None, dtype, files)
-    return [source for file, names in _read_index(path).items() for source in _of_file(file, names, dtype, files)]
+    return [tensor for file, names in _read_index(path).items() for tensor in _of_file(file, names, dtype, files)]
 
 
 def _find_in(parent: Path) -> Path:
@@ -153,22 +155,22 @@ def _read_index(index: Path) -> dict[Path, list[str]]:
         for name, file in json.loads(index.read_bytes())["weight_map"].items():
             found.setdefault(index.parent / file, []).append(name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of safetensors files ({error!r})") from None
+        raise ValueError(f"{index} is not an index of safetensors files ({error!r}); {PASS}") from None
     return found
 
 
-def _of_file(path: Path, names: list[str] | None, dtype: torch.dtype | None, files: ExitStack) -> list[Source]:
+def _of_file(path: Path, names: list[str] | None, dtype: torch.dtype | None, files: ExitStack) -> list[FileTensor]:
     """The tensors of one file: all, or those with these names."""
     with _explain_read_error(path):
         file = files.enter_context(safe_open(path, framework="pt"))
         aliases: dict[str, str] = json.loads((file.metadata() or {}).get("aliases", "{}"))
-        sources = []
+        tensors = []
         for name in file.keys() if names is None else names:
             shape = tuple(file.get_slice(name).get_shape())
             found = (file.get_slice(name)[:0] if shape else file.get_tensor(name)).dtype
             also = tuple(alias for alias, first in aliases.items() if first == name)
-            sources.append(Source(name, shape, dtype_to_write(found, dtype), also, file))
-    return sources
+            tensors.append(FileTensor(name, shape, dtype_to_write(found, dtype), also, file))
+    return tensors
 
 
 @contextmanager
@@ -181,4 +183,4 @@ def _explain_read_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, ValueError, AttributeError) as error:
-        raise ValueError(f"cannot read {path} as a safetensors file: {error}") from None
+        raise ValueError(f"cannot read {path} as a safetensors file: {error}; {PASS}") from None

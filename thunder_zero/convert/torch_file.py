@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from thunder_zero.convert.whole_tensor import ReadTensor, WholeTensor, bytes_of
+from thunder_zero.convert.tensor_to_write import ReadTensor, TensorToWrite, bytes_of
 
 RECORD_ALIGNMENT = 64  # bytes, of each record's content: as torch.load(mmap=True) likes it
 RECORD_HEADER_BYTES = 30 + 20 + 4  # the zip format's header, its 64-bit sizes, the padding's own header
@@ -28,7 +28,7 @@ def write_torch(stream: BinaryIO, tree: Any, read: ReadTensor) -> None:
 
     Args:
         stream: the file.
-        tree: nested dicts and lists of values, with a :class:`WholeTensor` for each tensor; if it is there under
+        tree: nested dicts and lists of values, with a :class:`TensorToWrite` for each tensor; if it appears under
             several names, they share one tensor in the file.
         read: reads the values of those.
 
@@ -42,7 +42,7 @@ def write_torch(stream: BinaryIO, tree: Any, read: ReadTensor) -> None:
         _add_record(archive, stream, "data.pkl", pickled.getvalue())
         _add_record(archive, stream, "byteorder", sys.byteorder.encode())
         for key, found in enumerate(pickler.tensors):
-            content = bytes_of(read(found) if isinstance(found, WholeTensor) else found)
+            content = bytes_of(read(found) if isinstance(found, TensorToWrite) else found)
             _add_record(archive, stream, f"data/{key}", content)
             del content  # before the next is read
         _add_record(archive, stream, "version", b"3\n")
@@ -71,11 +71,11 @@ class TorchPickler(pickle.Pickler):
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(stream, protocol=2)  # torch.load(weights_only=True) reads no other
-        self.tensors: list[WholeTensor | Tensor] = []
+        self.tensors: list[TensorToWrite | Tensor] = []
 
     def reducer_override(self, value: Any) -> Any:
         """Reduce a dense tensor as torch does, on a storage that is written later."""
-        if not isinstance(value, WholeTensor) and not (isinstance(value, Tensor) and value.layout is torch.strided):
+        if not isinstance(value, TensorToWrite) and not (isinstance(value, Tensor) and value.layout is torch.strided):
             return NotImplemented
         empty = torch.empty(0, dtype=value.dtype)
         rebuild, (storage, _, _, _, *rest) = empty.__reduce_ex__(2)

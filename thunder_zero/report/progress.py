@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColum
 
 @contextmanager
 def show_progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar if stderr is a terminal; call what this yields with each number of further bytes."""
+    """Show a bar if stderr is a terminal; yields a function: call it with the bytes done since the last call."""
     console = Console(stderr=True)
     if not console.is_terminal:  # rich would print an empty line
         yield lambda count: None

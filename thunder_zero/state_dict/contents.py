@@ -203,6 +203,12 @@ def state_facts(contents: ModelContents, optimizers: Sequence[Optimizer]) -> lis
     return facts
 
 
+def listed(names: Sequence[str]) -> str:
+    """The first three of these names and the number of the others, or "none", for a message."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(map(repr, names[:3])) + more) or "none"
+
+
 def numbered_state_dict(
     saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Named]], states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
@@ -228,9 +234,3 @@ def groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
         number, _, name = key.partition(".")
         groups.setdefault(int(number), {})[name] = value
     return [groups[number] for number in sorted(groups)]
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first three names and the number of others, for a message; ``"none"`` without names."""
-    shown = ", ".join(map(repr, names[:3]))
-    return (shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")) or "none"

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLOATS = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
+FLOAT_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
 
 
 @dataclass(frozen=True, slots=True)
-class WholeTensor:
+class TensorToWrite:
     """A tensor that is about to be written.
 
     Attributes:
@@ -37,7 +37,7 @@ class WholeTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-ReadTensor = Callable[[WholeTensor], Tensor]  # its values, in the file's dtype
+ReadTensor = Callable[[TensorToWrite], Tensor]  # its values, in the file's dtype
 
 
 def dtype_to_write(found: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
