@@ -113,10 +113,10 @@ class Policy:
     check_gradients: bool = False
 
     def __post_init__(self) -> None:
-        if not _is_count(self.stage) or self.stage >= len(STAGES):
+        if not is_count(self.stage) or self.stage >= len(STAGES):
             raise ValueError(f"stage is {self.stage!r}; choose 0 (DDP), 1, 2 or 3 (ZeRO-1, ZeRO-2, ZeRO-3)")
         for name, unit in COUNTS.items():
-            if not _is_count(getattr(self, name)):
+            if not is_count(getattr(self, name)):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give a number of {unit}, 0 or more")
         for name in (
             "gather_per_unit",
@@ -133,13 +133,14 @@ class Policy:
             raise ValueError(f"mixed_precision is {self.mixed_precision!r}; give a thunder_zero.MixedPrecision")
         if self.times is not None and not isinstance(self.times, Times):
             raise ValueError(f"times is {self.times!r}; give thunder_zero.Times, as measure_times makes them, or None")
-        if self.broadcast_from is not None and not _is_count(self.broadcast_from):
+        if self.broadcast_from is not None and not is_count(self.broadcast_from):
             raise ValueError(f"broadcast_from is {self.broadcast_from!r}; give a rank of the process group, or None")
         if self.unit_of is not None and not callable(self.unit_of):
             raise ValueError(f"unit_of is {self.unit_of!r}; give a function from the module to paths of units, or None")
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Whether it is an int, 0 or more, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
