@@ -26,7 +26,7 @@ from thunder_zero.schedule import verify
 from thunder_zero.schedule.program_name import ProgramName
 from thunder_zero.state_dict import full_state
 from thunder_zero.trace.casts import cast_borders
-from thunder_zero.trace.executors import RepairFusion, Schedule
+from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
 from thunder_zero.trace.symbols import Runtime, ZeroExecutor
@@ -193,7 +193,7 @@ class ZeroTransform(Transform):
         executor = ZeroExecutor(plan, runtime)
         self._compiled = Compiled(executor)
         data = compile_data(model)
-        data.executors_list = (executor, Schedule(executor), *data.executors_list, RepairFusion(executor))
+        data.executors_list = (executor, ScheduleJointTrace(executor), *data.executors_list, RepairFusion(executor))
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:
