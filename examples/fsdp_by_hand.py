@@ -25,7 +25,7 @@ from thunder_zero.schedule.timeline import gathered_bytes
 from thunder_zero.trace.emit import emit
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs
 from thunder_zero.trace.lift import lift, lift_halves
-from thunder_zero.trace.symbols import Rehearsal, ZeroExecutor
+from thunder_zero.trace.symbols import DryRuntime, ZeroExecutor
 
 import thunder
 from thunder.core.compile_data import compile_data_and_stats
@@ -200,7 +200,7 @@ class Done:
         return self.results
 
 
-class BothRanks(Rehearsal):
+class BothRanks(DryRuntime):
     def __init__(self, plan: tz.Plan, others: Mapping[str, Tensor]) -> None:
         super().__init__(synced=True)
         self.plan, self.others = plan, others

@@ -27,8 +27,8 @@ class Traces:
         synced: whether gradients are reduced; if not, they are deferred (``no_sync``).
     """
 
-    forward: TraceCtx
-    backward: TraceCtx | None
+    forward: TraceCtx = field(repr=False)
+    backward: TraceCtx | None = field(repr=False)
     timeline: Timeline
     plan: Plan
     synced: bool = True

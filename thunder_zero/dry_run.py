@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import ZERO3, Policy
 from thunder_zero.runtime.placeholders import placeholder, set_tensor
 from thunder_zero.trace.casts import casting_borders
-from thunder_zero.trace.symbols import Rehearsal
+from thunder_zero.trace.symbols import DryRuntime
 from thunder_zero.transform import ZeroTransform
 
 import thunder
@@ -25,23 +27,23 @@ from thunder.core.module import ThunderModule
 from thunder.extend import TemporaryExecutor
 
 
-class _Rehearsed(ZeroTransform):
+class _DryRun(ZeroTransform):
     """Plans for a rank of a world that does not exist, and does not change the module."""
 
-    def __init__(self, policy: Policy, synced: bool, *world: int) -> None:
+    def __init__(self, policy: Policy | int, synced: bool, *world: int) -> None:
         super().__init__(policy)
         self._world = world
         self._synced = synced
 
     def transform_module(self, model: ThunderModule) -> None:
         self.plan = make_plan(model._model, self.policy, *self._world)
-        self.install(model, self.plan, Rehearsal(self._synced))
+        self.install(model, self.plan, DryRuntime(self._synced))
 
 
 def trace(
     module: nn.Module,
     *args: Any,
-    policy: Policy = ZERO3,
+    policy: Policy | int = ZERO3,
     world_size: int = 8,
     rank: int = 0,
     replicas: int = 1,
@@ -57,7 +59,7 @@ def trace(
         module: a plain module; it may be on the meta device (then only shapes and dtypes of tensors among the arguments
             count).
         args, kwargs: the arguments of its forward.
-        policy: how to shard.
+        policy: how to shard: a :class:`~thunder_zero.Policy`, or a stage 0-3.
         world_size: number of ranks that share one copy of the model.
         rank: the rank to trace.
         replicas: copies of the sharded model, each with ``world_size`` ranks (hybrid sharding).
@@ -67,19 +69,34 @@ def trace(
         The forward and backward traces, their timeline and the plan.
 
     Raises:
-        TypeError: not a plain module.
-        ValueError: ``world_size``, ``rank`` or ``replicas`` is out of range; the module has no parameters.
+        TypeError: not a plain module; not a policy; a field of the policy among the arguments of forward, which does
+            not take it.
+        ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range; the module has no parameters.
     """
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(
             f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
         )
-    transform = _Rehearsed(policy, synced, world_size, rank, replicas)
+    _refuse_policy_fields(module, kwargs)
+    transform = _DryRun(policy, synced, world_size, rank, replicas)
     jitted = thunder.jit(module, transforms=[transform])
     if any(parameter.is_meta for parameter in module.parameters()):
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
     with _as_computed(module, transform.plan):
         return transform.compiled.traces(_compile(jitted, args, kwargs))
+
+
+def _refuse_policy_fields(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse a field of Policy that forward does not take: Thunder's error would not say where it belongs."""
+    parameters = signature(module.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in [field.name for field in fields(Policy) if field.name in kwargs and field.name not in parameters]:
+        change = f"{name}={kwargs[name]!r}"
+        policy = repr(kwargs[name]) if name == "stage" else f"dataclasses.replace(thunder_zero.ZERO3, {change})"
+        raise TypeError(
+            f"{type(module).__name__}.forward does not take {change}, which is a field of Policy; pass policy={policy}"
+        )
 
 
 @contextmanager

@@ -7,12 +7,12 @@ from math import inf
 from statistics import median
 
 from thunder_zero.comm import agree
+from thunder_zero.policy import is_count
 from thunder_zero.runtime.clock import computed, mean_over_ranks
-from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.times import Times
-from thunder_zero.zero_module import traces_of
+from thunder_zero.zero_module import traces_of, zero_module
 
 from thunder import compile_stats
 from thunder.core.module import ThunderModule
@@ -37,11 +37,11 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
         ValueError: ``steps`` is out of range.
         RuntimeError: the model was not called yet, or ``step`` does not run forward and backward of it once.
     """
-    state = sharded_model(model).state
+    state = zero_module(model).state
     with agree.all_or_none(state.group, "its arguments"):
         if not callable(step):
             raise TypeError(f"step is {step!r}; give a function that runs one forward and backward of the model")
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        if not is_count(steps) or steps == 0:
             raise ValueError(f"steps is {steps!r}; give how many steps to measure, 1 or more")
         if not compile_stats(model).calls:
             raise RuntimeError("nothing to measure: the model was not called yet; run a step before measure_times")

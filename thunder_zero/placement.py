@@ -23,8 +23,8 @@ def place_others(
     Args:
         model: the jitted module.
         others: values of tensors that are not in the plan.
-        known: names of the parameters that are.
-        device: that of ZeroTransform's argument.
+        known: names of the parameters in the plan.
+        device: the ``device`` argument of ZeroTransform.
     """
     for other in others:
         set_value(model, other)

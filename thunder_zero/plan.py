@@ -126,10 +126,6 @@ class Plan:
         """Shape of the optimizer's parameter: this rank's rows with padding, or the full shape."""
         return layout.shard_shape(param.shape, self.world_size, self.rank) if param.sharded else param.shape
 
-    def shard_bytes(self, param: Param) -> int:
-        """Bytes of the optimizer's parameter, padding included."""
-        return prod(self.shard_shape(param)) * param.dtype.itemsize
-
     def rests_on_host(self, param: Param) -> bool:
         """Whether its shard, its gradient and the optimizer's state rest in host memory (``cpu_offload``)."""
         return self.policy.cpu_offload and param.sharded

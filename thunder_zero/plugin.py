@@ -23,7 +23,7 @@ def zero(model: ThunderModule, policy: Policy | int | None = None, **arguments: 
 
     >>> model = tz.zero(thunder.jit(module), stage=3)
 
-    Takes what :class:`ZeroTransform` takes, and returns a new jitted module; use it in place of ``model``.
+    Takes the same arguments as :class:`ZeroTransform`, and returns a new jitted module; use it in place of ``model``.
 
     Raises:
         TypeError: ``model`` is not a jitted module.
@@ -46,7 +46,8 @@ class Zero(Plugin):
 
     >>> model = thunder.compile(module, plugins=[tz.Zero(stage=2)], recipe=tz.Recipe())
 
-    ``plugins="zero1"``, ``"zero2"`` or ``"zero3"`` selects it by name. Takes what :class:`ZeroTransform` takes.
+    ``plugins="zero1"``, ``"zero2"`` or ``"zero3"`` selects it by name. Takes the same arguments as
+    :class:`ZeroTransform`.
     """
 
     def __init__(self, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> None:

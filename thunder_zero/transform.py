@@ -16,7 +16,7 @@ from thunder_zero.compiled import Compiled
 from thunder_zero.placement import links, place_buffers, place_others, place_parameters
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
-from thunder_zero.refusals import require_untransformed, used_before
+from thunder_zero.refusals import require_untransformed
 from thunder_zero.runtime import optimizer_hooks
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.initial_values import Sources, Values, initial_values
@@ -24,9 +24,10 @@ from thunder_zero.runtime.intact import Intact
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule import verify
 from thunder_zero.schedule.program_name import ProgramName
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.state_dict import hooks
 from thunder_zero.trace.casts import cast_borders
-from thunder_zero.trace.executors import RepairFusion, Schedule
+from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
 from thunder_zero.trace.symbols import Runtime, ZeroExecutor
@@ -50,7 +51,7 @@ class ZeroTransform(Transform):
 
     Raises:
         ValueError: a stage or a field out of range, a module without parameters, a rank that the
-            group does not have, a device that is not there, a mesh whose dimensions do not fit; a parameter or buffer
+            group does not have, a device that does not exist, a mesh whose dimensions do not fit; a parameter or buffer
             on the meta device that nothing gives a value; weights of other names or shapes.
         RuntimeError: no process group; a module that is already transformed; ranks that differ.
         TypeError: a function where a module is needed; not a policy; a field that policies do not have; init that is
@@ -61,6 +62,8 @@ class ZeroTransform(Transform):
         self._given = check_arguments(policy, **arguments)
         self._compiled: Compiled | None = None
         self._forward: TraceCtx | None = None
+        self._state: State  # transform_module sets both
+        self._intact: Intact
 
     def __repr__(self) -> str:
         return f"ZeroTransform({self.policy})"
@@ -69,6 +72,11 @@ class ZeroTransform(Transform):
     def policy(self) -> Policy:
         """How the model is sharded."""
         return self._given.policy
+
+    @property
+    def used(self) -> bool:
+        """Whether it already shards a module."""
+        return self._compiled is not None
 
     @property
     def compiled(self) -> Compiled:
@@ -93,8 +101,6 @@ class ZeroTransform(Transform):
         inside = ranks.inside
         with agree.all_or_none(ranks.everyone):
             require_untransformed(model, self)
-            if self._compiled is not None:
-                raise RuntimeError(used_before(plain))
             plan = make_plan(plain, self.policy, inside.size(), inside.rank(), ranks.replicas)
             device = device_for(plain, plan, ranks, where.device)
         if self.policy.cpu_offload and device.type == "cpu":
@@ -155,26 +161,16 @@ class ZeroTransform(Transform):
 
     def _prove(self, forward: TraceCtx, backward: TraceCtx | None) -> None:
         executor = self.compiled.executor
-        names = ("forward without backward",) if backward is None else ("forward", "backward")
-        halves = {ProgramName(name, executor.program.synced): name == "backward" for name in names}
-        refused: verify.ScheduleError | None = None
+        halves = {"forward without backward": False} if backward is None else {"forward": False, "backward": True}
+        programs = {ProgramName(name, executor.program.synced): half for name, half in halves.items()}
         try:
-            timeline = lift_halves(forward, backward, self.compiled.executor)
-            if backward is None:
-                timeline = replace(timeline, plan=self.compiled.executor.plan)  # forward alone frees everything
-            verify.check(timeline, trained=() if backward is None else self.compiled.executor.program.trained)
-            lines = {
-                program: [
-                    f"{op.kind} {', '.join(op.params)}" for op in timeline.ops if op.params and op.backward is half
-                ]
-                for program, half in halves.items()
-            }
+            timeline = proved_timeline(forward, backward, executor)
         except verify.ScheduleError as error:  # tell the other ranks, which would wait for this one
-            refused, lines = error, {program: [str(error)] for program in halves}
-        for program in halves:
-            self.compiled.executor.runtime.agree_on_schedule(program, lines[program])
-        if refused is not None:
-            raise refused
+            for program in programs:
+                executor.runtime.agree_on_schedule(program, [str(error)])
+            raise
+        for program, half in programs.items():
+            executor.runtime.agree_on_schedule(program, schedule_lines(timeline, half))
 
     def transform_state_dict_for_submodule(
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
@@ -193,9 +189,28 @@ class ZeroTransform(Transform):
         executor = ZeroExecutor(plan, runtime)
         self._compiled = Compiled(executor)
         data = compile_data(model)
-        data.executors_list = (executor, Schedule(executor), *data.executors_list, RepairFusion(executor))
+        data.executors_list = (executor, ScheduleJointTrace(executor), *data.executors_list, RepairFusion(executor))
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:
     """Whether a forward trace saves nothing for backward, so that it must end every collective it starts."""
     return TraceTag.AUGMENTED_FORWARD not in forward.tags or not any(forward.bound_symbols[-1].args[1])
+
+
+def proved_timeline(forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor) -> Timeline:
+    """The timeline of the traces that will run.
+
+    Raises:
+        ScheduleError: a collective or a free of it is wrong.
+    """
+    timeline = lift_halves(forward, backward, executor)
+    if backward is None:
+        timeline = replace(timeline, plan=executor.plan)  # forward alone frees everything
+    verify.check(timeline, trained=() if backward is None else executor.program.trained)
+    return timeline
+
+
+def schedule_lines(timeline: Timeline, backward: bool) -> list[str]:
+    """What one half does with parameters, in order, such as ``gather h.0.w, h.0.b``; ranks compare it."""
+    ops = [op for op in timeline.ops if op.params and op.backward is backward]
+    return [f"{op.kind} {', '.join(op.params)}" for op in ops]

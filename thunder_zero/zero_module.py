@@ -32,6 +32,11 @@ class ZeroModule(ShardedModel, ThunderModule):
         """The module that was jitted; its parameters are placeholders."""
         return self._model
 
+    @property
+    def compiled(self) -> Compiled:
+        """The model's symbols and programs."""
+        return self._compiled
+
 
 def adopt(model: ThunderModule, state: State, compiled: Compiled) -> None:
     """Make a jitted module a ZeroModule, in place, as torch's ``fully_shard`` does with a module's class."""
@@ -39,25 +44,40 @@ def adopt(model: ThunderModule, state: State, compiled: Compiled) -> None:
     model._state, model._compiled = state, compiled
 
 
+def zero_module(model: object) -> ZeroModule:
+    """The model, if ZeroTransform made it.
+
+    Raises:
+        TypeError: it did not.
+    """
+    sharded = sharded_model(model)
+    if not isinstance(sharded, ZeroModule):
+        raise TypeError(
+            f"expected a module jitted with ZeroTransform, got {type(model).__name__}; make one with "
+            f"thunder.jit(module, transforms=[thunder_zero.ZeroTransform(...)])"
+        )
+    return sharded
+
+
 def traces_of(model: ThunderModule, synced: bool | None = None) -> Traces:
     """The traces that ran last.
 
     Args:
         model: a model with ZeroTransform that was called.
-        synced: of the kind that reduces gradients, or (False) of the one that runs under ``no_sync``: if another kind
-            ran last, what was compiled last of it.
+        synced: True: the program that reduces gradients. False: the one under ``no_sync``. None: whichever ran last.
+            If the other ran last, returns the one compiled last.
 
     Raises:
         TypeError: not a model with ZeroTransform.
-        RuntimeError: the model was not called yet, or not so.
+        RuntimeError: the model has not been called, or not in this way.
     """
-    sharded_model(model)
-    compiled, stats = model._compiled, compile_stats(model)
+    compiled, stats = zero_module(model).compiled, compile_stats(model)
     entries = list(reversed(stats.interpreter_cache))
     entries.sort(key=lambda entry: entry.computation_traces is not stats.last_traces)
     for entry in entries:
         if synced in (None, compiled.program_of(entry).synced):
-            return compiled.traces(entry)  # type: ignore[no-any-return]
+            return compiled.traces(entry)
     if entries:
-        raise RuntimeError(f"the model was not called {'outside' if synced else 'inside'} of no_sync yet; call it so")
+        where = "outside" if synced else "inside"
+        raise RuntimeError(f"the model was not called {where} no_sync yet; call it there once")
     raise RuntimeError("the model was not called yet, so there is no trace; call it once, or use thunder_zero.trace")

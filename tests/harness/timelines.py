@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 from hypothesis import strategies as st
@@ -97,7 +98,8 @@ class Builder:
                 self.full[path] = path
         if path not in self.full:
             self.weigh(param, f"fut_{path}", path)
-            self.values[f"t_{path}"] = Value(self.plan.shard_bytes(param), str(param.dtype))
+            nbytes = prod(self.plan.shard_shape(param)) * param.dtype.itemsize
+            self.values[f"t_{path}"] = Value(nbytes, str(param.dtype))
             self.add(Kind.GATHER, (f"t_{path}",), f"fut_{path}", params=(path,))
             self.add(Kind.WAIT, (f"fut_{path}",), path, params=(path,))
             self.full[path] = path

@@ -340,7 +340,10 @@ def test_a_module_that_torch_shards_already() -> None:
         (lambda: tz.full_state_dict(Net()), ["jitted with ZeroTransform", "got Net", "thunder.jit(module"]),
         (lambda: tz.full_state_dict(thunder.jit(Net())), ["jitted with ZeroTransform", "thunder.jit(module"]),
         (lambda: tz.traces_of(Net()), ["jitted with ZeroTransform", "got Net"]),
+        (lambda: tz.traces_of(thunder.jit(Net())), ["jitted with ZeroTransform", "got ThunderModule"]),
         (lambda: tz.print_trace(Net()), ["jitted with ZeroTransform", "got Net"]),
+        (lambda: tz.measure_times(Net(), Net), ["jitted with ZeroTransform", "got Net"]),
+        (lambda: tz.measure_times(thunder.jit(Net()), Net), ["jitted with ZeroTransform", "got ThunderModule"]),
         (lambda: tz.trace(thunder.jit(Net()), X), ["plain torch module", "got ThunderModule", "before thunder.jit"]),
         (lambda: tz.trace(BUILTIN, X), ["plain torch module", "builtin"]),
     ],
@@ -348,6 +351,27 @@ def test_a_module_that_torch_shards_already() -> None:
 def test_a_module_jitted_or_not(call: Callable[[], Any], words: list[str]) -> None:
     with refused(TypeError, *words):
         call()
+
+
+def test_a_policy_for_trace() -> None:
+    assert tz.trace(Net(), X, policy=1).plan.policy == tz.ZERO1
+    with refused(TypeError, "Net.forward does not take stage=3, which is a field of Policy", "pass policy=3"):
+        tz.trace(Net(), X, stage=3)
+    with refused(TypeError, "forward does not take prefetch=1", "dataclasses.replace(thunder_zero.ZERO3, prefetch=1)"):
+        tz.trace(Net(), X, prefetch=1)
+    with refused(ValueError, "stage is 7", "choose 0"):
+        tz.trace(Net(), X, policy=7)
+
+
+class Staged(nn.Linear):
+    """A module whose forward takes an argument with the name of a field of Policy."""
+
+    def forward(self, x: Tensor, stage: int = 0) -> Tensor:
+        return super().forward(x) * stage
+
+
+def test_an_argument_with_the_name_of_a_policy_field() -> None:
+    assert tz.trace(Staged(4, 4), X, stage=2).backward is not None
 
 
 @pytest.mark.usefixtures("group")
@@ -472,7 +496,7 @@ def test_a_module_whose_sharded_model_is_gone() -> None:
 def test_a_transform_that_serves_another_module() -> None:
     transform, second = tz.ZeroTransform(), Net()
     first = thunder.jit(Net(), transforms=[transform])
-    with refused(RuntimeError, "Net is already transformed by ZeroTransform", "a new ZeroTransform"):
+    with refused(RuntimeError, "the ZeroTransform given for Net already shards a module", "a new ZeroTransform"):
         thunder.jit(second, transforms=[transform])
     assert plain(second)
     assert trains(first)

@@ -111,21 +111,21 @@ def test_a_fused_region_does_the_work_of_its_heaviest_part() -> None:
 
 
 def test_a_value_names_the_value_whose_memory_it_views(traces: tz.Traces) -> None:
-    timeline = traces.forward_timeline
+    values = traces.timeline.values
     before, after = calls(traces, "permute")
     (memory,) = after.reads
     views = {
         name for call in ("split", "unsqueeze", "expand", "squeeze") for op in calls(traces, call) for name in op.writes
     }
     assert len(views) == 5
-    assert {timeline.base_of(name) for name in (*after.writes, *views)} == {memory}
-    assert timeline.base_of(memory) == memory
-    assert timeline.base_of(before.writes[0]) == before.reads[0]
+    assert {values[name].base for name in (*after.writes, *views)} == {memory}
+    assert values[memory].base == ""
+    assert values[before.writes[0]].base == before.reads[0]
     (wait,) = calls(traces, "zero_wait_coalesced")
-    assert [timeline.base_of(name) for name in wait.writes] == list(wait.writes)
+    assert {values[name].base for name in wait.writes} == {""}
 
 
 def test_what_may_be_a_copy_is_not_called_a_view() -> None:
     traces = tz.trace(nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (2, 4))), torch.zeros(3, 8), world_size=2)
     (op,) = (op for op in traces.forward_timeline.ops if op.work is Work.VIEW)
-    assert [traces.timeline.base_of(name) for name in op.writes] == list(op.writes)
+    assert {traces.timeline.values[name].base for name in op.writes} == {""}

@@ -125,7 +125,7 @@ def test_both_programs_of_an_accumulation_are_shown_with_bytes_and_memory(stage:
         with pytest.raises(RuntimeError, match="the model was not called yet"):
             tz.traces_of(model, synced=False)
         model(tokens).sum().backward()
-        with pytest.raises(RuntimeError, match="not called inside of no_sync yet"):
+        with pytest.raises(RuntimeError, match="not called inside no_sync yet; call it there once"):
             tz.traces_of(model, synced=False)
         with model.no_sync():
             model(tokens).sum().backward()

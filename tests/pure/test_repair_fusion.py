@@ -59,4 +59,4 @@ def test_a_view_is_computed_again() -> None:
     repaired = repair_fusion(broken)
     check(free(repaired))
     assert next(op.writes for op in repaired.ops if op.again and op.kind is Kind.COMPUTE) == ("c0.0_repaired",)
-    assert repaired.base_of("c0.0_repaired") == "a.w_again"
+    assert repaired.values["c0.0_repaired"].base == "a.w_again"

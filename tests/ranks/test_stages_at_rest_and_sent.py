@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import prod
 from typing import Any
 
 import pytest
@@ -149,7 +150,7 @@ def test_bytes_at_rest_and_tensors_of_the_optimizer(counted: Any, world_size: in
             plan = plan_of(stage, world_size, rank)
             padded = {param.path: layout.padded_shape(param.shape, world_size) for param in plan.params}
             full = {param.path: int(torch.Size(padded[param.path]).numel()) * 4 for param in plan.params}
-            owned = {param.path: plan.shard_bytes(param) for param in plan.params}
+            owned = {param.path: prod(plan.shard_shape(param)) * 4 for param in plan.params}
             held = {0: {param.path: param.full_bytes for param in plan.params}, 1: full, 2: owned, 3: owned}[stage]
             placeholders = 4 * len(plan.params)
             steps = 4 * len(plan.params)  # AdamW counts them, a float32 a parameter

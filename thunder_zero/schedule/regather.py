@@ -53,10 +53,10 @@ def _again_in_forward(timeline: Timeline) -> Timeline:
         return timeline
     unit_of = {name: unit for unit, chain in chains.items() for name in chain}
     values = dict(timeline.values)
-    born: dict[str, int] = {}  # value -> gathers of other units so far, when it was written
-    copied: dict[
-        str, tuple[int, dict[str, str]]
-    ] = {}  # unit -> gathers of other units so far, names of copies made since
+    # value -> gathers of other units before it was written
+    born: dict[str, int] = {}
+    # unit -> gathers of other units before its latest copies, and the names of those copies
+    copied: dict[str, tuple[int, dict[str, str]]] = {}
     gathers: Counter[str] = Counter()  # by unit
     ops: list[Op] = []
     for op in timeline.ops[:-1]:

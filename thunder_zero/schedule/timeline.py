@@ -158,10 +158,6 @@ class Timeline:
         """Whether an operation is the WAIT that ends a launch of this kind (GATHER or REDUCE)."""
         return op.kind is Kind.WAIT and op.reads[0] in self.launches and self.launches[op.reads[0]].kind is kind
 
-    def base_of(self, name: str) -> str:
-        """The value whose memory a tensor occupies: itself, or what it views."""
-        return self.values[name].base or name
-
     def with_ops(self, ops: Iterable[Op], values: Mapping[str, Value] | None = None) -> Timeline:
         """The same timeline with other operations (and further values)."""
         return replace(self, ops=tuple(ops), values={**self.values, **(values or {})})

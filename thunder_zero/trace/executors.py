@@ -36,7 +36,7 @@ class JointPass(FusionExecutor):
         return False
 
 
-class Schedule(JointPass):
+class ScheduleJointTrace(JointPass):
     """Decides when each collective of one model starts and ends."""
 
     def __init__(self, executor: ZeroExecutor) -> None:

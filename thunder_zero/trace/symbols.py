@@ -73,7 +73,7 @@ class Runtime(Protocol):
         """Raise on every rank if another rank is about to run other collectives."""
 
 
-class Rehearsal:
+class DryRuntime:
     """The runtime of a trace that is only read: no process group, nothing runs."""
 
     device = None
@@ -82,7 +82,10 @@ class Rehearsal:
         self.synced = synced
 
     def _refuse(self, *args: Any) -> Any:
-        raise RuntimeError("cannot run this trace: thunder_zero.trace made it without a process group, to be read only")
+        raise RuntimeError(
+            "cannot run this trace: thunder_zero.trace made it without a process group, only to be read; to run the "
+            "model, jit the module with ZeroTransform and call it"
+        )
 
     all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = land = share_overflow = _refuse
 
@@ -106,36 +109,32 @@ class ZeroExecutor(OperatorExecutor):
         self.plan = plan
         self.program = Program(plan)
         self.runtime = runtime
-        self.all_gather = self._register("zero_all_gather", self._gather_meta, _one(runtime.all_gather))
-        self.all_reduce = self._register("zero_all_reduce", self._reduce_meta, _one(runtime.reduce))
-        self.reduce_scatter = self._register("zero_reduce_scatter", self._reduce_meta, _one(runtime.reduce))
-        self.wait = self._register("zero_wait", _wait_meta, lambda handle: handle.wait()[0])
+        register = self.register_operator
+        self.all_gather = register("zero_all_gather", meta=self._gather_meta, fn=_one(runtime.all_gather))
+        self.all_reduce = register("zero_all_reduce", meta=self._reduce_meta, fn=_one(runtime.reduce))
+        self.reduce_scatter = register("zero_reduce_scatter", meta=self._reduce_meta, fn=_one(runtime.reduce))
+        self.wait = register("zero_wait", meta=_wait_meta, fn=lambda handle: handle.wait()[0])
         self.coalesced = {
-            self.all_gather: self._register("zero_all_gather_coalesced", _no_meta, _many(runtime.all_gather)),
-            self.all_reduce: self._register("zero_all_reduce_coalesced", _no_meta, _many(runtime.reduce)),
-            self.reduce_scatter: self._register("zero_reduce_scatter_coalesced", _no_meta, _many(runtime.reduce)),
-            self.wait: self._register("zero_wait_coalesced", _no_meta, lambda handle: handle.wait()),
+            self.all_gather: register("zero_all_gather_coalesced", meta=_no_meta, fn=runtime.all_gather),
+            self.all_reduce: register("zero_all_reduce_coalesced", meta=_no_meta, fn=runtime.reduce),
+            self.reduce_scatter: register("zero_reduce_scatter_coalesced", meta=_no_meta, fn=runtime.reduce),
+            self.wait: register("zero_wait_coalesced", meta=_no_meta, fn=lambda handle: handle.wait()),
         }
-        self.defer = self._register("zero_defer_reduction", self._defer_meta, runtime.defer)
+        self.defer = register("zero_defer_reduction", meta=self._defer_meta, fn=runtime.defer)
         tags = (prims.OpTags.DONT_DCE,)
-        self.check_synced = self._register("zero_check_synced", _no_meta, runtime.check_synced, tags=tags)
-        self.reduce_deferred = self._register("zero_reduce_deferred", _no_meta, runtime.reduce_deferred, tags=tags)
-        self.check_finite = self._register("zero_check_finite", _no_meta, runtime.check_finite, tags=tags)
-        self.land = self._register("zero_land", _no_meta, runtime.land, tags=tags)
-        self.share_overflow = self._register("zero_share_overflow", _no_meta, runtime.share_overflow, tags=tags)
-        self.cast = self._register("zero_cast", self._synchronize_meta, self._cast)
-        self.synchronize = self._register("zero_synchronize", self._synchronize_meta, None)
+        self.check_synced = register("zero_check_synced", meta=_no_meta, fn=runtime.check_synced, tags=tags)
+        self.reduce_deferred = register("zero_reduce_deferred", meta=_no_meta, fn=runtime.reduce_deferred, tags=tags)
+        self.check_finite = register("zero_check_finite", meta=_no_meta, fn=runtime.check_finite, tags=tags)
+        self.land = register("zero_land", meta=_no_meta, fn=runtime.land, tags=tags)
+        self.share_overflow = register("zero_share_overflow", meta=_no_meta, fn=runtime.share_overflow, tags=tags)
+        self.cast = register("zero_cast", meta=self._synchronize_meta, fn=self._cast)
+        self.synchronize = register("zero_synchronize", meta=self._synchronize_meta, fn=None)
         self.register_implementation(
             self.synchronize,
             self.synchronize,
             execution_transform=self.lower_synchronize,
             grad_transform=self._synchronize_grad,
         )
-
-    def _register(
-        self, name: str, meta: Callable[..., Any], fn: Callable[..., Any] | None, tags: tuple[Any, ...] | None = None
-    ) -> Symbol:
-        return self.register_operator(name, meta=meta, fn=fn, tags=tags)
 
     def can_fuse(self, bsym: BoundSymbol) -> bool:
         """Never. Without this method Thunder would search the subsymbols of every line."""
@@ -221,10 +220,6 @@ class ZeroExecutor(OperatorExecutor):
 
 def _one(launch: Callable[[Sequence[Tensor], Sequence[str]], Any]) -> Callable[[Tensor, str], Any]:
     return lambda tensor, path: launch((tensor,), (path,))
-
-
-def _many(launch: Callable[[Sequence[Tensor], Sequence[str]], Any]) -> Callable[..., Any]:
-    return lambda tensors, paths: launch(tensors, paths)
 
 
 def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:
