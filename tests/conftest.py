@@ -22,8 +22,8 @@ RANKS_SECONDS = 120
 ROOMS = ("ranks", "gpu", "one", "pure")  # the longest files first, so that no worker waits for the other at the end
 
 # No test may fail because a machine is busy; on CI Hypothesis also repeats its examples from run to run.
-settings.register_profile("no_clock", settings(), deadline=None)
-settings.load_profile("no_clock")
+settings.register_profile("fast", settings(), deadline=None, max_examples=30)
+settings.register_profile("slow", settings(), deadline=None)
 
 
 def room_of(item: pytest.Item) -> str:
@@ -37,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--slow"):
         os.environ[VARIABLE] = "1"
+    settings.load_profile("slow" if is_slow() else "fast")
     gc.set_threshold(100_000, 20, 100)  # compiling makes much and frees little
 
 

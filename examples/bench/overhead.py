@@ -37,7 +37,7 @@ import thunder_zero as tz  # before thunder
 from examples.bench.contestants import trains
 from examples.bench.model import Size, make_batch, make_model
 from thunder_zero.schedule import passes
-from thunder_zero.trace.executors import RepairFusion, Schedule
+from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.transform import ZeroTransform
 
 import thunder
@@ -49,7 +49,7 @@ OURS: tuple[tuple[type, str], ...] = (  # all our functions that Thunder calls w
     (ZeroTransform, "transform_module"),
     (ZeroTransform, "transform_traces_pre_prologue"),
     (ZeroTransform, "transform_trace_post_optimization"),
-    (Schedule, "fusion_pass"),
+    (ScheduleJointTrace, "fusion_pass"),
     (RepairFusion, "fusion_pass"),
 )
 VARIANTS: dict[str, Callable[[], list[Any]]] = {"plain": list, "zero3": lambda: [tz.ZeroTransform(stage=3)]}

@@ -80,7 +80,7 @@ ALL_CASES: dict[str, tuple[signal.Signals, Callable[[Die], None], Step]] = {
         lambda model, optimizer, folder: tz.save(folder / "one", model, optimizer, wait=False).result(),
     ),
 }
-CASES = only(("killed in a gather", "killed in a save", "hangs in a gather"), ALL_CASES)
+CASES = only(("killed in a gather", "hangs in a gather"), ALL_CASES)
 
 
 def rank_of(rank: int, name: str, folder: Path) -> int:

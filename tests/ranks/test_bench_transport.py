@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -17,6 +19,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_the_tables() -> None:
     run = bench("--rounds", "2", "--world-sizes", "2")
     assert run.returncode == 0, run.stderr
@@ -30,6 +33,7 @@ def test_the_tables() -> None:
     assert all(head in documented for head in re.findall(r"^\| W \|.*$", run.stdout, re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_worlds_of_one_are_refused() -> None:
     run = bench("--world-sizes", "1")
     assert run.returncode == 2

@@ -156,6 +156,7 @@ def other_shapes(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_other_meshes(ranks_pool: RanksPool) -> None:
     model = fresh(Mlp)

@@ -103,6 +103,7 @@ FUSED_NAMES = tuple(only(("mlp", "mlp-fused"), FUSED_CASES))
 FUSED = tuple(FUSED_CASES[name] for name in FUSED_NAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # when the cache of torch's compiler is cold
 @pytest.mark.parametrize("at", range(len(FUSED)), ids=FUSED_NAMES)
 def test_a_fusing_executor_keeps_the_stage(fused: list[list[dict[str, Any]]], at: int) -> None:

@@ -119,6 +119,7 @@ def test_every_stage_trains_as_one_process(trained: Trained, eager: dict[str, Re
             compare(other, stages[0], STAGES_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_new_processes_repeat_every_bit(trained: Trained) -> None:
     """Other processes hash strings differently; nothing that runs may depend on it."""
     first, again = trained(3), run_ranks(3, train_sharded, (3,), 1)

@@ -29,6 +29,8 @@ RIGHT = [name for name in RUNS if name != "a reduction is missing"]
 
 Reply = dict[str, dict[str, int]]
 
+pytestmark = pytest.mark.slow  # the fast tier counts bytes where they are sent: test_stages_at_rest_and_sent.py
+
 
 @pytest.fixture(scope="module", params=of_tier([2], [2, 4]))
 def replies(request: pytest.FixtureRequest) -> Iterator[list[Reply]]:
