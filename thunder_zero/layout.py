@@ -14,13 +14,19 @@ from math import prod
 
 def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """The half-open range of real (unpadded) rows that ``rank`` owns; empty past the end."""
-    chunk = stored_rows(rows, world_size, rank)
-    return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+    start, stop = stored_range(rows, world_size, rank)
+    return min(start, rows), min(stop, rows)
 
 
 def stored_rows(rows: int, world_size: int, rank: int) -> int:
     """Rows of the shard that ``rank`` stores, padding included: ``ceil(rows / world_size)``."""
     return -(-rows // world_size)
+
+
+def stored_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The half-open range of the rows that ``rank`` stores, in all ranks' shards concatenated, padding included."""
+    stored = stored_rows(rows, world_size, rank)
+    return rank * stored, (rank + 1) * stored
 
 
 def padding_rows(rows: int, world_size: int, rank: int) -> int:
@@ -43,7 +49,8 @@ def padded_shape(shape: tuple[int, ...], world_size: int) -> tuple[int, ...]:
     """Shape of all ranks' shards concatenated, padding included."""
     if not is_sharded(shape):
         return shape
-    return (sum(stored_rows(shape[0], world_size, rank) for rank in range(world_size)), *shape[1:])
+    _, rows = stored_range(shape[0], world_size, world_size - 1)
+    return (rows, *shape[1:])
 
 
 def owned_numel(shape: tuple[int, ...], world_size: int, rank: int) -> int:

@@ -32,9 +32,8 @@ def at_rest_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
 
 def rows_in(buffer: Tensor, param: Param, world_size: int, rank: int) -> Tensor:
     """The rows of a padded buffer that ``rank`` stores, padding included, as a view."""
-    stored = [layout.stored_rows(param.shape[0], world_size, lower) for lower in range(rank + 1)]
-    stop = sum(stored)
-    return buffer[stop - stored[rank] : stop]
+    start, stop = layout.stored_range(param.shape[0], world_size, rank)
+    return buffer[start:stop]
 
 
 def padded(full: Tensor, param: Param, plan: Plan) -> Tensor:
