@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
 from torch import nn
 
 from thunder_zero.compiled import Compiled, Traces
@@ -36,6 +40,24 @@ class ZeroModule(ShardedModel, ThunderModule):
     def compiled(self) -> Compiled:
         """The model's symbols and programs."""
         return self._compiled
+
+    def load_original_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load full tensors by the plain module's names; names that are missing keep their values.
+
+        Raises:
+            RuntimeError: names that the module does not have; nothing has changed.
+            ValueError: a parameter has another shape.
+        """
+        tensors = chain(self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False))
+        known = {name for name, _ in tensors}
+        if unexpected := [name for name in state_dict if name not in known]:
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self.plain).__name__}: Unexpected key(s) in state_dict: "
+                f"{', '.join(map(repr, unexpected))}; leave them out, or call "
+                f"thunder_zero.state_dict.set_model_state_dict, which also loads extra states, and skips other names "
+                f"if strict=False"
+            )
+        super().load_original_state_dict(state_dict)
 
 
 def adopt(model: ThunderModule, state: State, compiled: Compiled) -> None:
