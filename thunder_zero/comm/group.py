@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from thunder_zero.comm.lost_ranks import timeout_of
+from thunder_zero.comm.lost_ranks import naming_lost_ranks, timeout_of
+
+LONGEST_WAIT_FOR_ADDRESS = timedelta(minutes=1)  # while a group is made, gloo does not see that a rank dies
+GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +78,18 @@ def hybrid_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
 def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new gloo group of the same ranks, with the timeout that ``group`` has on ``device``; a collective of them.
 
-    For collectives that must not mix with those of ``group``, such as those of another thread.
+    For collectives that must not mix with those of ``group``, such as those of another thread. Ranks should call it
+    right after another collective: if one comes a minute later, this raises.
+
+    Raises:
+        DistNetworkError: a RuntimeError; a rank died or did not answer, within the timeout.
     """
-    ranks = dist.get_process_group_ranks(group)
-    return process_group(dist.new_group(ranks, timeout_of(group, device), "gloo", use_local_synchronization=True))
+    ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
+    while_made = min(timeout / GLOO_CONNECT_FACTOR, LONGEST_WAIT_FOR_ADDRESS)
+    with naming_lost_ranks(group):
+        made = process_group(dist.new_group(ranks, while_made, "gloo", use_local_synchronization=True))
+    _set_pg_timeout(timeout, made)  # private in torch, and there is no public way
+    return made
 
 
 def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
