@@ -191,8 +191,18 @@ def look(root: Path, case: Case, said: dict[int, list[Any]]) -> dict[str, Any]:
         assert words != "saved" or visible.get(case.name) == AFTER, f"rank {rank} reports a save, but found {visible}"
     assert latest in visible.values() or case.name == "step-1", (latest, visible)
     found = value_of(folder.locate(root / case.name)) if case.name == "step-1" else None
+    kept = left_by_another_save(root)
+    assert kept <= {f".{case.name}.replaced"} - {f".{name}.replaced" for name in visible}, kept
     assert save_alone(root / case.name) == sorted([case.name, "latest"])
     return {"latest": latest, "visible": visible, "found": found, "said": [words for words, _ in said.values()]}
+
+
+def left_by_another_save(root: Path) -> set[str]:
+    """The temporary folders with contents that stay when a job saves under another name after the kill."""
+    folder.prepare(root / "other")
+    folder.abandon(root / "other")
+    folders = [at for at in root.glob(".*") if at.is_dir() and not at.is_symlink()]
+    return {at.name for at in folders if {file.name for file in at.iterdir()} - {"owner.json"}}
 
 
 def save_alone(path: Path) -> list[str]:
