@@ -52,7 +52,7 @@ class Case:
 CASES = of_tier(
     (
         Case(0, "step-2", 2, 7),
-        Case(0, "step-1", 1, 7),
+        Case(0, "step-1", 1, 8),
         Case(1, "step-2", 1, 1),
     ),
     (
