@@ -84,7 +84,7 @@ class Moments:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        write, flush, make_group = HashedFile.write, os.fsync, background.group_like
+        write, flush, make_group = HashedFile.write, os.fsync, group.group_like
 
         def half(file: Any, data: Any) -> int:
             whole = bytes(data)

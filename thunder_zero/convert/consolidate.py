@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from thunder_zero.checkpoint.dcp_check import require_files
 from thunder_zero.convert.atomic_files import Create, create_together
 from thunder_zero.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
 from thunder_zero.convert.safetensors_file import (
@@ -111,6 +112,7 @@ def consolidate(
     out = Path(out)
     _require_valid(out, dtype, max_file_bytes)
     source = open_checkpoint(Path(checkpoint), verify_files=verify_files)
+    require_files(source.path, source.metadata)
     contents = _find_contents(source, dtype, optimizer)
     _warn_of_omissions(out, contents)
     with show_progress(f"write {out.name}", contents.nbytes) as done, create_together() as create:

@@ -29,7 +29,7 @@ GROUPS = "param_groups"
 EXTRA = "extra"
 EXTRA_STATE = "_extra_state"  # the end of the name of a module's extra state; other values that hooks add are not saved
 OPTIMIZER_CLASS = "optimizer_class"  # the names of the optimizers' classes, by number
-RANK_KEY = re.compile(r"rank(\d+)\.(.*)", re.DOTALL)
+RANK_KEY = re.compile(r"rank(\d{1,6})\.(.*)", re.DOTALL)
 Optimizers = Optimizer | Iterable[Optimizer]
 
 
@@ -228,9 +228,22 @@ def numbered_state_dict(
 
 
 def groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """An optimizer's parameter groups, from hyper-parameters by ``"<group>.<name>"``."""
+    """An optimizer's parameter groups, from hyper-parameters by ``"<group>.<name>"``.
+
+    Raises:
+        ValueError: a key that is not of this form; parameters that are not a list of names.
+    """
     groups: dict[int, dict[str, Any]] = {}
     for key, value in values.items():
         number, _, name = key.partition(".")
+        if not number.isdecimal() or (name == "params" and not is_names(value)):
+            raise ValueError(
+                f"the optimizer's parameter groups are damaged: {key!r} is {value!r}; use another checkpoint"
+            )
         groups.setdefault(int(number), {})[name] = value
     return [groups[number] for number in sorted(groups)]
+
+
+def is_names(value: object) -> bool:
+    """Whether a value is a list of names."""
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
