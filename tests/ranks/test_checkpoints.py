@@ -431,6 +431,20 @@ def test_saves_that_fail_leave_what_was_there(failed_saves: tuple[list[dict[str,
 # Asynchronous saves
 
 
+@contextmanager
+def groups_made() -> Iterator[list[tuple[Any, Any]]]:
+    """Collect the time-out that each new group is made with, and the group."""
+    made: list[tuple[Any, Any]] = []
+    make_group = dist.new_group
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        made.append((args[1], make_group(*args, **options)))
+        return made[-1][1]
+
+    with mock.patch.object(dist, "new_group", new_group):
+        yield made
+
+
 def asynchronous(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """Training goes on, in steps with collectives, while the writer is held up; what is saved is of before."""
     model = sharded(fresh(Mlp), 3)
@@ -439,19 +453,12 @@ def asynchronous(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     before = state_of(model, optimizer)
     go_on = threading.Event()
     whole = HashedFile.write
-    made: list[Any] = []
-
-    def new_group(*args: Any, **options: Any) -> Any:
-        made.append((args[1], make_group(*args, **options)))
-        return made[-1][1]
-
-    make_group = dist.new_group
 
     def held_up(file: Any, data: Any) -> int:
         assert go_on.wait(30)
         return whole(file, data)
 
-    with mock.patch.object(HashedFile, "write", held_up), mock.patch.object(dist, "new_group", new_group):
+    with mock.patch.object(HashedFile, "write", held_up), groups_made() as made:
         saved = tz.save(root / "a", model, optimizer, wait=False, max_to_keep=1)
         for _ in range(2):
             optimizer.zero_grad()

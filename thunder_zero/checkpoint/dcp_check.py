@@ -1,4 +1,4 @@
-"""Checks DCP's metadata before anything is read: types, shapes, rows of each tensor, places in the files.
+"""Checks DCP's metadata before anything is read: types, shapes, parts, places in the files.
 
 Metadata that passes describes each element of each tensor once, at places inside of the folder that are large enough.
 """

@@ -112,7 +112,6 @@ def consolidate(
     out = Path(out)
     _require_valid(out, dtype, max_file_bytes)
     source = open_checkpoint(Path(checkpoint), verify_files=verify_files)
-    require_files(source.path, source.metadata)
     contents = _find_contents(source, dtype, optimizer)
     _warn_of_omissions(out, contents)
     with show_progress(f"write {out.name}", contents.nbytes) as done, create_together() as create:
@@ -135,6 +134,7 @@ def _require_valid(out: Path, dtype: torch.dtype | None, max_file_bytes: int | N
 
 
 def _find_contents(source: OpenCheckpoint, dtype: torch.dtype | None, optimizer: bool) -> Contents:
+    require_files(source.path, source.metadata)
     model = source.tensors_to_write(f"{MODEL}.", dtype)
     if not model:
         raise ValueError(f"{source.path} has no model; pass a checkpoint that thunder_zero.save wrote")
