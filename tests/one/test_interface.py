@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from tests.harness.errors import raised
 from thunder_zero import Kind, Op, Policy, Traces
 from thunder_zero.comm.transport import Alone
+from thunder_zero.plan import make_plan
+from thunder_zero.runtime import registry
 from thunder_zero.runtime.sharded_model import sharded_model
 
 import thunder
@@ -375,6 +379,21 @@ def check_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {path for path in paths if f'"{path}"' in line} == paths
 
 
+def trust_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether another optimizer than torch's elementwise ones may step rows; on ranks: test_optimizers.py."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model: Any = thunder.jit(Net(), transforms=[tz.ZeroTransform()])
+        step = torch.optim.Adafactor(model.parameters()).step
+        for trusted, told in ((True, "nothing"), (False, "RuntimeError: torch.optim.Adafactor is not known")):
+            plan = make_plan(Net(), replace(tz.ZERO3, trust_optimizer=trusted), 2, 0)
+            owner = SimpleNamespace(plan=plan), plan.params[0]
+            monkeypatch.setattr(registry, "owners_of", lambda params, owner=owner: [owner])
+            assert raised(step).startswith(told)
+    finally:
+        dist.destroy_process_group()
+
+
 SEEN = {
     case.__name__: case
     for case in (
@@ -393,6 +412,7 @@ SEEN = {
         cpu_offload,
         broadcast_from,
         check_gradients,
+        trust_optimizer,
     )
 }
 

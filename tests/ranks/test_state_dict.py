@@ -322,6 +322,7 @@ def refused_for_others(
     attempt("flat, of another", partial(load, {key: value for key, value in flat.items() if ".bias." not in key}))
     attempt("flat, two rates", partial(load, {**flat, "param_groups.layers.1.weight.lr": 7.0}))
     attempt("flat, a model's", partial(load, good))
+    model = sharded(fresh(Mlp), tz.Policy(stage=3, trust_optimizer=True))
     factored = torch.optim.Adafactor([param for param in model.parameters() if rank == 0 or param.ndim > 1], lr=0.0)
     stepped(model, factored)
     attempt("one row of each rank's", partial(ours.get_optimizer_state_dict, model, factored))
