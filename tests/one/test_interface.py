@@ -314,12 +314,19 @@ def gather_last_units_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launches(textbook, Kind.GATHER, backward=True) == [(f"layers.{number}.weight",) for number in (0, 2, 1)]
 
 
+def thunder_free(model: Any) -> nn.Module:
+    """A plain module with the model's values."""
+    plain = Net()
+    plain.load_state_dict(tz.full_state_dict(model))
+    return plain
+
+
 def gather_once_per_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the second micro-batch of an accumulation gathers; the bytes: tests/ranks/test_accumulation.py."""
     gathers: list[int] = []
     real = Alone.all_gather
     monkeypatch.setattr(Alone, "all_gather", lambda self, *args: (gathers.append(0), real(self, *args))[1])
-    counts = []
+    counts, told, same = [], [], []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for hold in (False, True):
@@ -330,11 +337,20 @@ def gather_once_per_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
                 model(X).sum().backward()
                 first = len(gathers)
                 model(X).sum().backward()
-            counts.append((len(gathers) - first) / first)
+                counts.append((len(gathers) - first) / first)
+                weight = model.get_parameter("layers.1.weight")
+                weight.data.add_(1)
+                told.append(raised(lambda model=model: model(X)))  # type: ignore[misc]
+                with torch.no_grad():
+                    weight.add_(1)  # gathered again
+                same.append(torch.equal(model(X), thunder_free(model)(X)))
             gathers.clear()
     finally:
         dist.destroy_process_group()
     assert counts == [1, 0]
+    assert same == [True, True]
+    assert told[0] == "nothing"
+    assert "'layers.1.weight' was written to in the middle of an accumulation, in a way that PyTorch" in told[1]
 
 
 def cpu_offload(monkeypatch: pytest.MonkeyPatch) -> None:

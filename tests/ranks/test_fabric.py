@@ -368,7 +368,11 @@ def words_of_misuse() -> dict[str, list[str]]:
         "part": ["3.0"],
         "unchanged": ["True"],
         "compiled": ["True"],
-        "not elementwise": ["RuntimeError", "Adafactor is not known to treat every element alone", "trust_optimizer=True"],
+        "not elementwise": [
+            "RuntimeError",
+            "Adafactor is not known to treat every element alone",
+            "trust_optimizer=True",
+        ],
         "method": ["RuntimeError", "a method of Net", "move the method's code into forward"],
         "method of a jitted module": ["RuntimeError", "a method of Net"],
     }

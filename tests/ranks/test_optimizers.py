@@ -61,7 +61,7 @@ def muon(params: list[nn.Parameter]) -> optim.Optimizer:
 
 
 def mixed(params: list[nn.Parameter]) -> optim.Optimizer:
-    return Mine([{"params": [nn.Parameter(torch.ones(2))]}, {"params": params[-1:], "lr": 0.1}])
+    return Mine([{"params": [nn.Parameter(torch.ones(2))]}, {"params": params[-1:], "lr": 0.1}])  # type: ignore[list-item]
 
 
 def sharded_by_torch(params: list[nn.Parameter]) -> optim.Optimizer:
@@ -88,7 +88,7 @@ def step_of(make: Make, **policy: Any) -> tuple[str, bool]:
     before = [param.detach().clone() for param in params]
     optimizer = make(params)
     if type(optimizer) is optim.LBFGS:
-        told = raised(lambda: optimizer.step(lambda: 0.0))  # type: ignore[arg-type]
+        told = raised(lambda: optimizer.step(lambda: 0.0))
     else:
         told = raised(lambda: stepped(model, optimizer))
     return told, not all(map(torch.equal, before, params))

@@ -370,9 +370,9 @@ def why_state_dicts_do_not_fit() -> dict[str, str]:
         "flat, two rates": "parameters 'layers.0.weight' and 'layers.1.weight' are in one group",
         "flat, a model's": "'layers.0.weight' begins with neither 'state' nor 'param_groups'",
         "one row of each rank's": "'row_var' of parameter 'layers.0.weight': it has shape (4, 1), and is neither",
-        "other parameters": "group 1 of optimizer 0 differs between ranks: rank 0 has 'layers.0.bias', 'layers.1.weight', ",
+        "other parameters": "group 1 of optimizer 0 differs between ranks: rank 0 has 'layers.0.bias', ",
         "other order": "parameter 4 of group 0 of optimizer 0 differs between ranks: rank 0 has 'layers.2.weight'",
-        "other groups": "group 0 of optimizer 0 differs between ranks: rank 0 has 'layers.0.weight', rank 1 has 'layers.0.weight', ",
+        "other groups": "group 0 of optimizer 0 differs between ranks: rank 0 has 'layers.0.weight', rank 1",
         "no optimizer": "rank 0 has group 0 of optimizer 0 where rank 1 has nothing more; build the same optimizers",
         "other states": "the optimizer's state of parameter 'layers.0.weight' differs between ranks",
     }

@@ -1,8 +1,8 @@
 """Hooks around every optimizer step: refuse one on replaced parameters, note the others.
 
 Before a step: refuse one that would be lost or wrong, of parameters that a transform replaced, of shards whose
-gradients are not reduced yet, or by an optimizer that reads more than one element at a time. After it: mark the other ranks' rows of ZeRO-1's buffers as stale, since fused optimizers
-do not raise a tensor's version.
+gradients are not reduced yet, or by an optimizer that may read more than one element of a parameter at a time. After
+it: mark the other ranks' rows of ZeRO-1's buffers as stale, since fused optimizers do not raise a tensor's version.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from thunder_zero.runtime import registry
 from thunder_zero.runtime.optimizers import parameters_of
 from thunder_zero.runtime.state import State
 
-# torch's optimizers that treat every element alone, so that a step on rows is a step on these rows of the whole. By exact
-# type: a subclass may do anything. SparseAdam is left out: gradients of shards are dense.
+# torch's optimizers that treat every element alone, so that a step on rows is a step on these rows of the whole.
+# By exact type: a subclass may do anything. SparseAdam is left out: gradients of shards are dense.
 ELEMENTWISE: frozenset[type] = frozenset(
     (
         *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
