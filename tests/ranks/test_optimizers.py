@@ -61,7 +61,8 @@ def muon(params: list[nn.Parameter]) -> optim.Optimizer:
 
 
 def mixed(params: list[nn.Parameter]) -> optim.Optimizer:
-    return Mine([{"params": [nn.Parameter(torch.ones(2))]}, {"params": params[-1:], "lr": 0.1}])  # type: ignore[list-item]
+    groups: list[dict[str, Any]] = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": params[-1:], "lr": 0.1}]
+    return Mine(groups)
 
 
 def sharded_by_torch(params: list[nn.Parameter]) -> optim.Optimizer:

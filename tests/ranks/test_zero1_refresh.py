@@ -56,7 +56,7 @@ def changed_by_all_means(rank: int, world_size: int) -> dict[str, float]:
 def change_through_data(model: Any, x: Tensor, compare: Callable[[str], None]) -> None:
     """Writes that raise no version, as hand-written optimizers make them."""
     weight = model.get_parameter("0.weight")
-    ways: dict[str, Callable[[Tensor], Any]] = {
+    ways: dict[str, Callable[[Any], Any]] = {
         "added to data": lambda param: param.data.add_(param.grad, alpha=-0.1),
         "foreach on data": lambda param: torch._foreach_add_([param.data], [param.grad], alpha=-0.1),
         "copied to data": lambda param: param.data.copy_(param.data - 0.1 * param.grad),

@@ -24,7 +24,7 @@ SLICE = 4096  # blocks that are copied at once elsewhere
 @torch.no_grad()
 def digests_of(tensors: Sequence[Tensor]) -> Tensor:
     """One int64 for each tensor, on the tensors' device: equal bytes, and only these, have equal digests."""
-    return torch.stack([_sum(_words(tensor.detach().reshape(-1))) for tensor in tensors])
+    return torch.cat([_sum(_words(tensor.detach().reshape(-1))) for tensor in tensors])
 
 
 def _words(flat: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def _sum(words: Tensor) -> Tensor:
-    """The weighted sum of words: of blocks, then of their sums, each time with other weights."""
+    """The weighted sum of words, (1,): of blocks, then of their sums, each time with other weights."""
     weights = _weights(words.device)
     level = 0
     while len(words) > BLOCK:
@@ -45,18 +45,23 @@ def _sum(words: Tensor) -> Tensor:
         blocks, rest = words[:end].view(-1, BLOCK), words[None, end:]
         words = torch.cat([_products(blocks, weights[level]), _products(rest, weights[level])])
         level += 1
-    return _products(words[None], weights[level])[0]
+    return _products(words[None], weights[level])
 
 
 def _products(blocks: Tensor, weights: Tensor) -> Tensor:
-    """The product of each row of words with the first weights. A word's upper half is added to its lower one first:
-    most weights would lose a change of the highest bits, as a sign is one."""
-    weights, multiplies = weights[: blocks.shape[1]], blocks.device.type in MULTIPLY_INTEGERS
-    sums = []
-    for some in blocks.split(CACHED if multiplies else SLICE):
-        mixed = (some >> 32).add_(some)
-        sums.append(mixed.mv(weights) if multiplies else mixed.mul_(weights).sum(1))
-    return torch.cat(sums)
+    """The product of each row of words with the first weights."""
+    weights = weights[: blocks.shape[1]]
+    at_once = CACHED if blocks.device.type in MULTIPLY_INTEGERS else SLICE
+    if len(blocks) <= at_once:
+        return _products_at_once(blocks, weights)
+    return torch.cat([_products_at_once(some, weights) for some in blocks.split(at_once)])
+
+
+def _products_at_once(blocks: Tensor, weights: Tensor) -> Tensor:
+    """Adds a word's upper half to its lower one first: most weights would lose a change of the highest bits, as a sign
+    is one."""
+    mixed = (blocks >> 32).add_(blocks)
+    return mixed.mv(weights) if blocks.device.type in MULTIPLY_INTEGERS else mixed.mul_(weights).sum(1)
 
 
 @cache
