@@ -118,6 +118,7 @@ def trains(model: Any) -> bool:
         ({"gather_per_unit": "no"}, ValueError, ["gather_per_unit is 'no'", "True or False"]),
         ({"gather_last_units_once": 1}, ValueError, ["gather_last_units_once is 1", "True or False"]),
         ({"check_gradients": None}, ValueError, ["check_gradients is None", "True or False"]),
+        ({"trust_optimizer": "Muon"}, ValueError, ["trust_optimizer is 'Muon'", "True or False"]),
         ({"broadcast_from": "0"}, ValueError, ["broadcast_from is '0'", "or None"]),
         ({"unit_of": "blocks"}, ValueError, ["unit_of is 'blocks'", "a function"]),
     ],

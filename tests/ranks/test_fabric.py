@@ -287,7 +287,7 @@ def misuse_of_files(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     from thunder_zero.lightning import zero_module
 
     found = {}
-    with fabric_on(rank, world_size) as fabric:
+    with fabric_on(rank, world_size, trust_optimizer=True) as fabric:
         jitted = thunder.jit(fresh(Net))
         model = fabric.setup(jitted)
         found["full weights stay"] = str(any(not param.isnan().all() for param in jitted.parameters()))
@@ -332,6 +332,7 @@ def misuse_of_wrappers(rank: int, world_size: int) -> dict[str, str]:
         found["unchanged"] = str(all(map(operator.is_, optimizer.param_groups[0]["params"], params)))
         compiled = fabric.setup(torch.compile(fresh(Net)))
         found["compiled"] = str(torch.allclose(compiled(x), fresh(Net)(x)))
+        found["not elementwise"] = raised(fabric.setup_optimizers(torch.optim.Adafactor(compiled.parameters())).step)
         for case, module in {"method": Net(), "method of a jitted module": thunder.jit(Net())}.items():
             model = fabric.setup(module)
             model.mark_forward_method("twice")
@@ -367,6 +368,11 @@ def words_of_misuse() -> dict[str, list[str]]:
         "part": ["3.0"],
         "unchanged": ["True"],
         "compiled": ["True"],
+        "not elementwise": [
+            "RuntimeError",
+            "Adafactor is not known to treat every element alone",
+            "trust_optimizer=True",
+        ],
         "method": ["RuntimeError", "a method of Net", "move the method's code into forward"],
         "method of a jitted module": ["RuntimeError", "a method of Net"],
     }

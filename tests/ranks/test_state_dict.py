@@ -296,6 +296,10 @@ def sgd_on(model: Any, rank: int) -> torch.optim.Optimizer:
     return optimizer
 
 
+def adamw_of(groups: list[list[Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": group} for group in groups], lr=1.0)
+
+
 def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
     model, optimizer = trained(3)
     before = state_of(model, optimizer)
@@ -376,9 +380,20 @@ def refused_for_others(
     attempt("flat, of another", partial(load, {key: value for key, value in flat.items() if ".bias." not in key}))
     attempt("flat, two rates", partial(load, {**flat, "param_groups.layers.1.weight.lr": 7.0}))
     attempt("flat, a model's", partial(load, good))
-    factored = torch.optim.Adafactor([param for param in model.parameters() if rank == 0 or param.ndim > 1], lr=0.0)
-    stepped(model, factored)
-    attempt("one row of each rank's", partial(ours.get_optimizer_state_dict, model, factored))
+    trusting = sharded(fresh(Mlp), tz.Policy(stage=3, trust_optimizer=True))
+    factored = torch.optim.Adafactor([param for param in trusting.parameters() if rank == 0 or param.ndim > 1], lr=0.0)
+    stepped(trusting, factored)
+    attempt("one row of each rank's", partial(ours.get_optimizer_state_dict, trusting, factored))
+    params = list(model.parameters())
+    for name, groups in {
+        "other parameters": [params[:1], params[1 + rank :]],
+        "other order": [params[:4] + (params[:3:-1] if rank else params[4:])],
+        "other groups": [params] if rank else [params[:1], params[1:]],
+        "no optimizer": [] if rank else [params],
+    }.items():
+        optimizers = [adamw_of(groups)] if groups else []
+        send = partial(ours.set_optimizer_state_dict, model, optimizers, {} if rank else in_optimizer)
+        attempt(name, partial(send, options=FROM_RANK_0))
     attempt("other states", partial(ours.get_optimizer_state_dict, model, sgd_on(model, rank)))
 
 
@@ -409,6 +424,10 @@ def why_state_dicts_do_not_fit() -> dict[str, str]:
         "flat, two rates": "parameters 'layers.0.weight' and 'layers.1.weight' are in one group",
         "flat, a model's": "'layers.0.weight' begins with neither 'state' nor 'param_groups'",
         "one row of each rank's": "'row_var' of parameter 'layers.0.weight': it has shape (4, 1), and is neither",
+        "other parameters": "group 1 of optimizer 0 differs between ranks: rank 0 has 'layers.0.bias', ",
+        "other order": "parameter 4 of group 0 of optimizer 0 differs between ranks: rank 0 has 'layers.2.weight'",
+        "other groups": "group 0 of optimizer 0 differs between ranks: rank 0 has 'layers.0.weight', rank 1",
+        "no optimizer": "rank 0 has group 0 of optimizer 0 where rank 1 has nothing more; build the same optimizers",
         "other states": "the optimizer's state of parameter 'layers.0.weight' differs between ranks",
     }
 

@@ -1,21 +1,30 @@
 """Hooks around every optimizer step: refuse one on replaced parameters, note the others.
 
-Before a step: refuse one that would be lost or wrong, of parameters that a transform replaced or of shards whose
-gradients are not reduced yet. After it: mark the other ranks' rows of ZeRO-1's buffers as stale, since fused optimizers
-do not raise a tensor's version.
+Before a step: refuse one that would be lost or wrong, of parameters that a transform replaced, of shards whose
+gradients are not reduced yet, or by an optimizer that may read more than one element of a parameter at a time. After
+it: mark the other ranks' rows of ZeRO-1's buffers as stale, since fused optimizers do not raise a tensor's version.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from thunder_zero.runtime import registry
 from thunder_zero.runtime.optimizers import parameters_of
 from thunder_zero.runtime.state import State
+
+# torch's optimizers that treat every element alone, so that a step on rows is a step on these rows of the whole.
+# By exact type: a subclass may do anything. SparseAdam is left out: gradients of shards are dense.
+ELEMENTWISE: frozenset[type] = frozenset(
+    (
+        *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
+        *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
+    )
+)
 
 _hooked = False
 
@@ -31,6 +40,7 @@ def watch(state: State, module: nn.Module) -> None:
     registry.register(state, module)
     if not _hooked:
         register_optimizer_step_pre_hook(_refuse_replaced)
+        register_optimizer_step_pre_hook(_refuse_untrusted)
         register_optimizer_step_pre_hook(_refuse_open)
         register_optimizer_step_post_hook(_note_step)
         _hooked = True
@@ -44,6 +54,22 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 f"{type(optimizer).__name__} holds the plain module's parameter {path!r}, which the transform replaced "
                 f"by a shard, so its step would be lost; build the optimizer on model.parameters() of the model that "
                 f"thunder.jit or thunder_zero.zero returned"
+            )
+
+
+def _refuse_untrusted(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    kind = type(optimizer)
+    if kind in ELEMENTWISE:
+        return
+    for owner in registry.owners_of(parameters_of(optimizer)):
+        if owner is None:
+            continue
+        (state, param) = owner
+        if param.sharded and state.plan.world_size > 1 and not state.plan.policy.trust_optimizer:
+            raise RuntimeError(
+                f"{kind.__module__}.{kind.__qualname__} is not known to treat every element alone, and each rank has "
+                f"only some rows of parameter {param.path!r}; use an elementwise optimizer of torch.optim, such as "
+                f"AdamW, or stage=0, or give the transform trust_optimizer=True if this one is elementwise"
             )
 
 

@@ -64,19 +64,25 @@ class State:
             for param in plan.params
         }
         versions = Versions(self.shards)
-        self.resident = ResidentParameters(memory.buffers, memory.shared, versions)
-        self.held_over = HeldOver(versions)
+        is_copied = plan.world_size > 1 or len(memory.shared) < len(memory.buffers)
+        digested = {path: self.shards[path] for path in memory.buffers} if is_copied else {}
+        self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
+        self.held_over = HeldOver(self.shards, versions)
 
     def agree_on_stale(self) -> None:
-        """See :meth:`thunder_zero.runtime.resident.ResidentParameters.agree_on_stale`."""
+        """See :meth:`thunder_zero.runtime.resident.ResidentParameters.agree_on_stale` and
+        :meth:`thunder_zero.runtime.held_over.HeldOver.require_unwritten`."""
+        self.held_over.require_unwritten()
         self.resident.agree_on_stale(self.on_any_rank)
 
-    def on_any_rank(self, paths: Sequence[str], here: Container[str]) -> list[str]:
-        """Those of ``paths`` that are in ``here`` on any rank; one small collective, if there are several ranks."""
-        if self.plan.ranks == 1:
-            return [path for path in paths if path in here]
+    def on_any_rank(self, paths: Sequence[str], here: Container[str], also: Tensor | None = None) -> list[str]:
+        """Those of ``paths`` that any rank has in ``here``, or flags in ``also`` (a bool for each path); one small
+        collective, if there are several ranks."""
         flags = torch.tensor([path in here for path in paths], dtype=torch.int32, device=self.device)
-        all_reduce_max(flags, self.group)
+        if also is not None:
+            flags += also.to(self.device)
+        if self.plan.ranks > 1:
+            all_reduce_max(flags, self.group)
         return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
 
     def drop_deferred(self) -> None:

@@ -209,7 +209,8 @@ def set_optimizer_state_dict(
         TypeError: not a model with ZeroTransform.
         ValueError: a parameter has no group; parameters of one group have different ones; a state has another shape;
             an option is not supported.
-        RuntimeError: a state is missing, and ``strict``; another rank refused; options differ between ranks.
+        RuntimeError: a state is missing, and ``strict``; another rank refused; options differ between ranks; rank 0
+            sends, and its optimizers have other groups than another rank's.
         Exception: raised by an optimizer's ``load_state_dict``.
     """
     state, contents, options = _prepared(model, options, None)

@@ -203,6 +203,18 @@ def state_facts(contents: ModelContents, optimizers: Sequence[Optimizer]) -> lis
     return facts
 
 
+def group_facts(contents: ModelContents, optimizers: Iterable[Optimizer]) -> list[Fact]:
+    """The groups of the optimizers, then their parameters, for the ranks to compare."""
+    remedy = "build the same optimizers, with the same groups, on every rank"
+    facts = []
+    for number, optimizer in enumerate(optimizers):
+        for at, members in enumerate(named_groups(contents, optimizer)):
+            where, names = f"group {at} of optimizer {number}", [named.name for named in members]
+            facts.append(Fact(where, listed(names), remedy))
+            facts += [Fact(f"parameter {place} of {where}", repr(name), remedy) for place, name in enumerate(names)]
+    return facts
+
+
 def listed(names: Sequence[str]) -> str:
     """The first three of these names and the number of the others, or "none", for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
