@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thunder_zero.runtime.placeholders import is_all_nan
+from thunder_zero.runtime.placeholders import Placeholder
 from thunder_zero.runtime.registry import is_transformed
 
 from thunder import compile_data
@@ -119,10 +119,10 @@ def sharded_before(candidate: Candidate) -> str | None:
 
 def copied_from_sharded(candidate: Candidate) -> str | None:
     for path, param in candidate.module.named_parameters():
-        if is_all_nan(param):
+        if isinstance(param, Placeholder):
             return (
-                f"every element of parameter {path!r} is NaN: {candidate.name} is a copy of a module that was "
-                f"sharded, whose values moved to the shards; build a new module and load "
+                f"parameter {path!r} has no values: {candidate.name} is a copy of a module that was "
+                f"sharded, and the values are in the shards; build a new module and load "
                 f"thunder_zero.full_state_dict(model) into it"
             )
     return None

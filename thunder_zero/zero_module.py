@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
 
 from thunder_zero.compiled import Compiled, Traces
+from thunder_zero.runtime.placeholders import set_tensor, traced
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.runtime.state import State
 
@@ -36,6 +41,35 @@ class ZeroModule(ShardedModel, ThunderModule):
     def compiled(self) -> Compiled:
         """The model's symbols and programs."""
         return self._compiled
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with traced():
+            return super().forward(*args, **kwargs)
+
+    def set_buffer(self, name: str, value: Tensor) -> None:
+        """Set a buffer of both modules; Thunder calls this with what forward assigned to one.
+
+        As in eager, nothing but the value stays: Thunder's version has the gradient of all that forward returns, which
+        the next forward refuses, and puts a buffer of the module itself under another name, where nobody reads it.
+        """
+        name, value = name.removeprefix("."), value.detach()
+        super().set_buffer(name, value)
+        set_tensor(self.plain, name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZeroModule:
+        """What ``to``, ``half`` or ``cuda`` call. They may change nothing: shards and traces have their dtypes.
+
+        Raises:
+            RuntimeError: naming the first parameter or buffer that would be moved or cast; nothing is.
+        """
+        ignored = ((name, param) for name, param in self.named_parameters() if name not in self.state.plan.by_name)
+        for name, tensor in chain(self.state.placeholders.items(), ignored, self.named_buffers()):
+            if fn(tensor) is not tensor:
+                raise RuntimeError(
+                    f"{name!r} cannot be moved or cast after thunder_zero sharded the module: it is {tensor.dtype} on "
+                    f"{tensor.device}; call .to() on the module before thunder.jit"
+                )
+        return self
 
 
 def adopt(model: ThunderModule, state: State, compiled: Compiled) -> None:
