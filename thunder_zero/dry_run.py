@@ -16,7 +16,7 @@ from thunder_zero.compiled import Traces
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import ZERO3, Policy
 from thunder_zero.runtime.placeholders import placeholder, set_tensor, traced
-from thunder_zero.trace.casts import casting_borders
+from thunder_zero.trace.casts import cast_inputs, casting_borders
 from thunder_zero.trace.symbols import DryRuntime
 from thunder_zero.transform import ZeroTransform
 
@@ -83,6 +83,7 @@ def trace(
     if any(parameter.is_meta for parameter in module.parameters()):
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
     with _as_computed(module, transform.plan):
+        args, kwargs = cast_inputs(type(module).__name__, args, kwargs, transform.plan.policy.mixed_precision)
         with traced():
             return transform.compiled.traces(_compile(jitted, args, kwargs))
 

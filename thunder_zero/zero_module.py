@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import is_namedtuple_class
 
 from thunder_zero.compiled import Compiled, Traces
 from thunder_zero.runtime.placeholders import set_tensor, traced
@@ -44,7 +45,18 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with traced():
-            return super().forward(*args, **kwargs)
+            try:
+                return super().forward(*args, **kwargs)
+            except TypeError as error:  # from Thunder's tracing; its words name neither the module nor a way out
+                named = next(_named_tuples((args, kwargs)), None)
+                if str(error).startswith("tree_flatten of type"):
+                    what = f"returns another structure than tuples, lists, dicts, named tuples and dataclasses ({error})"
+                elif named is not None:
+                    what = f"takes a named tuple, {type(named).__name__}"
+                else:
+                    raise
+                name = type(self._model).__name__
+                raise TypeError(f"Thunder cannot trace {name}, which {what}; use a dict or a dataclass") from error
 
     def set_buffer(self, name: str, value: Tensor) -> None:
         """Set a buffer of both modules; Thunder calls this with what forward assigned to one.
@@ -70,6 +82,15 @@ class ZeroModule(ShardedModel, ThunderModule):
                     f"{tensor.device}; call .to() on the module before thunder.jit"
                 )
         return self
+
+
+def _named_tuples(tree: Any) -> Iterator[Any]:
+    """Those in the arguments of forward: Thunder 0.2.6 takes none."""
+    if is_namedtuple_class(type(tree)):
+        yield tree
+    if isinstance(tree, (tuple, list, Mapping)):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _named_tuples(item)
 
 
 def adopt(model: ThunderModule, state: State, compiled: Compiled) -> None:

@@ -197,7 +197,7 @@ def test_a_placeholder_that_is_used(kind: str, stage: int) -> None:
             attempt(plain, model)
         assert not [word for word in words if word not in str(caught.value)], (name, str(caught.value))
         for hook in model._forward_pre_hooks.values():
-            hook(model, ())
+            hook(model, (), {})
 
 
 @pytest.mark.usefixtures("group")
