@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from thunder_zero.runtime.placeholders import Placeholder
 from thunder_zero.runtime.registry import is_transformed
@@ -234,7 +235,7 @@ PARTS: tuple[Part, ...] = (
         "normalise the weight in forward",
     ),
     Part(
-        lambda module: isinstance(module, _WeightNorm),
+        lambda module: _prepared_by(module, WeightNorm) or isinstance(module, _WeightNorm),
         "is under weight_norm",
         "Thunder cannot trace it",
         "compute g * v / v.norm(...) in forward",

@@ -50,7 +50,9 @@ class ZeroModule(ShardedModel, ThunderModule):
             except TypeError as error:  # from Thunder's tracing; its words name neither the module nor a way out
                 named = next(_named_tuples((args, kwargs)), None)
                 if str(error).startswith("tree_flatten of type"):
-                    what = f"returns another structure than tuples, lists, dicts, named tuples and dataclasses ({error})"
+                    what = (
+                        f"returns another structure than tuples, lists, dicts, named tuples and dataclasses ({error})"
+                    )
                 elif named is not None:
                     what = f"takes a named tuple, {type(named).__name__}"
                 else:

@@ -28,6 +28,8 @@ X = torch.arange(12.0).view(3, 4).sin()
 class Net(nn.Module):
     """Methods beside forward, a scalar parameter, an ignored one, buffers of the module and of a submodule."""
 
+    offset: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
@@ -161,7 +163,10 @@ FOUND: dict[str, tuple[Attempt, str]] = {
         lambda plain, model: setattr(plain.norm, "running_mean", torch.ones(4)),
         "buffer 'norm.running_mean' was replaced",
     ),
-    "a buffer of the model": (lambda plain, model: setattr(model, "offset", torch.ones(4)), "buffer 'offset' was replaced"),
+    "a buffer of the model": (
+        lambda plain, model: setattr(model, "offset", torch.ones(4)),
+        "buffer 'offset' was replaced",
+    ),
     "an attribute of the model": (lambda plain, model: setattr(model, "bound", 3.0), "attribute 'bound' was replaced"),
     "a parameter": (
         lambda plain, model: setattr(plain.first, "weight", nn.Parameter(torch.ones(4, 4))),
@@ -175,7 +180,10 @@ FOUND: dict[str, tuple[Attempt, str]] = {
         lambda plain, model: setattr(plain.first, "extra", nn.Parameter(torch.ones(4))),
         "submodule 'first' got the parameter 'extra'",
     ),
-    "a new submodule": (lambda plain, model: setattr(plain, "extra", nn.Tanh()), "the module got the submodule 'extra'"),
+    "a new submodule": (
+        lambda plain, model: setattr(plain, "extra", nn.Tanh()),
+        "the module got the submodule 'extra'",
+    ),
     "no parameter": (lambda plain, model: delattr(plain, "scale"), "parameter 'scale' was replaced"),
     "load_state_dict(assign=True)": (
         lambda plain, model: plain.load_state_dict(Net().state_dict(), assign=True),
@@ -213,7 +221,7 @@ def test_what_is_found_before_the_next_forward(what: str) -> None:
 
 @pytest.mark.usefixtures("group")
 def test_what_may_be_done_with_the_plain_module() -> None:
-    """Looks, copies and conversions that change nothing; a buffer that forward assigns has its value in both modules."""
+    """Looks, copies and conversions that change nothing; both modules have the buffer that forward assigns."""
     plain = Net()
     eager = deepcopy(plain)
     model = shard(plain)

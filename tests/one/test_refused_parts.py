@@ -1,8 +1,9 @@
-"""Submodules that Thunder gets wrong or cannot trace are refused before anything is sharded, by path, with a way out."""
+"""Submodules that Thunder gets wrong or cannot trace are refused by path, with a way out, before one is sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,8 @@ from thunder_zero.refusals import PARTS
 import thunder
 
 
-def compiled() -> nn.Module:
-    module: nn.Module = torch.compile(nn.Linear(4, 4), backend="eager")
-    return module
+def compiled() -> Any:
+    return torch.compile(nn.Linear(4, 4), backend="eager")
 
 
 def hooked() -> nn.Module:
@@ -54,7 +54,11 @@ MADE: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
         normed(nn.utils.parametrizations.spectral_norm),
         ("is under spectral_norm", "in forward"),
     ),
-    "weight_norm": (normed(nn.utils.parametrizations.weight_norm), ("is under weight_norm", "in forward")),
+    "weight_norm": (normed(nn.utils.weight_norm), ("is under weight_norm", "in forward")),
+    "weight_norm, parametrized": (
+        normed(nn.utils.parametrizations.weight_norm),
+        ("is under weight_norm", "in forward"),
+    ),
     "DataParallel": (lambda: nn.DataParallel(nn.Linear(4, 4)), ("is a DataParallel", "inside of it")),
     "DDP": (lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 4)), ("is a DistributedDataParallel", "inside")),
     "script": (lambda: torch.jit.script(nn.Linear(4, 4)), ("ScriptModule", "before torch.jit.script")),

@@ -61,9 +61,7 @@ class Made:
 class Intact:
     """The jitted model, its plain module and all their parameters, as the transform left them."""
 
-    def __init__(
-        self, state: State, links: Iterable[Link], pairs: Iterable[Pair], members: Iterable[Members]
-    ) -> None:
+    def __init__(self, state: State, links: Iterable[Link], pairs: Iterable[Pair], members: Iterable[Members]) -> None:
         self._links, self._pairs, self._members = tuple(links), tuple(pairs), tuple(members)
         self._made = tuple(
             Made(

@@ -12,19 +12,18 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 
 # What may be asked of a placeholder: what it looks like, new tensors that look like it, and itself.
-LOOKS = frozenset(
-    "shape dtype device layout requires_grad is_leaf grad_fn retains_grad ndim names name itemsize nbytes output_nr "
-    "is_cpu is_cuda is_meta is_mps is_xpu is_xla is_ipu is_hpu is_maia is_mtia is_vulkan is_mkldnn is_nested "
-    "is_quantized is_sparse is_sparse_csr _version _base _backward_hooks _post_accumulate_grad_hooks "
-    "size dim ndimension stride numel nelement element_size storage_offset data_ptr get_device __len__ __hash__ "
-    "is_contiguous is_floating_point is_complex is_signed is_pinned is_shared is_inference is_conj is_neg is_same_size "
-    "is_set_to is_tensor is_storage is_distributed "
-    "empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full "
-    "new_empty_strided result_type can_cast".split()
-)
-CONVERSIONS = frozenset(
-    "to type cpu cuda xpu mps float double half bfloat16 int long short char byte bool cfloat cdouble chalf".split()
-)
+_LOOKS = """
+    shape dtype device layout requires_grad is_leaf grad_fn retains_grad ndim names name itemsize nbytes output_nr
+    is_cpu is_cuda is_meta is_mps is_xpu is_xla is_ipu is_hpu is_maia is_mtia is_vulkan is_mkldnn is_nested
+    is_quantized is_sparse is_sparse_csr _version _base _backward_hooks _post_accumulate_grad_hooks
+    size dim ndimension stride numel nelement element_size storage_offset data_ptr get_device __len__ __hash__
+    is_contiguous is_floating_point is_complex is_signed is_pinned is_shared is_inference is_conj is_neg is_same_size
+    is_set_to is_tensor is_storage is_distributed
+    empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full
+    new_empty_strided result_type can_cast
+"""
+_CONVERSIONS = "to type cpu cuda xpu mps float double half bfloat16 int long short char byte bool cfloat cdouble chalf"
+LOOKS, CONVERSIONS = frozenset(_LOOKS.split()), frozenset(_CONVERSIONS.split())
 MODULE_TO = "_has_compatible_shallow_copy_type"  # nn.Module's methods ask this of what a conversion returned
 NAN = float("nan")
 _traced = ContextVar("_traced", default=False)
@@ -74,7 +73,7 @@ class Placeholder(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return _make, (self.path, self.shape, self.dtype, self.device, self.requires_grad)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"Placeholder({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
@@ -111,9 +110,7 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(module.get_submodule(parent), attribute, tensor)
 
 
-def _make(
-    path: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool
-) -> Placeholder:
+def _make(path: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Placeholder:
     """NaN, where the dtype has it: kernels of others that pass by ``__torch_function__`` still find no stale values."""
     value = NAN if dtype.is_floating_point or dtype.is_complex else 0
     one = torch.full((), value, dtype=dtype, device=device)
@@ -166,8 +163,8 @@ def _refusal(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     written = first and (attribute == "__set__" or _is_in_place(name))
     if written or _is_initialiser(func) or _is_out(held, kwargs):
         return (
-            f"{said} cannot write to {what}: thunder_zero sharded it, and its values are in the shards; set them before "
-            f"thunder.jit, or load full values with load_original_state_dict of the sharded model"
+            f"{said} cannot write to {what}: thunder_zero sharded it, and its values are in the shards; set them "
+            f"before thunder.jit, or load full values with load_original_state_dict of the sharded model"
         )
     return (
         f"{said} cannot use {what}: thunder_zero sharded it, its values are in the shards, and only a call of the "

@@ -26,7 +26,7 @@ OTHERS = (tuple, list, set, frozenset, deque)
 
 
 def cast_inputs(name: str, args: Any, kwargs: Any, precision: MixedPrecision) -> tuple[Any, Any]:
-    """The arguments of a whole module, cast before Thunder sees them: it cannot trace the fields of a given dataclass."""
+    """A whole module's arguments, cast before Thunder sees them, as FSDP2 does."""
     dtype, _ = precision.border("", None)
     return _cast(args, dtype, name), _cast(kwargs, dtype, name)
 
@@ -104,8 +104,8 @@ def _cast(tree: Any, dtype: torch.dtype | None, owner: Any) -> Any:
         items = list(tree.values()) if isinstance(tree, dict) else list(tree) if isinstance(tree, OTHERS) else []
     if any(isinstance(item, torch.Tensor) and item.is_floating_point() for item in items):
         raise TypeError(
-            f"mixed precision cannot cast the tensors in a {kind.__name__}, which {_name(owner)} takes or returns; use a "
-            f"tuple, list, dict, OrderedDict, named tuple, or dataclass whose fields are all arguments"
+            f"mixed precision cannot cast the tensors in a {kind.__name__}, which {_name(owner)} takes or returns; use "
+            f"a tuple, list, dict, OrderedDict, named tuple, or dataclass whose fields are all arguments"
         )
     return tree
 
