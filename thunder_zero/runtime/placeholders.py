@@ -1,4 +1,4 @@
-"""Placeholders: they replace the plain module's parameters, with full shape and no values; using one raises."""
+"""Placeholders replace the plain module's parameters, with shape but no values; using one raises."""
 
 from __future__ import annotations
 
