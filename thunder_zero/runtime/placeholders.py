@@ -1,4 +1,4 @@
-"""Placeholders replace the plain module's parameters, with shape but no values; using one raises."""
+"""Placeholders replace the plain module's parameters: shape, no values; using one raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Casts inputs and outputs of modules to the dtypes of mixed precision; of submodules, in the trace.
+"""Casts inputs and outputs of modules to the dtypes of mixed precision.
 
 A submodule's class is replaced by a subclass whose forward casts, as torch's ``fully_shard`` does with the modules that
 it shards. Hooks would be simpler, but Thunder 0.2.6 cannot trace them.
