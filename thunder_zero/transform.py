@@ -13,7 +13,7 @@ from thunder_zero.comm import agree
 from thunder_zero.comm.device import device_for
 from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.compiled import Compiled
-from thunder_zero.placement import links, place_buffers, place_others, place_parameters
+from thunder_zero.placement import links, members, pairs, place_buffers, place_others, place_parameters
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
@@ -26,7 +26,7 @@ from thunder_zero.schedule import verify
 from thunder_zero.schedule.program_name import ProgramName
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.state_dict import hooks
-from thunder_zero.trace.casts import cast_borders
+from thunder_zero.trace.casts import cast_borders, cast_inputs
 from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
@@ -116,8 +116,8 @@ class ZeroTransform(Transform):
         self.install(model, plan, Calls(self._state, ignored))
         cast_borders(plain, self.policy.mixed_precision)
         adopt(model, self._state, self.compiled)
-        self._intact = Intact(self._state, links(model, self._state))
-        model.register_forward_pre_hook(self._before_forward)
+        self._intact = Intact(self._state, links(model, self._state), pairs(model), members(model))
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def _take_over(self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: Values) -> State:
         """Make the model's state, and put shards and placeholders into its modules."""
@@ -128,8 +128,12 @@ class ZeroTransform(Transform):
         place_buffers(model, state, self._given.device)
         return state
 
-    def _before_forward(self, model: ThunderModule, args: Any) -> None:
-        """Check the model before Thunder reads it: Thunder would fail on a changed one with words of its own."""
+    def _before_forward(self, model: ThunderModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Check the model before Thunder reads it: Thunder would fail on a changed one with words of its own.
+
+        Returns:
+            The arguments of forward, in the dtypes of compute.
+        """
         if is_tracing():
             raise TypeError(
                 f"thunder.jit was given a function that calls {type(model._model).__name__}, which ZeroTransform "
@@ -138,6 +142,7 @@ class ZeroTransform(Transform):
         self._state.transport.drain()  # ends the collectives of a failed step
         self._intact.require()
         self._state.agree_on_stale()
+        return cast_inputs(type(model._model).__name__, args, kwargs, self.policy.mixed_precision)
 
     def transform_traces_pre_prologue(
         self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any

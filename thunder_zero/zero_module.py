@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import is_namedtuple_class
 
 from thunder_zero.compiled import Compiled, Traces
+from thunder_zero.runtime.placeholders import set_tensor, traced
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.runtime.state import State
 
@@ -58,6 +60,57 @@ class ZeroModule(ShardedModel, ThunderModule):
                 f"if strict=False"
             )
         super().load_original_state_dict(state_dict)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with traced():
+            try:
+                return super().forward(*args, **kwargs)
+            except TypeError as error:  # from Thunder's tracing; its words name neither the module nor a way out
+                named = next(_named_tuples((args, kwargs)), None)
+                if str(error).startswith("tree_flatten of type"):
+                    what = (
+                        f"returns another structure than tuples, lists, dicts, named tuples and dataclasses ({error})"
+                    )
+                elif named is not None:
+                    what = f"takes a named tuple, {type(named).__name__}"
+                else:
+                    raise
+                name = type(self._model).__name__
+                raise TypeError(f"Thunder cannot trace {name}, which {what}; use a dict or a dataclass") from error
+
+    def set_buffer(self, name: str, value: Tensor) -> None:
+        """Set a buffer of both modules; Thunder calls this with what forward assigned to one.
+
+        As in eager, nothing but the value stays: Thunder's version has the gradient of all that forward returns, which
+        the next forward refuses, and puts a buffer of the module itself under another name, where nobody reads it.
+        """
+        name, value = name.removeprefix("."), value.detach()
+        super().set_buffer(name, value)
+        set_tensor(self.plain, name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZeroModule:
+        """What ``to``, ``half`` or ``cuda`` call. They may change nothing: shards and traces have their dtypes.
+
+        Raises:
+            RuntimeError: naming the first parameter or buffer that would be moved or cast; nothing is.
+        """
+        ignored = ((name, param) for name, param in self.named_parameters() if name not in self.state.plan.by_name)
+        for name, tensor in chain(self.state.placeholders.items(), ignored, self.named_buffers()):
+            if fn(tensor) is not tensor:
+                raise RuntimeError(
+                    f"{name!r} cannot be moved or cast after thunder_zero sharded the module: it is {tensor.dtype} on "
+                    f"{tensor.device}; call .to() on the module before thunder.jit"
+                )
+        return self
+
+
+def _named_tuples(tree: Any) -> Iterator[Any]:
+    """Those in the arguments of forward: Thunder 0.2.6 takes none."""
+    if is_namedtuple_class(type(tree)):
+        yield tree
+    if isinstance(tree, (tuple, list, Mapping)):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _named_tuples(item)
 
 
 def adopt(model: ThunderModule, state: State, compiled: Compiled) -> None:

@@ -26,6 +26,7 @@ from tests.harness.models import error, fresh
 from tests.harness.ranks import RanksPool
 from thunder_zero.layout import row_range
 from thunder_zero.runtime.calls import Calls
+from thunder_zero.runtime.placeholders import Placeholder
 
 import thunder
 
@@ -290,7 +291,7 @@ def misuse_of_files(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     with fabric_on(rank, world_size, trust_optimizer=True) as fabric:
         jitted = thunder.jit(fresh(Net))
         model = fabric.setup(jitted)
-        found["full weights stay"] = str(any(not param.isnan().all() for param in jitted.parameters()))
+        found["full weights stay"] = str(any(not isinstance(param, Placeholder) for param in jitted.parameters()))
         found["again"] = raised(lambda: fabric.setup(zero_module(model)))
         found["empty"] = raised(lambda: fabric.init_module(empty_init=True))
         with fabric.init_module():

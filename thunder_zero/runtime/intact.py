@@ -27,6 +27,25 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """Two places, of the plain module and of the jitted one, that must have the same buffer."""
+
+    holder: Mapping[str, Any]
+    key: str
+    jitted: Mapping[str, Any]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The parameters or submodules of one module, and their names."""
+
+    holder: Mapping[str, Any]
+    names: frozenset[str]
+    got: str  # how a sentence begins that another name ends
+
+
+@dataclass(frozen=True, slots=True)
 class Made:
     """A parameter as it was made."""
 
@@ -42,8 +61,8 @@ class Made:
 class Intact:
     """The jitted model, its plain module and all their parameters, as the transform left them."""
 
-    def __init__(self, state: State, links: Iterable[Link]) -> None:
-        self._links = tuple(links)
+    def __init__(self, state: State, links: Iterable[Link], pairs: Iterable[Pair], members: Iterable[Members]) -> None:
+        self._links, self._pairs, self._members = tuple(links), tuple(pairs), tuple(members)
         self._made = tuple(
             Made(
                 param.path,
@@ -52,10 +71,9 @@ class Intact:
                 tensor.dtype,
                 tensor.device,
                 param.requires_grad,
-                tensor.data_ptr() if at_rest is state.shards and param.path in state.resident.shared else None,
+                tensor.data_ptr() if param.path in state.resident.shared else None,
             )
-            for at_rest in (state.shards, state.placeholders)
-            for param, tensor in ((param, at_rest[param.path]) for param in state.plan.params)
+            for param, tensor in ((param, state.shards[param.path]) for param in state.plan.params)
         )
 
     def require(self) -> None:
@@ -68,6 +86,19 @@ class Intact:
             found = link.holder.get(link.key)
             if found is not link.expected:
                 raise RuntimeError(_replaced(link, found))
+        for pair in self._pairs:
+            if pair.holder.get(pair.key) is not pair.jitted.get(pair.name):
+                raise RuntimeError(
+                    f"buffer {pair.name!r} was replaced after thunder_zero sharded the module, in one of the plain and "
+                    f"the sharded module only; copy new values into it in place"
+                )
+        for member in self._members:
+            if member.holder.keys() != member.names:
+                name = min(set(member.holder) - member.names)
+                raise RuntimeError(
+                    f"{member.got} {name!r} after thunder_zero sharded the module, so no plan covers it; add it before "
+                    f"thunder.jit"
+                )
         for made in self._made:
             tensor = made.tensor
             if tensor.dtype is not made.dtype or tensor.device != made.device:

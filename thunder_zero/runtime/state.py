@@ -60,7 +60,7 @@ class State:
         memory = lay_out(plan, device, at_rest)
         self.shards = {param.path: nn.Parameter(memory.rows[param.path], param.requires_grad) for param in plan.params}
         self.placeholders = {
-            param.path: placeholder(module.get_parameter(param.path), param.compute_dtype, device)
+            param.path: placeholder(param.path, module.get_parameter(param.path), param.compute_dtype, device)
             for param in plan.params
         }
         versions = Versions(self.shards)
