@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from thunder_zero.transform import schedule_lines
+
 WIDTH, TOKENS = 8, 3
 
 
@@ -123,7 +124,12 @@ def programs() -> Iterator[tuple[str, nn.Module, Tensor, tz.Policy]]:
     yield "T5, gathered per unit", T5(), tokens, tz.Policy(stage=3, gather_per_unit=True, bucket_bytes=300)
     for module in (Loop(), InPlace()):
         for stage in (0, 3):
-            yield f"{type(module).__name__}, stage {stage}", module, torch.ones(4), tz.Policy(stage=stage, bucket_bytes=1)
+            yield (
+                f"{type(module).__name__}, stage {stage}",
+                module,
+                torch.ones(4),
+                tz.Policy(stage=stage, bucket_bytes=1),
+            )
 
 
 def main() -> None:
