@@ -34,7 +34,7 @@ def fill(model: Any) -> None:
         shard.grad.fill_(2.0)
 
 
-WAYS = {
+WAYS: dict[str, Any] = {
     "a norm that is NaN": (clip_nan, lambda params: torch.optim.AdamW(params, 0.1)),
     "filled gradients": (fill, lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)),
     "fused": (fill, lambda params: torch.optim.Adam(params, 0.1, fused=True)),

@@ -12,8 +12,8 @@ import thunder_zero as tz
 from tests.harness.models import fresh, sharded
 from tests.harness.ranks import RanksPool
 
-SCALERS = {"torch's": torch.amp.GradScaler, "FSDP's": ShardedGradScaler}
-OPTIMIZERS = {
+SCALERS: dict[str, Any] = {"torch's": torch.amp.GradScaler, "FSDP's": ShardedGradScaler}
+OPTIMIZERS: dict[str, Any] = {
     "plain": lambda params: torch.optim.SGD(params, 0.1),
     "fused": lambda params: torch.optim.AdamW(params, 0.1, fused=True),
 }

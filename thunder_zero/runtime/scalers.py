@@ -69,10 +69,15 @@ def _rows_and_states(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[State]
     for state, ignored in _ignored.items():
         owners |= {id(param.grad): (state, None) for param in ignored}
         owners |= {id(shard.grad): (state, path) for path, shard in state.shards.items()}
-    rows, states = [], []
+    rows: list[Tensor] = []
+    states: list[State] = []
     for grad in grads:
-        state, path = owners.get(id(grad), (None, None))
-        rows.append(grad if state is None or path is None else real_rows(grad, state.plan.by_name[path], state.plan))
-        if state is not None and state.plan.ranks > 1 and state not in states:
-            states.append(state)
+        owner = owners.get(id(grad))
+        if owner is None:
+            rows.append(grad)
+            continue
+        of, path = owner
+        rows.append(grad if path is None else real_rows(grad, of.plan.by_name[path], of.plan))
+        if of.plan.ranks > 1 and of not in states:
+            states.append(of)
     return rows, states

@@ -1,4 +1,4 @@
-"""Makes ``parameters()`` and ``buffers()`` inside of a forward come in the module's order, not in a set's.
+"""Makes ``parameters()`` and ``buffers()`` in a forward come in the module's order, not a set's.
 
 Thunder 0.2.6 collects their names in a set, whose order depends on Python's hash seed, and each process has another
 one. A forward that loops over ``self.parameters()``, or takes the first of them, would become another program on each
