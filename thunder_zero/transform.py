@@ -17,7 +17,7 @@ from thunder_zero.placement import links, members, pairs, place_buffers, place_o
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
-from thunder_zero.runtime import optimizer_hooks
+from thunder_zero.runtime import optimizer_hooks, scalers
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.initial_values import Sources, Values, initial_values
 from thunder_zero.runtime.intact import Intact
@@ -26,6 +26,7 @@ from thunder_zero.schedule import verify
 from thunder_zero.schedule.program_name import ProgramName
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.state_dict import hooks
+from thunder_zero.trace import named_members
 from thunder_zero.trace.casts import cast_borders, cast_inputs
 from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
@@ -113,7 +114,8 @@ class ZeroTransform(Transform):
         self._given = replace(where, sources=Sources())  # a state dict is large, and the transform lives on
         self._state = self._take_over(model, plan, ranks, device, values)
         ignored = [param for name, param in model.named_parameters() if name not in plan.by_name]
-        self.install(model, plan, Calls(self._state, ignored))
+        scalers.watch(self._state, ignored)
+        self.install(model, plan, Calls(self._state))
         cast_borders(plain, self.policy.mixed_precision)
         adopt(model, self._state, self.compiled)
         self._intact = Intact(self._state, links(model, self._state), pairs(model), members(model))
@@ -191,6 +193,7 @@ class ZeroTransform(Transform):
 
     def install(self, model: ThunderModule, plan: Plan, runtime: Runtime) -> None:
         """Put our executors around the others: symbols and schedule first, the repair of fused regions last."""
+        named_members.in_order()
         executor = ZeroExecutor(plan, runtime)
         self._compiled = Compiled(executor)
         data = compile_data(model)

@@ -24,11 +24,14 @@ class Ranks:
         everyone: all ranks that train it.
         inside: the ranks that share this rank's copy of the model.
         across: the ranks that hold the same rows as this one in each copy; None if there is one copy.
+        first_copy: the ranks of ``everyone`` that share one of the copies, in the order of their rows. The same on
+            every rank, and not always the first ones: a mesh [[0, 2], [1, 3]] gives 0 and 2.
     """
 
     everyone: dist.ProcessGroup
     inside: dist.ProcessGroup
     across: dist.ProcessGroup | None
+    first_copy: tuple[int, ...]
 
     @property
     def replicas(self) -> int:
@@ -44,12 +47,13 @@ def ranks_of(group: object, mesh: object) -> Ranks:
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: this rank is not in the group or in the mesh; both are given; the mesh has more dimensions.
+        ValueError: this rank is not in the group or in the mesh; both are given; the mesh has more dimensions, or an
+            order that torch's process groups do not keep.
         TypeError: not a process group; not a mesh.
     """
     if mesh is None:
         alone = process_group(group)
-        return Ranks(alone, alone, None)
+        return Ranks(alone, alone, None, tuple(range(alone.size())))
     if group is not None:
         raise ValueError(
             "process_group and mesh are both given; give only one of them (a mesh has its own process groups)"
@@ -66,8 +70,28 @@ def ranks_of(group: object, mesh: object) -> Ranks:
             f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}; transform the module "
             f"only on the ranks of the mesh"
         )
-    several = mesh.ndim == 2 and mesh.size(0) > 1
-    return Ranks(_all_of(mesh), mesh.get_group(mesh.ndim - 1), mesh.get_group(0) if several else None)
+    copies = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()
+    _require_matching_rows(copies)
+    everyone = _all_of(mesh)
+    first_copy = tuple(dist.get_group_rank(everyone, rank) for rank in sorted(copies[0]))
+    across = mesh.get_group(0) if len(copies) > 1 else None
+    return Ranks(everyone, mesh.get_group(mesh.ndim - 1), across, first_copy)
+
+
+def _require_matching_rows(copies: list[list[int]]) -> None:
+    """Refuse a mesh whose columns would join ranks with different rows: a process group numbers its ranks in ascending
+    order, whatever their order in the mesh.
+
+    Raises:
+        ValueError: there is such a column.
+    """
+    joined = {frozenset(column) for column in zip(*copies, strict=True)}
+    same_rows = {frozenset(column) for column in zip(*map(sorted, copies), strict=True)}
+    if joined != same_rows:
+        raise ValueError(
+            f"mesh is {copies}: torch numbers the ranks of a process group in ascending order, so the ranks of a "
+            f"column would hold different rows; sort the ranks in each row of the mesh: {[*map(sorted, copies)]}"
+        )
 
 
 def hybrid_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
@@ -94,7 +118,7 @@ def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
 
 def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """A group of the mesh's ranks: the default one if it has all, so that a rank with another mesh can still object."""
-    ranks = mesh.mesh.flatten().tolist()
+    ranks = sorted(mesh.mesh.flatten().tolist())
     if ranks == list(range(dist.get_world_size())):
         return process_group(None)
     return process_group(dist.new_group(ranks, use_local_synchronization=True))

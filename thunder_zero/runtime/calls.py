@@ -20,15 +20,13 @@ class Calls:
 
     Args:
         state: the model's.
-        ignored: parameters that the policy ignores; an overflow in their gradients counts too.
     """
 
-    def __init__(self, state: State, ignored: Sequence[Tensor]) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
         self._plan = state.plan
         self._transport = state.transport
         self._accumulation = state.accumulation
-        self._ignored = tuple(ignored)
         self._agreed: set[ProgramName] = set()
 
     @property
@@ -132,25 +130,6 @@ class Calls:
         """Policy ``cpu_offload``: wait until these reduced gradients are in host memory."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-    @torch.no_grad()
-    def share_overflow(self, grads: Sequence[Tensor], ignored: Sequence[Tensor], unreached: Sequence[str]) -> None:
-        """Put Inf into a gradient of every rank where any rank's has NaN or Inf, for the gradient scaler to find.
-
-        Args:
-            grads: the gradients of the plan's parameters that backward returns: this rank's rows. One of them is
-                written to.
-            ignored: the gradients of ignored parameters that backward returns; their ``.grad`` is looked at, too.
-            unreached: parameters that this backward does not reach, whose ``.grad`` may have been added to.
-        """
-        if self._plan.ranks == 1:
-            return
-        seen = (*(self._state.shards[path] for path in unreached), *self._ignored)
-        also = [*ignored, *(param.grad for param in seen if param.grad is not None)]
-        overflows = not_finite((*grads, *also), self.device).any().to(torch.int32)
-        all_reduce_max(overflows, self._state.group)
-        if overflows:
-            next(grad for grad in grads if grad.numel()).view(-1)[:1].fill_(torch.inf)
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """Compare the collectives of all ranks before a program first runs.

@@ -2,7 +2,8 @@
 
 Before a step: refuse one that would be lost or wrong, of parameters that a transform replaced, of shards whose
 gradients are not reduced yet, or by an optimizer that may read more than one element of a parameter at a time. After
-it: mark the other ranks' rows of ZeRO-1's buffers as stale, since fused optimizers do not raise a tensor's version.
+it: mark the other ranks' rows of ZeRO-1's buffers as stale, since fused optimizers do not raise a tensor's version. Around it: keep padding
+zero.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import nn, optim
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from thunder_zero.runtime import registry
+from thunder_zero.runtime import padding, registry
 from thunder_zero.runtime.optimizers import parameters_of
 from thunder_zero.runtime.state import State
 
@@ -42,6 +43,7 @@ def watch(state: State, module: nn.Module) -> None:
         register_optimizer_step_pre_hook(_refuse_replaced)
         register_optimizer_step_pre_hook(_refuse_untrusted)
         register_optimizer_step_pre_hook(_refuse_open)
+        register_optimizer_step_pre_hook(_clear_padding_of_gradients)
         register_optimizer_step_post_hook(_note_step)
         _hooked = True
 
@@ -83,7 +85,14 @@ def _refuse_open(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             )
 
 
+def _clear_padding_of_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    stepped = {id(param) for param in parameters_of(optimizer)}
+    for state in registry.states():
+        padding.clear_gradients(state, stepped)
+
+
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = {id(param) for param in parameters_of(optimizer)}
     for state in registry.states():
+        padding.clear_parameters_and_states(state, stepped, optimizer)
         state.mark_stale(path for path, shard in state.shards.items() if id(shard) in stepped)

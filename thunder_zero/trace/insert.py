@@ -51,8 +51,7 @@ def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: Z
     for name, proxy in proxies.items():
         _put_at_rest(proxy, inputs[name], executor)
     paths = {name: param.path for name, param in inputs.items()}
-    ignored = frozenset(names.keys() - inputs.keys())
-    executor.program = Program(executor.plan, paths, ignored, synced=executor.runtime.synced)
+    executor.program = Program(executor.plan, paths, synced=executor.runtime.synced)
     new = from_trace(computation)
     full: dict[str, TensorProxy] = {}  # by path
     swap: dict[Any, Proxy] = {}  # by input

@@ -66,9 +66,6 @@ class Runtime(Protocol):
     def land(self, grads: Sequence[Tensor]) -> None:
         """Wait until gradients have arrived in host memory."""
 
-    def share_overflow(self, grads: Sequence[Tensor], ignored: Sequence[Tensor], unreached: Sequence[str]) -> None:
-        """Put Inf into one of ``grads`` on every rank if any gradient on any rank is not finite."""
-
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """Raise on every rank if another rank is about to run other collectives."""
 
@@ -87,7 +84,7 @@ class DryRuntime:
             "model, jit the module with ZeroTransform and call it"
         )
 
-    all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = land = share_overflow = _refuse
+    all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = land = _refuse
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """There is no other rank."""
@@ -100,7 +97,7 @@ class ZeroExecutor(OperatorExecutor):
         plan: the plan of each parameter.
         program: the facts about the program that is being compiled, or was compiled last.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
-        check_finite, reduce_deferred, land, share_overflow: symbols of lines before backward's return.
+        check_finite, reduce_deferred, land: symbols of lines before backward's return.
         check_synced: the symbol of a line in the prologue, where Thunder chooses a program.
     """
 
@@ -126,7 +123,6 @@ class ZeroExecutor(OperatorExecutor):
         self.reduce_deferred = register("zero_reduce_deferred", meta=_no_meta, fn=runtime.reduce_deferred, tags=tags)
         self.check_finite = register("zero_check_finite", meta=_no_meta, fn=runtime.check_finite, tags=tags)
         self.land = register("zero_land", meta=_no_meta, fn=runtime.land, tags=tags)
-        self.share_overflow = register("zero_share_overflow", meta=_no_meta, fn=runtime.share_overflow, tags=tags)
         self.cast = register("zero_cast", meta=self._synchronize_meta, fn=self._cast)
         self.synchronize = register("zero_synchronize", meta=self._synchronize_meta, fn=None)
         self.register_implementation(
