@@ -18,6 +18,7 @@ from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
 from thunder_zero.runtime import optimizer_hooks
+from thunder_zero.runtime.backward_guard import guard
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.initial_values import Sources, Values, initial_values
 from thunder_zero.runtime.intact import Intact
@@ -37,6 +38,9 @@ from thunder import compile_data
 from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx, TraceTag, is_tracing
 from thunder.core.transform_common import Transform
+from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+
+CONNECTED = (ThunderOutputFunction._backward_cls, ThunderFunction._backward_cls)  # their nodes lead to our backward
 
 
 class ZeroTransform(Transform):
@@ -118,6 +122,7 @@ class ZeroTransform(Transform):
         adopt(model, self._state, self.compiled)
         self._intact = Intact(self._state, links(model, self._state))
         model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward)
 
     def _take_over(self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: Values) -> State:
         """Make the model's state, and put shards and placeholders into its modules."""
@@ -138,6 +143,9 @@ class ZeroTransform(Transform):
         self._state.transport.drain()  # ends the collectives of a failed step
         self._intact.require()
         self._state.agree_on_stale()
+
+    def _after_forward(self, model: ThunderModule, args: Any, output: Any) -> None:
+        guard(output, CONNECTED, type(model._model).__name__, self._state.accumulation)
 
     def transform_traces_pre_prologue(
         self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any
