@@ -18,7 +18,7 @@ from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
 from thunder_zero.runtime import optimizer_hooks
-from thunder_zero.runtime.backward_guard import guard
+from thunder_zero.runtime.backward_guard import guard, refuse_function_transforms
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.initial_values import Sources, Values, initial_values
 from thunder_zero.runtime.intact import Intact
@@ -140,6 +140,7 @@ class ZeroTransform(Transform):
                 f"thunder.jit was given a function that calls {type(model._model).__name__}, which ZeroTransform "
                 f"sharded; call the jitted module from a function that is not jitted"
             )
+        refuse_function_transforms(type(model._model).__name__)
         self._state.transport.drain()  # ends the collectives of a failed step
         self._intact.require()
         self._state.agree_on_stale()

@@ -187,7 +187,7 @@ def test_nothing_is_saved_where_no_gradient_can_be_asked_for(ranks_pool: RanksPo
     right = without_graph(deepcopy(eager), torch.randn(MANY_ROWS, WIDTH, requires_grad=True))
     parameters = sum(param.nbytes for param in eager.parameters())
     assert parameters < MANY_ROWS * WIDTH * 4 / 4
-    for results in ranks_pool.run(2, infer):
+    for results in ranks_pool.run(2, infer, timeout=110):
         for of_stage in results:
             for found in of_stage:
                 for context, (requires_grad, is_inference, peak) in found.items():
@@ -201,7 +201,7 @@ def test_gradients_of_inputs_reach_a_frozen_model(ranks_pool: RanksPool) -> None
     right = batch(range(2), 0).requires_grad_()
     fresh(Mlp, WIDTH, 2).requires_grad_(False)(right).square().sum().backward()
     assert right.grad is not None
-    for rank, results in enumerate(ranks_pool.run(2, frozen)):
+    for rank, results in enumerate(ranks_pool.run(2, frozen, timeout=110)):
         for is_connected, grad in results:
             assert not is_connected
             assert error(grad, right.grad[rank * ROWS : (rank + 1) * ROWS]) < 1e-5

@@ -55,6 +55,19 @@ def guard(output: Any, ours: tuple[type, ...], model: str, accumulation: Accumul
         node.register_prehook(look)
 
 
+def refuse_function_transforms(model: str) -> None:
+    """Raise inside of ``torch.func`` and ``vmap``: Thunder reads memory that their tensors do not have.
+
+    Raises:
+        RuntimeError: a function transform is active.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            f"{model} was called inside of torch.func or vmap, which cannot look into what Thunder compiled; give it "
+            f"a whole batch, and use torch.autograd.grad or torch.autograd.functional.jacobian outside of them"
+        )
+
+
 def _tensors_in(tree: Any) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree
