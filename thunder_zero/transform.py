@@ -31,6 +31,7 @@ from thunder_zero.trace.casts import cast_borders
 from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
+from thunder_zero.trace.random_lines import draw_once
 from thunder_zero.trace.symbols import Runtime, ZeroExecutor
 from thunder_zero.zero_module import adopt
 
@@ -151,8 +152,9 @@ class ZeroTransform(Transform):
     def transform_traces_pre_prologue(
         self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        """Synchronise at first use; runs before autodiff."""
+        """Synchronise at first use, and draw random numbers once; runs before autodiff."""
         executor = self.compiled.executor
+        computation = draw_once(computation)
         computation = insert_synchronize(computation, parameter_inputs(prologue, computation), executor)
         shard_checks(prologue, executor)
         return prologue, computation, epilogue

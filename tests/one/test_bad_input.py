@@ -28,6 +28,7 @@ from thunder_zero.comm.backends import transport_for
 import thunder
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
+from thunder.transforms.cudagraph import CUDAGraphTransform
 from thunder.dynamo import thunderfx
 
 X = torch.ones(3, 4)
@@ -429,6 +430,11 @@ TWICE_AT_ONCE: dict[str, Callable[[nn.Module], Any]] = {
     "two plugins": lambda m: thunder.compile(m, plugins=[tz.Zero(stage=1), tz.Zero()], recipe=tz.Recipe()),
     "two names": lambda m: thunder.compile(m, plugins=["zero2", "zero2"], recipe=tz.Recipe()),
     "ours and Thunder's plugin": lambda m: thunder.compile(m, plugins=["zero2", "ddp"], recipe=tz.Recipe()),
+    "CUDA graphs before ours": lambda m: thunder.jit(m, transforms=[CUDAGraphTransform(), tz.ZeroTransform()]),
+    "CUDA graphs after ours": lambda m: thunder.jit(m, transforms=[tz.ZeroTransform(), CUDAGraphTransform()]),
+    "CUDA graphs, then zero": lambda m: tz.zero(thunder.jit(m, transforms=[CUDAGraphTransform()])),
+    "CUDA graphs' plugin before ours": lambda m: thunder.compile(m, plugins=["reduce-overhead", "zero2"], recipe=tz.Recipe()),
+    "CUDA graphs' plugin after ours": lambda m: thunder.compile(m, plugins=["zero2", "reduce-overhead"], recipe=tz.Recipe()),
     "a jitted module, jitted": lambda m: shard(thunder.jit(m)),
     "a jitted module, compiled": lambda m: thunder.compile(thunder.jit(m), plugins="zero2", recipe=tz.Recipe()),
 }
@@ -447,7 +453,8 @@ def fsdp() -> FSDPTransform:
 def test_two_transforms_at_once(how: str) -> None:
     """Refused before the first of them takes the weights."""
     module = Net()
-    with refused(RuntimeError, "Net is", "already" if "jitted" in how else "as well"):
+    named = "by CUDAGraphTransform (the plugin 'reduce-overhead')" if "CUDA" in how else ""
+    with refused(RuntimeError, "Net is", "already" if "jitted" in how else "as well", named):
         TWICE_AT_ONCE[how](module)
     assert plain(module)
     fresh = Net()
