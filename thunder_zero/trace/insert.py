@@ -14,6 +14,7 @@ once. The checks of the prologue get the shapes of the shards.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from thunder_zero.plan import Param
@@ -113,6 +114,7 @@ def _put_at_rest(proxy: TensorProxy, param: Param, executor: ZeroExecutor) -> No
     """Give an input the shape, dtype and device of the parameter at rest; in place, since its trace shares it."""
     dtype = to_dtype(param.dtype)
     proxy._shape, proxy._dtype = executor.plan.shard_shape(param), dtype
+    proxy._numel = prod(proxy._shape)  # Thunder stores it apart
     proxy._device = executor.device_at_rest(param) or proxy.device
     proxy._true_dtype = dtype if param.shape else to_weak_dtype(dtype)  # Thunder treats a 0-dim tensor as a number
 
