@@ -435,8 +435,12 @@ TWICE_AT_ONCE: dict[str, Callable[[nn.Module], Any]] = {
     "CUDA graphs before ours": lambda m: thunder.jit(m, transforms=[CUDAGraphTransform(), tz.ZeroTransform()]),
     "CUDA graphs after ours": lambda m: thunder.jit(m, transforms=[tz.ZeroTransform(), CUDAGraphTransform()]),
     "CUDA graphs, then zero": lambda m: tz.zero(thunder.jit(m, transforms=[CUDAGraphTransform()])),
-    "CUDA graphs' plugin before ours": lambda m: thunder.compile(m, plugins=["reduce-overhead", "zero2"], recipe=tz.Recipe()),
-    "CUDA graphs' plugin after ours": lambda m: thunder.compile(m, plugins=["zero2", "reduce-overhead"], recipe=tz.Recipe()),
+    "CUDA graphs' plugin before ours": lambda m: thunder.compile(
+        m, plugins=["reduce-overhead", "zero2"], recipe=tz.Recipe()
+    ),
+    "CUDA graphs' plugin after ours": lambda m: thunder.compile(
+        m, plugins=["zero2", "reduce-overhead"], recipe=tz.Recipe()
+    ),
     "a jitted module, jitted": lambda m: shard(thunder.jit(m)),
     "a jitted module, compiled": lambda m: thunder.compile(thunder.jit(m), plugins="zero2", recipe=tz.Recipe()),
 }
@@ -503,7 +507,7 @@ DOUBLE: dict[str, Callable[[Any, Tensor, Callable[[Any], Tensor]], Any]] = {
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("how", only(("dict",), TAKES))
 def test_a_backward_that_is_differentiated(how: str) -> None:
-    """Plain Thunder returns a gradient without a graph, and a penalty on it trains nothing. A step afterwards is clean."""
+    """Plain Thunder returns a gradient without a graph, and a penalty on it trains nothing. A step after it is right."""
     model = shard(Returns(how))
     x = torch.randn(2, 3).requires_grad_()
     for double in DOUBLE.values():
@@ -514,8 +518,11 @@ def test_a_backward_that_is_differentiated(how: str) -> None:
     for each in (model, right):
         TAKES[how](each(x)).square().sum().backward()
     for param, expected in zip(model.parameters(), right.parameters(), strict=True):
+        assert expected.grad is not None
         assert torch.allclose(param.grad, expected.grad)
-    jacobians = [torch.autograd.functional.jacobian(lambda x, each=each: TAKES[how](each(x)), x) for each in (model, right)]
+    jacobians = [
+        torch.autograd.functional.jacobian(lambda x, each=each: TAKES[how](each(x)), x) for each in (model, right)
+    ]
     assert torch.allclose(*jacobians)
 
 
@@ -552,7 +559,7 @@ class Draws(nn.Module):
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", only(("dropout1d", "torch.dropout, p"), DRAWN_AGAIN))
 def test_gradients_of_other_random_numbers(name: str) -> None:
-    """Plain Thunder trains on them without a word. The same operators pass where they draw nothing, or for no gradient."""
+    """Plain Thunder trains on them without a word. They pass where they draw nothing, or for no gradient."""
     x = torch.ones(())
     model = shard(Draws(name, True))
     with refused(RuntimeError, "cannot train through torch.", name.split(",")[0], "Thunder draws its random numbers"):

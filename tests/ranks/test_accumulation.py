@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -298,6 +299,10 @@ def test_an_accumulation_that_is_left_open_is_refused_and_can_be_dropped(ranks_p
 # Hooks, and gradients that nobody accumulates
 
 
+def gradient(model: Any, x: Tensor, wanted: Any) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(model(x, "first").sum(), wanted)
+
+
 def hooked(rank: int, world_size: int, policies: tuple[tz.Policy, ...]) -> list[dict[str, Any]]:
     """The hooks that run in each micro-batch, and the gradient that each of them sees."""
     results = []
@@ -322,13 +327,13 @@ def hooked(rank: int, world_size: int, policies: tuple[tz.Policy, ...]) -> list[
         x = inputs(0, 0, rank, world_size).requires_grad_()
         with model.no_sync():
             model(x, "first").square().mean().backward()
-            refusals.append(raised(lambda model=model, x=x: torch.autograd.grad(model(x, "first").sum(), x)))
+            refusals.append(raised(partial(gradient, model, x, x)))
         params = [param for name, param in model.named_parameters() if not name.startswith("last")]
-        refusals.append(raised(lambda model=model, x=x: model(x, "first").sum().backward(inputs=[x])))
-        refusals.append(raised(lambda model=model, x=x: torch.autograd.grad(model(x, "first").sum(), params)))
+        refusals.append(raised(partial(model(x, "first").sum().backward, inputs=[x])))
+        refusals.append(raised(partial(gradient, model, x, params)))
         model.zero_grad()
-        asked = torch.autograd.grad(model(x, "first").square().mean(), params)
-        model(x, "first").square().mean().backward()
+        asked = gradient(model, x, params)
+        model(x, "first").sum().backward()
         right = [param.grad for param in params]
         results.append({"seen": seen, "grads": grads, "refusals": refusals, "asked": asked, "right": right})
     return results

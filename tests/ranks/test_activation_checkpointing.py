@@ -188,7 +188,7 @@ DRAWS = only(("dropout", "rrelu"), ALL_DRAWS)
 
 
 class Drawing(nn.Module):
-    """``exp(factor * x * w)`` for each operator: with w = 1 the gradient is ``y * log(y)`` for the factors of forward."""
+    """``exp(factor * x * w)`` for each operator: for w = 1 the gradient is ``y * log(y)``, with forward's factors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Refuses backwards that Thunder runs without a word, and wrongly: double ones, partial ones with deferred gradients.
+"""Refuses wrong backwards: double ones, and partial ones in an accumulation.
 
 PyTorch tells what kind of backward runs only while it runs, so a hook on the graph of each forward's outputs looks.
 """
@@ -34,8 +34,10 @@ def guard(output: Any, ours: tuple[type, ...], model: str, accumulation: Accumul
       the parameters left out would be added, or lost, though nobody asked for them.
     """
     was_synced = accumulation.synced
-    nodes = {tensor.grad_fn for tensor in _tensors_in(output) if isinstance(tensor.grad_fn, ours)}
+    nodes = {node for tensor in _tensors_in(output) if (node := tensor.grad_fn) is not None}
     for node in nodes:
+        if not isinstance(node, ours):
+            continue
         leaves = _leaves_of(node)  # a hook that held the node would keep its saved tensors alive
 
         def look(gradients: Any, leaves: tuple[Node, ...] = leaves) -> None:

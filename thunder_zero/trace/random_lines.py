@@ -1,4 +1,4 @@
-"""Makes backward use the random numbers that forward drew, where Thunder draws new ones; refuses where it cannot.
+"""Makes backward use the random numbers that forward drew, or refuses.
 
 Thunder tags every line of an activation checkpoint as one that backward computes again, a dropout too, whose mask is
 then another one. Lines that draw lose the tag, so that their results are saved; Thunder's own checkpoint, which tags
@@ -77,7 +77,7 @@ def draw_once(computation: TraceCtx) -> TraceCtx:
 
 
 def _opened(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
-    """A line that draws, without the tags of torch's checkpoint; the lines of Thunder's own, tagged unless they draw."""
+    """A line that draws, without the tags of torch's checkpoint; the lines of Thunder's own, tagged but for those."""
     if not _is_random(bsym):
         yield bsym
     elif bsym.sym == ltorch.checkpoint:
