@@ -559,7 +559,7 @@ class Draws(nn.Module):
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("name", only(("dropout1d", "torch.dropout, p"), DRAWN_AGAIN))
 def test_gradients_of_other_random_numbers(name: str) -> None:
-    """Plain Thunder trains on them without a word. They pass where they draw nothing, or for no gradient."""
+    """Plain Thunder trains on them without a word. They pass where they draw nothing."""
     x = torch.ones(())
     model = shard(Draws(name, True))
     with refused(RuntimeError, "cannot train through torch.", name.split(",")[0], "Thunder draws its random numbers"):
