@@ -24,6 +24,7 @@ from thunder import compile_data
 from thunder.core.module import ThunderModule
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
+from thunder.transforms.cudagraph import CUDAGraphTransform
 
 
 class UsedOnce(Protocol):
@@ -89,6 +90,15 @@ def transformed_twice(candidate: Candidate) -> str | None:
     return (
         f"{candidate.name} is transformed by {type(others[0]).__name__} as well, in the same list of transforms; apply "
         f"one of them, once, to the plain module"
+    )
+
+
+def captured_as_graphs(candidate: Candidate) -> str | None:
+    if not any(isinstance(other, CUDAGraphTransform) for other in compile_data(candidate.model).transforms):
+        return None
+    return (
+        f"{candidate.name} is transformed by CUDAGraphTransform (the plugin 'reduce-overhead') as well, which would "
+        f"capture the collectives and replay them without the code that starts and ends them; leave it out"
     )
 
 
@@ -284,6 +294,7 @@ Refusal = Callable[[Candidate], str | None]  # the sentence, or None where there
 REFUSALS: tuple[Refusal, ...] = (
     jitted_twice,
     transformed_twice,
+    captured_as_graphs,
     sharded_by_thunder,
     graph_without_parameters,
     wrapped_in_ddp,

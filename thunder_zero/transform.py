@@ -18,6 +18,7 @@ from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
 from thunder_zero.runtime import optimizer_hooks, scalers
+from thunder_zero.runtime.backward_guard import guard, refuse_function_transforms
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.initial_values import Sources, Values, initial_values
 from thunder_zero.runtime.intact import Intact
@@ -31,6 +32,7 @@ from thunder_zero.trace.casts import cast_borders, cast_inputs
 from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
+from thunder_zero.trace.random_lines import draw_once
 from thunder_zero.trace.symbols import Runtime, ZeroExecutor
 from thunder_zero.zero_module import adopt
 
@@ -38,6 +40,9 @@ from thunder import compile_data
 from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx, TraceTag, is_tracing
 from thunder.core.transform_common import Transform
+from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+
+CONNECTED = (ThunderOutputFunction._backward_cls, ThunderFunction._backward_cls)  # their nodes lead to our backward
 
 
 class ZeroTransform(Transform):
@@ -120,6 +125,7 @@ class ZeroTransform(Transform):
         adopt(model, self._state, self.compiled)
         self._intact = Intact(self._state, links(model, self._state), pairs(model), members(model))
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        model.register_forward_hook(self._after_forward)
 
     def _take_over(self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: Values) -> State:
         """Make the model's state, and put shards and placeholders into its modules."""
@@ -141,16 +147,21 @@ class ZeroTransform(Transform):
                 f"thunder.jit was given a function that calls {type(model._model).__name__}, which ZeroTransform "
                 f"sharded; call the jitted module from a function that is not jitted"
             )
+        refuse_function_transforms(type(model._model).__name__)
         self._state.transport.drain()  # ends the collectives of a failed step
         self._intact.require()
         self._state.agree_on_stale()
         return cast_inputs(type(model._model).__name__, args, kwargs, self.policy.mixed_precision)
 
+    def _after_forward(self, model: ThunderModule, args: Any, output: Any) -> None:
+        guard(output, CONNECTED, type(model._model).__name__, self._state.accumulation)
+
     def transform_traces_pre_prologue(
         self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        """Synchronise at first use; runs before autodiff."""
+        """Synchronise at first use, and draw random numbers once; runs before autodiff."""
         executor = self.compiled.executor
+        computation = draw_once(computation)
         computation = insert_synchronize(computation, parameter_inputs(prologue, computation), executor)
         shard_checks(prologue, executor)
         return prologue, computation, epilogue

@@ -11,17 +11,19 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.ranks import everyone
-from tests.harness.tiers import of_tier
+from tests.harness.tiers import of_tier, only
 from thunder_zero import _compat
 from thunder_zero.comm.backends import transport_for
 from thunder_zero.runtime.placeholders import Placeholder
@@ -30,6 +32,7 @@ import thunder
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 from thunder.dynamo import thunderfx
+from thunder.transforms.cudagraph import CUDAGraphTransform
 
 X = torch.ones(3, 4)
 BUILTIN: Any = torch.tanh
@@ -431,6 +434,15 @@ TWICE_AT_ONCE: dict[str, Callable[[nn.Module], Any]] = {
     "two plugins": lambda m: thunder.compile(m, plugins=[tz.Zero(stage=1), tz.Zero()], recipe=tz.Recipe()),
     "two names": lambda m: thunder.compile(m, plugins=["zero2", "zero2"], recipe=tz.Recipe()),
     "ours and Thunder's plugin": lambda m: thunder.compile(m, plugins=["zero2", "ddp"], recipe=tz.Recipe()),
+    "CUDA graphs before ours": lambda m: thunder.jit(m, transforms=[CUDAGraphTransform(), tz.ZeroTransform()]),
+    "CUDA graphs after ours": lambda m: thunder.jit(m, transforms=[tz.ZeroTransform(), CUDAGraphTransform()]),
+    "CUDA graphs, then zero": lambda m: tz.zero(thunder.jit(m, transforms=[CUDAGraphTransform()])),
+    "CUDA graphs' plugin before ours": lambda m: thunder.compile(
+        m, plugins=["reduce-overhead", "zero2"], recipe=tz.Recipe()
+    ),
+    "CUDA graphs' plugin after ours": lambda m: thunder.compile(
+        m, plugins=["zero2", "reduce-overhead"], recipe=tz.Recipe()
+    ),
     "a jitted module, jitted": lambda m: shard(thunder.jit(m)),
     "a jitted module, compiled": lambda m: thunder.compile(thunder.jit(m), plugins="zero2", recipe=tz.Recipe()),
 }
@@ -449,12 +461,114 @@ def fsdp() -> FSDPTransform:
 def test_two_transforms_at_once(how: str) -> None:
     """Refused before the first of them takes the weights."""
     module = Net()
-    with refused(RuntimeError, "Net is", "already" if "jitted" in how else "as well"):
+    named = "by CUDAGraphTransform (the plugin 'reduce-overhead')" if "CUDA" in how else ""
+    with refused(RuntimeError, "Net is", "already" if "jitted" in how else "as well", named):
         TWICE_AT_ONCE[how](module)
     assert plain(module)
     fresh = Net()
     fresh.load_state_dict(module.state_dict())
     assert trains(shard(fresh))
+
+
+# Derivatives that Thunder's backward does not have.
+
+
+class Returns(nn.Module):
+    """Its output in several structures, views among them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(3, 3), how
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(self.layer(x))
+        return {"tensor": y, "view": y.t(), "dict": {"deep": [1, (y, x)]}, "dataclass": Boxed(y)}[self.how]
+
+
+@dataclass
+class Boxed:
+    y: Tensor
+
+
+TAKES: dict[str, Callable[[Any], Tensor]] = {
+    "tensor": lambda output: output,
+    "view": lambda output: output,
+    "dict": lambda output: output["deep"][1][0],
+    "dataclass": lambda output: output.y,
+}
+DOUBLE: dict[str, Callable[[Any, Tensor, Callable[[Any], Tensor]], Any]] = {
+    "backward": lambda model, x, take: take(model(x)).sum().backward(create_graph=True),
+    "grad of x": lambda model, x, take: torch.autograd.grad(take(model(x)).sum(), x, create_graph=True),
+    "grad of parameters": lambda model, x, take: torch.autograd.grad(
+        take(model(x)).sum(), list(model.parameters()), create_graph=True
+    ),
+    "hessian": lambda model, x, take: torch.autograd.functional.hessian(lambda x: take(model(x)).sum(), x),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("how", only(("dict",), TAKES))
+def test_a_backward_that_is_differentiated(how: str) -> None:
+    """Plain Thunder returns a gradient without a graph, and a penalty on it trains nothing. The step after is right."""
+    model = shard(Returns(how))
+    x = torch.randn(2, 3).requires_grad_()
+    for double in DOUBLE.values():
+        with refused(RuntimeError, "cannot differentiate the backward of Returns", "create_graph=True"):
+            double(model, x, TAKES[how])
+    right = Returns(how)
+    right.load_state_dict(tz.full_state_dict(model))
+    for each in (model, right):
+        TAKES[how](each(x)).square().sum().backward()
+    for param, expected in zip(model.parameters(), right.parameters(), strict=True):
+        assert expected.grad is not None
+        assert torch.allclose(param.grad, expected.grad)
+    jacobians = [
+        torch.autograd.functional.jacobian(lambda x, each=each: TAKES[how](each(x)), x) for each in (model, right)
+    ]
+    assert torch.allclose(*jacobians)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("call", [torch.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())], ids=["vmap", "grad"])
+def test_a_function_transform_around_the_model(call: Callable[[Any], Any]) -> None:
+    model = shard(Net())
+    with refused(RuntimeError, "Net was called inside of torch.func or vmap", "torch.autograd.grad"):
+        call(lambda x: model(x))(torch.ones(2, 3))
+
+
+# Random numbers that Thunder draws again for backward, and draws that it does not differentiate.
+
+DRAWN_AGAIN: dict[str, Callable[[Tensor, bool], Tensor]] = {
+    "dropout1d": lambda x, on: F.dropout1d(x[0], 0.5, on),
+    "dropout3d": lambda x, on: F.dropout3d(x[None], training=on),
+    "torch.dropout": lambda x, on: torch.dropout(x, 0.5, train=on),
+    "torch.dropout, p": lambda x, on: torch.dropout(x, 0.5 if on else 0.0, True),
+    "alpha_dropout": lambda x, on: F.alpha_dropout(x, 0.5, on),
+    "gumbel_softmax": lambda x, on: F.gumbel_softmax(x) if on else x,
+    "fractional_max_pool2d": lambda x, on: F.fractional_max_pool2d(x, 2, output_size=(3, 3)) if on else x,
+}
+
+
+class Draws(nn.Module):
+    def __init__(self, name: str, on: bool) -> None:
+        super().__init__()
+        self.w, self.name, self.on = nn.Parameter(torch.ones(2, 4, 8, 8)), name, on
+
+    def forward(self, x: Tensor) -> Tensor:
+        return DRAWN_AGAIN[self.name](self.w * x, self.on).sum()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", only(("dropout1d", "torch.dropout, p"), DRAWN_AGAIN))
+def test_gradients_of_other_random_numbers(name: str) -> None:
+    """Plain Thunder trains on them without a word. They pass where they draw nothing."""
+    x = torch.ones(())
+    model = shard(Draws(name, True))
+    with refused(RuntimeError, "cannot train through torch.", name.split(",")[0], "Thunder draws its random numbers"):
+        model(x)
+    with torch.no_grad():
+        model(x)
+    shard(Draws(name, False))(x).backward()
 
 
 AGAIN: dict[str, Callable[[Any, Any], Any]] = {

@@ -78,6 +78,15 @@ class Calls:
         grad = sum_and_cast(grad, param)
         return grad if deferred is None else deferred.add_(grad)
 
+    def apart(self, shard: Tensor) -> Tensor:
+        """The shard for a program that defers gradients: a stand-in, if the shard has hooks on its gradient.
+
+        Backward returns no gradient for the shard, which autograd hands on to its hooks: they would run in every
+        deferred backward, without a gradient. They run when the gradient is reduced, as FSDP2's do.
+        """
+        hooks = shard._backward_hooks, shard._post_accumulate_grad_hooks
+        return shard.detach().requires_grad_() if any(hooks) else shard
+
     def defer(self, grad: Tensor, path: str) -> None:
         """Keep a full gradient until the next reduction of its parameter."""
         self._accumulation.defer(sum_and_cast(grad, self._plan.by_name[path]), path)
@@ -106,8 +115,7 @@ class Calls:
         if means and self._plan.policy.check_gradients:
             self.check_finite(list(means.values()), list(means))
         for path, mean in means.items():
-            shard = self._state.shards[path]
-            shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+            accumulate(self._state.shards[path], mean)
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Policy ``check_gradients``: stop on all ranks if a gradient on any of them is NaN or Inf.
@@ -145,6 +153,13 @@ class Calls:
         if program not in self._agreed and not is_silent:
             self._agreed.add(program)
             agree.require_same_schedule(str(program), lines, self._state.group)
+
+
+def accumulate(shard: Tensor, grad: Tensor) -> None:
+    """Add to ``.grad`` as autograd does, with the hooks of the shard."""
+    with torch.enable_grad():
+        alias = shard.view_as(shard)
+    torch.autograd.backward(alias, grad)
 
 
 def sum_and_cast(grad: Tensor, param: Param) -> Tensor:

@@ -2,8 +2,8 @@
 
 Before a step: refuse one that would be lost or wrong, of parameters that a transform replaced, of shards whose
 gradients are not reduced yet, or by an optimizer that may read more than one element of a parameter at a time. After
-it: mark the other ranks' rows of ZeRO-1's buffers as stale, since fused optimizers do not raise a tensor's version. Around it: keep padding
-zero.
+it: mark the other ranks' rows of ZeRO-1's buffers as stale, since fused optimizers do not raise a tensor's version.
+Around it: keep padding zero.
 """
 
 from __future__ import annotations

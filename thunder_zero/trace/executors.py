@@ -102,12 +102,17 @@ def sort_aliases(trace: TraceCtx) -> TraceCtx:
 def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     """The trace with the last lines of a backward that reduces, those that are needed.
 
+    A trace that returns no gradient, as under ``torch.no_grad()``, stays as it is: any line after forward's outputs
+    would make Thunder build a backward, and connect the outputs to it.
+
     - ``land`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all of them, so it
       comes after their waits.
     - ``check_finite`` looks at every reduced gradient (``policy.check_gradients``).
     - ``reduce_deferred`` reduces deferred gradients of parameters that this backward does not reach.
     """
-    if not executor.program.synced or not is_joint(trace.bound_symbols[-1].args[0]):
+    result = trace.bound_symbols[-1].args[0]
+    has_backward = is_joint(result) and any(isinstance(grad, Proxy) for grad in result["output"])
+    if not executor.program.synced or not has_backward:
         return trace
     reduced = _reduced(trace, executor)
     unreached = tuple(param.path for param in executor.plan.params if param.requires_grad and param.path not in reduced)

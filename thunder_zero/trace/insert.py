@@ -13,6 +13,8 @@ once. The checks of the prologue get the shapes of the shards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from thunder_zero.plan import Param
@@ -77,7 +79,8 @@ def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: Z
 
 def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
     """Give the prologue's checks the shapes and dtypes of the parameters at rest, and add a check of whether gradients
-    are reduced. Works in place, as Thunder's own transforms do."""
+    are reduced; where they are not, the computation gets each shard ``apart``. Works in place, as Thunder's own
+    transforms do."""
     plan = executor.plan
     unpacked: dict[str, Param] = {}
     for bsym in prologue.bound_symbols:
@@ -91,12 +94,26 @@ def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
     with tracectx(prologue):
         synced = executor.check_synced.bind(executor.program.synced, output=None)
     prologue.bound_symbols.insert(-1, synced)
+    if not executor.program.synced:
+        _set_apart(prologue, [name for name, param in unpacked.items() if param.requires_grad], executor)
+
+
+def _set_apart(prologue: TraceCtx, names: Sequence[str], executor: ZeroExecutor) -> None:
+    """Return ``zero_apart(shard)`` in place of each of these shards."""
+    result = prologue.bound_symbols.pop()
+    given = {proxy.name: proxy for proxy in proxies_in(result.args)}
+    swap: dict[Any, Proxy] = {}
+    for name in names:
+        with tracectx(prologue):
+            swap[variableify(given[name])] = executor.apart(given[name])
+    prologue.bound_symbols.append(result.from_bsym_swap_proxies(swap))
 
 
 def _put_at_rest(proxy: TensorProxy, param: Param, executor: ZeroExecutor) -> None:
     """Give an input the shape, dtype and device of the parameter at rest; in place, since its trace shares it."""
     dtype = to_dtype(param.dtype)
     proxy._shape, proxy._dtype = executor.plan.shard_shape(param), dtype
+    proxy._numel = prod(proxy._shape)  # Thunder stores it apart
     proxy._device = executor.device_at_rest(param) or proxy.device
     proxy._true_dtype = dtype if param.shape else to_weak_dtype(dtype)  # Thunder treats a 0-dim tensor as a number
 

@@ -54,6 +54,9 @@ class Runtime(Protocol):
     def check_synced(self, synced: bool) -> None:
         """Raise if a program that was compiled with this ``synced`` must not run now."""
 
+    def apart(self, shard: Tensor) -> Tensor:
+        """The shard as autograd sees it in a program that defers gradients."""
+
     def defer(self, grad: Tensor, path: str) -> None:
         """Hold a full gradient; the next reduction of the parameter adds it."""
 
@@ -84,7 +87,7 @@ class DryRuntime:
             "model, jit the module with ZeroTransform and call it"
         )
 
-    all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = land = _refuse
+    all_gather = reduce = check_synced = apart = defer = reduce_deferred = check_finite = land = _refuse
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """There is no other rank."""
@@ -98,7 +101,7 @@ class ZeroExecutor(OperatorExecutor):
         program: the facts about the program that is being compiled, or was compiled last.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
         check_finite, reduce_deferred, land: symbols of lines before backward's return.
-        check_synced: the symbol of a line in the prologue, where Thunder chooses a program.
+        check_synced, apart: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime) -> None:
@@ -120,6 +123,7 @@ class ZeroExecutor(OperatorExecutor):
         self.defer = register("zero_defer_reduction", meta=self._defer_meta, fn=runtime.defer)
         tags = (prims.OpTags.DONT_DCE,)
         self.check_synced = register("zero_check_synced", meta=_no_meta, fn=runtime.check_synced, tags=tags)
+        self.apart = register("zero_apart", meta=_same_meta, fn=runtime.apart)
         self.reduce_deferred = register("zero_reduce_deferred", meta=_no_meta, fn=runtime.reduce_deferred, tags=tags)
         self.check_finite = register("zero_check_finite", meta=_no_meta, fn=runtime.check_finite, tags=tags)
         self.land = register("zero_land", meta=_no_meta, fn=runtime.land, tags=tags)
@@ -220,6 +224,10 @@ def _one(launch: Callable[[Sequence[Tensor], Sequence[str]], Any]) -> Callable[[
 
 def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:
     return TensorProxy(shape=handle.shape, device=handle.device, dtype=handle.dtype, requires_grad=False)
+
+
+def _same_meta(shard: TensorProxy) -> TensorProxy:
+    return TensorProxy(like=shard)
 
 
 def _no_meta(*args: Any) -> None:
