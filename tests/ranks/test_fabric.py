@@ -364,7 +364,12 @@ def words_of_misuse() -> dict[str, list[str]]:
         "rows of a file": ["ValueError", "has shape (9, 1) in the state dict", "(stage 0)"],
         "fewer parameters": ["ValueError", "doesn't match the size of optimizer's group"],  # torch's own words
         "replicated": ["True"],
-        "missing": ["RuntimeError", "Missing key(s) in state_dict: 'tied', 'row'; Unexpected", "none", "strict=False"],
+        "missing": [
+            "RuntimeError",
+            "Missing key(s) in state_dict: 'tied', 'row', ",
+            "Unexpected key(s) in state_dict: none",
+            "strict=False",
+        ],
         "shape": ["ValueError", "'first.weight' has shape (2, 4) in the state dict and (7, 4) in the model"],
         "part": ["3.0"],
         "unchanged": ["True"],
