@@ -509,7 +509,7 @@ DOUBLE: dict[str, Callable[[Any, Tensor, Callable[[Any], Tensor]], Any]] = {
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("how", only(("dict",), TAKES))
 def test_a_backward_that_is_differentiated(how: str) -> None:
-    """Plain Thunder returns a gradient without a graph, and a penalty on it trains nothing. The step after is right."""
+    """Plain Thunder returns a gradient without a graph, and a penalty on it trains nothing. The next step is right."""
     model = shard(Returns(how))
     x = torch.randn(2, 3).requires_grad_()
     for double in DOUBLE.values():
