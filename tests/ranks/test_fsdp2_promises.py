@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -419,3 +420,71 @@ def kept_and_loaded_in_pieces(rank: int, world_size: int) -> list[tuple[bool, bo
 def test_a_state_dict_that_is_kept_follows_training_and_pieces_load_one_by_one(ranks_pool: RanksPool) -> None:
     for results in ranks_pool.run(2, kept_and_loaded_in_pieces):
         assert results == [(True, True, True)] * len(POLICIES)
+
+
+# Mixed precision
+
+
+class Inside(nn.Module):
+    """Computes in float16, and returns its second input as it gets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x.half()), y
+
+
+class Outside(nn.Module):
+    """Gives a submodule a float32 tensor that no module computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inside = nn.Linear(WIDTH, WIDTH), Inside()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = self.inside(self.first(x), torch.ones(ROWS, WIDTH))
+        return out
+
+
+BORDERS = {
+    (torch.float16, torch.float16): tz.MixedPrecision(torch.float16),
+    (torch.float16, torch.float32): tz.MixedPrecision(torch.float16, cast_forward_inputs=False),
+    (torch.float32, torch.float32): tz.MixedPrecision(torch.float16, output_dtype=torch.float32),
+}
+
+
+def border_dtypes(rank: int, world_size: int) -> list[tuple[torch.dtype, ...]]:
+    found = []
+    for inside in BORDERS.values():
+        mixed = tz.MixedPrecision(overrides={"inside": inside})
+        model = sharded(fresh(Outside), tz.Policy(mixed_precision=mixed))
+        outputs = model(rows(rank))
+        outputs[0].sum().backward()
+        found.append(tuple(output.dtype for output in outputs))
+    return found
+
+
+@pytest.mark.slow
+def test_casts_at_the_border_of_a_submodule(ranks_pool: RanksPool) -> None:
+    assert ranks_pool.run(2, border_dtypes) == [list(BORDERS)] * 2
+
+
+def bits_of_gradients(rank: int, world_size: int) -> list[bool]:
+    """Whether checkpointing leaves every gradient as it was, by policy."""
+    half = tz.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
+    results = []
+    for policy in POLICIES:
+        grads = []
+        for checked in (False, True):
+            model = sharded(fresh(partial(Blocks, checked=checked)), replace(policy, mixed_precision=half))
+            model(rows(rank)).square().mean().backward()
+            grads.append([param.grad for param in model.parameters()])
+        results.append(all(map(torch.equal, *grads)))
+    return results
+
+
+@pytest.mark.slow
+def test_checkpointing_in_mixed_precision_changes_no_bit(ranks_pool: RanksPool) -> None:
+    assert ranks_pool.run(2, bits_of_gradients) == [[True] * len(POLICIES)] * 2
