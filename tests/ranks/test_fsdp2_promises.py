@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -229,6 +229,18 @@ class Features(nn.Module):
 Pair = namedtuple("Pair", "x y")
 
 
+@dataclass
+class Couple:
+    x: Tensor
+    y: Tensor
+
+
+def parts(pair: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(pair, dict):
+        return pair["x"], pair["y"]
+    return (pair.x, pair.y) if isinstance(pair, Couple) else (pair[0], pair[1])
+
+
 class Packs(nn.Module):
     """Passes its activations from layer to layer in a container."""
 
@@ -240,7 +252,7 @@ class Packs(nn.Module):
         pair = self.kind(x, 2 * x)
         for layer in self.layers:
             pair = layer(pair)
-        left, right = pair.values() if isinstance(pair, dict) else pair
+        left, right = parts(pair)
         return left + right
 
 
@@ -250,7 +262,7 @@ class OnPair(nn.Module):
         self.kind, self.layer = kind, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, pair: Any) -> Any:
-        left, right = pair.values() if isinstance(pair, dict) else pair
+        left, right = parts(pair)
         return self.kind(self.layer(left), torch.tanh(self.layer(right)))
 
 
@@ -284,6 +296,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
     "activations in a list": (partial(Packs, as_list), train),
     "activations in a dict": (partial(Packs, as_dict), train),
     "activations in a named tuple": (partial(Packs, Pair), train),
+    "activations in a dataclass": (partial(Packs, Couple), train),
     "channels_last": (channels_last, train),
 }
 
