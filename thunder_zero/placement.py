@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from thunder_zero.runtime.initial_values import Other
-from thunder_zero.runtime.intact import Link
+from thunder_zero.runtime.intact import Hooks, Link
 from thunder_zero.runtime.placeholders import set_tensor
 from thunder_zero.runtime.state import State
 
@@ -83,3 +83,16 @@ def links(model: ThunderModule, state: State) -> Iterator[Link]:
             yield Link(model._overrides_parameters, name, state.shards[param.path], f"parameter {name!r}")
             if not parent:
                 yield Link(model._parameters, name, None, f"parameter {name!r}")
+
+
+def hooks_inside(model: ThunderModule) -> Iterator[Hooks]:
+    """The hooks of forward and backward that the traces have; Thunder reads them when it compiles."""
+    plain: nn.Module = model._model
+    for path, module in plain.named_modules():
+        for kind in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        ):
+            yield Hooks(kind, len(kind), f"submodule {path!r}" if path else "the plain module")

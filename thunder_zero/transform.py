@@ -13,7 +13,7 @@ from thunder_zero.comm import agree
 from thunder_zero.comm.device import device_for
 from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.compiled import Compiled
-from thunder_zero.placement import links, place_buffers, place_others, place_parameters
+from thunder_zero.placement import hooks_inside, links, place_buffers, place_others, place_parameters
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
@@ -116,7 +116,7 @@ class ZeroTransform(Transform):
         self.install(model, plan, Calls(self._state, ignored))
         cast_borders(plain, self.policy.mixed_precision)
         adopt(model, self._state, self.compiled)
-        self._intact = Intact(self._state, links(model, self._state))
+        self._intact = Intact(self._state, links(model, self._state), hooks_inside(model))
         model.register_forward_pre_hook(self._before_forward)
 
     def _take_over(self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: Values) -> State:

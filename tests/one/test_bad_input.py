@@ -689,6 +689,16 @@ def freeze_plain(module: Any, model: Any) -> Callable[[], Any]:
     return lambda: module.b.weight.requires_grad_(True)
 
 
+def hook_forward(module: Any, model: Any) -> Callable[[], Any]:
+    handle: Any = module.b.register_forward_hook(lambda *args: None)
+    return lambda: handle.remove()
+
+
+def hook_backward(module: Any, model: Any) -> Callable[[], Any]:
+    handle: Any = module.b.register_full_backward_hook(lambda *args: None)
+    return lambda: handle.remove()
+
+
 CHANGES: dict[Callable[[Any, Any], Callable[[], Any]], tuple[str, ...]] = {
     replace_plain: ("parameter 'b.weight' was replaced", "copy new values"),
     replace_through_the_model: ("submodule 'b' was replaced", "before thunder.jit"),
@@ -707,6 +717,8 @@ CHANGES: dict[Callable[[Any, Any], Callable[[], Any]], tuple[str, ...]] = {
     cut_shard: ("parameter 'b.weight' was replaced (.data = ...)", "(2, 4)", "(4, 4)", "in place"),
     freeze_shard: ("requires_grad of parameter 'b.weight' became False", "planned it as True"),
     freeze_plain: ("requires_grad of parameter 'b.weight' became False", "planned it as True"),
+    hook_forward: ("a hook was registered on submodule 'b'", "would not call it", "before thunder.jit"),
+    hook_backward: ("a hook was registered on submodule 'b'", "would not call it", "before thunder.jit"),
 }
 
 
