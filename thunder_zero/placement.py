@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from thunder_zero.runtime.initial_values import Other
-from thunder_zero.runtime.intact import Link, Members, Pair
+from thunder_zero.runtime.intact import Hooks, Link, Members, Pair
 from thunder_zero.runtime.placeholders import set_tensor
 from thunder_zero.runtime.state import State
 
@@ -118,3 +118,16 @@ def members(model: ThunderModule) -> Iterator[Members]:
         where = f"submodule {path!r}" if path else "the module"
         yield Members(module._parameters, frozenset(module._parameters), f"{where} got the parameter")
         yield Members(module._modules, frozenset(module._modules), f"{where} got the submodule")
+
+
+def hooks_inside(model: ThunderModule) -> Iterator[Hooks]:
+    """The hooks of forward and backward that the traces have; Thunder reads them when it compiles."""
+    plain: nn.Module = model._model
+    for path, module in plain.named_modules():
+        for kind in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        ):
+            yield Hooks(kind, len(kind), f"submodule {path!r}" if path else "the plain module")

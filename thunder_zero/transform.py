@@ -13,7 +13,7 @@ from thunder_zero.comm import agree
 from thunder_zero.comm.device import device_for
 from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.compiled import Compiled
-from thunder_zero.placement import links, members, pairs, place_buffers, place_others, place_parameters
+from thunder_zero.placement import hooks_inside, links, members, pairs, place_buffers, place_others, place_parameters
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
@@ -123,7 +123,8 @@ class ZeroTransform(Transform):
         self.install(model, plan, Calls(self._state))
         cast_borders(plain, self.policy.mixed_precision)
         adopt(model, self._state, self.compiled)
-        self._intact = Intact(self._state, links(model, self._state), pairs(model), members(model))
+        places = links(model, self._state), pairs(model), members(model), hooks_inside(model)
+        self._intact = Intact(self._state, *places)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import is_namedtuple_class
 
@@ -102,6 +103,26 @@ class ZeroModule(ShardedModel, ThunderModule):
                     f"{tensor.device}; call .to() on the module before thunder.jit"
                 )
         return self
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.__call__``; ``torch.compile`` around the model leaves to Thunder what Thunder compiles."""
+        return super().__call__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(
+            f"a sharded {type(self._model).__name__} cannot be copied, as its copy would hold shards that nobody else "
+            f"has; build and shard a second module, then call load_original_state_dict(thunder_zero.full_state_dict("
+            f"model)) on it"
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """Asked for by DistributedDataParallel before it sends rank 0's shards to all ranks as if they were theirs."""
+        raise RuntimeError(
+            f"DistributedDataParallel was given a sharded {type(self._model).__name__}, whose parameters differ from "
+            f"rank to rank and whose backward already averages gradients; train the model without it"
+        )
 
 
 def _named_tuples(tree: Any) -> Iterator[Any]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal import two_tensor
 
 import thunder_zero as tz
 from tests.harness.errors import refused
@@ -335,6 +336,57 @@ def test_a_module_that_torch_shards_already() -> None:
         shard(module)  # type: ignore[arg-type]
     with refused(RuntimeError, "DistributedDataParallel", "the module inside it"):
         shard(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
+
+
+class Quantised(Tensor):
+    """A tensor subclass whose behaviour is in ``__torch_function__``."""
+
+
+class Named(nn.Parameter):
+    """A parameter without behaviour of its own."""
+
+
+@pytest.mark.usefixtures("group")
+def test_a_parameter_that_is_a_tensor_subclass() -> None:
+    two: Any = vars(two_tensor)["TwoTensor"]  # it dispatches
+    for data in (torch.ones(4, 4).as_subclass(Quantised), two(torch.ones(4, 4), torch.ones(4, 4))):
+        module = Net()
+        module.b.weight = nn.Parameter(data)
+        with refused(ValueError, "parameter 'b.weight' is a", type(data).__name__, "plain rows", "plain tensors"):
+            shard(module)
+    module.b.weight = Named(torch.ones(4, 4))
+    assert not any(param.isnan().any() for param in shard(module).parameters())
+
+
+@pytest.mark.usefixtures("group")
+def test_a_backward_hook_that_would_never_be_called() -> None:
+    for register in (nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook):
+        module = Net()
+        handle = register(module.b, lambda *args: None)
+        with refused(RuntimeError, "submodule 'b' of Net", "backward hook", "never be called", "register_hook"):
+            shard(module)
+        handle.remove()
+        shard(module)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_sharded_model_inside_of_something_else() -> None:
+    """DDP would send rank 0's rows to all ranks as if they were theirs."""
+    model = shard()
+    before = [param.detach().clone() for param in model.parameters()]
+    with refused(RuntimeError, "DistributedDataParallel", "sharded Net", "train the model without it"):
+        nn.parallel.DistributedDataParallel(model)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    with refused(RuntimeError, "a sharded Net cannot be copied", "full_state_dict"):
+        deepcopy(model)
+
+
+@pytest.mark.slow  # Dynamo takes long to load
+@pytest.mark.usefixtures("group")
+def test_torch_compile_leaves_a_sharded_model_to_thunder() -> None:
+    model = shard()
+    compiled: Any = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(X), model(X))
 
 
 @pytest.mark.parametrize(
@@ -727,6 +779,16 @@ def freeze_shard(module: Any, model: Any) -> Callable[[], Any]:
     return lambda: shard.requires_grad_(True)
 
 
+def hook_forward(module: Any, model: Any) -> Callable[[], Any]:
+    handle: Any = module.b.register_forward_hook(lambda *args: None)
+    return lambda: handle.remove()
+
+
+def hook_backward(module: Any, model: Any) -> Callable[[], Any]:
+    handle: Any = module.b.register_full_backward_hook(lambda *args: None)
+    return lambda: handle.remove()
+
+
 CHANGES: dict[Callable[[Any, Any], Callable[[], Any]], tuple[str, ...]] = {
     replace_plain: ("parameter 'b.weight' was replaced", "copy new values"),
     replace_through_the_model: ("submodule 'b' was replaced", "before thunder.jit"),
@@ -736,6 +798,8 @@ CHANGES: dict[Callable[[Any, Any], Callable[[], Any]], tuple[str, ...]] = {
     cast_shard: ("parameter 'b.weight' was moved or cast: it is torch.float16 on cpu", "as torch.float32 on cpu"),
     cut_shard: ("parameter 'b.weight' was replaced (.data = ...)", "(2, 4)", "(4, 4)", "in place"),
     freeze_shard: ("requires_grad of parameter 'b.weight' became False", "planned it as True"),
+    hook_forward: ("a hook was registered on submodule 'b'", "would not call it", "before thunder.jit"),
+    hook_backward: ("a hook was registered on submodule 'b'", "would not call it", "before thunder.jit"),
 }
 
 

@@ -1,7 +1,7 @@
 """Checks before every forward, quickly, that a sharded model is still as it was planned.
 
 Otherwise a change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or
-``.data = ...`` would be ignored silently, or would train something other than the plan.
+``.data = ...``, or a hook of a submodule, would be ignored silently, or would train something other than the plan.
 """
 
 from __future__ import annotations
@@ -46,6 +46,15 @@ class Members:
 
 
 @dataclass(frozen=True, slots=True)
+class Hooks:
+    """The hooks of one kind of a submodule, and how many the traces have."""
+
+    hooks: Mapping[int, object]
+    number: int
+    name: str  # as a sentence calls the submodule
+
+
+@dataclass(frozen=True, slots=True)
 class Made:
     """A parameter as it was made."""
 
@@ -61,8 +70,16 @@ class Made:
 class Intact:
     """The jitted model, its plain module and all their parameters, as the transform left them."""
 
-    def __init__(self, state: State, links: Iterable[Link], pairs: Iterable[Pair], members: Iterable[Members]) -> None:
-        self._links, self._pairs, self._members = tuple(links), tuple(pairs), tuple(members)
+    def __init__(
+        self,
+        state: State,
+        links: Iterable[Link],
+        pairs: Iterable[Pair],
+        members: Iterable[Members],
+        hooks: Iterable[Hooks],
+    ) -> None:
+        self._links, self._hooks = tuple(links), tuple(hooks)
+        self._pairs, self._members = tuple(pairs), tuple(members)
         self._made = tuple(
             Made(
                 param.path,
@@ -80,8 +97,15 @@ class Intact:
         """Raise if anything was changed.
 
         Raises:
-            RuntimeError: naming the first parameter or submodule that was replaced, moved, cast, frozen or thawed.
+            RuntimeError: naming the first parameter or submodule that was replaced, moved, cast, frozen, thawed or
+                hooked.
         """
+        for hooked in self._hooks:
+            if len(hooked.hooks) != hooked.number:
+                raise RuntimeError(
+                    f"a hook was registered on {hooked.name}, or removed, after thunder_zero sharded the module, whose "
+                    f"traces would not call it; do this before thunder.jit, or hook the sharded model itself"
+                )
         for link in self._links:
             found = link.holder.get(link.key)
             if found is not link.expected:
