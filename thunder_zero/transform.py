@@ -118,6 +118,8 @@ class ZeroTransform(Transform):
         adopt(model, self._state, self.compiled)
         self._intact = Intact(self._state, links(model, self._state))
         model.register_forward_pre_hook(self._before_forward)
+        if self.policy.cpu_offload:
+            model.register_forward_hook(self._after_forward)
 
     def _take_over(self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: Values) -> State:
         """Make the model's state, and put shards and placeholders into its modules."""
@@ -138,6 +140,10 @@ class ZeroTransform(Transform):
         self._state.transport.drain()  # ends the collectives of a failed step
         self._intact.require()
         self._state.agree_on_stale()
+
+    def _after_forward(self, model: ThunderModule, args: Any, output: Any) -> None:
+        """Let the host write to offloaded shards: no backward need follow, which would wait for their copies, too."""
+        self._state.copies.wait()
 
     def transform_traces_pre_prologue(
         self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any

@@ -18,8 +18,8 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
     If all are on the meta device: the CPU, or, if the group supports no CPU tensors, the first device type it supports.
 
     Raises:
-        ValueError: a parameter cannot be sharded or its gradient cannot be reduced; the device does not exist or the
-            group has no backend for it; ``broadcast_from`` is not a rank of the group.
+        ValueError: a parameter cannot be sharded or its gradient cannot be reduced; the device does not exist, is not
+            the current CUDA device, or the group has no backend for it; ``broadcast_from`` is not a rank of the group.
     """
     for param in plan.params:
         if isinstance(module.get_parameter(param.path), DTensor):
@@ -43,12 +43,26 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
                 f"{param.reduce_dtype}; give mixed_precision with reduce_dtype=torch.float32, or freeze the parameter"
             )
     try:
+        _require_current(device)
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"device is '{device}', which cannot be used here ({reason}); choose a device that this machine has"
         ) from None
+
+
+def _require_current(device: torch.device) -> None:
+    """Refuse a GPU that is not the current one: NCCL and streams would use the current one.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
+        raise ValueError(
+            f"device is '{device}', but the current CUDA device of this process is 'cuda:{current}', where NCCL and "
+            f"the streams would run; call torch.cuda.set_device({device.index}) before init_process_group"
+        )
 
 
 def _default_device(group: dist.ProcessGroup) -> torch.device:

@@ -30,7 +30,8 @@ def rows_value(state: State, param: Param, rows: Tensor, options: StateDictOptio
         if not is_returned(state, options):
             return value.new_empty(0)
     elif param.sharded:
-        mesh = DeviceMesh.from_group(state.ranks.inside, state.device.type)
+        # Of the rows' device, not of compute's: torch copies rows to the mesh's, and offloaded ones do not fit there.
+        mesh = DeviceMesh.from_group(state.ranks.inside, rows.device.type)
         stride = torch.empty(param.shape, device="meta").stride()
         shape = torch.Size(param.shape)
         rows = real_rows(rows, param, state.plan)
