@@ -30,6 +30,7 @@ from thunder_zero.runtime.initial_values.compare import Cuts
 from thunder_zero.runtime.initial_values.data import PlainModel, names_of
 from thunder_zero.runtime.memory import lay_out
 from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.state_dict import hooks
 from thunder_zero.state_dict.get_model import rows_value
 
 import thunder
@@ -167,6 +168,8 @@ def test_a_sharded_state_dict_leaves_offloaded_shards_in_host_memory() -> None:
         assert isinstance(value, DTensor)
         assert value.to_local().device.type == "cpu"
         assert value.to_local().data_ptr() == state.shards[param.path].data_ptr()
+        full = hooks._rows_value(state, param, "exp_avg", torch.ones(param.shape))  # a plain optimizer's, when loaded
+        assert full.device.type == "cpu"
 
 
 def test_the_host_waits_for_the_last_copy_and_not_for_compute(monkeypatch: pytest.MonkeyPatch) -> None:
