@@ -1,7 +1,7 @@
 """A step on one GPU as rank 0 of 8: what the host does, what is allocated, and the peak; ours and FSDP2, in turn.
 
-    python examples/bench/gpu.py --report gpu_report.md           # ``./dev gpu`` also runs tests/gpu
-    python examples/bench/gpu.py --device cpu --tiny              # rehearses it without a GPU; times mean nothing then
+    python examples/bench/gpu.py                       # ./dev gpu runs tests/gpu first, and has both in one report
+    python examples/bench/gpu.py --device cpu --tiny   # rehearses this without a GPU; its times mean nothing
 
 A Llama-like stack in bfloat16. The fake backend stands in for NCCL with 8 ranks: kernels, memory and the host's work are
 those of a rank of 8, but nothing travels and gathered numbers are not those of a training. So no loss is compared here,
@@ -219,7 +219,10 @@ def table(found: dict[str, list[Measured]], peaks: dict[str, int | None]) -> lis
     lines = ["| | host ms | step ms | allocations | peak MiB |", "| --- | --- | --- | --- | --- |"]
     for name, steps in found.items():
         allocations, peak = steps[-1].allocations, peaks[name]
-        cells = [f"{median(step.host for step in steps) * 1e3:.2f}", f"{median(step.whole for step in steps) * 1e3:.2f}"]
+        cells = [
+            f"{median(step.host for step in steps) * 1e3:.2f}",
+            f"{median(step.whole for step in steps) * 1e3:.2f}",
+        ]
         cells += ["-" if allocations is None else str(allocations), "-" if peak is None else f"{peak / MiB:.0f}"]
         lines.append("| " + " | ".join([name, *cells]) + " |")
     return lines
@@ -277,6 +280,7 @@ def main() -> int:
         dist.destroy_process_group()
     print(text)
     if options.report is not None:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(text)
     return 0
 

@@ -19,11 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 import thunder_zero as tz
 from tests.harness.host_reads import HostReads
 from tests.harness.late import GroupedSums
-from tests.harness.models import Gpt, Mlp, error, fresh
+from tests.harness.models import LENGTH, VOCABULARY, Gpt, Mlp, error, fresh
 from tests.harness.one_rank import communicating, group_of_one
 from tests.harness.ranks import everyone
 from tests.harness.slow_wire import slow_wire
-from tests.harness.training import LENGTH, VOCABULARY
 from thunder_zero.comm.native import Grouped
 from thunder_zero.plan import Param, make_plan
 from thunder_zero.schedule.timeline import LAUNCHES
@@ -70,7 +69,7 @@ def step_of(model: nn.Module, inputs: Tensor, no_sync: bool = False) -> Callable
     def step() -> Tensor:
         optimizer.zero_grad()
         if no_sync:
-            with model.no_sync():  # type: ignore[operator]
+            with model.no_sync():
                 model(inputs).float().square().mean().backward()
         loss: Tensor = model(inputs).float().square().mean()
         loss.backward()
@@ -85,7 +84,9 @@ def losses(step: Callable[[], Tensor]) -> Tensor:
 
 
 def params_of(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, stage: int) -> list[Param]:
-    module = nn.ParameterList([nn.Parameter(torch.zeros(shape, dtype=dtype), dtype.is_floating_point) for shape in shapes])
+    module = nn.ParameterList(
+        [nn.Parameter(torch.zeros(shape, dtype=dtype), dtype.is_floating_point) for shape in shapes]
+    )
     return list(make_plan(module, policy_of(stage), 1, 0, 1).params)
 
 

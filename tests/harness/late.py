@@ -27,7 +27,6 @@ from torch import Tensor
 from thunder_zero.comm import backends, native
 from thunder_zero.comm.native import Grouped
 
-
 PLACES = (("cpu", "gloo"), ("cuda", "gloo"))
 
 
@@ -92,7 +91,8 @@ class Wire:
     @contextmanager
     def launch(self, group: object, *, async_ops: bool) -> Iterator[Launched]:
         """Instead of torch's ``_coalescing_manager``."""
-        self._open = launched = []
+        launched: list[Message] = []
+        self._open = launched
         yield Launched(self, launched)
         self._open = None
         self.waiting += len(launched)
@@ -138,7 +138,7 @@ def late_wire() -> Iterator[Wire]:
     """Models that are sharded inside of the block train through the NCCL transport, on gloo and late."""
     wire = Wire()
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(backends.BACKENDS, dict.fromkeys(PLACES, GroupedSums)))  # type: ignore[arg-type]
+        stack.enter_context(mock.patch.dict(backends.BACKENDS, dict.fromkeys(PLACES, GroupedSums)))
         stack.enter_context(mock.patch.object(native, "_coalescing_manager", wire.launch))
         for owner, name in (
             (native, "_all_gather_single"),

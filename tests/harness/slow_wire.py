@@ -35,7 +35,8 @@ class SlowWire:
     @contextmanager
     def launch(self, group: object, *, async_ops: bool) -> Iterator[SlowWire]:
         """Instead of torch's ``_coalescing_manager``."""
-        self._calls = calls = []
+        calls: list[tuple[Tensor, ...]] = []
+        self._calls = calls
         yield self
         self._calls = None
         self.launched += 1

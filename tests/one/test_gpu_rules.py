@@ -88,7 +88,9 @@ def test_the_thread_of_asynchronous_saves_chooses_its_device(
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.complex64, torch.bool])
-def test_parameters_that_nccl_cannot_send_travel_as_bytes(two_fake_ranks: dist.ProcessGroup, dtype: torch.dtype) -> None:
+def test_parameters_that_nccl_cannot_send_travel_as_bytes(
+    two_fake_ranks: dist.ProcessGroup, dtype: torch.dtype
+) -> None:
     """NCCL has no int16 and no uint16; a frozen table may have any dtype. Fake ranks have the same rows as this one."""
     rows, param = frozen(dtype)
     sent: list[torch.dtype] = []

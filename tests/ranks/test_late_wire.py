@@ -54,7 +54,7 @@ def train(model: nn.Module, rank: int, world_size: int, no_sync: bool) -> list[T
     for step in range(STEPS):
         first, second = (tokens[rows] for tokens in batches(step))
         if no_sync:
-            with model.no_sync():  # type: ignore[operator]
+            with model.no_sync():
                 model(first).float().square().mean().backward()
         loss = model(second).float().square().mean()
         loss.backward()
@@ -125,7 +125,8 @@ def on_fake_ranks(rank: int, world_size: int, name: str) -> tuple[list[str], lis
     """Rank 1 of 4 without peers, a step: its launches and the timeline's, what reduces, whether gradients fit."""
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=1, world_size=4)
-    launch, launches, reduces = native.Grouped._launch, [], set()
+    launch, launches = native.Grouped._launch, []
+    reduces: set[str] = set()
 
     def counted(transport: Any, collective: Callable[..., Any], calls: Any) -> Any:
         launches.append(OPERATIONS[collective.__name__.replace("into_tensor", "single").replace("tensor", "single")])
@@ -133,7 +134,7 @@ def on_fake_ranks(rank: int, world_size: int, name: str) -> tuple[list[str], lis
         return launch(transport, collective, calls)
 
     try:
-        with mock.patch.dict(backends.BACKENDS, {("cpu", "fake"): native.Grouped}):  # type: ignore[arg-type]
+        with mock.patch.dict(backends.BACKENDS, {("cpu", "fake"): native.Grouped}):
             model: Any = thunder.jit(fresh(Small), transforms=[tz.ZeroTransform(POLICIES[name])])
         for _ in range(2):
             with mock.patch.object(native.Grouped, "_launch", counted):
@@ -165,6 +166,6 @@ def test_the_nccl_transport_trains_as_one_process(ranks_pool: RanksPool, stage: 
 
 
 def on_gloo(rank: int, world_size: int, stage: int) -> tuple[list[Tensor], int]:
-    with mock.patch.dict(backends.BACKENDS, {("cpu", "gloo"): GroupedSums}):  # type: ignore[arg-type]
+    with mock.patch.dict(backends.BACKENDS, {("cpu", "gloo"): GroupedSums}):
         model: Any = thunder.jit(fresh(Small), transforms=[tz.ZeroTransform(stage)])
         return train(model, rank, world_size, False), 1

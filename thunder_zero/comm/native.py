@@ -53,7 +53,9 @@ class _Native:
         else:
             fulls = [full.detach() for full in into]
             own = [self._own_rows(full, param) for full, param in zip(fulls, params, strict=True)]
-        calls = [(_sendable(full), _sendable(rows), {}) for full, rows in zip(fulls, own, strict=True)]
+        calls: list[tuple[Any, ...]] = [
+            (_sendable(full), _sendable(rows), {}) for full, rows in zip(fulls, own, strict=True)
+        ]
         parts = self._launch(_all_gather_single, calls)
         unpadded = tuple(full[: param.shape[0]] for full, param in zip(fulls, params, strict=True))
         return Handle(parts, unpadded, self._pending)
@@ -103,7 +105,7 @@ class _Native:
             return 1, 1
         return float16_divisors(self._world_size) if dtype is torch.float16 else (self._world_size, 1)
 
-    def _division(self, means: Sequence[Tensor]) -> BucketPart:
+    def _division(self, means: tuple[Tensor, ...]) -> BucketPart:
         """Divides the sums that have arrived."""
         _, after = self._divisors(means[0].dtype)
         return BucketPart((), None if after == 1 else lambda: torch._foreach_div_(means, after))
