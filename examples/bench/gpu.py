@@ -3,9 +3,9 @@
     python examples/bench/gpu.py                       # ./dev gpu runs tests/gpu first, and has both in one report
     python examples/bench/gpu.py --device cpu --tiny   # rehearses this without a GPU; its times mean nothing
 
-A Llama-like stack in bfloat16. The fake backend stands in for NCCL with 8 ranks: kernels, memory and the host's work are
-those of a rank of 8, but nothing travels and gathered numbers are not those of a training. So no loss is compared here,
-and times have no communication in them.
+A Llama-like stack in bfloat16. The fake backend stands in for NCCL with 8 ranks: kernels, memory and the host's work
+are those of a rank of 8, but nothing travels and gathered numbers are not those of a training. So no loss is compared
+here, and times have no communication in them.
 """
 
 from __future__ import annotations

@@ -189,6 +189,8 @@ def test_offload_never_has_all_shards_on_the_device(device: str) -> None:
     """While a model is sharded and while it rests; the largest parameter may pass through."""
     module = fresh(Mlp, 512, 8)
     full = sum(param.nbytes for param in module.parameters())
+    x = torch.ones(2, 512, device=device)
+    step_of(fresh(Mlp, 512, 1).to(device), x)()  # the workspaces of cuBLAS are no part of the model
     with communicating():
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -199,8 +201,7 @@ def test_offload_never_has_all_shards_on_the_device(device: str) -> None:
         assert torch.cuda.max_memory_allocated() - before < full / 4
         assert torch.cuda.memory_allocated() - before < full / 16
     assert all(param.device.type == "cpu" for param in model.parameters())
-    step = step_of(model, torch.ones(2, 512, device=device))
-    step()
+    step_of(model, x)()
     if device == "cuda":
         assert torch.cuda.memory_allocated() - before < full / 2
         assert all(param.is_pinned() for param in model.parameters())
