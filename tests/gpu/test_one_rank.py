@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import thunder_zero as tz
 from tests.harness.host_reads import HostReads
-from tests.harness.late import GroupedSums
 from tests.harness.models import LENGTH, VOCABULARY, Gpt, Mlp, error, fresh
 from tests.harness.one_rank import communicating, group_of_one
 from tests.harness.ranks import everyone
@@ -238,9 +237,3 @@ def test_an_asynchronous_save_has_the_values_of_its_moment(device: str, tmp_path
     done.result(timeout=60)
     tz.load(tmp_path / "now", model)
     assert all(torch.equal(param, saved[name]) for name, param in model.named_parameters())
-
-
-def test_the_stand_in_takes_sums() -> None:
-    """Here NCCL's mean is replaced, see ``communicating``; ``test_collectives_of_all_shapes`` launches it."""
-    assert GroupedSums.means == frozenset()
-    assert torch.float32 in Grouped.means

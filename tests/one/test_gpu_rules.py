@@ -178,7 +178,10 @@ def test_the_host_waits_for_the_last_copy_and_not_for_compute(monkeypatch: pytes
     event = mock.Mock()
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    copies = HostCopies(CUDA)
+    without = HostCopies(CUDA, offloaded=False)  # mixed precision alone: a cast, no copy from host memory
+    without.note()
+    without.wait()
+    copies = HostCopies(CUDA, offloaded=True)
     copies.wait()
     copies.note()
     copies.wait()

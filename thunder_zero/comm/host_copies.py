@@ -10,15 +10,17 @@ class HostCopies:
 
     Args:
         device: where compute is; only copies to a GPU are asynchronous.
+        offloaded: whether any shard rests in host memory; if not, the host never waits.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, offloaded: bool) -> None:
         self._device = device
+        self._are_asynchronous = offloaded and device.type == "cuda"
         self._last: torch.cuda.Event | None = None  # in the stream after the last copy
 
     def note(self) -> None:
         """Copies were started."""
-        if self._device.type == "cuda":
+        if self._are_asynchronous:
             self._last = torch.cuda.Event()
             self._last.record(torch.cuda.current_stream(self._device))
 

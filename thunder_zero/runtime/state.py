@@ -58,7 +58,7 @@ class State:
         self.plan, self.ranks, self.group, self.device = plan, ranks, ranks.everyone, device
         self.accumulation = Accumulation()
         self.clock = Clock(device)
-        self.copies = HostCopies(device)
+        self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
         self.transport = model_transport(plan, ranks, device, self.copies)
         memory = lay_out(plan, device, at_rest)
         self.shards = {param.path: nn.Parameter(memory.rows[param.path], param.requires_grad) for param in plan.params}
