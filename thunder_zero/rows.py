@@ -30,11 +30,6 @@ def padding_of(shard: Tensor, param: Param, plan: Plan) -> Tensor:
     return shard[len(real_rows(shard, param, plan)) :]
 
 
-def at_rest_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """The part of a full parameter that stays at rest: all of it (ZeRO-1, replicated), or this rank's rows."""
-    return full if param.resident else own_rows(full, param, plan)
-
-
 def rows_in(buffer: Tensor, param: Param, world_size: int, rank: int) -> Tensor:
     """The rows of a padded buffer that ``rank`` stores, padding included, as a view."""
     start, stop = layout.stored_range(param.shape[0], world_size, rank)

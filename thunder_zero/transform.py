@@ -155,7 +155,11 @@ class ZeroTransform(Transform):
         return cast_inputs(type(model._model).__name__, args, kwargs, self.policy.mixed_precision)
 
     def _after_forward(self, model: ThunderModule, args: Any, output: Any) -> None:
+        """Guard what is returned; let the host write to offloaded shards, since no backward need follow, which would
+        wait for their copies, too."""
         guard(output, CONNECTED, type(model._model).__name__, self._state.accumulation)
+        if self.policy.cpu_offload:
+            self._state.copies.wait()
 
     def transform_traces_pre_prologue(
         self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any

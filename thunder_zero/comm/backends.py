@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.group import Ranks
+from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.hybrid import Hybrid
 from thunder_zero.comm.native import Grouped, OneByOne
 from thunder_zero.comm.pairwise import Exchange
@@ -42,10 +43,10 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> T
     return BACKENDS.get((device.type, backend), OneByOne)(group, role)
 
 
-def model_transport(plan: Plan, ranks: Ranks, device: torch.device) -> Transport:
+def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: HostCopies) -> Transport:
     """The transport of a model: over one group or several, with the casts and copies that the plan asks for."""
     transport = transport_for(ranks.inside, device)
     if ranks.across is not None:
         across, everyone = transport_for(ranks.across, device, role=1), transport_for(ranks.everyone, device, role=2)
         transport = Hybrid(transport, across, everyone, plan)
-    return Staging(transport, plan, device) if needs_staging(plan, device) else transport
+    return Staging(transport, plan, device, copies) if needs_staging(plan, device) else transport

@@ -19,7 +19,8 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
 
     Raises:
         ValueError: a parameter is a DTensor or another tensor subclass, or its gradient cannot be reduced; the device
-            does not exist or the group has no backend for it; ``broadcast_from`` is not a rank of the group.
+            does not exist, is not the current CUDA device, or the group has no backend for it; ``broadcast_from`` is
+            not a rank of the group.
     """
     for param in plan.params:
         original = module.get_parameter(param.path)
@@ -49,6 +50,7 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
                 f"{param.reduce_dtype}; give mixed_precision with reduce_dtype=torch.float32, or freeze the parameter"
             )
     try:
+        _require_current(device)
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
@@ -61,6 +63,19 @@ def _has_behaviour(param: nn.Parameter) -> bool:
     """Whether its class changes what operations do, as quantised weights and FSDP2's extensions of gathers do."""
     function, dispatch = type(param).__torch_function__, type(param).__torch_dispatch__
     return function is not nn.Parameter.__torch_function__ or dispatch is not nn.Parameter.__torch_dispatch__
+
+
+def _require_current(device: torch.device) -> None:
+    """Refuse a GPU that is not the current one: NCCL and streams would use the current one.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
+        raise ValueError(
+            f"device is '{device}', but the current CUDA device of this process is 'cuda:{current}', where NCCL and "
+            f"the streams would run; call torch.cuda.set_device({device.index}) before init_process_group"
+        )
 
 
 def _default_device(group: dist.ProcessGroup) -> torch.device:

@@ -51,10 +51,16 @@ def all_reduce_max(flags: Tensor, group: ProcessGroup) -> None:
 
 def all_reduce_sum(numbers: Sequence[int], group: ProcessGroup, device: torch.device) -> list[int]:
     """The sum of each number over ranks; a small collective."""
-    totals = torch.tensor(numbers, dtype=torch.int64, device=device)
+    totals = to_device(numbers, torch.int64, device)
     with naming_lost_ranks(group):
         dist.all_reduce(totals, group=group)
-    return [int(total) for total in totals]
+    return [int(total) for total in totals.tolist()]  # read at once: each read makes the host wait for a GPU
+
+
+def to_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A 1-D tensor of these numbers; on a GPU the host does not wait for the copy."""
+    on_host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:

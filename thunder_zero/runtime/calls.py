@@ -89,6 +89,7 @@ class Calls:
 
     def defer(self, grad: Tensor, path: str) -> None:
         """Keep a full gradient until the next reduction of its parameter."""
+        self._state.copies.wait()  # this backward does not end with ``land``
         self._accumulation.defer(sum_and_cast(grad, self._plan.by_name[path]), path)
 
     def reduce_deferred(self, paths: Sequence[str]) -> None:

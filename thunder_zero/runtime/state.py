@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from thunder_zero.comm.backends import model_transport
 from thunder_zero.comm.group import Ranks
-from thunder_zero.comm.small_collectives import all_reduce_max, barrier
+from thunder_zero.comm.host_copies import HostCopies
+from thunder_zero.comm.small_collectives import all_reduce_max, barrier, to_device
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.clock import Clock
@@ -38,6 +39,7 @@ class State:
         resident: ZeRO-1's full parameters.
         held_over: gathered parameters that the next micro-batch reads again.
         clock: records waits while ``measure_times`` runs.
+        copies: copies of shards in host memory to the device, which may still run.
         transport: launches the collectives.
     """
 
@@ -51,12 +53,13 @@ class State:
             plan: what each of them is.
             ranks: the process groups that train the model.
             device: where compute is.
-            at_rest: their values by path, full or this rank's rows (:func:`thunder_zero.rows.at_rest_of`); emptied.
+            at_rest: their values by path, in full (ZeRO-1, replicated) or this rank's rows; emptied.
         """
         self.plan, self.ranks, self.group, self.device = plan, ranks, ranks.everyone, device
         self.accumulation = Accumulation()
         self.clock = Clock(device)
-        self.transport = model_transport(plan, ranks, device)
+        self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
+        self.transport = model_transport(plan, ranks, device, self.copies)
         memory = lay_out(plan, device, at_rest)
         self.shards = {param.path: nn.Parameter(memory.rows[param.path], param.requires_grad) for param in plan.params}
         self.placeholders = {
@@ -78,7 +81,7 @@ class State:
     def on_any_rank(self, paths: Sequence[str], here: Container[str], also: Tensor | None = None) -> list[str]:
         """Those of ``paths`` that any rank has in ``here``, or flags in ``also`` (a bool for each path); one small
         collective, if there are several ranks."""
-        flags = torch.tensor([path in here for path in paths], dtype=torch.int32, device=self.device)
+        flags = to_device([path in here for path in paths], torch.int32, self.device)
         if also is not None:
             flags += also.to(self.device)
         if self.plan.ranks > 1:
@@ -114,7 +117,9 @@ class State:
         if not param.sharded:
             return shard.clone()
         exact = replace(param, compute_dtype=shard.dtype)
-        return self.transport.all_gather([shard], [exact]).wait()[0].clone()
+        full = self.transport.all_gather([shard], [exact]).wait()[0].clone()
+        self.copies.wait()
+        return full
 
     def seconds_alone(self, paths: Sequence[str]) -> float:
         """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""
@@ -122,4 +127,5 @@ class State:
         barrier(self.group)
         start = self.clock.now()
         self.transport.all_gather(shards, params).wait()
+        self.copies.wait()
         return start.until(self.clock.now())

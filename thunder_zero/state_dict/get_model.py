@@ -42,7 +42,8 @@ def as_dtensor(state: State, param: Param, rows: Tensor) -> Tensor:
     ZeRO-1's rows lie inside of the full parameter. torch copies and saves no DTensor that was made of a local tensor
     with an offset, but the offset does not matter afterwards, so the local tensor is set as FSDP2 sets it.
     """
-    mesh = DeviceMesh.from_group(state.ranks.inside, state.device.type)
+    # Of the rows' device, not of compute's: torch copies rows to the mesh's, and offloaded ones do not fit there.
+    mesh = DeviceMesh.from_group(state.ranks.inside, rows.device.type)
     stride = torch.empty(param.shape, device="meta").stride()
     first = rows.as_strided(rows.shape, rows.stride(), 0)
     value = DTensor.from_local(first, mesh, [Shard(0)], run_check=False, shape=torch.Size(param.shape), stride=stride)
