@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thunder_zero.comm.lost_ranks import timeout_of
+from thunder_zero.comm.places import without_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,12 @@ def hybrid_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
 def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new gloo group of the same ranks, with the timeout that ``group`` has on ``device``; a collective of them.
 
-    For collectives that must not mix with those of ``group``, such as those of another thread.
+    For collectives of another thread, which must not mix with those of ``group``: they are no places.
     """
     ranks = dist.get_process_group_ranks(group)
-    return process_group(dist.new_group(ranks, timeout_of(group, device), "gloo", use_local_synchronization=True))
+    like = process_group(dist.new_group(ranks, timeout_of(group, device), "gloo", use_local_synchronization=True))
+    without_places(like)
+    return like
 
 
 def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from thunder_zero.comm.backends import model_transport
 from thunder_zero.comm.group import Ranks
-from thunder_zero.comm.small_collectives import all_reduce_max, barrier
+from thunder_zero.comm.places import Place, doing, what_is_done
+from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.clock import Clock
@@ -38,6 +39,7 @@ class State:
         resident: ZeRO-1's full parameters.
         held_over: gathered parameters that the next micro-batch reads again.
         clock: records waits while ``measure_times`` runs.
+        name: of the model, the same on all ranks, as errors call it: ``"model 0 (Net)"``.
         transport: launches the collectives.
     """
 
@@ -56,7 +58,8 @@ class State:
         self.plan, self.ranks, self.group, self.device = plan, ranks, ranks.everyone, device
         self.accumulation = Accumulation()
         self.clock = Clock(device)
-        self.transport = model_transport(plan, ranks, device)
+        self.name = f"model {next_number(self.group)} ({type(module).__name__})"
+        self.transport = model_transport(plan, ranks, device, self.name)
         memory = lay_out(plan, device, at_rest)
         self.shards = {param.path: nn.Parameter(memory.rows[param.path], param.requires_grad) for param in plan.params}
         self.placeholders = {
@@ -76,7 +79,8 @@ class State:
         if self.plan.ranks == 1:
             return [path for path in paths if path in here]
         flags = torch.tensor([path in here for path in paths], dtype=torch.int32, device=self.device)
-        all_reduce_max(flags, self.group)
+        with doing(f"comparing parameters of {self.name}"):
+            all_reduce_max(flags, self.group)
         return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
 
     def drop_deferred(self) -> None:
@@ -108,12 +112,14 @@ class State:
         if not param.sharded:
             return shard.clone()
         exact = replace(param, compute_dtype=shard.dtype)
+        self.transport.enter(Place(what_is_done() or f"a gather of {self.name}", f"{param.path} {exact.compute_dtype}"))
         return self.transport.all_gather([shard], [exact]).wait()[0].clone()
 
     def seconds_alone(self, paths: Sequence[str]) -> float:
         """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""
         params, shards = [self.plan.by_name[path] for path in paths], [self.shards[path].detach() for path in paths]
         barrier(self.group)
+        self.transport.enter(Place(f"measure_times of {self.name}", repr(paths)))
         start = self.clock.now()
         self.transport.all_gather(shards, params).wait()
         return start.until(self.clock.now())
