@@ -91,12 +91,15 @@ def says_lost(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def naming_lost_ranks(group: ProcessGroup, rank: int | None = None) -> Iterator[None]:
+def naming_lost_ranks(
+    group: ProcessGroup, rank: int | None = None, timeout: timedelta | None = None
+) -> Iterator[None]:
     """Turn a backend's error about a lost rank into one that names the ranks that may be lost; keep all others.
 
     Args:
         group: the ranks that the block communicates with.
         rank: the one rank of the group that the block waits for; None waits for all.
+        timeout: how long the block waits at most; None: the group's timeout.
 
     Raises:
         LostRank: a DistNetworkError; the backend lost a rank.
@@ -109,19 +112,20 @@ def naming_lost_ranks(group: ProcessGroup, rank: int | None = None) -> Iterator[
         if isinstance(error, LostRank) or not says_lost(error):
             raise
         everyone = dist.get_process_group_ranks(group)
-        lost = [everyone[peer] for peer in possibly_lost(group, rank, time.monotonic() - start)]
+        lost = [everyone[peer] for peer in possibly_lost(group, rank, time.monotonic() - start, timeout)]
         who = f"rank {lost[0]}" if len(lost) == 1 else f"one of ranks {lost}"
         raise LostRank(dist.get_rank(), who, str(error)) from error
 
 
-def possibly_lost(group: ProcessGroup, rank: int | None, seconds: float) -> list[int]:
-    """Ranks of the group that may be lost after waiting for ``rank`` (None: for all) for so many seconds.
+def possibly_lost(group: ProcessGroup, rank: int | None, seconds: float, timeout: timedelta | None) -> list[int]:
+    """Ranks of the group that may be lost after waiting for ``rank`` (None: for all) for so many seconds, and at most
+    ``timeout`` (None: the group's).
 
     gloo knows which connections are closed, but not after a timeout, since it then closes all of them itself.
     """
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     waited_for = peers if rank is None else [rank]
-    if not speaks_gloo(group) or seconds >= timeout_of(group, CPU).total_seconds():
+    if not speaks_gloo(group) or seconds >= (timeout or timeout_of(group, CPU)).total_seconds():
         return waited_for
     return [peer for peer in peers if _is_closed(peer, group)] or waited_for
 

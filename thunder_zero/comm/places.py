@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.background import COURIER, in_background
-from thunder_zero.comm.lost_ranks import at_place, naming_lost_ranks, speaks_gloo
+from thunder_zero.comm.lost_ranks import CPU, at_place, naming_lost_ranks, speaks_gloo, timeout_of
 
 BYTES = 256  # of a message: a digest, then as much of the text as fits
 DIGEST_BYTES = 16
@@ -163,6 +163,7 @@ class _Messages:
     def __init__(self, place: Place, group: ProcessGroup, channel: ProcessGroup) -> None:
         self.place = place
         self._channel = channel
+        self._timeout = timeout_of(group if speaks_gloo(group) else channel, CPU)
         ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         peers = {rank: dist.get_group_rank(channel, rank) for rank in ranks}
         self._slots = {rank: torch.empty(BYTES, dtype=torch.uint8) for rank in ranks}
@@ -170,8 +171,8 @@ class _Messages:
 
         def post() -> list[tuple[int, int, dist.Work | None, dist.Work | None]]:
             with naming_lost_ranks(channel):
-                receives = [dist.irecv(self._slots[rank], group=channel, group_src=peers[rank], tag=TAG) for rank in ranks]
-                sends = [dist.isend(message, group=channel, group_dst=peers[rank], tag=TAG) for rank in ranks]
+                receives = [dist.irecv(self._slots[rank], None, channel, TAG, at) for rank, at in peers.items()]
+                sends = [dist.isend(message, None, channel, TAG, at) for at in peers.values()]
             return list(zip(ranks, peers.values(), receives, sends, strict=True))
 
         self._posted = in_background(COURIER, post)
@@ -189,9 +190,9 @@ class _Messages:
             for rank, peer, received, sent in posted:
                 assert received is not None, "every rank of the group takes part"
                 assert sent is not None, "every rank of the group takes part"
-                with naming_lost_ranks(self._channel, peer):
-                    received.wait()
-                    sent.wait()  # the peer posted its receive before it sent: it learns of a difference as well
+                with naming_lost_ranks(self._channel, peer, self._timeout):
+                    received.wait(self._timeout)
+                    sent.wait(self._timeout)  # the peer posted its receive before it sent: it learns of a difference as well
                 _compare(self.place, rank, self._slots[rank].numpy().tobytes(), self._channel, posted)
         self._is_confirmed = True
 
