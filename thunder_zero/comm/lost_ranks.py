@@ -91,9 +91,7 @@ def says_lost(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def naming_lost_ranks(
-    group: ProcessGroup, rank: int | None = None, timeout: timedelta | None = None
-) -> Iterator[None]:
+def naming_lost_ranks(group: ProcessGroup, rank: int | None = None, timeout: timedelta | None = None) -> Iterator[None]:
     """Turn a backend's error about a lost rank into one that names the ranks that may be lost; keep all others.
 
     Args:

@@ -192,7 +192,9 @@ class _Messages:
                 assert sent is not None, "every rank of the group takes part"
                 with naming_lost_ranks(self._channel, peer, self._timeout):
                     received.wait(self._timeout)
-                    sent.wait(self._timeout)  # the peer posted its receive before it sent: it learns of a difference as well
+                    sent.wait(
+                        self._timeout
+                    )  # the peer posted its receive before it sent: it learns of a difference as well
                 _compare(self.place, rank, self._slots[rank].numpy().tobytes(), self._channel, posted)
         self._is_confirmed = True
 

@@ -90,9 +90,8 @@ class DryRuntime:
             "model, jit the module with ZeroTransform and call it"
         )
 
-    enter = all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = land = share_overflow = (
-        _refuse
-    )
+    enter = all_gather = reduce = check_synced = _refuse
+    defer = reduce_deferred = check_finite = land = share_overflow = _refuse
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """There is no other rank."""
