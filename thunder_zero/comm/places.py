@@ -125,12 +125,16 @@ def announce(place: Place, group: ProcessGroup) -> Meeting | None:
 
 
 def meet(step: str, group: ProcessGroup) -> str:
-    """Before a small collective: wait until all ranks of the group are at the same one; returns where that is."""
+    """Before a small collective: wait until all ranks of the group are at the same one.
+
+    Returns:
+        The text of the outermost block of :func:`doing`; "" outside.
+    """
     place = Place(_doing.get() or SOMETHING, step)
     meeting = announce(place, group)
     if meeting is not None:
         meeting.confirm()
-    return place.text
+    return _doing.get()
 
 
 def is_debugging() -> bool:
