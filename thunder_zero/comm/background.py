@@ -1,4 +1,4 @@
-"""Background threads, which run tasks in the order in which they get them: one posts messages, one averages."""
+"""Two background threads, which run tasks in the order given: one posts messages, one averages."""
 
 from __future__ import annotations
 

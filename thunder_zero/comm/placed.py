@@ -1,4 +1,4 @@
-"""A transport that announces its place before it first sends, and compares it with the peers' before it first waits."""
+"""A transport that announces its place before it sends, and compares it with the peers'."""
 
 from __future__ import annotations
 

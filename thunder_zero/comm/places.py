@@ -1,4 +1,4 @@
-"""Ranks tell each other what they do before they communicate, so that none takes one message for another.
+"""Ranks say what they do before they communicate, so that none takes one message for another.
 
 Backends match messages by their order alone. If rank 0 evaluates while rank 1 runs a backward, the gathers of one are
 the gathers of the other, and both train on garbage. So before a rank communicates, it announces its PLACE: one message

@@ -1,4 +1,4 @@
-"""Small collectives of numbers, Python objects and DTensors: places, whose errors name the lost rank."""
+"""Small collectives of numbers, objects and DTensors: places, whose errors name the lost rank."""
 
 from __future__ import annotations
 
