@@ -12,6 +12,7 @@ from thunder_zero.arguments import Arguments, check_arguments
 from thunder_zero.comm import agree
 from thunder_zero.comm.device import device_for
 from thunder_zero.comm.group import Ranks, ranks_of
+from thunder_zero.comm.places import doing
 from thunder_zero.compiled import Compiled
 from thunder_zero.placement import hooks_inside, links, members, pairs, place_buffers, place_others, place_parameters
 from thunder_zero.plan import Plan, make_plan
@@ -29,6 +30,7 @@ from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.state_dict import hooks
 from thunder_zero.trace import named_members
 from thunder_zero.trace.casts import cast_borders, cast_inputs
+from thunder_zero.trace.enter import with_enter
 from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
@@ -102,6 +104,10 @@ class ZeroTransform(Transform):
 
     def transform_module(self, model: ThunderModule) -> None:
         """Shard the module, and put our executors in front of the others."""
+        with doing(f"the transform of {type(model._model).__name__}"):
+            self._shard(model)
+
+    def _shard(self, model: ThunderModule) -> None:
         where, plain = self._given, model._model
         ranks = ranks_of(where.process_group, where.mesh)
         inside = ranks.inside
@@ -172,15 +178,19 @@ class ZeroTransform(Transform):
         return prologue, computation, epilogue
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        """Prove the traces that will run, and that all ranks will run the same."""
+        """Prove the traces that will run, and that all ranks will run the same; let each half say what it is."""
+        executor = self.compiled.executor
         if TraceTag.BACKWARD in trace.tags:
             self._prove(self._forward, trace)
-        else:
-            self._forward = trace
-            self.compiled.programs[trace] = self.compiled.executor.program
-            if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
-                self._prove(trace, None)
-        return trace
+            return with_enter(trace, ProgramName("backward", executor.program.synced), executor)
+        self._forward = trace
+        half = "forward"
+        if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
+            self._prove(trace, None)
+            half = "forward without backward"
+        named = with_enter(trace, ProgramName(half, executor.program.synced), executor)
+        self.compiled.programs[named] = executor.program
+        return named
 
     def _prove(self, forward: TraceCtx, backward: TraceCtx | None) -> None:
         executor = self.compiled.executor

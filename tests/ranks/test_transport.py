@@ -18,9 +18,10 @@ from tests.harness.ranks import RanksPool, everyone
 from thunder_zero import layout
 from thunder_zero.comm import pairwise
 from thunder_zero.comm.backends import transport_for
+from thunder_zero.comm.background import AVERAGER, in_background
 from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.native import Grouped, OneByOne
-from thunder_zero.comm.pairwise import AVERAGER, PACK_BELOW_BYTES, TAG, Exchange, in_background, mean_into, messages
+from thunder_zero.comm.pairwise import PACK_BELOW_BYTES, TAG, Exchange, mean_into, messages
 from thunder_zero.comm.transport import Alone, Transport
 from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import Policy

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from thunder_zero.comm.lost_ranks import naming_lost_ranks, timeout_of
+from thunder_zero.comm.places import without_places
 
 LONGEST_WAIT_FOR_ADDRESS = timedelta(minutes=1)  # while a group is made, gloo does not see that a rank dies
 GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for a message
@@ -102,8 +103,8 @@ def hybrid_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
 def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new gloo group of the same ranks, with the timeout that ``group`` has on ``device``; a collective of them.
 
-    For collectives that must not mix with those of ``group``, such as those of another thread. Ranks should call it
-    right after another collective: if one comes a minute later, this raises.
+    For collectives that must not mix with those of ``group``, such as those of another thread; they are no places.
+    Ranks should call it right after another collective: if one comes a minute later, this raises.
 
     Raises:
         DistNetworkError: a RuntimeError; a rank died or did not answer, within the timeout.
@@ -113,6 +114,7 @@ def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
     with naming_lost_ranks(group):
         made = process_group(dist.new_group(ranks, while_made, "gloo", use_local_synchronization=True))
     _set_pg_timeout(timeout, made)  # private in torch, and there is no public way
+    without_places(made)
     return made
 
 

@@ -7,7 +7,7 @@ copied, into a buffer with zeros at its end, since these collectives send chunks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,15 @@ class _Native:
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it when its result is waited for; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
         return start
+
+    def under(self, key: int) -> Self:
+        """Collectives have no tags; see :meth:`thunder_zero.comm.transport.Transport.under`."""
+        return self
+
+    @property
+    def in_flight(self) -> bool:
+        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
+        return bool(self._pending)
 
     def drain(self) -> None:
         """See :meth:`thunder_zero.comm.transport.Transport.drain`."""

@@ -85,6 +85,15 @@ class Staging:
         """See :meth:`thunder_zero.comm.transport.Transport.soon`."""
         return self._inner.soon(start)
 
+    def under(self, key: int) -> Staging:
+        """See :meth:`thunder_zero.comm.transport.Transport.under`."""
+        return Staging(self._inner.under(key), self._plan, self._device)
+
+    @property
+    def in_flight(self) -> bool:
+        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
+        return self._inner.in_flight
+
     def drain(self) -> None:
         """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
         self._inner.drain()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.places import doing
 from thunder_zero.comm.small_collectives import all_reduce_max
 from thunder_zero.plan import Param
 from thunder_zero.runtime.state import State
@@ -47,6 +48,15 @@ class Calls:
         """
         if synced is not self.synced:
             raise RuntimeError(f"this program was compiled with synced={synced}; the forward needs {self.synced}")
+
+    def enter(self, half: str, schedule: str) -> None:
+        """The first of our lines in each half: peers that would send anything else there are refused.
+
+        Args:
+            half: such as ``"backward under no_sync"``.
+            schedule: the digest of its launches.
+        """
+        self._transport.enter_half(half, schedule)
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start gathering. ZeRO-1 sends only the parameters that an optimizer has changed since the last time, ZeRO-2
@@ -125,7 +135,8 @@ class Calls:
             RuntimeError: naming the first such parameter, on every rank.
         """
         bad = not_finite(grads, self.device).to(torch.int32)
-        all_reduce_max(bad, self._state.group)
+        with doing(f"policy check_gradients of {self._state.name}"):
+            all_reduce_max(bad, self._state.group)
         if bad.any():
             path = paths[int(bad.argmax())]
             self._state.drop_deferred()
@@ -143,9 +154,9 @@ class Calls:
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """Compare the collectives of all ranks before a program first runs.
 
-        Only the first forward, the first backward and the first forward without backward are compared. A later
-        compilation (another batch size) may happen on one rank alone, which would wait for the others for ever; so
-        may a forward of DDP, which has no collective.
+        Only the first forward, the first backward and the first forward without backward are compared here, line by
+        line. A later compilation (another batch size) may happen on one rank alone; :meth:`enter` compares its digest
+        whenever it runs. A forward of DDP may run on one rank alone, too: it has no collective.
 
         Raises:
             RuntimeError: naming the first line that differs, and the rank.
@@ -153,7 +164,8 @@ class Calls:
         is_silent = not program.reduces and not any(param.sharded for param in self._plan.params)
         if program not in self._agreed and not is_silent:
             self._agreed.add(program)
-            agree.require_same_schedule(str(program), lines, self._state.group)
+            with doing(f"the first {program} of {self._state.name}"):
+                agree.require_same_schedule(str(program), lines, self._state.group)
 
 
 def accumulate(shard: Tensor, grad: Tensor) -> None:

@@ -8,12 +8,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from thunder_zero.comm.small_collectives import all_gather_tensor
 from thunder_zero.rows import real_rows
-from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State
 
 READY, NO_GRADIENT, OPEN = range(3)  # a rank's status, which travels with its norm
 
 
+@is_place("clip_grad_norm_")
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:

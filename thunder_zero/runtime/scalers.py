@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from thunder_zero.comm.places import doing
 from thunder_zero.comm.small_collectives import all_reduce_max
 from thunder_zero.rows import real_rows
 from thunder_zero.runtime.state import State
@@ -59,7 +60,8 @@ def _unscale(grads: list[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
     _shared[found] = states = states or _shared.get(found, [])
     for state in states:
         flag = found.to(state.device)
-        all_reduce_max(flag, state.group)
+        with doing(f"the comparison of overflows of {state.name}"):
+            all_reduce_max(flag, state.group)
         found.copy_(flag)
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from thunder_zero.comm.backends import model_transport
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.host_copies import HostCopies
-from thunder_zero.comm.small_collectives import all_reduce_max, barrier, to_device
+from thunder_zero.comm.places import Place, doing, what_is_done
+from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.clock import Clock
@@ -40,6 +41,7 @@ class State:
         held_over: gathered parameters that the next micro-batch reads again.
         clock: records waits while ``measure_times`` runs.
         copies: copies of shards in host memory to the device, which may still run.
+        name: of the model, the same on all ranks, as errors call it: ``"model 0 (Net)"``.
         transport: launches the collectives.
     """
 
@@ -59,7 +61,8 @@ class State:
         self.accumulation = Accumulation()
         self.clock = Clock(device)
         self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
-        self.transport = model_transport(plan, ranks, device, self.copies)
+        self.name = f"model {next_number(self.group)} ({type(module).__name__})"
+        self.transport = model_transport(plan, ranks, device, self.copies, self.name)
         memory = lay_out(plan, device, at_rest)
         self.shards = {param.path: nn.Parameter(memory.rows[param.path], param.requires_grad) for param in plan.params}
         self.placeholders = {
@@ -85,7 +88,8 @@ class State:
         if also is not None:
             flags += also.to(self.device)
         if self.plan.ranks > 1:
-            all_reduce_max(flags, self.group)
+            with doing(f"comparing parameters of {self.name}"):
+                all_reduce_max(flags, self.group)
         return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
 
     def drop_deferred(self) -> None:
@@ -117,6 +121,7 @@ class State:
         if not param.sharded:
             return shard.clone()
         exact = replace(param, compute_dtype=shard.dtype)
+        self.transport.enter(Place(what_is_done() or f"a gather of {self.name}", f"{param.path} {exact.compute_dtype}"))
         full = self.transport.all_gather([shard], [exact]).wait()[0].clone()
         self.copies.wait()
         return full
@@ -125,6 +130,7 @@ class State:
         """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""
         params, shards = [self.plan.by_name[path] for path in paths], [self.shards[path].detach() for path in paths]
         barrier(self.group)
+        self.transport.enter(Place(f"measure_times of {self.name}", repr(paths)))
         start = self.clock.now()
         self.transport.all_gather(shards, params).wait()
         self.copies.wait()

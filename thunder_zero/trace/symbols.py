@@ -37,6 +37,9 @@ from thunder.extend import OperatorExecutor
 class Runtime(Protocol):
     """The functions that the symbols call when a trace runs."""
 
+    def enter(self, half: str, schedule: str) -> None:
+        """A half of a step begins, whose launches have this digest."""
+
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Any:
         """Start gathering; return a handle with ``wait() -> tuple of full parameters``."""
 
@@ -87,7 +90,7 @@ class DryRuntime:
             "model, jit the module with ZeroTransform and call it"
         )
 
-    all_gather = reduce = check_synced = apart = defer = reduce_deferred = check_finite = land = _refuse
+    enter = all_gather = reduce = check_synced = apart = defer = reduce_deferred = check_finite = land = _refuse
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """There is no other rank."""
@@ -102,6 +105,7 @@ class ZeroExecutor(OperatorExecutor):
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
         check_finite, reduce_deferred, land: symbols of lines before backward's return.
         check_synced, apart: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
+        enter: the symbol of the line before the first launch of each half, in the traces that run.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime) -> None:
@@ -122,6 +126,7 @@ class ZeroExecutor(OperatorExecutor):
         }
         self.defer = register("zero_defer_reduction", meta=self._defer_meta, fn=runtime.defer)
         tags = (prims.OpTags.DONT_DCE,)
+        self.enter = register("zero_enter", meta=_no_meta, fn=runtime.enter, tags=tags)
         self.check_synced = register("zero_check_synced", meta=_no_meta, fn=runtime.check_synced, tags=tags)
         self.apart = register("zero_apart", meta=_same_meta, fn=runtime.apart)
         self.reduce_deferred = register("zero_reduce_deferred", meta=_no_meta, fn=runtime.reduce_deferred, tags=tags)
