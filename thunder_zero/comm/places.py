@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -161,6 +162,10 @@ def require_same_so_far(group: ProcessGroup) -> None:
         raise RuntimeError(found[0])
 
 
+# Rank, and its number in the channel; what it says; the messages from it and to it.
+_Posted = tuple[tuple[int, int], torch.Tensor, dist.Work | None, dist.Work | None]
+
+
 class _Messages:
     """A place, announced by messages of gloo."""
 
@@ -170,37 +175,36 @@ class _Messages:
         self._timeout = timeout_of(group if speaks_gloo(group) else channel, CPU)
         ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
         peers = {rank: dist.get_group_rank(channel, rank) for rank in ranks}
-        self._slots = {rank: torch.empty(BYTES, dtype=torch.uint8) for rank in ranks}
         message = torch.frombuffer(bytearray(place.message()), dtype=torch.uint8)
 
-        def post() -> list[tuple[int, int, dist.Work | None, dist.Work | None]]:
+        def post() -> list[_Posted]:
             with naming_lost_ranks(channel):
-                receives = [dist.irecv(self._slots[rank], None, channel, TAG, at) for rank, at in peers.items()]
-                sends = [dist.isend(message, None, channel, TAG, at) for at in peers.values()]
-            return list(zip(ranks, peers.values(), receives, sends, strict=True))
+                slots = [torch.empty(BYTES, dtype=torch.uint8) for _ in ranks]
+                pairs = zip(slots, peers.values(), strict=True)
+                receives = [dist.irecv(slot, None, channel, TAG, peer) for slot, peer in pairs]
+                sends = [dist.isend(message, None, channel, TAG, peer) for peer in peers.values()]
+            return list(zip(peers.items(), slots, receives, sends, strict=True))
 
-        self._posted = in_background(COURIER, post)
-        self._is_confirmed = False
+        self._posted: Future[list[_Posted]] | None = in_background(COURIER, post)  # None: confirmed
         _unconfirmed[channel] = self
 
     def confirm(self) -> None:
         """See :meth:`Meeting.confirm`."""
-        if self._is_confirmed:
+        if self._posted is None:
             return
         require_same_so_far(self._channel)
         _unconfirmed.pop(self._channel, None)
         with at_place(self.place.text):
             posted = self._posted.result()
-            for rank, peer, received, sent in posted:
+            for (rank, peer), slot, received, sent in posted:
                 assert received is not None, "every rank of the group takes part"
                 assert sent is not None, "every rank of the group takes part"
                 with naming_lost_ranks(self._channel, peer, self._timeout):
                     received.wait(self._timeout)
-                    sent.wait(
-                        self._timeout
-                    )  # the peer posted its receive before it sent: it learns of a difference as well
-                _compare(self.place, rank, self._slots[rank].numpy().tobytes(), self._channel, posted)
-        self._is_confirmed = True
+                    # The peer posted its receive before it sent: it learns of a difference as well.
+                    sent.wait(self._timeout)
+                _compare(self.place, rank, slot.numpy().tobytes(), self._channel, posted)
+        self._posted = None
 
 
 class _Gathered:
