@@ -87,7 +87,7 @@ class Staging:
 
     def under(self, key: int) -> Staging:
         """See :meth:`thunder_zero.comm.transport.Transport.under`."""
-        return Staging(self._inner.under(key), self._plan, self._device)
+        return Staging(self._inner.under(key), self._plan, self._device, self._copies)
 
     @property
     def in_flight(self) -> bool:
