@@ -99,11 +99,13 @@ def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
 
 
 def _set_apart(prologue: TraceCtx, names: Sequence[str], executor: ZeroExecutor) -> None:
-    """Return ``zero_apart(shard)`` in place of each of these shards."""
+    """Return ``zero_apart(shard)`` in place of each of these shards that the computation gets."""
     result = prologue.bound_symbols.pop()
     given = {proxy.name: proxy for proxy in proxies_in(result.args)}
     swap: dict[Any, Proxy] = {}
     for name in names:
+        if name not in given:  # a parameter that forward does not use
+            continue
         with tracectx(prologue):
             swap[variableify(given[name])] = executor.apart(given[name])
     prologue.bound_symbols.append(result.from_bsym_swap_proxies(swap))
