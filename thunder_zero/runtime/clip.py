@@ -97,16 +97,20 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     counts once. Padding does not count, whatever the user has written into it.
     """
     grads: dict[bool, list[Tensor]] = {True: [], False: []}  # sharded, replicated
+    has_gradient = False
     for param in state.plan.params:
         grad = state.shards[param.path].grad
         if grad is not None:
-            grads[param.sharded].append(real_rows(grad, param, state.plan))
+            has_gradient = True
+            rows = real_rows(grad, param, state.plan)
+            if rows.numel() or not param.sharded:  # the largest value of no rows is not defined
+                grads[param.sharded].append(rows)
     norms = [get_total_norm(grads[sharded], norm_type) for sharded in (True, False)]
     dtype = torch.float32  # or more, and the same on ranks that have no gradient
     for param in state.plan.params:
         dtype = torch.promote_types(dtype, param.dtype.to_real())
     mine, everywhere = (norm.to(state.device, dtype) for norm in norms)
-    status = READY if any(grads.values()) else NO_GRADIENT
+    status = READY if has_gradient else NO_GRADIENT
     if state.accumulation.paths:
         status = OPEN
     message = torch.stack([mine, torch.full_like(mine, status)])
