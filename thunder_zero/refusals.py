@@ -145,16 +145,6 @@ def copied_from_sharded(candidate: Candidate) -> str | None:
     return None
 
 
-def hooked_in_backward(candidate: Candidate) -> str | None:
-    for path, module in candidate.module.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            return (
-                f"submodule {path!r} of {candidate.name} has a backward hook, which would never be called, as backward "
-                f"is one compiled program; remove it, or hook a parameter: model.get_parameter(...).register_hook(...)"
-            )
-    return None
-
-
 def transform_used_before(candidate: Candidate) -> str | None:
     if not candidate.transform.used:
         return None
@@ -310,7 +300,6 @@ REFUSALS: tuple[Refusal, ...] = (
     wrapped_in_ddp,
     sharded_before,
     copied_from_sharded,
-    hooked_in_backward,
     transform_used_before,
     uninitialised,
     untraceable_part,

@@ -359,17 +359,6 @@ def test_a_parameter_that_is_a_tensor_subclass() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_backward_hook_that_would_never_be_called() -> None:
-    for register in (nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook):
-        module = Net()
-        handle = register(module.b, lambda *args: None)
-        with refused(RuntimeError, "submodule 'b' of Net", "backward hook", "never be called", "register_hook"):
-            shard(module)
-        handle.remove()
-        shard(module)
-
-
-@pytest.mark.usefixtures("group")
 def test_a_sharded_model_inside_of_something_else() -> None:
     """DDP would send rank 0's rows to all ranks as if they were theirs."""
     model = shard()

@@ -163,7 +163,7 @@ def require_same_so_far(group: ProcessGroup) -> None:
 
 
 # Rank, and its number in the channel; what it says; the messages from it and to it.
-_Posted = tuple[tuple[int, int], torch.Tensor, dist.Work | None, dist.Work | None]
+_Posted = tuple[tuple[int, int], bytearray, dist.Work | None, dist.Work | None]
 
 
 class _Messages:
@@ -179,8 +179,8 @@ class _Messages:
 
         def post() -> list[_Posted]:
             with naming_lost_ranks(channel):
-                slots = [torch.empty(BYTES, dtype=torch.uint8) for _ in ranks]
-                pairs = zip(slots, peers.values(), strict=True)
+                slots = [bytearray(BYTES) for _ in ranks]
+                pairs = zip((torch.frombuffer(slot, dtype=torch.uint8) for slot in slots), peers.values(), strict=True)
                 receives = [dist.irecv(slot, None, channel, TAG, peer) for slot, peer in pairs]
                 sends = [dist.isend(message, None, channel, TAG, peer) for peer in peers.values()]
             return list(zip(peers.items(), slots, receives, sends, strict=True))
@@ -203,7 +203,7 @@ class _Messages:
                     received.wait(self._timeout)
                     # The peer posted its receive before it sent: it learns of a difference as well.
                     sent.wait(self._timeout)
-                _compare(self.place, rank, slot.numpy().tobytes(), self._channel, posted)
+                _compare(self.place, rank, bytes(slot), self._channel, posted)
         self._posted = None
 
 
