@@ -53,7 +53,7 @@ class Net(nn.Module):
 def policies() -> dict[str, tz.Policy]:
     found = {f"stage {stage}": tz.Policy(stage=stage) for stage in STAGES}
     found["stage 3, nothing kept"] = replace(tz.ZERO3, gather_last_units_once=False)
-    return only(("stage 1", "stage 3", "stage 3, nothing kept"), found)
+    return only(("stage 3", "stage 3, nothing kept"), found)
 
 
 def batch(rank: int) -> Tensor:
