@@ -15,6 +15,9 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from thunder_zero.transform import schedule_lines
 
+from thunder.executors.torch_compile import torch_compile_ex
+from thunder.extend import add_default_executor
+
 WIDTH, TOKENS = 8, 3
 
 
@@ -115,7 +118,7 @@ class InPlace(nn.Module):
 
 
 def programs() -> Iterator[tuple[str, nn.Module, Tensor, tz.Policy]]:
-    """Name, module, input and policy."""
+    """Name, module, input and policy; the last one is to be fused."""
     half = tz.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
     tokens = torch.arange(2 * TOKENS).view(2, TOKENS)
     for stage in range(4):
@@ -130,13 +133,21 @@ def programs() -> Iterator[tuple[str, nn.Module, Tensor, tz.Policy]]:
                 torch.ones(4),
                 tz.Policy(stage=stage, bucket_bytes=1),
             )
+    yield "T5, fused", T5(), tokens, tz.Policy(stage=3, bucket_bytes=600, gather_last_units_once=False)
+
+
+def show(name: str, module: nn.Module, x: Tensor, policy: tz.Policy) -> None:
+    timeline = tz.trace(module, x, policy=policy, world_size=3).timeline
+    for line in (*schedule_lines(timeline, False), *schedule_lines(timeline, True)):
+        print(f"{name}: {line}")
 
 
 def main() -> None:
-    for name, module, x, policy in programs():
-        timeline = tz.trace(module, x, policy=policy, world_size=3).timeline
-        for line in (*schedule_lines(timeline, False), *schedule_lines(timeline, True)):
-            print(f"{name}: {line}")
+    *others, fused = programs()
+    for program in others:
+        show(*program)
+    add_default_executor(torch_compile_ex)  # its fuser decides what backward computes again
+    show(*fused)
 
 
 if __name__ == "__main__":
