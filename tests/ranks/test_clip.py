@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import thunder_zero as tz
 from tests.harness.errors import raised
@@ -95,13 +95,41 @@ def misuse(rank: int, world_size: int) -> dict[str, Any]:
     found["inf"] = raised(lambda: tz.clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
     found["unchanged"] = all(torch.equal(param.grad, before[name]) for name, param in model.named_parameters())
     found["went on"] = tz.clip_grad_norm_(model, 1.0).item()
+    found |= norms_of_rows(model)
     if rank == 1:
         model.zero_grad()
     found["one without"] = raised(lambda: tz.clip_grad_norm_(model, 1.0))
     return found
 
 
+def norms_of_rows(model: tz.ZeroModule) -> dict[str, str]:
+    """What torch's own functions tell of one rank's rows."""
+    shards = list(model.parameters())
+    grads = [shard.grad for shard in shards if shard.grad is not None]
+    kept = [grad.nan_to_num() for grad in grads]
+    found = {
+        "torch's clip": raised(lambda: clip_grad_norm_(shards, 1.0)),
+        "torch's clip, one": raised(lambda: clip_grad_norm_([nn.Parameter(torch.ones(2)), shards[-1]], 1.0, inf)),
+        "torch's norm": raised(lambda: get_total_norm(grads)),
+        "torch's norms of parameters": raised(lambda: torch._foreach_norm(shards)),
+        "on purpose": raised(lambda: get_total_norm([grad.detach() for grad in grads])),
+        "others": raised(lambda: clip_grad_norm_(with_gradient(torch.ones(2)), 1.0)),
+    }
+    return found | {"unclipped": str(all(map(torch.equal, map(torch.nan_to_num, grads), kept)))}
+
+
+def with_gradient(value: Tensor) -> nn.Parameter:
+    param = nn.Parameter(value)
+    param.grad = torch.ones_like(value)
+    return param
+
+
 def words_of_misuse() -> dict[str, list[str]]:
+    rows = [
+        "RuntimeError: torch.nn.utils.clip_grad_norm_ (or another norm)",
+        "rows of parameter",
+        "clip_grad_norm_(model",
+    ]
     return {
         "no model": ["TypeError", "got Mlp", "jitted with ZeroTransform"],
         "no gradient": ["RuntimeError", "nothing to clip", "after backward"],
@@ -111,6 +139,13 @@ def words_of_misuse() -> dict[str, list[str]]:
         "norm 0": ["ValueError", "norm_type is 0"],
         "one without": ["RuntimeError", "no parameter has a gradient on rank 1", "after backward"],
         "inf": ["RuntimeError", "is inf", "error_if_nonfinite=False"],
+        "torch's clip": [*rows, "'layers.0.weight'"],
+        "torch's clip, one": [*rows, "'layers.2.bias'"],
+        "torch's norm": [*rows, "'layers.0.weight'"],
+        "torch's norms of parameters": [*rows, "'layers.0.weight'"],
+        "on purpose": ["nothing"],
+        "others": ["nothing"],
+        "unclipped": ["True"],
     }
 
 
