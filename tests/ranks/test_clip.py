@@ -104,7 +104,7 @@ def misuse(rank: int, world_size: int) -> dict[str, Any]:
 
 def norms_of_rows(model: tz.ZeroModule) -> dict[str, str]:
     """What torch's own functions tell of one rank's rows."""
-    shards = list(model.parameters())
+    shards: list[Tensor] = list(model.parameters())
     grads = [shard.grad for shard in shards if shard.grad is not None]
     kept = [grad.nan_to_num() for grad in grads]
     found = {
@@ -167,3 +167,36 @@ def test_a_norm_that_is_not_finite_is_refused_before_anything_changes_or_clips_t
     first = misused
     assert first["unchanged"]
     assert first["went on"] == inf
+
+
+def clipped_by_torch(rank: int, world_size: int) -> dict[str, str]:
+    """What torch's function tells of full gradients, and of rows of several models, one of them gone."""
+    told = {}
+    for name, policy in (
+        ("DDP", tz.DDP),
+        ("small", tz.Policy(stage=3, replicate_below_bytes=10**6)),
+        ("ignored", tz.Policy(stage=3, ignored=("layers.*",))),
+        ("rows", tz.Policy(stage=3)),
+    ):
+        model = sharded(fresh(Mlp), policy)
+        model(torch.ones(3, 7)).sum().backward()
+        before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        told[name] = raised(lambda model=model: clip_grad_norm_(model.parameters(), 1e9))  # type: ignore[misc]
+        tz.clip_grad_norm_(model, inf)
+        after = [param.grad for param in model.parameters() if param.grad is not None]
+        told["ours " + name] = str(all(map(torch.equal, before, after)))
+        if name == "rows":
+            one_at_a_time = raised(lambda model=model: clip_grad_norm_(model.parameters(), 1e9, foreach=False))  # type: ignore[misc]
+            told["one at a time"] = one_at_a_time
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_torchs_clipping_passes_where_gradients_are_full(ranks_pool: RanksPool, world_size: int) -> None:
+    """One at a time it is not seen, as the docs say."""
+    for told in ranks_pool.run(world_size, clipped_by_torch):
+        rows = told.pop("rows")
+        assert ("would see this rank's rows of parameter 'layers.0.weight' only" in rows) is (world_size > 1), rows
+        assert {value for name, value in told.items() if name.startswith("ours")} == {"True"}, told
+        assert {value for name, value in told.items() if not name.startswith("ours")} == {"nothing"}, told

@@ -71,8 +71,8 @@ def _refuse_untrusted(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             bases = [base.__qualname__ for base in kind.__mro__ if base in ELEMENTWISE]
             why = f" (a subclass of torch.optim.{bases[0]} may do anything)" if bases else ""
             raise RuntimeError(
-                f"{kind.__module__}.{kind.__qualname__} is not known to treat every element alone{why}, and each rank has "
-                f"only some rows of parameter {param.path!r}; use an elementwise optimizer of torch.optim, such as "
+                f"{kind.__module__}.{kind.__qualname__} is not known to treat every element alone{why}, and each rank "
+                f"has only some rows of parameter {param.path!r}; use an elementwise optimizer of torch.optim, such as "
                 f"AdamW, or stage=0, or give the transform trust_optimizer=True if this one is elementwise"
             )
 

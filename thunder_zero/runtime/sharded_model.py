@@ -42,8 +42,8 @@ class ShardedModel(nn.Module):
 
         As in PyTorch the forward decides: a backward defers its gradients if its forward ran inside of the block.
 
-        Deferred gradients are not in ``.grad``. ``zero_grad`` of the model drops them, and that of an optimizer those of
-        its parameters; ``param.grad = None`` does not. Drop those that the end of an epoch leaves, or they are added to
+        Deferred gradients are not in ``.grad``. ``zero_grad`` of the model drops them, and an optimizer's those of its
+        parameters; ``param.grad = None`` does not. Drop those that the end of an epoch leaves, or they are added to
         the next gradients.
 
         >>> with model.no_sync():
