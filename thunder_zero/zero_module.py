@@ -76,7 +76,9 @@ class ZeroModule(ShardedModel, ThunderModule):
                 if (what := _not_returned(error)) is None:
                     raise
                 name = type(self._model).__name__
-                raise TypeError(f"Thunder cannot trace {name}, which returns {what}; use a dict or a dataclass") from error
+                raise TypeError(
+                    f"Thunder cannot trace {name}, which returns {what}; use a dict or a dataclass"
+                ) from error
 
     def set_buffer(self, name: str, value: Tensor) -> None:
         """Set a buffer of both modules; Thunder calls this with what forward assigned to one.

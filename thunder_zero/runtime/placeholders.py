@@ -16,7 +16,7 @@ _LOOKS = """
     shape dtype device layout requires_grad is_leaf grad_fn retains_grad ndim names name itemsize nbytes output_nr
     is_cpu is_cuda is_meta is_mps is_xpu is_xla is_ipu is_hpu is_maia is_mtia is_vulkan is_mkldnn is_nested
     is_quantized is_sparse is_sparse_csr _version _base _backward_hooks _post_accumulate_grad_hooks
-    size dim ndimension stride numel nelement element_size storage_offset get_device __len__ __hash__
+    size dim ndimension stride numel nelement element_size storage_offset data_ptr get_device __len__ __hash__
     is_contiguous is_floating_point is_complex is_signed is_pinned is_shared is_inference is_conj is_neg is_same_size
     is_set_to is_tensor is_storage is_distributed
     empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full
@@ -120,7 +120,6 @@ def _make(path: str, shape: torch.Size, dtype: torch.dtype, device: torch.device
     value = NAN if dtype.is_floating_point or dtype.is_complex else 0
     one = torch.full((), value, dtype=dtype, device=device)
     made = Placeholder(one.expand(shape), requires_grad=requires_grad)
-    torch._C._set_throw_on_mutable_data_ptr(made)  # what asks C++ for the memory, such as to_dlpack, raises
     made.path = path
     return made
 

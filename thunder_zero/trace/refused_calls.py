@@ -1,4 +1,4 @@
-"""Refuses, while Thunder traces, what a forward may not do: each in one sentence, raised where it stands.
+"""Refuses calls and assignments in a forward that Thunder drops, or fails on with other words.
 
 Thunder 0.2.6 raises a string for a reentrant checkpoint, and drops what forward assigns to an attribute of the module
 itself without a word; attributes of submodules, and buffers, keep what was assigned.
