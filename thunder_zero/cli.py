@@ -104,7 +104,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def inspect(path: Path, *, verify_files: bool = False) -> None:
-    """Print a checkpoint's parameters and a summary.
+    """Print a checkpoint's parameters and a summary; nothing of a damaged one.
 
     Args:
         path: the checkpoint.
@@ -117,14 +117,14 @@ def inspect(path: Path, *, verify_files: bool = False) -> None:
     path = folder.locate(path)
     written = manifest.read_if_present(path)
     wrong = manifest.find_wrong_sizes(path, written.files) if written else []
-    source = open_checkpoint(path, verify_files=False)
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(_table(source))
-    console.print(_summary(source, written, whole=not wrong), highlight=False)
+    source = open_checkpoint(path, verify_files=verify_files)
     manifest.require_no_faults(path, wrong)
     require_files(path, source.metadata)
     if verify_files:
-        open_checkpoint(path, verify_files=True).require_readable()
+        source.require_readable()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console.print(_table(source))
+    console.print(_summary(source, written), highlight=False)
 
 
 def _table(source: OpenCheckpoint) -> Table:
@@ -139,10 +139,10 @@ def _table(source: OpenCheckpoint) -> Table:
     return table
 
 
-def _summary(source: OpenCheckpoint, written: Manifest | None, *, whole: bool) -> str:
-    """Numbers of ranks, tensors, files and bytes; the optimizer's step only if the files are ``whole``."""
+def _summary(source: OpenCheckpoint, written: Manifest | None) -> str:
+    """Numbers of ranks, tensors, files and bytes, and the optimizer's step."""
     states = len(source.tensors("optim."))
-    step = source.optimizer_step() if whole else None
+    step = source.optimizer_step()
     own = sum(map(len, source.keys_of_single_ranks().values()))
     if written is None:
         by = "no manifest.json, so its files cannot be verified"

@@ -282,12 +282,26 @@ def uninitialised(candidate: Candidate) -> str | None:
 
 
 def untraceable_part(candidate: Candidate) -> str | None:
-    for path, module in candidate.module.named_modules():
+    return _untraceable(candidate.module)
+
+
+def _untraceable(root: nn.Module) -> str | None:
+    for path, module in root.named_modules():
         for part in PARTS:
             if part.is_it(module):
-                where = f"submodule {path!r} of {candidate.name}" if path else candidate.name
+                where = f"submodule {path!r} of {type(root).__name__}" if path else type(root).__name__
                 return f"{where} ({type(module).__name__}) {part.what}, and {part.why}; {part.instead}"
     return None
+
+
+def require_traceable(module: nn.Module) -> None:
+    """Refuse, when a sharded module is compiled or that failed, a submodule that became one of PARTS since.
+
+    Raises:
+        RuntimeError: naming the first; torch's ``update_bn``, for one, sets ``momentum=None``.
+    """
+    if sentence := _untraceable(module):
+        raise RuntimeError(sentence)
 
 
 Refusal = Callable[[Candidate], str | None]  # the sentence, or None where there is nothing to refuse

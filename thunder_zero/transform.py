@@ -17,18 +17,19 @@ from thunder_zero.compiled import Compiled
 from thunder_zero.placement import hooks_inside, links, members, pairs, place_buffers, place_others, place_parameters
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
-from thunder_zero.refusals import require_untransformed
+from thunder_zero.refusals import require_traceable, require_untransformed
 from thunder_zero.runtime import dropped, norms, optimizer_hooks, scalers
 from thunder_zero.runtime.backward_guard import guard, refuse_function_transforms
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.initial_values import Sources, Values, initial_values
 from thunder_zero.runtime.intact import Intact
+from thunder_zero.runtime.placeholders import is_traced
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule import verify
 from thunder_zero.schedule.program_name import ProgramName
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.state_dict import hooks
-from thunder_zero.trace import named_members
+from thunder_zero.trace import named_members, refused_calls
 from thunder_zero.trace.casts import cast_borders, cast_inputs
 from thunder_zero.trace.enter import with_enter
 from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
@@ -70,7 +71,8 @@ class ZeroTransform(Transform):
         self._given = check_arguments(policy, **arguments)
         self._compiled: Compiled | None = None
         self._forward: TraceCtx | None = None
-        self._state: State  # transform_module sets both
+        self._plain: torch.nn.Module  # transform_module sets the three
+        self._state: State
         self._intact: Intact
 
     def __repr__(self) -> str:
@@ -175,6 +177,7 @@ class ZeroTransform(Transform):
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         """Synchronise at first use, and draw random numbers once; runs before autodiff."""
         executor = self.compiled.executor
+        require_traceable(self._plain)
         computation = draw_once(computation)
         computation = insert_synchronize(computation, parameter_inputs(prologue, computation), executor)
         shard_checks(prologue, executor)
@@ -223,6 +226,8 @@ class ZeroTransform(Transform):
     def install(self, model: ThunderModule, plan: Plan, runtime: Runtime) -> None:
         """Put our executors around the others: symbols and schedule first, the repair of fused regions last."""
         named_members.in_order()
+        refused_calls.refuse(is_traced)
+        self._plain = model._model
         executor = ZeroExecutor(plan, runtime)
         self._compiled = Compiled(executor)
         data = compile_data(model)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import is_namedtuple_class
+from torch.utils._pytree import is_namedtuple_instance
 
 from thunder_zero.compiled import Compiled, Traces
+from thunder_zero.refusals import require_traceable
 from thunder_zero.runtime.placeholders import set_tensor, traced
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.runtime.state import State
 
 from thunder import compile_stats
+from thunder.core.jit_ext import build_value_from_wrapped
 from thunder.core.module import ThunderModule
+
+EPILOGUE = "thunder.epilogue"  # begins the file names of generated code that builds what forward returns
 
 
 class ZeroModule(ShardedModel, ThunderModule):
@@ -66,18 +71,14 @@ class ZeroModule(ShardedModel, ThunderModule):
         with traced():
             try:
                 return super().forward(*args, **kwargs)
-            except TypeError as error:  # from Thunder's tracing; its words name neither the module nor a way out
-                named = next(_named_tuples((args, kwargs)), None)
-                if str(error).startswith("tree_flatten of type"):
-                    what = (
-                        f"returns another structure than tuples, lists, dicts, named tuples and dataclasses ({error})"
-                    )
-                elif named is not None:
-                    what = f"takes a named tuple, {type(named).__name__}"
-                else:
+            except Exception as error:  # where Thunder failed, its words name neither the module nor a way out
+                require_traceable(self._model)
+                if (what := _not_returned(error)) is None:
                     raise
                 name = type(self._model).__name__
-                raise TypeError(f"Thunder cannot trace {name}, which {what}; use a dict or a dataclass") from error
+                raise TypeError(
+                    f"Thunder cannot trace {name}, which returns {what}; use a dict or a dataclass"
+                ) from error
 
     def set_buffer(self, name: str, value: Tensor) -> None:
         """Set a buffer of both modules; Thunder calls this with what forward assigned to one.
@@ -125,13 +126,16 @@ class ZeroModule(ShardedModel, ThunderModule):
         )
 
 
-def _named_tuples(tree: Any) -> Iterator[Any]:
-    """Those in the arguments of forward: Thunder 0.2.6 takes none."""
-    if is_namedtuple_class(type(tree)):
-        yield tree
-    if isinstance(tree, (tuple, list, Mapping)):
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _named_tuples(item)
+def _not_returned(error: Exception) -> str | None:
+    """What forward returned, if Thunder 0.2.6 failed to return it: judged by where it failed, as users' errors pass."""
+    if isinstance(error, TypeError) and str(error).startswith("tree_flatten of type"):
+        return f"another structure than tuples, lists, dicts and dataclasses ({error})"
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code is build_value_from_wrapped.__code__ and is_namedtuple_instance(frame.f_locals.get("v")):
+            return f"a named tuple, {type(frame.f_locals['v']).__name__}"
+        if isinstance(error, NameError) and frame.f_code.co_filename.startswith(EPILOGUE):
+            return f"a named tuple, {error.name}"
+    return None
 
 
 def adopt(model: ThunderModule, state: State, compiled: Compiled) -> None:

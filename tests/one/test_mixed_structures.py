@@ -147,10 +147,45 @@ class Gives(nn.Module):
         return self.give(self.layer(given if isinstance(given, Tensor) else given.t))
 
 
+class Two(NamedTuple):
+    t: Any
+    u: Any
+
+
+class One(NamedTuple):
+    t: Any
+
+
+def wrong(t: Tensor) -> Any:
+    raise TypeError("the user's own words")
+
+
+RETURNED: dict[str, tuple[Put, str]] = {
+    "two fields": (lambda t: Two(t, t + 1), "a named tuple, Two"),
+    "one field": (One, "a named tuple, One"),
+    "a default": (Named, "a named tuple, Named"),
+    "in a list": (lambda t: [Two(t, t + 1)], "a named tuple, Two"),
+    "in a dict": (lambda t: {"a": Two(t, t + 1)}, "a named tuple, Two"),
+    "OrderedDict": (lambda t: OrderedDict(t=t), "another structure than tuples, lists, dicts and dataclasses"),
+}
+
+
 @pytest.mark.slow
-def test_what_thunder_cannot_take_or_return() -> None:
-    x = torch.randn(3, 4)
-    with refused(TypeError, "Thunder cannot trace Gives, which takes a named tuple, Named", "use a dict"):
-        shard(Gives(lambda t: t), tz.MixedPrecision())(Named(x))
-    with refused(TypeError, "Thunder cannot trace Gives, which returns another structure", "OrderedDict", "use a dict"):
-        shard(Gives(lambda t: OrderedDict(t=t)), tz.MixedPrecision())(x)
+@pytest.mark.parametrize("given", [One, Named, lambda x: Two(x, 3), lambda x: Two(x, x)])
+def test_forward_takes_named_tuples(given: Put) -> None:
+    """Whose tensors are cast as others are; a TypeError of the user's keeps its words."""
+    x, module = torch.randn(3, 4), Gives(lambda t: t)
+    expected = module(x)
+    assert torch.allclose(shard(deepcopy(module), tz.MixedPrecision())(given(x)), expected)
+    half = shard(module, tz.MixedPrecision(HALF))(given(x))
+    assert half.dtype is HALF
+    assert torch.allclose(half.float(), expected, atol=5e-2)
+    with pytest.raises(TypeError, match=r"^the user's own words$"):
+        shard(Gives(wrong), tz.MixedPrecision())(given(x))
+
+
+@pytest.mark.parametrize("what", only(("two fields",), RETURNED))
+def test_what_thunder_cannot_return(what: str) -> None:
+    give, words = RETURNED[what]
+    with refused(TypeError, "Thunder cannot trace Gives, which returns", words, "use a dict or a dataclass"):
+        shard(Gives(give), tz.MixedPrecision())(torch.randn(3, 4))

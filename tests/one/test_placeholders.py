@@ -87,6 +87,7 @@ COMPUTES: dict[str, Attempt] = {
     "without gradients": lambda plain, model: in_no_grad(lambda: plain.features(X)),
     "an operator": lambda plain, model: X @ plain.first.weight,
     "aten": lambda plain, model: torch.ops.aten.mul(plain.first.weight, 2),
+    "__dlpack__": lambda plain, model: torch.from_dlpack(plain.first.weight),
     "a list": lambda plain, model: torch.cat([X, plain.first.weight]),
     "item": lambda plain, model: plain.scale.item(),
     "tolist": lambda plain, model: plain.first.weight.tolist(),
@@ -206,6 +207,16 @@ def test_a_placeholder_that_is_used(kind: str, stage: int) -> None:
         assert not [word for word in words if word not in str(caught.value)], (name, str(caught.value))
         for hook in model._forward_pre_hooks.values():
             hook(model, (), {})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("group")
+def test_dlpack_without_torch_functions() -> None:
+    """``to_dlpack`` is C++ and asks no ``__torch_function__``: no stale values, but NaN."""
+    plain = Net()
+    shard(plain)
+    for tensor in (plain.first.weight, plain.scale.data):
+        assert torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor)).isnan().all()
 
 
 @pytest.mark.usefixtures("group")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
+from torch.func import functional_call
+from torch.optim.swa_utils import update_bn
+from torch.utils.checkpoint import checkpoint as recompute
 
 import thunder_zero as tz
 from tests.harness.errors import refused
+from tests.harness.tiers import only
 from thunder_zero.refusals import PARTS
 
 import thunder
@@ -89,3 +94,90 @@ def test_a_submodule_that_thunder_gets_wrong() -> None:
     assert not missed, "every row has a case"
     with refused(RuntimeError, "'1.weight' of Sequential is a lazy module's", "with a batch before thunder.jit"):
         thunder.jit(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), transforms=[tz.ZeroTransform(stage=2)])
+
+
+class Does(nn.Module):
+    """A forward with one line more."""
+
+    def __init__(self, line: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.norm, self.line = nn.Linear(4, 4), nn.BatchNorm1d(4), line
+        self.count, self.last = 0, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.layer(x))
+        found = self.line(self, y)
+        return found if isinstance(found, Tensor) else y
+
+
+def set_to(name: str, value: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
+    return lambda module, y: setattr(module, name, value(module, y))
+
+
+LINES: dict[str, tuple[Callable[[Any, Tensor], Any], tuple[str, ...]]] = {
+    "a counter": (set_to("count", lambda module, y: module.count + 1), ("attribute 'count'", "Does", "in a buffer")),
+    "a tensor": (set_to("last", lambda module, y: y.mean()), ("attribute 'last'", "return the value")),
+    "a new attribute": (set_to("other", lambda module, y: 1), ("attribute 'other'", "drop the change")),
+    "a reentrant checkpoint": (
+        lambda module, y: recompute(module.layer, y, use_reentrant=True),
+        ("use_reentrant=True", "cannot trace; pass use_reentrant=False"),
+    ),
+}
+X = torch.arange(12.0).view(3, 4).sin()
+
+
+def shard(module: nn.Module) -> Any:
+    return thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)])
+
+
+@pytest.mark.usefixtures("group")
+def test_a_line_of_forward_that_is_refused() -> None:
+    for line, words in only(("a counter", "a reentrant checkpoint"), LINES).values():
+        with refused(RuntimeError, *words):
+            shard(Does(line))(X)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("group")
+def test_lines_like_those_that_pass() -> None:
+    """The same value again, an attribute of a submodule, a checkpoint that is not reentrant; and plain Thunder."""
+    lines: dict[str, Callable[[Any, Tensor], Any]] = {
+        "the same": set_to("count", lambda module, y: 0),
+        "a submodule": lambda module, y: setattr(module.layer, "count", 3),
+        "a checkpoint": lambda module, y: recompute(module.layer, y, use_reentrant=False),
+    }
+    for line in lines.values():
+        module = Does(line)
+        model = shard(deepcopy(module))
+        assert torch.allclose(model(X), module(X))
+    plain: Any = thunder.jit(Does(LINES["a counter"][0]))
+    plain(X)
+    assert plain.count == 0, "Thunder drops it, still without a word where the model is not ours"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("group")
+def test_what_torch_changes_for_a_while() -> None:
+    """``update_bn`` and ``functional_call``: a sentence, and the model trains as before when they are undone."""
+    model = shard(Does(lambda module, y: None))
+    before = model(X)
+    with refused(RuntimeError, "submodule 'norm' of Does (BatchNorm1d) has momentum=None", "give it a momentum"):
+        update_bn([X], model)
+    model.plain.norm.momentum = 0.1
+    with refused(RuntimeError, "parameter 'layer.weight' was replaced", "torch.func.functional_call"):
+        functional_call(model, {"layer.weight": torch.ones(4, 4)}, (X,))
+    assert torch.allclose(model(X), before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("group")
+def test_a_part_that_changes_and_that_thunder_would_trace() -> None:
+    """Found when the program is compiled anew: Thunder reads the attribute."""
+    rows, indices = nn.Embedding(4, 4), torch.tensor([[0, 3]])
+    model = shard(nn.Sequential(rows, nn.Linear(4, 4)))
+    before = model(indices)
+    rows.sparse = True
+    with refused(RuntimeError, "submodule '0' of Sequential (Embedding) has sparse=True", "use sparse=False"):
+        model(indices)
+    rows.sparse = False
+    assert torch.equal(model(indices), before)

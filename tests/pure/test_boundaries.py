@@ -72,7 +72,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("refusals.py",   IMPORT, NOT,     IMPORT,  rooms("runtime")),
     Room("placement.py",  IMPORT, NOT,     IMPORT,  rooms("runtime")),
     Room("compiled.py",   NOT,    NOT,     IMPORT,  rooms("plan schedule trace")),
-    Room("zero_module.py",IMPORT, NOT,     IMPORT,  rooms("runtime compiled")),
+    Room("zero_module.py",IMPORT, NOT,     IMPORT,  rooms("runtime refusals compiled")),
     Room("transform.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("schedule trace comm runtime state_dict arguments "
                                                                  "refusals placement compiled zero_module")),
     Room("plugin.py",     NOT,    NOT,     IMPORT,  rooms("policy arguments refusals transform")),

@@ -238,7 +238,7 @@ def test_the_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
         shutil.copy(path / file, tmp_path / "cut")
     assert cli.main(["inspect", str(tmp_path / "cut")]) == 1
     last = capsys.readouterr()
-    assert f"cut: saved by 3 ranks; {states} tensors of an optimizer; 4 files" in last.out
+    assert last.out == "", "it checks before it prints"
     assert ".distcp is missing" in last.err
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thunder_zero.runtime.state import State
 
@@ -149,6 +149,11 @@ def _replaced(link: Link, found: object) -> str:
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         if found.dtype is not expected.dtype or found.device != expected.device:
             return _moved(link.name, found, expected.dtype, expected.device)
+        if isinstance(expected, nn.Parameter) and not isinstance(found, nn.Parameter):
+            return (
+                f"{link.name} was replaced by a tensor that is no parameter, as torch.func.functional_call does, after "
+                f"thunder_zero sharded it; call the model itself, with new values copied into its parameters"
+            )
         return (
             f"{link.name} was replaced after thunder_zero sharded it; copy new values into it "
             f"(load_original_state_dict, or in place), or transform the new module"

@@ -96,6 +96,11 @@ def traced() -> Iterator[None]:
         _traced.reset(token)
 
 
+def is_traced() -> bool:
+    """Whether this is inside of :func:`traced`: a sharded model is being called."""
+    return _traced.get()
+
+
 def is_all_nan(tensor: Tensor) -> bool:
     """Whether every element is NaN."""
     if not tensor.is_floating_point() or tensor.is_meta or tensor.numel() == 0:
