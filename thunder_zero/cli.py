@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint.dcp_check import require_files
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.convert.consolidate import consolidate
 from thunder_zero.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
@@ -77,7 +78,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     show = commands.add_parser("inspect", help="print the contents of a checkpoint; find missing or cut files")
     show.add_argument("checkpoint", type=Path)
     show.add_argument(
-        "--verify", dest="verify_files", action="store_true", help="also compare all files with their SHA-256"
+        "--verify",
+        dest="verify_files",
+        action="store_true",
+        help="also compare all files with their SHA-256, and read all tensors",
     )
     one = commands.add_parser("consolidate", help="make one file of whole tensors, or a few")
     one.add_argument("checkpoint", type=Path)
@@ -104,7 +108,7 @@ def inspect(path: Path, *, verify_files: bool = False) -> None:
 
     Args:
         path: the checkpoint.
-        verify_files: whether to compare all files with their SHA-256, too.
+        verify_files: whether to compare all files with their SHA-256, and to read each tensor, too.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -118,8 +122,9 @@ def inspect(path: Path, *, verify_files: bool = False) -> None:
     console.print(_table(source))
     console.print(_summary(source, written, whole=not wrong), highlight=False)
     manifest.require_no_faults(path, wrong)
+    require_files(path, source.metadata)
     if verify_files:
-        open_checkpoint(path, verify_files=True)
+        open_checkpoint(path, verify_files=True).require_readable()
 
 
 def _table(source: OpenCheckpoint) -> Table:

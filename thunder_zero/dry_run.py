@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 from thunder_zero.compiled import Traces
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import ZERO3, Policy
-from thunder_zero.runtime.placeholders import placeholder, set_tensor
-from thunder_zero.trace.casts import casting_borders
+from thunder_zero.runtime.placeholders import placeholder, set_tensor, traced
+from thunder_zero.trace.casts import cast_inputs, casting_borders
 from thunder_zero.trace.symbols import DryRuntime
 from thunder_zero.transform import ZeroTransform
 
@@ -83,7 +83,9 @@ def trace(
     if any(parameter.is_meta for parameter in module.parameters()):
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
     with _as_computed(module, transform.plan):
-        return transform.compiled.traces(_compile(jitted, args, kwargs))
+        args, kwargs = cast_inputs(type(module).__name__, args, kwargs, transform.plan.policy.mixed_precision)
+        with traced():
+            return transform.compiled.traces(_compile(jitted, args, kwargs))
 
 
 def _refuse_policy_fields(module: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -105,7 +107,7 @@ def _as_computed(module: nn.Module, plan: Plan) -> Iterator[None]:
     swapped = [(name, module.get_parameter(name), param) for name, param in plan.by_name.items() if param.is_cast]
     with casting_borders(module, plan.policy.mixed_precision):
         for name, original, param in swapped:
-            set_tensor(module, name, placeholder(original, param.compute_dtype, original.device))
+            set_tensor(module, name, placeholder(name, original, param.compute_dtype, original.device))
         try:
             yield
         finally:

@@ -9,6 +9,7 @@ from statistics import median
 from thunder_zero.comm import agree
 from thunder_zero.policy import is_count
 from thunder_zero.runtime.clock import computed, mean_over_ranks
+from thunder_zero.runtime.sharded_model import is_place
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.times import Times
@@ -18,6 +19,7 @@ from thunder import compile_stats
 from thunder.core.module import ThunderModule
 
 
+@is_place("measure_times")
 def measure_times(model: ThunderModule, step: Callable[[], object], steps: int = 3) -> Times:
     """Measure how long a model computes between gathers, and how fast its gathers are.
 

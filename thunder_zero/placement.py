@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from thunder_zero.runtime.initial_values import Other
-from thunder_zero.runtime.intact import Link
+from thunder_zero.runtime.intact import Hooks, Link, Members, Pair
 from thunder_zero.runtime.placeholders import set_tensor
 from thunder_zero.runtime.state import State
 
@@ -71,15 +71,63 @@ def links(model: ThunderModule, state: State) -> Iterator[Link]:
     """Every place in both modules that must stay as it is now."""
     plain: nn.Module = model._model
     for path, module in plain.named_modules():
+        prefix = f"{path}." if path else ""
         for name, child in module._modules.items():
-            yield Link(module._modules, name, child, f"submodule {f'{path}.{name}' if path else name!r}")
-            if module is plain:  # model.name = ... would hide it, and the traces would not see it
-                yield Link(model._modules, name, None, f"submodule {name!r}")
+            yield Link(module._modules, name, child, f"submodule '{prefix}{name}'")
+        for name, buffer in module._buffers.items():
+            if f"{prefix}{name}" not in model._overrides_buffers:  # None, or one of two names
+                yield Link(module._buffers, name, buffer, f"buffer '{prefix}{name}'")
+        for name, param in module._parameters.items():
+            if f"{prefix}{name}" not in state.plan.by_name:
+                yield Link(module._parameters, name, param, f"parameter '{prefix}{name}'")
+    yield from _hiding(model)
     for param in state.plan.params:
         for name in param.names:
             parent, _, attribute = name.rpartition(".")
             holder = plain.get_submodule(parent)._parameters
             yield Link(holder, attribute, state.placeholders[param.path], f"parameter {name!r}")
             yield Link(model._overrides_parameters, name, state.shards[param.path], f"parameter {name!r}")
-            if not parent:
-                yield Link(model._parameters, name, None, f"parameter {name!r}")
+
+
+def _hiding(model: ThunderModule) -> Iterator[Link]:
+    """What ``model.name = ...`` would hide: the traces read the plain module, and would not see it."""
+    plain = model._model
+    kinds = (
+        ("submodule", plain._modules),
+        ("buffer", plain._buffers),
+        ("parameter", plain._parameters),
+        ("attribute", vars(plain)),
+    )
+    for kind, names in kinds:
+        for name in names:
+            if name not in vars(model) and name != "training":  # model.train() sets both
+                for holder in (model._modules, model._parameters, model._buffers, vars(model)):
+                    yield Link(holder, name, None, f"{kind} {name!r}")
+
+
+def pairs(model: ThunderModule) -> Iterator[Pair]:
+    """The buffers: both modules have the same tensor, which a forward may replace in both."""
+    for name in model._overrides_buffers:
+        parent, _, attribute = name.rpartition(".")
+        yield Pair(model._model.get_submodule(parent)._buffers, attribute, model._overrides_buffers, name)
+
+
+def members(model: ThunderModule) -> Iterator[Members]:
+    """The modules of the plain module, which must get no other parameters and submodules."""
+    for path, module in model._model.named_modules():
+        where = f"submodule {path!r}" if path else "the module"
+        yield Members(module._parameters, frozenset(module._parameters), f"{where} got the parameter")
+        yield Members(module._modules, frozenset(module._modules), f"{where} got the submodule")
+
+
+def hooks_inside(model: ThunderModule) -> Iterator[Hooks]:
+    """The hooks of forward and backward that the traces have; Thunder reads them when it compiles."""
+    plain: nn.Module = model._model
+    for path, module in plain.named_modules():
+        for kind in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        ):
+            yield Hooks(kind, len(kind), f"submodule {path!r}" if path else "the plain module")

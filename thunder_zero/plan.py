@@ -107,6 +107,12 @@ class Plan:
         """Parameters by each of their names, aliases included."""
         return {name: param for param in self.params for name in param.names}
 
+    @cached_property
+    def padded(self) -> tuple[Param, ...]:
+        """The parameters whose shards have padding on this rank."""
+        world = self.world_size, self.rank
+        return tuple(param for param in self.params if param.sharded and layout.padding_rows(param.shape[0], *world))
+
     @property
     def gathered_once(self) -> tuple[str, ...]:
         """Paths of the sharded parameters that are gathered once for forward and backward.

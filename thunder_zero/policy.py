@@ -53,6 +53,7 @@ SWITCHES = (
     "gather_once_per_accumulation",
     "cpu_offload",
     "check_gradients",
+    "trust_optimizer",
 )
 
 
@@ -97,6 +98,9 @@ class Policy:
         check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
             optimizer sees it (default False; costs one pass and one small collective a backward). A gradient scaler
             would skip such a step instead: do not combine the two.
+        trust_optimizer: let optimizers step sharded parameters whose classes are not known to treat every element
+            alone. Such an optimizer sees this rank's rows only: one that reads several elements of a parameter at once
+            (Muon, Adafactor, LBFGS) then trains something else (default False: it is refused before its first step).
 
     Raises:
         ValueError: a field is out of its range.
@@ -118,6 +122,7 @@ class Policy:
     cpu_offload: bool = False
     broadcast_from: int | None = None
     check_gradients: bool = False
+    trust_optimizer: bool = False
 
     def __post_init__(self) -> None:
         if not is_count(self.stage) or self.stage >= len(STAGES):

@@ -28,8 +28,8 @@ class MixedPrecision:
             runs in it (default None: as they are).
         reduce_dtype: gradients are cast to it before they are reduced, and their means to the shard's dtype
             (default None: the dtype that the gradient has).
-        output_dtype: floating-point tensors that forward returns, also in tuples, lists, dicts and dataclasses, are
-            cast to it (default None: as they are).
+        output_dtype: floating-point tensors that forward returns, also in tuples, lists, dicts, OrderedDicts, named
+            tuples and dataclasses, are cast to it (default None: as they are).
         buffer_dtype: floating-point buffers are cast to it once, when the module is transformed (default None).
         cast_forward_inputs: floating-point tensors given to forward, found in the same way, are cast to
             ``param_dtype`` (default True).

@@ -8,15 +8,23 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from thunder_zero.runtime.placeholders import is_all_nan
+from thunder_zero.runtime.placeholders import Placeholder
 from thunder_zero.runtime.registry import is_transformed
 
 from thunder import compile_data
 from thunder.core.module import ThunderModule
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
+from thunder.transforms.cudagraph import CUDAGraphTransform
 
 
 class UsedOnce(Protocol):
@@ -85,6 +93,15 @@ def transformed_twice(candidate: Candidate) -> str | None:
     )
 
 
+def captured_as_graphs(candidate: Candidate) -> str | None:
+    if not any(isinstance(other, CUDAGraphTransform) for other in compile_data(candidate.model).transforms):
+        return None
+    return (
+        f"{candidate.name} is transformed by CUDAGraphTransform (the plugin 'reduce-overhead') as well, which would "
+        f"capture the collectives and replay them without the code that starts and ends them; leave it out"
+    )
+
+
 def sharded_by_thunder(candidate: Candidate) -> str | None:
     attributes = vars(candidate.module)
     if not (attributes.get("use_ddp") or attributes.get("use_fsdp")):
@@ -119,10 +136,10 @@ def sharded_before(candidate: Candidate) -> str | None:
 
 def copied_from_sharded(candidate: Candidate) -> str | None:
     for path, param in candidate.module.named_parameters():
-        if is_all_nan(param):
+        if isinstance(param, Placeholder):
             return (
-                f"every element of parameter {path!r} is NaN: {candidate.name} is a copy of a module that was "
-                f"sharded, whose values moved to the shards; build a new module and load "
+                f"parameter {path!r} has no values: {candidate.name} is a copy of a module that was "
+                f"sharded, and the values are in the shards; build a new module and load "
                 f"thunder_zero.full_state_dict(model) into it"
             )
     return None
@@ -134,14 +151,156 @@ def transform_used_before(candidate: Candidate) -> str | None:
     return f"the ZeroTransform given for {candidate.name} already shards a module; give each module a new ZeroTransform"
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A kind of submodule that Thunder 0.2.6 gets wrong, or fails on with words that name no module.
+
+    Attributes:
+        is_it: whether a submodule is of this kind.
+        what: what it is or has.
+        why: what Thunder does with it.
+        instead: what to use.
+    """
+
+    is_it: Callable[[nn.Module], bool]
+    what: str
+    why: str
+    instead: str
+
+
+def _prepared_by(module: nn.Module, *kinds: type) -> bool:
+    return any(isinstance(hook, kinds) for hook in module._forward_pre_hooks.values())
+
+
+def _has_composable_checkpoint(module: nn.Module) -> bool:
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(hook.__module__ == "torch.distributed._composable.checkpoint_activation" for hook in hooks)
+
+
+PARTS: tuple[Part, ...] = (
+    Part(
+        lambda module: isinstance(module, OptimizedModule),
+        "is under torch.compile",
+        "Thunder cannot trace it",
+        "give thunder.jit the module without torch.compile",
+    ),
+    Part(
+        _has_composable_checkpoint,
+        "is under torch.distributed._composable.checkpoint",
+        "Thunder cannot trace its hooks",
+        "call torch.utils.checkpoint.checkpoint(submodule, ..., use_reentrant=False) in forward",
+    ),
+    Part(
+        lambda module: bool(module._backward_hooks or module._backward_pre_hooks),
+        "has backward hooks",
+        "Thunder never calls them",
+        "use hooks of the parameters (model.parameters()), or a torch.autograd.Function in forward",
+    ),
+    Part(
+        lambda module: isinstance(module, nn.MultiheadAttention),
+        "is a MultiheadAttention",
+        "Thunder cannot trace it",
+        "use linear layers and torch.nn.functional.scaled_dot_product_attention",
+    ),
+    Part(
+        lambda module: isinstance(module, nn.RNNBase),
+        "is a recurrent layer",
+        "Thunder cannot trace it",
+        "use a loop of linear layers, or leave it out of the module that thunder.jit is given",
+    ),
+    Part(
+        lambda module: isinstance(module, _InstanceNorm) and module.track_running_stats,
+        "has track_running_stats=True",
+        "Thunder does not update the running statistics of instance norms",
+        "use track_running_stats=False",
+    ),
+    Part(
+        lambda module: isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None,
+        "has momentum=None",
+        "Thunder cannot trace a cumulative average",
+        "give it a momentum",
+    ),
+    Part(
+        lambda module: isinstance(module, nn.SyncBatchNorm),
+        "is a SyncBatchNorm",
+        "Thunder cannot trace its collectives",
+        "use a BatchNorm, whose statistics are each rank's own, or a LayerNorm or GroupNorm",
+    ),
+    Part(
+        lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None,
+        "has max_norm",
+        "forward writes to the weight, which is sharded",
+        "normalise the rows in forward",
+    ),
+    Part(
+        lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse,
+        "has sparse=True",
+        "gradients are reduced as dense tensors",
+        "use sparse=False",
+    ),
+    Part(
+        lambda module: _prepared_by(module, SpectralNorm) or isinstance(module, _SpectralNorm),
+        "is under spectral_norm",
+        "Thunder cannot trace it",
+        "normalise the weight in forward",
+    ),
+    Part(
+        lambda module: _prepared_by(module, WeightNorm) or isinstance(module, _WeightNorm),
+        "is under weight_norm",
+        "Thunder cannot trace it",
+        "compute g * v / v.norm(...) in forward",
+    ),
+    Part(
+        lambda module: isinstance(module, nn.DataParallel),
+        "is a DataParallel",
+        "it splits batches in one process",
+        "use the module inside of it",
+    ),
+    Part(
+        lambda module: isinstance(module, DistributedDataParallel),
+        "is a DistributedDataParallel",
+        "it reduces gradients itself",
+        "use the module inside of it",
+    ),
+    Part(
+        lambda module: isinstance(module, torch.jit.ScriptModule),
+        "is a ScriptModule",
+        "Thunder cannot trace it",
+        "use the module before torch.jit.script",
+    ),
+)
+
+
+def uninitialised(candidate: Candidate) -> str | None:
+    for path, tensor in (*candidate.module.named_parameters(), *candidate.module.named_buffers()):
+        if is_lazy(tensor):
+            return (
+                f"{path!r} of {candidate.name} is a lazy module's and has no shape yet; call the module once with a "
+                f"batch before thunder.jit"
+            )
+    return None
+
+
+def untraceable_part(candidate: Candidate) -> str | None:
+    for path, module in candidate.module.named_modules():
+        for part in PARTS:
+            if part.is_it(module):
+                where = f"submodule {path!r} of {candidate.name}" if path else candidate.name
+                return f"{where} ({type(module).__name__}) {part.what}, and {part.why}; {part.instead}"
+    return None
+
+
 Refusal = Callable[[Candidate], str | None]  # the sentence, or None where there is nothing to refuse
 REFUSALS: tuple[Refusal, ...] = (
     jitted_twice,
     transformed_twice,
+    captured_as_graphs,
     sharded_by_thunder,
     graph_without_parameters,
     wrapped_in_ddp,
     sharded_before,
     copied_from_sharded,
     transform_used_before,
+    uninitialised,
+    untraceable_part,
 )

@@ -25,9 +25,9 @@ def real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
     return shard[: len(shard) - layout.padding_rows(param.shape[0], plan.world_size, plan.rank)]
 
 
-def at_rest_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
-    """The part of a full parameter that stays at rest: all of it (ZeRO-1, replicated), or this rank's rows."""
-    return full if param.resident else own_rows(full, param, plan)
+def padding_of(shard: Tensor, param: Param, plan: Plan) -> Tensor:
+    """The rows of zeros at the end of a shard, as a view; none if the parameter is replicated."""
+    return shard[len(real_rows(shard, param, plan)) :]
 
 
 def rows_in(buffer: Tensor, param: Param, world_size: int, rank: int) -> Tensor:

@@ -12,12 +12,14 @@ from thunder_zero.arguments import Arguments, check_arguments
 from thunder_zero.comm import agree
 from thunder_zero.comm.device import device_for
 from thunder_zero.comm.group import Ranks, ranks_of
+from thunder_zero.comm.places import doing
 from thunder_zero.compiled import Compiled
-from thunder_zero.placement import links, place_buffers, place_others, place_parameters
+from thunder_zero.placement import hooks_inside, links, members, pairs, place_buffers, place_others, place_parameters
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
-from thunder_zero.runtime import optimizer_hooks
+from thunder_zero.runtime import optimizer_hooks, scalers
+from thunder_zero.runtime.backward_guard import guard, refuse_function_transforms
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.initial_values import Sources, Values, initial_values
 from thunder_zero.runtime.intact import Intact
@@ -26,10 +28,13 @@ from thunder_zero.schedule import verify
 from thunder_zero.schedule.program_name import ProgramName
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.state_dict import hooks
-from thunder_zero.trace.casts import cast_borders
+from thunder_zero.trace import named_members
+from thunder_zero.trace.casts import cast_borders, cast_inputs
+from thunder_zero.trace.enter import with_enter
 from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
+from thunder_zero.trace.random_lines import draw_once
 from thunder_zero.trace.symbols import Runtime, ZeroExecutor
 from thunder_zero.zero_module import adopt
 
@@ -37,6 +42,9 @@ from thunder import compile_data
 from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx, TraceTag, is_tracing
 from thunder.core.transform_common import Transform
+from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+
+CONNECTED = (ThunderOutputFunction._backward_cls, ThunderFunction._backward_cls)  # their nodes lead to our backward
 
 
 class ZeroTransform(Transform):
@@ -96,6 +104,10 @@ class ZeroTransform(Transform):
 
     def transform_module(self, model: ThunderModule) -> None:
         """Shard the module, and put our executors in front of the others."""
+        with doing(f"the transform of {type(model._model).__name__}"):
+            self._shard(model)
+
+    def _shard(self, model: ThunderModule) -> None:
         where, plain = self._given, model._model
         ranks = ranks_of(where.process_group, where.mesh)
         inside = ranks.inside
@@ -113,11 +125,14 @@ class ZeroTransform(Transform):
         self._given = replace(where, sources=Sources())  # a state dict is large, and the transform lives on
         self._state = self._take_over(model, plan, ranks, device, values)
         ignored = [param for name, param in model.named_parameters() if name not in plan.by_name]
-        self.install(model, plan, Calls(self._state, ignored))
+        scalers.watch(self._state, ignored)
+        self.install(model, plan, Calls(self._state))
         cast_borders(plain, self.policy.mixed_precision)
         adopt(model, self._state, self.compiled)
-        self._intact = Intact(self._state, links(model, self._state))
-        model.register_forward_pre_hook(self._before_forward)
+        places = links(model, self._state), pairs(model), members(model), hooks_inside(model)
+        self._intact = Intact(self._state, *places)
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        model.register_forward_hook(self._after_forward)
 
     def _take_over(self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: Values) -> State:
         """Make the model's state, and put shards and placeholders into its modules."""
@@ -128,36 +143,54 @@ class ZeroTransform(Transform):
         place_buffers(model, state, self._given.device)
         return state
 
-    def _before_forward(self, model: ThunderModule, args: Any) -> None:
-        """Check the model before Thunder reads it: Thunder would fail on a changed one with words of its own."""
+    def _before_forward(self, model: ThunderModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Check the model before Thunder reads it: Thunder would fail on a changed one with words of its own.
+
+        Returns:
+            The arguments of forward, in the dtypes of compute.
+        """
         if is_tracing():
             raise TypeError(
                 f"thunder.jit was given a function that calls {type(model._model).__name__}, which ZeroTransform "
                 f"sharded; call the jitted module from a function that is not jitted"
             )
+        refuse_function_transforms(type(model._model).__name__)
         self._state.transport.drain()  # ends the collectives of a failed step
         self._intact.require()
         self._state.agree_on_stale()
+        return cast_inputs(type(model._model).__name__, args, kwargs, self.policy.mixed_precision)
+
+    def _after_forward(self, model: ThunderModule, args: Any, output: Any) -> None:
+        """Guard what is returned; let the host write to offloaded shards, since no backward need follow, which would
+        wait for their copies, too."""
+        guard(output, CONNECTED, type(model._model).__name__, self._state.accumulation)
+        if self.policy.cpu_offload:
+            self._state.copies.wait()
 
     def transform_traces_pre_prologue(
         self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        """Synchronise at first use; runs before autodiff."""
+        """Synchronise at first use, and draw random numbers once; runs before autodiff."""
         executor = self.compiled.executor
+        computation = draw_once(computation)
         computation = insert_synchronize(computation, parameter_inputs(prologue, computation), executor)
         shard_checks(prologue, executor)
         return prologue, computation, epilogue
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        """Prove the traces that will run, and that all ranks will run the same."""
+        """Prove the traces that will run, and that all ranks will run the same; let each half say what it is."""
+        executor = self.compiled.executor
         if TraceTag.BACKWARD in trace.tags:
             self._prove(self._forward, trace)
-        else:
-            self._forward = trace
-            self.compiled.programs[trace] = self.compiled.executor.program
-            if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
-                self._prove(trace, None)
-        return trace
+            return with_enter(trace, ProgramName("backward", executor.program.synced), executor)
+        self._forward = trace
+        half = "forward"
+        if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
+            self._prove(trace, None)
+            half = "forward without backward"
+        named = with_enter(trace, ProgramName(half, executor.program.synced), executor)
+        self.compiled.programs[named] = executor.program
+        return named
 
     def _prove(self, forward: TraceCtx, backward: TraceCtx | None) -> None:
         executor = self.compiled.executor
@@ -186,6 +219,7 @@ class ZeroTransform(Transform):
 
     def install(self, model: ThunderModule, plan: Plan, runtime: Runtime) -> None:
         """Put our executors around the others: symbols and schedule first, the repair of fused regions last."""
+        named_members.in_order()
         executor = ZeroExecutor(plan, runtime)
         self._compiled = Compiled(executor)
         data = compile_data(model)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import is_namedtuple_class
 
 from thunder_zero.compiled import Compiled, Traces
+from thunder_zero.runtime.placeholders import set_tensor, traced
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.runtime.state import State
 
@@ -36,6 +43,95 @@ class ZeroModule(ShardedModel, ThunderModule):
     def compiled(self) -> Compiled:
         """The model's symbols and programs."""
         return self._compiled
+
+    def load_original_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load full tensors by the plain module's names; names that are missing keep their values.
+
+        Raises:
+            RuntimeError: names that the module does not have; nothing has changed.
+            ValueError: a parameter has another shape.
+        """
+        tensors = chain(self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False))
+        known = {name for name, _ in tensors}
+        if unexpected := [name for name in state_dict if name not in known]:
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self.plain).__name__}: Unexpected key(s) in state_dict: "
+                f"{', '.join(map(repr, unexpected))}; leave them out, or call "
+                f"thunder_zero.state_dict.set_model_state_dict, which also loads extra states, and skips other names "
+                f"if strict=False"
+            )
+        super().load_original_state_dict(state_dict)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with traced():
+            try:
+                return super().forward(*args, **kwargs)
+            except TypeError as error:  # from Thunder's tracing; its words name neither the module nor a way out
+                named = next(_named_tuples((args, kwargs)), None)
+                if str(error).startswith("tree_flatten of type"):
+                    what = (
+                        f"returns another structure than tuples, lists, dicts, named tuples and dataclasses ({error})"
+                    )
+                elif named is not None:
+                    what = f"takes a named tuple, {type(named).__name__}"
+                else:
+                    raise
+                name = type(self._model).__name__
+                raise TypeError(f"Thunder cannot trace {name}, which {what}; use a dict or a dataclass") from error
+
+    def set_buffer(self, name: str, value: Tensor) -> None:
+        """Set a buffer of both modules; Thunder calls this with what forward assigned to one.
+
+        As in eager, nothing but the value stays: Thunder's version has the gradient of all that forward returns, which
+        the next forward refuses, and puts a buffer of the module itself under another name, where nobody reads it.
+        """
+        name, value = name.removeprefix("."), value.detach()
+        super().set_buffer(name, value)
+        set_tensor(self.plain, name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZeroModule:
+        """What ``to``, ``half`` or ``cuda`` call. They may change nothing: shards and traces have their dtypes.
+
+        Raises:
+            RuntimeError: naming the first parameter or buffer that would be moved or cast; nothing is.
+        """
+        ignored = ((name, param) for name, param in self.named_parameters() if name not in self.state.plan.by_name)
+        for name, tensor in chain(self.state.placeholders.items(), ignored, self.named_buffers()):
+            if fn(tensor) is not tensor:
+                raise RuntimeError(
+                    f"{name!r} cannot be moved or cast after thunder_zero sharded the module: it is {tensor.dtype} on "
+                    f"{tensor.device}; call .to() on the module before thunder.jit"
+                )
+        return self
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.__call__``; ``torch.compile`` around the model leaves to Thunder what Thunder compiles."""
+        return super().__call__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(
+            f"a sharded {type(self._model).__name__} cannot be copied, as its copy would hold shards that nobody else "
+            f"has; build and shard a second module, then call load_original_state_dict(thunder_zero.full_state_dict("
+            f"model)) on it"
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """Asked for by DistributedDataParallel before it sends rank 0's shards to all ranks as if they were theirs."""
+        raise RuntimeError(
+            f"DistributedDataParallel was given a sharded {type(self._model).__name__}, whose parameters differ from "
+            f"rank to rank and whose backward already averages gradients; train the model without it"
+        )
+
+
+def _named_tuples(tree: Any) -> Iterator[Any]:
+    """Those in the arguments of forward: Thunder 0.2.6 takes none."""
+    if is_namedtuple_class(type(tree)):
+        yield tree
+    if isinstance(tree, (tuple, list, Mapping)):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _named_tuples(item)
 
 
 def adopt(model: ThunderModule, state: State, compiled: Compiled) -> None:

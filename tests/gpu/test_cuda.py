@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.models import LENGTH, VOCABULARY, Gpt, error, fresh
+from tests.harness.one_rank import communicating
 
 import thunder
 
@@ -47,7 +48,8 @@ def test_it_trains_as_on_the_cpu(stage: int, offload: bool) -> None:
     module = fresh(Gpt)
     expected = train(deepcopy(module), TOKENS)
     policy = tz.Policy(stage=stage, cpu_offload=offload)
-    model: Any = thunder.jit(module, transforms=[tz.ZeroTransform(policy, device="cuda")])
+    with communicating():
+        model: Any = thunder.jit(module, transforms=[tz.ZeroTransform(policy, device="cuda")])
     assert error(torch.stack(train(model, TOKENS.cuda())), torch.stack(expected)) < 1e-4
     plan = tz.traces_of(model).plan
     for param in plan.params:

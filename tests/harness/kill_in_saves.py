@@ -2,7 +2,7 @@
 
 ``kill_at_moments`` runs in its own process because it forks, which starts each pair of ranks in milliseconds, and
 pytest has threads. A moment is one file operation: right before the rank makes a folder, opens a file, flushes,
-renames, links or deletes, and in the middle of a write.
+renames, links or deletes, and in the middle of a write; and right before it makes the group of an asynchronous save.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,10 +28,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.tiers import of_tier
-from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint import background, folder, manifest
 from thunder_zero.checkpoint.dcp_read import read_items, read_metadata
 from thunder_zero.checkpoint.hashed_file import HashedFile
 from thunder_zero.checkpoint.item import Item
+from thunder_zero.comm import group
 
 WORLD = 2
 EVENTS = {"os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir"}  # audit events, raised before they happen
@@ -50,7 +52,7 @@ class Case:
 CASES = of_tier(
     (
         Case(0, "step-2", 2, 7),
-        Case(0, "step-1", 1, 7),
+        Case(0, "step-1", 1, 8),
         Case(1, "step-2", 1, 1),
     ),
     (
@@ -58,6 +60,7 @@ CASES = of_tier(
         Case(0, "step-1", 4, 12),
         Case(1, "step-2", 6, 2),
         Case(0, "step-2", 2, 6, wait=False),
+        Case(1, "step-2", 2, 0, wait=False),  # the first: before the group is made
     ),
 )
 
@@ -81,7 +84,7 @@ class Moments:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        write, flush = HashedFile.write, os.fsync
+        write, flush, make_group = HashedFile.write, os.fsync, group.group_like
 
         def half(file: Any, data: Any) -> int:
             whole = bytes(data)
@@ -95,8 +98,17 @@ class Moments:
             self.one()
             flush(handle)
 
+        def made(*args: Any) -> dist.ProcessGroup:
+            self.one()
+            return make_group(*args)
+
         sys.addaudithook(self.heard)
-        with mock.patch.object(HashedFile, "write", half), mock.patch.object(os, "fsync", flushed):
+        with (
+            mock.patch.object(HashedFile, "write", half),
+            mock.patch.object(os, "fsync", flushed),
+            mock.patch.object(background, "group_like", made),
+            mock.patch.object(group, "LONGEST_WAIT_FOR_ADDRESS", timedelta(seconds=5)),
+        ):
             self.armed = True
             yield
             self.armed = False
@@ -179,8 +191,18 @@ def look(root: Path, case: Case, said: dict[int, list[Any]]) -> dict[str, Any]:
         assert words != "saved" or visible.get(case.name) == AFTER, f"rank {rank} reports a save, but found {visible}"
     assert latest in visible.values() or case.name == "step-1", (latest, visible)
     found = value_of(folder.locate(root / case.name)) if case.name == "step-1" else None
+    kept = left_by_another_save(root)
+    assert kept <= {f".{case.name}.replaced"} - {f".{name}.replaced" for name in visible}, kept
     assert save_alone(root / case.name) == sorted([case.name, "latest"])
     return {"latest": latest, "visible": visible, "found": found, "said": [words for words, _ in said.values()]}
+
+
+def left_by_another_save(root: Path) -> set[str]:
+    """The temporary folders with contents that stay when a job saves under another name after the kill."""
+    folder.prepare(root / "other")
+    folder.abandon(root / "other")
+    folders = [at for at in root.glob(".*") if at.is_dir() and not at.is_symlink()]
+    return {at.name for at in folders if {file.name for file in at.iterdir()} - {"owner.json"}}
 
 
 def save_alone(path: Path) -> list[str]:
@@ -207,6 +229,7 @@ def kill_at_moments(root: Path) -> list[dict[str, Any]]:
             shutil.copytree(root / "first", at, symlinks=True)
             said = save_on_ranks(at, AFTER, case.name, case.victim, deadly, case.wait)
             result: dict[str, Any] = {"victim": case.victim, "name": case.name, "moment": f"{deadly} of {total}"}
+            result["wait"] = case.wait
             try:
                 result |= {"lives": sorted(said), **look(at, case, said)}
             except (AssertionError, OSError, ValueError) as error:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from thunder_zero.comm import pairwise
+from thunder_zero.runtime.placeholders import Placeholder
 
 import thunder
 from thunder.core.proxies import Proxy, TensorProxy
@@ -199,8 +200,10 @@ def storages() -> dict[int, int]:
     gc.collect()
     found = {}
     for thing in gc.get_objects():
-        if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu" and thing.layout is torch.strided:
-            storage = thing.untyped_storage()
+        is_real = type(thing) in (Tensor, nn.Parameter, Placeholder)
+        if is_real and thing.device.type == "cpu" and thing.layout is torch.strided:
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return {address: nbytes for address, nbytes in found.items() if address}
 

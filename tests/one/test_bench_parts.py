@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from examples.bench import run
+from examples.bench import gpu, run
 from examples.bench.contestants import contestants
 from examples.bench.memory import added_at_peak, alive, held_bytes, sums_of
 from examples.bench.model import Size, floor_bytes, make_batch, make_model, model_bytes, spared_bytes
@@ -31,6 +33,7 @@ from examples.bench.report import (
     title,
     to_json,
 )
+from tests.harness.ranks import ROOT, example_environment
 
 DATA = Path(__file__).parents[2] / "docs/bench.json"
 TINY = Size(blocks=2, width=8, heads=2, vocabulary=32, sequences=1, tokens=4)
@@ -216,3 +219,43 @@ def test_quick_options(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_out_of_range(arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
         run.parse_options(contestants(), arguments)
+
+
+# The bench of a GPU, without one
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.gpu.a" name="passes"/>
+<testcase classname="tests.gpu.a" name="fails"><failure message="assert 1 == 2&#10;more">...</failure></testcase>
+<testcase classname="tests.gpu.a" name="waits"><skipped message="needs a CUDA device"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_the_report_of_a_gpu_names_each_test_that_did_not_pass(tmp_path: Path) -> None:
+    (tmp_path / "tests.xml").write_text(JUNIT)
+    assert gpu.tests_section(tmp_path / "tests.xml") == [
+        "",
+        "## Tests: 1 of 3 passed",
+        "",
+        "- failure: `tests.gpu.a::fails` assert 1 == 2",
+        "- skipped: `tests.gpu.a::waits` needs a CUDA device",
+    ]
+    found = {"zero3": [gpu.Measured(0.002, 0.004, 7, 3 << 20)] * 3, "fsdp2": [gpu.Measured(0.001, 0.001, None, None)]}
+    assert gpu.table(found, {"zero3": 5 << 20, "fsdp2": None})[2:] == [
+        "| zero3 | 2.00 | 4.00 | 7 | 5 |",
+        "| fsdp2 | 1.00 | 1.00 | - | - |",
+    ]
+
+
+@pytest.mark.slow
+def test_the_bench_of_a_gpu_runs_on_the_cpu(tmp_path: Path) -> None:
+    """A tiny model, one step of each; without ``--device cpu`` it says in one sentence that there is no GPU."""
+    bench = [sys.executable, "examples/bench/gpu.py", "--report", str(tmp_path / "runs/report.md")]
+    env = example_environment()
+    refused = subprocess.run(bench, cwd=ROOT, env=env, text=True, capture_output=True, timeout=120)
+    assert refused.returncode == 1
+    assert refused.stderr.endswith("torch finds no CUDA device here; rehearse with --device cpu --tiny\n")
+    tiny = ["--device", "cpu", "--tiny", "--rounds", "1", "--contestants", "zero2", "zero3", "fsdp2"]
+    done = subprocess.run([*bench, *tiny], cwd=ROOT, env=env, text=True, capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "runs/report.md").read_text().splitlines()
+    assert [line.split(" | ")[0] for line in lines if line.startswith("| ")][2:] == ["| zero2", "| zero3", "| fsdp2"]

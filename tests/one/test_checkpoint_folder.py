@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import subprocess
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint import folder, manifest, owner
 from thunder_zero.checkpoint.manifest import File, Manifest
 
 CONTENT = b"what was saved"
@@ -31,6 +34,19 @@ def save(path: Path) -> None:
 
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
+
+
+def note_of_this_process(tmp_path: Path) -> dict[str, Any]:
+    owner.write(tmp_path)
+    note: dict[str, Any] = json.loads((tmp_path / owner.NAME).read_text())
+    owner.erase(tmp_path)
+    return note
+
+
+def pid_of_a_dead_process() -> int:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    return ended.pid
 
 
 def test_a_manifest_comes_back() -> None:
@@ -96,6 +112,37 @@ def test_a_disk_that_is_full_at_the_last_moment(tmp_path: Path) -> None:
     ):
         save(tmp_path / "b")
     assert names(tmp_path) == [".b.saving", "a", "latest"]
+    save(tmp_path / "c")
+    assert names(tmp_path) == [".b.saving", "a", "c", "latest"]  # its process lives
+
+
+def test_what_is_surely_dead_is_deleted_whatever_its_name(tmp_path: Path) -> None:
+    """The process is dead; its ID is another process's now; another machine's, or nobody's note, proves nothing."""
+    for name in ("replaced", "aside"):
+        save(tmp_path / name)
+    shutil.copytree(tmp_path / "replaced", tmp_path / ".replaced.replaced")
+    (tmp_path / "aside").rename(tmp_path / ".aside.replaced")  # the only copy
+    (tmp_path / ".step.replaced.removed").mkdir()
+    own = note_of_this_process(tmp_path)
+    for name, note in {
+        "lives": own,
+        "dead": {**own, "pid": pid_of_a_dead_process()},
+        "dead-too": {**own, "start": "1"},
+        "elsewhere": {**own, "pid": pid_of_a_dead_process(), "place": "another machine"},
+        "damaged": {**own, "pid": "no number"},
+        "group": {**own, "pid": 0},  # to the system, all processes
+    }.items():
+        (tmp_path / f".{name}.saving").mkdir()
+        (tmp_path / f".{name}.saving" / owner.NAME).write_text(json.dumps(note))
+    (tmp_path / ".nobody.saving").mkdir()
+    save(tmp_path / "a")
+    alive = [".damaged.saving", ".elsewhere.saving", ".group.saving", ".lives.saving", ".nobody.saving"]
+    assert names(tmp_path) == [".aside.replaced", *alive, "a", "latest", "replaced"]
+    assert names(tmp_path / "a") == ["a.distcp", "manifest.json"]
+    (tmp_path / ".lives.saving").rename(tmp_path / ".b1.saving")
+    save(tmp_path / "b2")
+    folder.prune(tmp_path / "b2", max_to_keep=1)
+    assert (tmp_path / ".b1.saving").is_dir()  # of the same series, but alive
 
 
 def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from tests.harness.errors import raised
 from thunder_zero import Kind, Op, Policy, Traces
 from thunder_zero.comm.transport import Alone
+from thunder_zero.plan import make_plan
+from thunder_zero.runtime import registry
 from thunder_zero.runtime.sharded_model import sharded_model
 
 import thunder
@@ -318,12 +322,19 @@ def gather_last_units_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launches(textbook, Kind.GATHER, backward=True) == [(f"layers.{number}.weight",) for number in (0, 2, 1)]
 
 
+def thunder_free(model: Any) -> nn.Module:
+    """A plain module with the model's values."""
+    plain = Net()
+    plain.load_state_dict(tz.full_state_dict(model))
+    return plain
+
+
 def gather_once_per_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the second micro-batch of an accumulation gathers; the bytes: tests/ranks/test_accumulation.py."""
     gathers: list[int] = []
     real = Alone.all_gather
     monkeypatch.setattr(Alone, "all_gather", lambda self, *args: (gathers.append(0), real(self, *args))[1])
-    counts = []
+    counts, told, same = [], [], []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for hold in (False, True):
@@ -334,11 +345,20 @@ def gather_once_per_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
                 model(X).sum().backward()
                 first = len(gathers)
                 model(X).sum().backward()
-            counts.append((len(gathers) - first) / first)
+                counts.append((len(gathers) - first) / first)
+                weight = model.get_parameter("layers.1.weight")
+                weight.data.add_(1)
+                told.append(raised(lambda model=model: model(X)))  # type: ignore[misc]
+                with torch.no_grad():
+                    weight.add_(1)  # gathered again
+                same.append(torch.equal(model(X), thunder_free(model)(X)))
             gathers.clear()
     finally:
         dist.destroy_process_group()
     assert counts == [1, 0]
+    assert same == [True, True]
+    assert told[0] == "nothing"
+    assert "'layers.1.weight' was written to in the middle of an accumulation, in a way that PyTorch" in told[1]
 
 
 def cpu_offload(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,6 +403,21 @@ def check_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {path for path in paths if f'"{path}"' in line} == paths
 
 
+def trust_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether another optimizer than torch's elementwise ones may step rows; on ranks: test_optimizers.py."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model: Any = thunder.jit(Net(), transforms=[tz.ZeroTransform()])
+        step = torch.optim.Adafactor(model.parameters()).step
+        for trusted, told in ((True, "nothing"), (False, "RuntimeError: torch.optim.Adafactor is not known")):
+            plan = make_plan(Net(), replace(tz.ZERO3, trust_optimizer=trusted), 2, 0)
+            owner = SimpleNamespace(plan=plan), plan.params[0]
+            monkeypatch.setattr(registry, "owners_of", lambda params, owner=owner: [owner])
+            assert raised(step).startswith(told)
+    finally:
+        dist.destroy_process_group()
+
+
 SEEN = {
     case.__name__: case
     for case in (
@@ -402,6 +437,7 @@ SEEN = {
         cpu_offload,
         broadcast_from,
         check_gradients,
+        trust_optimizer,
     )
 }
 

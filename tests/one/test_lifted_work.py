@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from thunder_zero.trace.work_classes import work_of
 
 import thunder
 import thunder.torch as ltorch
+from thunder.core.proxies import TensorProxy
 from thunder.executors.torch_compile import torch_compile_ex
 from thunder.extend import add_default_executor, remove_default_executor
 
@@ -78,6 +80,16 @@ def test_no_line_of_a_usual_module_is_unknown(traces: tz.Traces) -> None:
     unknown = {op.writes for op in traces.timeline.ops if op.work is Work.OTHER}
     assert unknown == set()
     assert {op.work for op in traces.timeline.ops if op.kind is not Kind.COMPUTE} == {Work.NONE}
+
+
+def test_every_tensor_of_a_trace_weighs_what_its_shape_says(traces: tz.Traces) -> None:
+    """Thunder keeps the number of elements apart from the shape, which is that of a shard."""
+    assert traces.backward is not None
+    for trace in (traces.forward, traces.backward):
+        tensors = [leaf for line in trace.bound_symbols for leaf in (*line.flat_proxy_args, *line.flat_proxy_outs)]
+        for tensor in tensors:
+            if isinstance(tensor, TensorProxy):
+                assert tensor._numel == prod(tensor.shape), tensor.name
 
 
 def test_attention_is_more_than_its_parts() -> None:

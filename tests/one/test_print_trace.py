@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import thunder_zero as tz
+from tests.harness.tiers import of_tier
 from thunder_zero.schedule.timeline import gathered_bytes
 
 import thunder
 
-STAGES = pytest.mark.parametrize("stage", range(4))
+STAGES = pytest.mark.parametrize("stage", of_tier((1, 3), range(4)))
 SHOWS = re.compile(r"^.{48} (gather|reduce) +(\S.*?)  +([\d.]+ \w+) +([\d.]+ \w+)$")
 
 
@@ -201,7 +202,7 @@ def test_both_is_forward_then_backward() -> None:
     assert [sums[2][at] for at in range(4)] == [sums[0][at] + sums[1][at] for at in range(4)]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", of_tier((1, 3), (1, 2, 3)))
 def test_one_unit(stage: int) -> None:
     lines = printed(traces(stage), unit="transformer_blocks.0")
     whole = printed(traces(stage))

@@ -64,8 +64,8 @@ def collectives(trace: TraceCtx | None) -> list[tuple[str, tuple[str, ...]]]:
     assert trace is not None
     found = []
     for bsym in trace.bound_symbols:
-        if bsym.sym.name == "zero_reduce_deferred":
-            continue  # travels only where an accumulation has left something
+        if bsym.sym.name in ("zero_enter", "zero_reduce_deferred"):
+            continue  # a place; what travels only where an accumulation has left something
         if bsym.sym.name.startswith("zero_"):
             assert bsym.sym.name in COLLECTIVES
             if not bsym.sym.name.startswith("zero_wait"):

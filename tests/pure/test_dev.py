@@ -102,3 +102,23 @@ def test_bad_input_gets_one_sentence(dev: ModuleType, monkeypatch: pytest.Monkey
     monkeypatch.setattr("sys.version_info", (3, 10, 1))
     with pytest.raises(SystemExit, match=r"use 3\.11 to 3\.13"):
         dev.main("test")
+
+
+def test_gpu_on_a_machine_without_one(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dev, "install", lambda extras: pytest.fail("nothing is installed"))
+    with pytest.raises(SystemExit, match=r"this machine has no NVIDIA GPU, which \./dev gpu needs"):
+        dev.main("gpu")
+
+
+def test_gpu_runs_the_tests_and_then_the_bench(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both, even if a test fails, and the exit status says so."""
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(dev, "has_gpu", lambda: True)
+    monkeypatch.setattr(dev, "install", lambda extras: None)
+    monkeypatch.setattr(dev, "call", lambda *command: calls.append(command) or int("pytest" in command))
+    assert dev.main("gpu", "--rounds", "5") == 1
+    assert [("pytest" in command, "examples/bench/gpu.py" in command) for command in calls] == [
+        (True, False),
+        (False, True),
+    ]
+    assert calls[1][-4:] == ("--tests=runs/gpu/tests.xml", "--report=runs/gpu/report.md", "--rounds", "5")

@@ -35,6 +35,13 @@ def test_named_files_exist(document: Path) -> None:
     assert [name for name in names if not any((place / name).exists() for place in places)] == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_named_tests_exist(document: Path) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document.read_text())
+    assert named or document.name != "fsdp2.md"
+    assert [(file, name) for file, name in named if f"\ndef {name}(" not in (ROOT / file).read_text()] == []
+
+
 def test_the_listing_is_the_first_lines_of_the_modules() -> None:
     assert LISTING["listing"]() in ARCHITECTURE, "run python docs/listing.py"
     assert {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"} - {"py.typed"} == set(

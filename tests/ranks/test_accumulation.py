@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from tests.harness.errors import raised
 from tests.harness.models import count_sends, error, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import of_tier, only
@@ -220,7 +222,8 @@ def differ(rank: int, world_size: int) -> str:
 
 def test_ranks_that_run_different_programs_hear_of_it(ranks_pool: RanksPool) -> None:
     for told in ranks_pool.run(2, differ):
-        assert "rank 0 runs forward without backward, rank 1 runs forward" in told
+        assert "rank 0 is in the first forward without backward of model" in told
+        assert "rank 1 is in the first forward of model" in told
 
 
 def not_a_number(rank: int, world_size: int) -> dict[str, Any]:
@@ -292,3 +295,65 @@ def test_an_accumulation_that_is_left_open_is_refused_and_can_be_dropped(ranks_p
         assert told["dropped"] == 0
         assert told["first"] is None
         assert told["synced again"]
+
+
+# Hooks, and gradients that nobody accumulates
+
+
+def gradient(model: Any, x: Tensor, wanted: Any) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(model(x, "first").sum(), wanted)
+
+
+def hooked(rank: int, world_size: int, policies: tuple[tz.Policy, ...]) -> list[dict[str, Any]]:
+    """The hooks that run in each micro-batch, and the gradient that each of them sees."""
+    results = []
+    for policy in policies:
+        model = sharded(fresh(Paths), policy)
+        fired: list[tuple[str, str, Tensor | None]] = []
+
+        def note(kind: str, name: str, grad: Tensor | None, fired: Any = fired) -> None:
+            fired.append((kind, name, None if grad is None else grad.clone()))
+
+        for name, param in model.named_parameters():
+            param.register_hook(lambda grad, name=name: note("before", name, grad))
+            param.register_post_accumulate_grad_hook(lambda param, name=name: note("after", name, param.grad))
+        seen = []
+        for micro, path in enumerate(PATHS):
+            with model.no_sync() if micro < MICRO - 1 else nullcontext():
+                model(inputs(0, micro, rank, world_size), path).square().mean().backward()
+            seen.append(fired[:])
+            fired.clear()
+        grads = {name: param.grad for name, param in model.named_parameters()}
+        refusals = []
+        x = inputs(0, 0, rank, world_size).requires_grad_()
+        with model.no_sync():
+            model(x, "first").square().mean().backward()
+            refusals.append(raised(partial(gradient, model, x, x)))
+        params = [param for name, param in model.named_parameters() if not name.startswith("last")]
+        refusals.append(raised(partial(model(x, "first").sum().backward, inputs=[x])))
+        refusals.append(raised(partial(gradient, model, x, params)))
+        model.zero_grad()
+        asked = gradient(model, x, params)
+        model(x, "first").sum().backward()
+        right = [param.grad for param in params]
+        results.append({"seen": seen, "grads": grads, "refusals": refusals, "asked": asked, "right": right})
+    return results
+
+
+def test_hooks_run_once_when_a_gradient_is_reduced(ranks_pool: RanksPool) -> None:
+    """So do FSDP2's. torch.autograd.grad works, but not where it would add to an accumulation or lose a part of it."""
+    stages = of_tier((3,), STAGES)
+    for results in ranks_pool.run(2, hooked, tuple(tz.Policy(stage=stage) for stage in stages), timeout=110):
+        for result in results:
+            assert result["seen"][:-1] == [[], []]
+            for kind in ("before", "after"):
+                found = {name: grad for what, name, grad in result["seen"][-1] if what == kind}
+                assert found.keys() == result["grads"].keys()
+                for name, grad in found.items():
+                    assert torch.equal(grad, result["grads"][name]), (kind, name)
+            assert len(result["seen"][-1]) == 2 * len(result["grads"])
+            for refusal in result["refusals"]:
+                assert "in the middle of an accumulation: no_sync defers" in refusal
+                assert "; call it outside of no_sync" in refusal
+            for found, right in zip(result["asked"], result["right"], strict=True):
+                assert torch.equal(found, right)

@@ -21,6 +21,10 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     assert len(results) >= of_tier(15, 50)
     for result in results:
         assert result["victim"] not in result["lives"], result
+    before_group = [at for at in results if not at["wait"] and at["victim"] == 1 and at["moment"].startswith("1 of ")]
+    assert len(before_group) == of_tier(0, 1)
+    for result in before_group:  # and not after half an hour, the group's time-out
+        assert "rank 0 got no answer from rank 1" in result["said"][0]
     of_0 = [result for result in results if result["victim"] == 0 and result["name"] == "step-2"]
     assert {result["latest"] for result in of_0} == {1.0, 2.0}  # early kills leave the first, late ones the second
     assert of_0[0]["visible"] == {"step-1": 1.0}

@@ -87,7 +87,7 @@ class Stubborn:
 
 def float32_states(rank: int, world_size: int, root: Path) -> Found:
     """Of bfloat16 parameters: after a load, and after one that was refused."""
-    model = sharded(fresh(Mlp).bfloat16(), 3)
+    model = sharded(fresh(Mlp).bfloat16(), tz.Policy(stage=3, trust_optimizer=True))
     optimizer = Momentum(model.parameters())
     stepped(model, optimizer)
     saved = state_of(model, optimizer)

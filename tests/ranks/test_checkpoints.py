@@ -35,6 +35,7 @@ from tests.harness.tiers import of_tier
 from thunder_zero.checkpoint import manifest
 from thunder_zero.checkpoint.dcp_read import read_metadata
 from thunder_zero.checkpoint.hashed_file import HashedFile
+from thunder_zero.comm.lost_ranks import CPU, timeout_of
 
 import thunder
 
@@ -333,7 +334,7 @@ class Strange(torch.optim.SGD):
 
 
 def refused_saves(rank: int, world_size: int, root: Path) -> dict[str, str]:
-    model = sharded(fresh(Mlp), 2)
+    model = sharded(fresh(Mlp), tz.Policy(stage=2, trust_optimizer=True))
     optimizer = adamw(model)
     stepped(model, optimizer)
     tz.save(root / "good", model, optimizer)
@@ -430,6 +431,20 @@ def test_saves_that_fail_leave_what_was_there(failed_saves: tuple[list[dict[str,
 # Asynchronous saves
 
 
+@contextmanager
+def groups_made() -> Iterator[list[tuple[Any, Any]]]:
+    """Collect the time-out that each new group is made with, and the group."""
+    made: list[tuple[Any, Any]] = []
+    make_group = dist.new_group
+
+    def new_group(*args: Any, **options: Any) -> Any:
+        made.append((args[1], make_group(*args, **options)))
+        return made[-1][1]
+
+    with mock.patch.object(dist, "new_group", new_group):
+        yield made
+
+
 def asynchronous(rank: int, world_size: int, root: Path) -> dict[str, Any]:
     """Training goes on, in steps with collectives, while the writer is held up; what is saved is of before."""
     model = sharded(fresh(Mlp), 3)
@@ -443,7 +458,7 @@ def asynchronous(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         assert go_on.wait(30)
         return whole(file, data)
 
-    with mock.patch.object(HashedFile, "write", held_up):
+    with mock.patch.object(HashedFile, "write", held_up), groups_made() as made:
         saved = tz.save(root / "a", model, optimizer, wait=False, max_to_keep=1)
         for _ in range(2):
             optimizer.zero_grad()
@@ -452,6 +467,9 @@ def asynchronous(rank: int, world_size: int, root: Path) -> dict[str, Any]:
         results: dict[str, Any] = {"trained while writing": not saved.done() and not (root / "a").exists()}
         go_on.set()
         results["path"] = saved.result(30)
+    ((while_made, group),) = made
+    results["bounded"] = timeout_of(group, CPU) >= 5 * while_made  # gloo waits for a connection five times as long
+    results["time-out"] = timeout_of(group, CPU) == timeout_of(model.state.group, CPU)
     trained = state_of(model, optimizer)
     tz.load(root / "latest", model, optimizer)
     results["saved"] = same(state_of(model, optimizer), before), bool(same(trained, before))
@@ -479,6 +497,7 @@ def test_an_asynchronous_save_lets_training_go_on_and_loses_no_error(ranks_pool:
     for results in ranks_pool.run(2, asynchronous, tmp_path):
         assert results["trained while writing"]
         assert results["path"] == tmp_path / "a"
+        assert (results["bounded"], results["time-out"]) == (True, True)
         assert results["saved"] == ([], True)
         full = "cannot write __1_0.distcp: the disk is full"
         assert full in results["result"]

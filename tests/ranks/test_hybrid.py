@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import thunder_zero as tz
 from tests.harness.errors import raised
@@ -214,3 +214,48 @@ def test_a_trace_of_a_hybrid_shows_copies_and_counts_all_bytes(capsys: pytest.Ca
     assert "replicas is 0; give the number of copies" in raised(
         lambda: tz.trace(fresh(Mlp), x, world_size=2, replicas=0)
     )
+
+
+CROSSED = [[0, 2], [1, 3]]  # the ranks of a copy are not next to each other
+
+
+def crossed(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """Train, clip, save and load on a mesh whose ranks are not in order; and one that torch's groups would reorder."""
+    refused = raised(
+        lambda: thunder.jit(fresh(Mlp), transforms=[tz.ZeroTransform(mesh=DeviceMesh("cpu", [[2, 0], [1, 3]]))])
+    )
+    model = thunder.jit(fresh(Small), transforms=[tz.ZeroTransform(stage=2, mesh=DeviceMesh("cpu", CROSSED))])
+    micro = CROSSED[0].index(rank) if rank in CROSSED[0] else 2 + CROSSED[1].index(rank)
+    train(model, "reduced", micro, world_size)
+    weights = tz.full_state_dict(model)
+    model.zero_grad()
+    model(tokens(9, 0).tensor_split(world_size)[micro]).square().mean().backward()
+    norm = tz.clip_grad_norm_(model, 1e-3)
+    tz.save(folder, model)
+    model.load_original_state_dict(fresh(Small).state_dict())
+    tz.load(folder, model)
+    loaded = tz.full_state_dict(model)
+    model.load_original_state_dict(weights)
+    return {"weights": weights, "loaded": loaded, "again": tz.full_state_dict(model), "norm": norm, "refused": refused}
+
+
+def crossed_alone(rank: int, world_size: int) -> tuple[dict[str, Tensor], Tensor]:
+    model = fresh(Small)
+    train(model, "reduced", 0, 1)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    model.zero_grad()
+    model(tokens(9, 0)).square().mean().backward()
+    return weights, torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_mesh_whose_ranks_are_not_in_order(ranks_pool: RanksPool, tmp_path: Any) -> None:
+    ((weights, norm),) = ranks_pool.run(1, crossed_alone)
+    for found in ranks_pool.run(4, crossed, str(tmp_path / "saved"), timeout=170):
+        assert error(found["norm"], norm) < 1e-5
+        for name, weight in weights.items():
+            assert error(found["weights"][name], weight) < 1e-5, name
+            assert torch.equal(found["loaded"][name], found["weights"][name]), name
+            assert torch.equal(found["again"][name], found["weights"][name]), name
+        assert "sort the ranks in each row of the mesh: [[0, 2], [1, 3]]" in found["refused"]

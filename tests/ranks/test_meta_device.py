@@ -152,8 +152,8 @@ LAYERS_OF_TORCH: dict[str, Callable[[], nn.Module]] = {
     "norms": lambda: nn.Sequential(
         nn.GroupNorm(2, 4), nn.LayerNorm(3), nn.RMSNorm(3), nn.InstanceNorm1d(3, affine=True)
     ),
-    "statistics": lambda: nn.Sequential(nn.BatchNorm2d(3), nn.InstanceNorm1d(3, track_running_stats=True)),
-    "recurrent": lambda: nn.ModuleList([nn.LSTM(3, 5, 2), nn.GRU(3, 5), nn.RNN(3, 5), nn.LSTMCell(3, 5)]),
+    "statistics": lambda: nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm1d(3, affine=False)),
+    "recurrent": lambda: nn.ModuleList([nn.LSTMCell(3, 5), nn.GRUCell(3, 5), nn.RNNCell(3, 5)]),
     "other": lambda: nn.ModuleList([nn.Bilinear(3, 5, 2), nn.PReLU(3), nn.AdaptiveLogSoftmaxWithLoss(8, 9, [2, 4])]),
     "shared": lambda: nn.Sequential(*[nn.Linear(3, 3)] * 2, nn.Linear(3, 3)),
 }

@@ -428,3 +428,45 @@ def test_gradients_are_means_over_the_group_alone(ranks_pool: RanksPool) -> None
     for stage in STAGES:
         plan = make_plan(copies[0], tz.Policy(stage=stage), len(members), 0)
         compare_grads([ranks[rank][STAGES.index(stage)] for rank in members], mean_grads(copies), plan)
+
+
+class TwoHeads(nn.Module):
+    """Two outputs; a loss may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.used, self.left_out = nn.Linear(7, 7), nn.Linear(7, 3), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.body(x))
+        return self.used(x), self.left_out(x)
+
+
+def one_head(rank: int, world_size: int) -> list[dict[str, Tensor | None]]:
+    """Each rank leaves the second head out of its loss; then rank 1 alone does."""
+    grads = []
+    for stage in (0, 1, 2, 3):
+        model = sharded(fresh(TwoHeads), stage)
+        for is_left_out in (True, rank == 1):
+            model.zero_grad()
+            used, left_out = model(rows_of(rank, 7))
+            (used if is_left_out else used + left_out).square().mean().backward()
+            grads.append(grads_of(model))
+    return grads
+
+
+@pytest.mark.slow
+def test_an_output_that_the_loss_leaves_out_has_zero_gradients_in_all_stages(ranks_pool: RanksPool) -> None:
+    """Eager has None. One compiled backward serves all losses, and a rank may leave out what another one uses."""
+    ranks = ranks_pool.run(2, one_head, timeout=110)
+    for at, is_left_out in enumerate((True, False)):
+        copies = [fresh(TwoHeads) for _ in range(2)]
+        for rank, copy in enumerate(copies):
+            used, left_out = copy(rows_of(rank, 7))
+            (used + left_out * (0 if is_left_out or rank == 1 else 1)).square().mean().backward()
+        right = mean_grads(copies)
+        assert right["left_out.weight"] is not None
+        assert bool(right["left_out.weight"].any()) is not is_left_out
+        for stage in (0, 1, 2, 3):
+            plan = make_plan(copies[0], tz.Policy(stage=stage), 2, 0)
+            compare_grads([results[2 * stage + at] for results in ranks], right, plan)

@@ -20,6 +20,7 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import of_tier
 from thunder_zero import layout
 from thunder_zero.plan import Plan, make_plan
+from thunder_zero.runtime.digests import digests_of
 from thunder_zero.schedule.timeline import Kind
 
 STAGES = (0, 1, 2, 3)
@@ -63,6 +64,7 @@ def described(tensor: Tensor) -> tuple[tuple[int, ...], int, int]:
 def live(rank: int, world_size: int) -> list[dict[str, Any]]:
     """Trains each stage's model a little; the bytes that it sends, and the memory that it adds."""
     results = []
+    digests_of([torch.ones(1)])  # makes the process's table of weights
     for stage in STAGES:
         before = storages()
         model = sharded(fresh(Few), policy_of(stage))
@@ -154,7 +156,8 @@ def test_bytes_at_rest_and_tensors_of_the_optimizer(counted: Any, world_size: in
             held = {0: {param.path: param.full_bytes for param in plan.params}, 1: full, 2: owned, 3: owned}[stage]
             placeholders = 4 * len(plan.params)
             steps = 4 * len(plan.params)  # AdamW counts them, a float32 a parameter
-            assert result["bytes"] == sum(held.values()) + placeholders + 2 * sum(owned.values()) + steps
+            digests = 8 * sum(param.resident for param in plan.params)
+            assert result["bytes"] == sum(held.values()) + placeholders + 2 * sum(owned.values()) + steps + digests
             for param in plan.params:
                 shape, nbytes, offset = result["seen"][param.path]
                 assert shape == plan.shard_shape(param) == result["state"][param.path]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -173,6 +175,58 @@ def test_every_kind_of_parameter(ranks_pool: RanksPool) -> None:
         assert results == [[True, []]] * 6 * len(STAGES)
 
 
+def through_torch_save(state_dict: Any) -> Any:
+    stream = io.BytesIO()
+    torch.save(state_dict, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+def copied(rank: int, world_size: int) -> list[Any]:
+    """Per stage: what differs after state dicts were copied or saved and then loaded; whether the copies are of the
+    same kinds; and whether what is written to the state dict is written to the model."""
+    results = []
+    for stage in (0, 1, 2, 3):
+        model, optimizer = trained(stage, Zoo)
+        right = state_of(model, optimizer)
+        for copy in (deepcopy, through_torch_save):
+            originals = ours.get_state_dict(model, optimizer)
+            in_model, in_optimizer = copy(originals)
+            same_kinds = kinds([in_model, in_optimizer]) == kinds(list(originals))
+            for value in originals[0].values():
+                value.zero_()
+            zeroed = not any(value.any() for value in tz.full_state_dict(model).values())
+            ours.set_state_dict(model, optimizer, model_state_dict=in_model, optim_state_dict=in_optimizer)
+            results.append((same(state_of(model, optimizer), right), same_kinds, zeroed))
+    return results
+
+
+@pytest.mark.parametrize("world_size", of_tier([2], [1, 2, 3]))
+def test_sharded_state_dicts_are_copied_and_saved_as_fsdp2s(ranks_pool: RanksPool, world_size: int) -> None:
+    """ZeRO-1's rows lie inside of the full parameter: torch copies no DTensor whose local tensor has an offset."""
+    for results in ranks_pool.run(world_size, copied):
+        assert results == [([], True, True)] * 8
+
+
+def loads_unknown_names(rank: int, world_size: int) -> list[Any]:
+    """The errors of names that the model does not have, and what changed."""
+    model, optimizer = trained(1)
+    before = state_of(model, optimizer)
+    changed = {name: value + 1 for name, value in tz.full_state_dict(model).items()}
+    attempts = [
+        raised(partial(model.load_original_state_dict, {**changed, "zzz": torch.ones(2), "layers.9.bias": 1})),
+        raised(partial(model.load_state_dict, {**model.state_dict(), "zzz": torch.ones(2)})),
+    ]
+    return [attempts, same(state_of(model, optimizer), before)]
+
+
+def test_unexpected_names_are_listed_as_torch_lists_them(ranks_pool: RanksPool) -> None:
+    for (original, own), changed in ranks_pool.run(1, loads_unknown_names):
+        assert "loading state_dict for Mlp: Unexpected key(s) in state_dict: 'zzz', 'layers.9.bias'; leave" in original
+        assert 'Unexpected key(s) in state_dict: "zzz"' in own
+        assert changed == []
+
+
 def only_rank_0(rank: int, world_size: int) -> tuple[list[int], int, list[Any]]:
     """The sizes of this rank's full state dicts on the CPU; how many gathered tensors were alive at once; and the
     learning rate, and changes of the model, after an optimizer's state was made."""
@@ -240,6 +294,10 @@ def sgd_on(model: Any, rank: int) -> torch.optim.Optimizer:
     if rank == 0:
         optimizer.step()
     return optimizer
+
+
+def adamw_of(groups: list[list[Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": group} for group in groups], lr=1.0)
 
 
 def refused(rank: int, world_size: int) -> dict[str, tuple[str, list[str]]]:
@@ -322,16 +380,27 @@ def refused_for_others(
     attempt("flat, of another", partial(load, {key: value for key, value in flat.items() if ".bias." not in key}))
     attempt("flat, two rates", partial(load, {**flat, "param_groups.layers.1.weight.lr": 7.0}))
     attempt("flat, a model's", partial(load, good))
-    factored = torch.optim.Adafactor([param for param in model.parameters() if rank == 0 or param.ndim > 1], lr=0.0)
-    stepped(model, factored)
-    attempt("one row of each rank's", partial(ours.get_optimizer_state_dict, model, factored))
+    trusting = sharded(fresh(Mlp), tz.Policy(stage=3, trust_optimizer=True))
+    factored = torch.optim.Adafactor([param for param in trusting.parameters() if rank == 0 or param.ndim > 1], lr=0.0)
+    stepped(trusting, factored)
+    attempt("one row of each rank's", partial(ours.get_optimizer_state_dict, trusting, factored))
+    params = list(model.parameters())
+    for name, groups in {
+        "other parameters": [params[:1], params[1 + rank :]],
+        "other order": [params[:4] + (params[:3:-1] if rank else params[4:])],
+        "other groups": [params] if rank else [params[:1], params[1:]],
+        "no optimizer": [] if rank else [params],
+    }.items():
+        optimizers = [adamw_of(groups)] if groups else []
+        send = partial(ours.set_optimizer_state_dict, model, optimizers, {} if rank else in_optimizer)
+        attempt(name, partial(send, options=FROM_RANK_0))
     attempt("other states", partial(ours.get_optimizer_state_dict, model, sgd_on(model, rank)))
 
 
 def why_state_dicts_do_not_fit() -> dict[str, str]:
     return {
-        "missing": "missing: 'layers.0.weight'; unexpected: none; set strict=False to load the matching names",
-        "unknown": "missing: none; unexpected: 'more'",
+        "missing": "Missing key(s) in state_dict: 'layers.0.weight'; Unexpected key(s) in state_dict: none; set strict",
+        "unknown": "Missing key(s) in state_dict: none; Unexpected key(s) in state_dict: 'more'",
         "shape on rank 1": "'layers.0.weight' has shape (3, 3) in the state dict and (7, 7) in the model",
         "rank 0's shape": "'layers.0.weight' has shape (3, 3) in the state dict and (7, 7) in the model",
         "rank 0's list": "'layers.0.weight' is a list in the state dict; give a tensor of shape (7, 7)",
@@ -355,6 +424,10 @@ def why_state_dicts_do_not_fit() -> dict[str, str]:
         "flat, two rates": "parameters 'layers.0.weight' and 'layers.1.weight' are in one group",
         "flat, a model's": "'layers.0.weight' begins with neither 'state' nor 'param_groups'",
         "one row of each rank's": "'row_var' of parameter 'layers.0.weight': it has shape (4, 1), and is neither",
+        "other parameters": "group 1 of optimizer 0 differs between ranks: rank 0 has 'layers.0.bias', ",
+        "other order": "parameter 4 of group 0 of optimizer 0 differs between ranks: rank 0 has 'layers.2.weight'",
+        "other groups": "group 0 of optimizer 0 differs between ranks: rank 0 has 'layers.0.weight', rank 1",
+        "no optimizer": "rank 0 has group 0 of optimizer 0 where rank 1 has nothing more; build the same optimizers",
         "other states": "the optimizer's state of parameter 'layers.0.weight' differs between ranks",
     }
 

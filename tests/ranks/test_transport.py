@@ -18,9 +18,10 @@ from tests.harness.ranks import RanksPool, everyone
 from thunder_zero import layout
 from thunder_zero.comm import pairwise
 from thunder_zero.comm.backends import transport_for
+from thunder_zero.comm.background import AVERAGER, in_background
 from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.native import Grouped, OneByOne
-from thunder_zero.comm.pairwise import AVERAGER, PACK_BELOW_BYTES, TAG, Exchange, in_background, mean_into, messages
+from thunder_zero.comm.pairwise import PACK_BELOW_BYTES, TAG, Exchange, mean_into, messages
 from thunder_zero.comm.transport import Alone, Transport
 from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import Policy
@@ -225,20 +226,24 @@ def test_tensors_share_messages_by_their_bytes_to_one_peer() -> None:
 # Precision and bits
 
 
-def overflowing(rank: int, world_size: int, name: str) -> list[Tensor]:
-    grads = [torch.full((9,), 60000.0, dtype=torch.float16)]
+def constant(rank: int, world_size: int, name: str, value: float) -> list[Tensor]:
+    grads = [torch.full((9,), value, dtype=torch.float16)]
     params = [param((9,), torch.float16)]
     transport = transport_named(name)
     return [*transport.reduce_scatter(grads, params).wait(), *transport.all_reduce(grads, params).wait()]
 
 
-@pytest.mark.parametrize("name", ["Exchange", "OneByOne"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_float16_does_not_overflow_where_the_mean_does_not(ranks_pool: RanksPool, world_size: int, name: str) -> None:
-    for rank, (rows, mean) in enumerate(ranks_pool.run(world_size, overflowing, name)):
-        start, stop = layout.row_range(9, world_size, rank)
-        assert rows[: stop - start].tolist() == [60000.0] * (stop - start)
-        assert mean.tolist() == [60000.0] * 9
+LARGE = {("Exchange", 2): 60000.0, ("Exchange", 4): 60000.0, ("OneByOne", 2): 60000.0, ("OneByOne", 4): 30000.0}
+
+
+@pytest.mark.parametrize(("name", "world_size"), LARGE)
+def test_float16_neither_overflows_nor_vanishes(ranks_pool: RanksPool, world_size: int, name: str) -> None:
+    """Native sums divide by about the square root of W before and after: dividing by 4 first makes 2**-23 a zero."""
+    for value in (LARGE[name, world_size], 2.0**-23):
+        for rank, (rows, mean) in enumerate(ranks_pool.run(world_size, constant, name, value)):
+            start, stop = layout.row_range(9, world_size, rank)
+            assert rows[: stop - start].tolist() == [value] * (stop - start)
+            assert mean.tolist() == [value] * 9
 
 
 def lopsided(rank: int, world_size: int) -> list[Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -26,7 +27,9 @@ class BackgroundSaves:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.last: Future[Path] | None = None
         self._group = group_like(group, device)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="thunder_zero-save")
+        # A new thread's current CUDA device is the first one: what it did on it would take memory there.
+        choose = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "thunder_zero-save", choose)
 
     def start(self, path: Path, items: Sequence[Item], max_to_keep: int | None) -> Future[Path]:
         """Save in the thread; warn of an error at once, and raise it from the next save, too."""

@@ -10,16 +10,19 @@ import pickle
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.futures import Future
 
+from thunder_zero.checkpoint.dcp_check import Unsound, path_inside, require_sound
 from thunder_zero.checkpoint.dcp_write import chunk_of
 from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
@@ -71,7 +74,61 @@ class Reader(FileSystemReader):
             raise ValueError(
                 f"cannot read {self.path}: .metadata is damaged (it holds a {type(metadata).__name__}); {USE_ANOTHER}"
             )
+        try:
+            require_sound(metadata)
+        except Unsound as error:
+            raise ValueError(f"cannot read {self.path}: .metadata is damaged ({error}); {USE_ANOTHER}") from None
         return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Remember where each part is, and what it must be."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._parts = {
+            MetadataIndex(key, chunk.offsets): (tuple(chunk.sizes), stored.properties.dtype)
+            for key, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+            for chunk in stored.chunks
+        }
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items of a plan; unlike DCP's, refuse a part of another shape or dtype than its metadata's.
+
+        Raises:
+            ValueError: a part is another tensor, or its file is not in the folder.
+        """
+        by_file: dict[str, list[ReadItem]] = {}
+        for read in plan.items:
+            by_file.setdefault(self.storage_data[read.storage_index].relative_path, []).append(read)
+        for name, reads in by_file.items():
+            with path_inside(Path(self.path), name).open("rb") as stream:
+                for read in reads:
+                    self._read_one(read, stream, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_one(self, read: ReadItem, stream: IO[bytes], planner: LoadPlanner) -> None:
+        place = self.storage_data[read.storage_index]
+        part = self._slice_file(stream, place)
+        content = self.transforms.transform_load_stream(read, place.transform_descriptors or (), part)
+        if read.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(read, io.BytesIO(content.read(-1)))
+            return
+        seekable = content if content.seekable() else io.BytesIO(content.read(-1))
+        value = torch.load(seekable, map_location="cpu", weights_only=True)
+        shape, dtype = self._parts[read.storage_index]
+        _require_part(read.storage_index.fqn, value, shape, dtype)
+        planner.resolve_tensor(read).copy_(narrow_tensor_by_index(value, read.storage_offsets, read.lengths))
+
+
+def _require_part(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        raise ValueError(f"{key} is no plain tensor in its file")
+    if tuple(value.shape) != shape or value.dtype != dtype:
+        raise ValueError(
+            f"a part of {key} has shape {tuple(value.shape)} and dtype {value.dtype} in its file, {shape} and {dtype} "
+            f"in .metadata"
+        )
 
 
 class ReadPlanner(DefaultLoadPlanner):

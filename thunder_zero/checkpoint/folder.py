@@ -4,7 +4,7 @@ A name that begins with a dot is temporary; a checkpoint under any other name is
 
     runs/step-100/            a checkpoint
     runs/latest               a link to the last checkpoint
-    runs/.step-200.saving/    is being written, or was when the process died
+    runs/.step-200.saving/    is being written, or was when the process died (owner.json)
     runs/.step-100.replaced/  the earlier checkpoint of that name, between two renames
     runs/.step-50.removed/    is being deleted
 """
@@ -17,11 +17,12 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from thunder_zero.checkpoint import manifest
+from thunder_zero.checkpoint import manifest, owner
 from thunder_zero.checkpoint.manifest import Manifest
+from thunder_zero.checkpoint.owner import Life
 
 LATEST = "latest"
 CHECKPOINTS_UNCHANGED = "no part of this checkpoint is visible, earlier ones are unchanged"
@@ -85,7 +86,8 @@ def explain_write_error(what: str, unchanged: str = CHECKPOINTS_UNCHANGED) -> It
 
 
 def prepare(path: Path) -> None:
-    """Make an empty folder to write to; delete what a save of that name left when its process died.
+    """Make an empty folder to write to; delete what a save of that name left when its process died, and what any save
+    left that is surely dead.
 
     Raises:
         ValueError: the name is reserved, or the path is inside of a checkpoint.
@@ -115,9 +117,11 @@ def prepare(path: Path) -> None:
     if path.exists() and not empty and not (path / manifest.NAME).is_file():
         raise FileExistsError(f"{path} exists and is not a checkpoint of thunder_zero; choose another name")
     staging = staging_of(path)
-    if staging.exists():
-        shutil.rmtree(staging)
+    _delete(staging)
+    _clear_dead(path.parent)
     staging.mkdir(parents=True)
+    with explain_write_error(owner.NAME):
+        owner.write(staging)
 
 
 def next_number(path: Path) -> int:
@@ -156,6 +160,7 @@ def publish(path: Path, written: Manifest, *, latest: bool = True) -> None:
         move_latest(path)
     if _replaced(path).is_dir():
         remove(_replaced(path))
+    owner.erase(path)
 
 
 def move_latest(path: Path) -> None:
@@ -169,18 +174,16 @@ def move_latest(path: Path) -> None:
 
 def prune(path: Path, max_to_keep: int) -> None:
     """Delete all but the last ``max_to_keep`` checkpoints whose names differ from this one's in their last number only,
-    and what saves and deletions of such names left when their process died. Never fails: it warns."""
+    and what saves of such names left, unless their process is alive. Never fails: it warns."""
     parent, series = path.parent, _series(path.name)
+    _clear_dead(parent)
     try:
-        for left in (*parent.glob(".*.removed"), *parent.glob(".*.saving")):
-            if _series(left.name[1:].rpartition(".")[0].removesuffix(".replaced")) == series:
-                shutil.rmtree(left)
+        for left in parent.glob(".*.saving"):
+            if _series(left.name[1:].removesuffix(".saving")) == series and owner.life(left) is not Life.ALIVE:
+                _delete(left)
         alike = {folder: found for folder, found in list_checkpoints(parent).items() if _series(folder.name) == series}
         for left in parent.glob(".*.replaced"):
-            name = left.name[1:].removesuffix(".replaced")
-            if _series(name) == series and parent / name in alike:
-                remove(left)
-            elif _series(name) == series:  # the process died between the two renames of a save
+            if _series(left.name[1:].removesuffix(".replaced")) == series:  # died between the two renames of a save
                 alike[left] = manifest.read(left)
         for folder in sorted(alike, key=lambda folder: alike[folder].number)[:-max_to_keep]:
             remove(folder)
@@ -195,10 +198,38 @@ def _series(name: str) -> str:
 def remove(folder: Path) -> None:
     """Delete a checkpoint: renamed first, so that nobody finds half of it."""
     doomed = folder.parent / f".{folder.name.lstrip('.')}.removed"
-    if doomed.exists():
-        shutil.rmtree(doomed)
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed)
+    with suppress(FileNotFoundError):  # another save removed it
+        os.rename(folder, doomed)
+    _delete(doomed)
+
+
+def _clear_dead(parent: Path) -> None:
+    """Delete what is surely dead, of any name: folders that were being deleted, or whose process is dead, and
+    checkpoints that were replaced. Never fails: it is no part of this save."""
+    for left in (*parent.glob(".*.removed"), *parent.glob(".*.saving")):
+        if left.suffix == ".removed" or owner.life(left) is Life.DEAD:
+            shutil.rmtree(left, ignore_errors=True)
+    for left in parent.glob(".*.replaced"):
+        replacement, doomed = parent / left.name[1:].removesuffix(".replaced"), parent / f"{left.name}.removed"
+        if replacement in list_checkpoints(parent):
+            with suppress(OSError):
+                os.rename(left, doomed)
+                if replacement.exists():
+                    shutil.rmtree(doomed, ignore_errors=True)
+                else:  # another save has just set it aside
+                    os.rename(doomed, left)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder and what is in it, even if another save is deleting it, too.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    while folder.exists():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def abandon(path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,7 +74,9 @@ def from_text(text: str) -> Manifest:
             f"thunder_zero that saved it"
         )
     try:
-        return Manifest(document["number"], document["ranks"], tuple(File(**file) for file in document["files"]))
+        found = Manifest(document["number"], document["ranks"], tuple(File(**file) for file in document["files"]))
+        _require_types(found)
+        return found
     except (KeyError, TypeError) as error:
         raise ValueError(f"{NAME} is damaged: it is not a manifest ({error!r}); {USE_ANOTHER}") from None
 
@@ -157,10 +160,25 @@ def _fault(path: Path, file: File, done: Callable[[int], None]) -> str | None:
 
 def _wrong_size(path: Path, file: File) -> str | None:
     try:
-        size = path.stat().st_size
+        status = path.lstat()
     except FileNotFoundError:
         return f"{file.name} is missing"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{file.name} is not a file, but a link or something else"
+    size = status.st_size
     return None if size == file.size else f"{file.name} has {size:,} bytes, it was saved with {file.size:,}"
+
+
+def _require_types(found: Manifest) -> None:
+    """Raise TypeError unless a manifest's fields have their types, and its files are in the checkpoint's folder."""
+    numbers = [found.number, found.ranks, *(file.size for file in found.files)]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError("a number in it is no number")
+    for file in found.files:
+        if not isinstance(file.sha256, str) or not isinstance(file.name, str):
+            raise TypeError("a file's name or SHA-256 is no string")
+        if Path(file.name).name != file.name or "\0" in file.name:
+            raise TypeError(f"the file {file.name!r} is not in the folder")
 
 
 def _digest(body: Mapping[str, Any]) -> str:

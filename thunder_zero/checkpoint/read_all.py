@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thunder_zero.checkpoint.dcp_check import require_files
 from thunder_zero.checkpoint.dcp_read import read_metadata
 from thunder_zero.checkpoint.extras import read_extras
 from thunder_zero.checkpoint.read_model import read_model
@@ -41,6 +42,7 @@ def read_checkpoint(folder: Path, contents: ModelContents, optimizers: Sequence[
         ValueError: it is of another model or another optimizer, or damaged.
     """
     metadata = read_metadata(folder)
+    require_files(folder, metadata)
     extras = read_extras(folder, metadata, ranks)
     tensors, states = read_model(folder, metadata, contents)
     state_dicts = read_optimizers(folder, metadata, contents, optimizers) if optimizers else []

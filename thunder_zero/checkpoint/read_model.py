@@ -41,7 +41,7 @@ def read_model(
         value = new_item(own.path, own.value, own.start, own.shape)
         pairs.append((own.value, value))
         for alias in param.aliases:
-            if places[own.key] != places[key_of((MODEL, alias))]:
+            if places.get(own.key) != places.get(key_of((MODEL, alias))):
                 twin = new_item((MODEL, alias), own.value, own.start, own.shape)
                 twins.append((param.path, alias, value, twin))
     for name, tensor in contents.buffers.items():

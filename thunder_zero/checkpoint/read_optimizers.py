@@ -93,6 +93,10 @@ def require_groups(saved: Sequence[Mapping[str, Any]], here: Sequence[Sequence[s
             f"optimizer as it was saved"
         )
     for number, (group, names) in enumerate(zip(saved, here, strict=True)):
+        if "params" not in group:
+            raise ValueError(
+                f"parameter group {number} of the checkpoint's optimizer lists no parameters; use another checkpoint"
+            )
         missing, unexpected = sorted(set(names) - set(group["params"])), sorted(set(group["params"]) - set(names))
         if missing or unexpected:
             raise ValueError(

@@ -23,11 +23,12 @@ from thunder_zero.checkpoint.preconditions import (
 from thunder_zero.checkpoint.write import write_checkpoint
 from thunder_zero.comm.agree import all_or_none, require_same
 from thunder_zero.policy import is_count
-from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.contents import Optimizers, state_facts
 
 
+@is_place("tz.save")
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thunder_zero.comm.lost_ranks import naming_lost_ranks
-from thunder_zero.comm.small_collectives import all_gather_object
+from thunder_zero.comm.small_collectives import all_gather_object, small_collective
 from thunder_zero.plan import Plan
 
 T = TypeVar("T")
@@ -170,7 +169,7 @@ def broadcast(tensor: Tensor, source: int, group: dist.ProcessGroup, device: tor
     """
     staged = tensor.detach().to(device).contiguous()
     if staged.numel():
-        with naming_lost_ranks(group):
+        with small_collective("broadcast", group):
             dist.broadcast(_flat_bytes(staged), group=group, group_src=source)
         tensor.copy_(staged)
 

@@ -9,9 +9,13 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.group import Ranks
+from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.hybrid import Hybrid
+from thunder_zero.comm.lost_ranks import CPU, speaks_gloo
 from thunder_zero.comm.native import Grouped, OneByOne
 from thunder_zero.comm.pairwise import Exchange
+from thunder_zero.comm.placed import Placed
+from thunder_zero.comm.places import is_debugging
 from thunder_zero.comm.staging import Staging, needs_staging
 from thunder_zero.comm.transport import Alone, Transport
 from thunder_zero.plan import Plan
@@ -42,10 +46,17 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> T
     return BACKENDS.get((device.type, backend), OneByOne)(group, role)
 
 
-def model_transport(plan: Plan, ranks: Ranks, device: torch.device) -> Transport:
-    """The transport of a model: over one group or several, with the casts and copies that the plan asks for."""
+def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: HostCopies, model: str) -> Placed:
+    """The transport of a model: over one group or several, with the casts and copies that the plan asks for.
+
+    ``model`` is its name in errors. Places are announced where that costs next to nothing (gloo, in host memory), or if
+    torch's debug switch asks for it.
+    """
     transport = transport_for(ranks.inside, device)
     if ranks.across is not None:
         across, everyone = transport_for(ranks.across, device, role=1), transport_for(ranks.everyone, device, role=2)
         transport = Hybrid(transport, across, everyone, plan)
-    return Staging(transport, plan, device) if needs_staging(plan, device) else transport
+    if needs_staging(plan, device):
+        transport = Staging(transport, plan, device, copies)
+    announces = is_debugging() or (device == CPU and speaks_gloo(ranks.everyone))
+    return Placed(transport, model, ranks.everyone, announces=announces)

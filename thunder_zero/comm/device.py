@@ -18,14 +18,21 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
     If all are on the meta device: the CPU, or, if the group supports no CPU tensors, the first device type it supports.
 
     Raises:
-        ValueError: a parameter cannot be sharded or its gradient cannot be reduced; the device does not exist or the
-            group has no backend for it; ``broadcast_from`` is not a rank of the group.
+        ValueError: a parameter is a DTensor or another tensor subclass, or its gradient cannot be reduced; the device
+            does not exist, is not the current CUDA device, or the group has no backend for it; ``broadcast_from`` is
+            not a rank of the group.
     """
     for param in plan.params:
-        if isinstance(module.get_parameter(param.path), DTensor):
+        original = module.get_parameter(param.path)
+        if isinstance(original, DTensor):
             raise ValueError(
                 f"parameter {param.path!r} is a DTensor: torch already shards it (fully_shard or tensor parallelism); "
                 f"give a module of plain tensors"
+            )
+        if _has_behaviour(original):
+            raise ValueError(
+                f"parameter {param.path!r} is a {type(original).__name__}, a tensor subclass, whose behaviour its "
+                f"shards would not have: they are plain rows; give a module of plain tensors"
             )
     source = plan.policy.broadcast_from
     if source is not None and source >= plan.ranks:
@@ -43,12 +50,32 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
                 f"{param.reduce_dtype}; give mixed_precision with reduce_dtype=torch.float32, or freeze the parameter"
             )
     try:
+        _require_current(device)
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"device is '{device}', which cannot be used here ({reason}); choose a device that this machine has"
         ) from None
+
+
+def _has_behaviour(param: nn.Parameter) -> bool:
+    """Whether its class changes what operations do, as quantised weights and FSDP2's extensions of gathers do."""
+    function, dispatch = type(param).__torch_function__, type(param).__torch_dispatch__
+    return function is not nn.Parameter.__torch_function__ or dispatch is not nn.Parameter.__torch_dispatch__
+
+
+def _require_current(device: torch.device) -> None:
+    """Refuse a GPU that is not the current one: NCCL and streams would use the current one.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
+        raise ValueError(
+            f"device is '{device}', but the current CUDA device of this process is 'cuda:{current}', where NCCL and "
+            f"the streams would run; call torch.cuda.set_device({device.index}) before init_process_group"
+        )
 
 
 def _default_device(group: dist.ProcessGroup) -> torch.device:

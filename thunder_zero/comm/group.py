@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from thunder_zero.comm.lost_ranks import timeout_of
+from thunder_zero.comm.lost_ranks import naming_lost_ranks, timeout_of
+from thunder_zero.comm.places import without_places
+
+LONGEST_WAIT_FOR_ADDRESS = timedelta(minutes=1)  # while a group is made, gloo does not see that a rank dies
+GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +25,14 @@ class Ranks:
         everyone: all ranks that train it.
         inside: the ranks that share this rank's copy of the model.
         across: the ranks that hold the same rows as this one in each copy; None if there is one copy.
+        first_copy: the ranks of ``everyone`` that share one of the copies, in the order of their rows. The same on
+            every rank, and not always the first ones: a mesh [[0, 2], [1, 3]] gives 0 and 2.
     """
 
     everyone: dist.ProcessGroup
     inside: dist.ProcessGroup
     across: dist.ProcessGroup | None
+    first_copy: tuple[int, ...]
 
     @property
     def replicas(self) -> int:
@@ -39,12 +48,13 @@ def ranks_of(group: object, mesh: object) -> Ranks:
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: this rank is not in the group or in the mesh; both are given; the mesh has more dimensions.
+        ValueError: this rank is not in the group or in the mesh; both are given; the mesh has more dimensions, or an
+            order that torch's process groups do not keep.
         TypeError: not a process group; not a mesh.
     """
     if mesh is None:
         alone = process_group(group)
-        return Ranks(alone, alone, None)
+        return Ranks(alone, alone, None, tuple(range(alone.size())))
     if group is not None:
         raise ValueError(
             "process_group and mesh are both given; give only one of them (a mesh has its own process groups)"
@@ -61,8 +71,28 @@ def ranks_of(group: object, mesh: object) -> Ranks:
             f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.flatten().tolist()}; transform the module "
             f"only on the ranks of the mesh"
         )
-    several = mesh.ndim == 2 and mesh.size(0) > 1
-    return Ranks(_all_of(mesh), mesh.get_group(mesh.ndim - 1), mesh.get_group(0) if several else None)
+    copies = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()
+    _require_matching_rows(copies)
+    everyone = _all_of(mesh)
+    first_copy = tuple(dist.get_group_rank(everyone, rank) for rank in sorted(copies[0]))
+    across = mesh.get_group(0) if len(copies) > 1 else None
+    return Ranks(everyone, mesh.get_group(mesh.ndim - 1), across, first_copy)
+
+
+def _require_matching_rows(copies: list[list[int]]) -> None:
+    """Refuse a mesh whose columns would join ranks with different rows: a process group numbers its ranks in ascending
+    order, whatever their order in the mesh.
+
+    Raises:
+        ValueError: there is such a column.
+    """
+    joined = {frozenset(column) for column in zip(*copies, strict=True)}
+    same_rows = {frozenset(column) for column in zip(*map(sorted, copies), strict=True)}
+    if joined != same_rows:
+        raise ValueError(
+            f"mesh is {copies}: torch numbers the ranks of a process group in ascending order, so the ranks of a "
+            f"column would hold different rows; sort the ranks in each row of the mesh: {[*map(sorted, copies)]}"
+        )
 
 
 def hybrid_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
@@ -73,15 +103,24 @@ def hybrid_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
 def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new gloo group of the same ranks, with the timeout that ``group`` has on ``device``; a collective of them.
 
-    For collectives that must not mix with those of ``group``, such as those of another thread.
+    For collectives that must not mix with those of ``group``, such as those of another thread; they are no places.
+    Ranks should call it right after another collective: if one comes a minute later, this raises.
+
+    Raises:
+        DistNetworkError: a RuntimeError; a rank died or did not answer, within the timeout.
     """
-    ranks = dist.get_process_group_ranks(group)
-    return process_group(dist.new_group(ranks, timeout_of(group, device), "gloo", use_local_synchronization=True))
+    ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
+    while_made = min(timeout / GLOO_CONNECT_FACTOR, LONGEST_WAIT_FOR_ADDRESS)
+    with naming_lost_ranks(group):
+        made = process_group(dist.new_group(ranks, while_made, "gloo", use_local_synchronization=True))
+    _set_pg_timeout(timeout, made)  # private in torch, and there is no public way
+    without_places(made)
+    return made
 
 
 def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """A group of the mesh's ranks: the default one if it has all, so that a rank with another mesh can still object."""
-    ranks = mesh.mesh.flatten().tolist()
+    ranks = sorted(mesh.mesh.flatten().tolist())
     if ranks == list(range(dist.get_world_size())):
         return process_group(None)
     return process_group(dist.new_group(ranks, use_local_synchronization=True))

@@ -11,6 +11,7 @@ Gradients of replicated parameters are averaged over all ranks at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -54,6 +55,19 @@ class Hybrid:
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """As the transport inside the copy does."""
         return self._inside.soon(start)
+
+    def under(self, key: int) -> Hybrid:
+        """See :meth:`thunder_zero.comm.transport.Transport.under`."""
+        other = copy(self)
+        other._inside, other._across = self._inside.under(key), self._across.under(key)
+        other._everyone = self._everyone.under(key)
+        return other
+
+    @property
+    def in_flight(self) -> bool:
+        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
+        parts = (self._inside, self._across, self._everyone)
+        return bool(self._pending) or any(transport.in_flight for transport in parts)
 
     def drain(self) -> None:
         """See :meth:`thunder_zero.comm.transport.Transport.drain`."""

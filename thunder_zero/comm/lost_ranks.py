@@ -2,10 +2,12 @@
 
 If a backend loses a rank, its error has an address at best. gloo has one connection for each pair of ranks, and a
 closed connection refuses the next message at once, so sending one message to each rank shows which ones are lost.
+Errors that no lost rank causes (out of memory, a CUDA error) keep their own words.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,47 +15,122 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistNetworkError, ProcessGroup
+from torch.distributed import DistNetworkError, DistStoreError, ProcessGroup
 
 CPU, GLOO = torch.device("cpu"), "cpu:gloo"
 PROBE_TAG = 0x676F6E65  # "gone": messages under this tag only test connections, nobody receives them
 
+LOST_TYPES = (DistNetworkError, DistStoreError)  # torch's own: a socket failed; a rank left or never came to the store
+# What the backends say of a lost rank, in errors of other types.
+LOST_WORDS = (
+    # gloo: a connection ended, broke, or was silent too long
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "Connection timed out",
+    "No route to host",
+    "Network is unreachable",
+    "Socket (unexpectedly )?closed",
+    "Timed out waiting",
+    "(Read|Write|Connect|Wait|Socket) [Tt]imeout",
+    "Application timeout caused pair closure",  # an earlier message timed out
+    "connectFullMesh failed",
+    "monitoredBarrier",  # under TORCH_DISTRIBUTED_DEBUG=DETAIL gloo's groups check each collective by one
+    # NCCL: a peer's process ended, a socket failed, torch's watchdog gave up or was told so by another rank
+    "remote process exited",
+    "ncclRemoteError",
+    "ncclSystemError",
+    "NCCL communicator was aborted",
+    "[Ww]atchdog caught collective operation timeout",
+    "collective operation timed? ?out",
+)
+_LOST = re.compile("|".join(LOST_WORDS))
+
+
+class LostRank(DistNetworkError):
+    """A rank died or does not answer.
+
+    Args:
+        rank: this one.
+        who: ``"rank 1"``, or ``"one of ranks [1, 2]"``.
+        reason: what the backend said.
+        place: where this rank was, as :mod:`thunder_zero.comm.places` calls it; "" if unknown.
+    """
+
+    def __init__(self, rank: int, who: str, reason: str, place: str = "") -> None:
+        where = f" in {place}" * bool(place)
+        super().__init__(
+            f"rank {rank} got no answer from {who}{where}: it died, failed before this one, or was silent longer than "
+            f"the process group's timeout; read its last output, then restart all ranks from the last checkpoint "
+            f"({reason})"
+        )
+        self._facts = rank, who, reason
+        self.place = place
+
+    def at(self, place: str) -> LostRank:
+        """The same error, which says where this rank was, unless it already does."""
+        return self if self.place else LostRank(*self._facts, place)
+
+    def __reduce__(self) -> tuple[type[LostRank], tuple[int, str, str, str]]:
+        return LostRank, (*self._facts, self.place)
+
 
 @contextmanager
-def naming_lost_ranks(group: ProcessGroup, rank: int | None = None) -> Iterator[None]:
-    """Turn an error of the backend into one that names the ranks that may be lost.
+def at_place(place: str) -> Iterator[None]:
+    """Errors of the block that name a lost rank say that this rank was there."""
+    try:
+        yield
+    except LostRank as lost:
+        raise lost.at(place) from lost.__cause__
+
+
+def says_lost(error: RuntimeError) -> bool:
+    """Whether the backend's error may be due to a rank that died or does not answer."""
+    return isinstance(error, LOST_TYPES) or _LOST.search(str(error)) is not None
+
+
+@contextmanager
+def naming_lost_ranks(group: ProcessGroup, rank: int | None = None, timeout: timedelta | None = None) -> Iterator[None]:
+    """Turn a backend's error about a lost rank into one that names the ranks that may be lost; keep all others.
 
     Args:
         group: the ranks that the block communicates with.
         rank: the one rank of the group that the block waits for; None waits for all.
+        timeout: how long the block waits at most; None: the group's timeout.
 
     Raises:
-        DistNetworkError: a RuntimeError; the backend raised.
+        LostRank: a DistNetworkError; the backend lost a rank.
+        RuntimeError: the backend's own error, for any other reason.
     """
     start = time.monotonic()
     try:
         yield
     except RuntimeError as error:
+        if isinstance(error, LostRank) or not says_lost(error):
+            raise
         everyone = dist.get_process_group_ranks(group)
-        lost = [everyone[peer] for peer in possibly_lost(group, rank, time.monotonic() - start)]
+        lost = [everyone[peer] for peer in possibly_lost(group, rank, time.monotonic() - start, timeout)]
         who = f"rank {lost[0]}" if len(lost) == 1 else f"one of ranks {lost}"
-        raise DistNetworkError(
-            f"rank {dist.get_rank()} got no answer from {who}: it died, failed before this one, or was silent longer "
-            f"than the process group's timeout; read its last output, then restart all ranks from the last checkpoint "
-            f"({error})"
-        ) from error
+        raise LostRank(dist.get_rank(), who, str(error)) from error
 
 
-def possibly_lost(group: ProcessGroup, rank: int | None, seconds: float) -> list[int]:
-    """Ranks of the group that may be lost after waiting for ``rank`` (None: for all) for so many seconds.
+def possibly_lost(group: ProcessGroup, rank: int | None, seconds: float, timeout: timedelta | None) -> list[int]:
+    """Ranks of the group that may be lost after waiting for ``rank`` (None: for all) for so many seconds, and at most
+    ``timeout`` (None: the group's).
 
     gloo knows which connections are closed, but not after a timeout, since it then closes all of them itself.
     """
     peers = [peer for peer in range(group.size()) if peer != group.rank()]
     waited_for = peers if rank is None else [rank]
-    if GLOO not in dist.get_backend_config(group).split(",") or seconds >= timeout_of(group, CPU).total_seconds():
+    if not speaks_gloo(group) or seconds >= (timeout or timeout_of(group, CPU)).total_seconds():
         return waited_for
     return [peer for peer in peers if _is_closed(peer, group)] or waited_for
+
+
+def speaks_gloo(group: ProcessGroup) -> bool:
+    """Whether gloo carries the group's CPU tensors."""
+    return GLOO in dist.get_backend_config(group).split(",")
 
 
 def _is_closed(peer: int, group: ProcessGroup) -> bool:

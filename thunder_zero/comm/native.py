@@ -7,7 +7,7 @@ copied, into a buffer with zeros at its end, since these collectives send chunks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 # Private in name; it is how torch itself groups calls (batch_isend_irecv), and there is no public way.
-from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.distributed_c10d import _coalescing_manager, _world
 
 from thunder_zero import layout
 from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
@@ -32,7 +32,7 @@ class _Native:
     """Buffers, padding and handles, which both transports share."""
 
     averages = FLOATS  # NCCL and MPI have no sum of complex numbers
-    _op: dist.ReduceOp.RedOpType
+    means: frozenset[torch.dtype] = frozenset()  # of these dtypes the collective itself takes the mean
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
         self._group = group
@@ -53,7 +53,10 @@ class _Native:
         else:
             fulls = [full.detach() for full in into]
             own = [self._own_rows(full, param) for full, param in zip(fulls, params, strict=True)]
-        parts = self._launch(_all_gather_single, [(full, rows, {}) for full, rows in zip(fulls, own, strict=True)])
+        calls: list[tuple[Any, ...]] = [
+            (_sendable(full), _sendable(rows), {}) for full, rows in zip(fulls, own, strict=True)
+        ]
+        parts = self._launch(_all_gather_single, calls)
         unpadded = tuple(full[: param.shape[0]] for full, param in zip(fulls, params, strict=True))
         return Handle(parts, unpadded, self._pending)
 
@@ -65,9 +68,9 @@ class _Native:
         shares = [self._share(grad.detach(), shape) for grad, shape in zip(grads, padded_shapes, strict=True)]
         shapes = [layout.shard_shape(param.shape, self._world_size, self._rank) for param in params]
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
-        options = {"op": self._op}
+        options = self._options(means)
         calls = [(mean, share, options) for mean, share in zip(means, shares, strict=True)]
-        return Handle(self._launch(_reduce_scatter_single, calls), means, self._pending)
+        return Handle([*self._launch(_reduce_scatter_single, calls), self._division(means)], means, self._pending)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -77,12 +80,21 @@ class _Native:
         means = tuple(grad.new_empty(grad.shape) for grad in grads)
         for mean, grad in zip(means, grads, strict=True):
             self._write_share(mean, grad)
-        parts = self._launch(dist.all_reduce, [(mean, {"op": self._op}) for mean in means])
-        return Handle(parts, means, self._pending)
+        parts = self._launch(dist.all_reduce, [(mean, self._options(means)) for mean in means])
+        return Handle([*parts, self._division(means)], means, self._pending)
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it when its result is waited for; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
         return start
+
+    def under(self, key: int) -> Self:
+        """Collectives have no tags; see :meth:`thunder_zero.comm.transport.Transport.under`."""
+        return self
+
+    @property
+    def in_flight(self) -> bool:
+        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
+        return bool(self._pending)
 
     def drain(self) -> None:
         """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
@@ -92,16 +104,37 @@ class _Native:
         """Start ``collective(*tensors, **options)`` for each ``(*tensors, options)``."""
         raise NotImplementedError
 
+    def _options(self, means: Sequence[Tensor]) -> dict[str, Any]:
+        """The options of a bucket's reductions: its tensors have one dtype."""
+        return {"op": dist.ReduceOp.AVG if means[0].dtype in self.means else dist.ReduceOp.SUM}
+
+    def _divisors(self, dtype: torch.dtype) -> tuple[float, float]:
+        """What gradients are divided by before they are added up, and after."""
+        if dtype in self.means:
+            return 1, 1
+        return float16_divisors(self._world_size) if dtype is torch.float16 else (self._world_size, 1)
+
+    def _division(self, means: tuple[Tensor, ...]) -> BucketPart:
+        """Divides the sums that have arrived."""
+        _, after = self._divisors(means[0].dtype)
+        return BucketPart((), None if after == 1 else lambda: torch._foreach_div_(means, after))
+
     def _share(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
-        """This rank's contiguous input of the reduction, padded with zero rows."""
+        """This rank's contiguous input of the reduction, padded with zero rows; the gradient itself, if it is that."""
+        if grad.shape == padded_shape and grad.is_contiguous() and self._divisors(grad.dtype)[0] == 1:
+            return grad
         share = grad.new_empty(padded_shape)
         self._write_share(share[: grad.shape[0]], grad)
         share[grad.shape[0] :].zero_()
         return share
 
     def _write_share(self, out: Tensor, grad: Tensor) -> None:
-        """Write this rank's input into ``out``; ``_op`` over all ranks' inputs gives the mean."""
-        raise NotImplementedError
+        """Write this rank's input of the reduction into ``out``."""
+        before, _ = self._divisors(grad.dtype)
+        if before == 1:
+            out.copy_(grad)
+        else:
+            torch.div(grad, before, out=out)
 
     def _own_rows(self, full: Tensor, param: Param) -> Tensor:
         return rows_in(full, param, self._world_size, self._rank)
@@ -110,41 +143,51 @@ class _Native:
 class Grouped(_Native):
     """NCCL: one launch for all calls of a bucket; the collective itself takes the mean.
 
-    ``wait`` makes the current stream wait for the collectives, not the host.
+    ``wait`` makes the current stream wait for the collectives, not the host. NCCL takes the mean by dividing each
+    rank's gradient by W before it adds them up, which loses small float16 numbers; so those are added up as a sum.
     """
 
-    _op = dist.ReduceOp.AVG
+    means = FLOATS - {torch.float16}
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
-        with _coalescing_manager(self._group, async_ops=True) as launched:
-            for *tensors, options in calls:
-                collective(*tensors, group=self._group, **options)
+        try:
+            with _coalescing_manager(self._group, async_ops=True) as launched:
+                for *tensors, options in calls:
+                    collective(*tensors, group=self._group, **options)
+        except BaseException:
+            # torch leaves what was queued to the group's next collectives, which would then never be launched.
+            _world.pg_coalesce_state.pop(self._group, None)
+            raise
         return [BucketPart((launched.wait,), _keep_alive(calls))]
-
-    def _share(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
-        return grad.contiguous() if grad.shape == padded_shape else super()._share(grad, padded_shape)
-
-    def _write_share(self, out: Tensor, grad: Tensor) -> None:
-        out.copy_(grad)
 
 
 class OneByOne(_Native):
-    """Any backend: one collective for each tensor, and a sum of gradients that are divided first.
-
-    Dividing first keeps float16 from overflowing if the mean does not, as NCCL's average does.
-    """
-
-    _op = dist.ReduceOp.SUM
+    """Any backend: one collective for each tensor, and a sum of gradients that are divided first."""
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         works = [collective(*tensors, group=self._group, async_op=True, **options) for *tensors, options in calls]
         return [BucketPart(tuple(work.wait for work in works), _keep_alive(calls))]
 
-    def _write_share(self, out: Tensor, grad: Tensor) -> None:
-        torch.div(grad, self._world_size, out=out)
-
     def _own_rows(self, full: Tensor, param: Param) -> Tensor:
         return super()._own_rows(full, param).clone()  # MPI forbids an input that lies inside the output
+
+
+def float16_divisors(world_size: int) -> tuple[float, float]:
+    """What float16 gradients are divided by before they are added up, a power of 2, and after: about the square root
+    of W each, as FSDP2 does, since dividing by W first loses small gradients and adding up first overflows.
+
+    >>> float16_divisors(8)
+    (4, 2.0)
+    """
+    before = 1
+    while world_size % before == 0 and world_size / before > before:
+        before *= 2
+    return before, world_size / before
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """The tensor, or its bytes if its dtype is none that every backend sends: NCCL has no int16, for example."""
+    return tensor if tensor.dtype in FLOATS else tensor.view(torch.uint8)
 
 
 def _keep_alive(tensors: object) -> Callable[[], object]:

@@ -17,21 +17,19 @@ as the socket takes before a send returns (milliseconds, for large ones), and po
 that. Posting a receive also sends a message to announce it, so a bucket's receives are posted before its
 sends; the announcement would otherwise queue behind their bytes. AVERAGER starts the second part of an
 all-reduce when the first has ended, and in hybrid sharding the averaging over copies when the averaging
-inside a copy has ended, so that neither depends on a call of ``wait``. Each thread sends under its own
-tag: of the messages between two ranks under one tag, the n-th sent is the n-th received.
+inside a copy has ended, so that neither depends on a call of ``wait``.
+
+gloo matches messages by tag: of those between two ranks under one tag, the n-th sent is the n-th received. Each
+thread sends under its own tag, and every half of a step under tags of its own (:meth:`Exchange.under`), so that
+messages of ranks that do different things (``places.py``) never meet. gloo keeps nothing of a tag that was used.
 """
 
 from __future__ import annotations
 
-import atexit
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent import futures
-from concurrent.futures import Future
-from functools import cache, partial
+from copy import copy
+from functools import partial
 from itertools import chain
-from queue import SimpleQueue
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +37,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from thunder_zero import layout
+from thunder_zero.comm.background import AVERAGER, COURIER, in_background
 from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
 from thunder_zero.comm.transport import COMPLEX, FLOATS
@@ -48,9 +47,7 @@ Wait = Callable[[], object]  # waits for the end of a message
 # Tensors with fewer bytes to one peer are packed into one message: below this a message costs more than
 # two copies of its bytes. Measured on loopback, docs/performance.md.
 PACK_BELOW_BYTES = 64 << 10
-TAG = 0x7A65726F  # "zero": users hardly send under it; the tags after it are ours as well
-COURIER, AVERAGER = "courier", "averager"  # the background threads
-EXIT_SECONDS = 1.0  # how long an exiting rank waits for them
+TAG = 0x7A000000  # "z": users hardly send under it; the 2 ** 25 tags after it are ours as well
 BLOCK = 1 << 16  # elements of half precision added up at a time, so that their float32 sums stay in the cache
 
 
@@ -61,8 +58,8 @@ class Exchange:
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
         self._group = group
-        # Two transports of a hybrid may share a group, and two threads use them.
-        self._tag, self._tag_of_means = TAG + 2 * role, TAG + 2 * role + 1
+        self._role = role
+        self._tag, self._tag_of_means = tags_of(role, 0)
         self._world_size = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
         # Each rank starts with its successor, so that not all send to the same peer at once.
@@ -141,6 +138,17 @@ class Exchange:
         """Run it in AVERAGER; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
         return in_background(AVERAGER, start).result
 
+    def under(self, key: int) -> Exchange:
+        """See :meth:`thunder_zero.comm.transport.Transport.under`."""
+        other = copy(self)
+        other._tag, other._tag_of_means = tags_of(self._role, key)
+        return other
+
+    @property
+    def in_flight(self) -> bool:
+        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
+        return bool(self._pending)
+
     def drain(self) -> None:
         """Wait for all that is in flight; see :meth:`thunder_zero.comm.transport.Transport.drain`."""
         drain(self._pending)
@@ -200,8 +208,14 @@ class Exchange:
         return chain((posted.result,), received)
 
 
+def tags_of(role: int, key: int) -> tuple[int, int]:
+    """The tags of a transport's two threads: two transports of a hybrid (roles 0 to 2) may share a group."""
+    tag = TAG + 8 * key + 2 * role
+    return tag, tag + 1
+
+
 def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:
-    """Start sending to a rank of the group; the only place that sends."""
+    """Start sending to a rank of the group; nothing else sends messages."""
     with naming_lost_ranks(group, rank):
         work = dist.isend(message, group=group, group_dst=rank, tag=tag)
     return partial(_end, work, group, rank)
@@ -254,47 +268,6 @@ def mean_into(out: Tensor, parts: Sequence[Tensor]) -> None:
         for piece in pieces[1:]:
             total.add_(piece)
         block.copy_(total.div_(len(parts)))
-
-
-def in_background(thread: str, task: Callable[[], Result]) -> Future[Result]:
-    """Run a task in the named thread, after all tasks that were given to it earlier."""
-    future: Future[Result] = Future()
-    _tasks_of(thread).put((task, future))
-    return future
-
-
-@cache
-def _tasks_of(thread: str) -> SimpleQueue[tuple[Callable[[], Any], Future[Any]]]:
-    """The queue of a background thread, which starts when it is first needed.
-
-    One thread serves all transports of the process: messages under a tag must leave in the same order on all
-    ranks. It is a daemon, so that a rank that fails can exit while the thread waits for its peers.
-    """
-    tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-    threading.Thread(target=_serve, args=(tasks,), name=f"thunder_zero {thread}", daemon=True).start()
-    atexit.register(_let_end, thread)
-    return tasks
-
-
-def _serve(tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
-    while True:
-        task, future = tasks.get()
-        result, failure = None, None
-        try:
-            result = task()
-        except BaseException as error:
-            failure = error
-        del task  # before the future is done: the tensors that it held must be free by then
-        if failure is None:
-            future.set_result(result)
-        else:
-            future.set_exception(failure)
-        del future, result, failure
-
-
-def _let_end(thread: str) -> None:
-    """At exit: give the thread time to notice lost peers; the interpreter cannot stop it cleanly later."""
-    futures.wait([in_background(thread, lambda: None)], timeout=EXIT_SECONDS)
 
 
 def _pack(tensors: Sequence[Tensor]) -> Tensor:

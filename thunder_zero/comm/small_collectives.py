@@ -1,8 +1,9 @@
-"""Small collectives of numbers, Python objects and DTensors, whose errors name the lost rank."""
+"""Small collectives of numbers, objects and DTensors: places, whose errors name the lost rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -11,16 +12,30 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from thunder_zero.comm.lost_ranks import naming_lost_ranks
+from thunder_zero.comm.lost_ranks import at_place, naming_lost_ranks
+from thunder_zero.comm.places import meet
 
 T = TypeVar("T")
+_next_number = 0
+
+
+@contextmanager
+def small_collective(step: str, group: ProcessGroup) -> Iterator[None]:
+    """Around a small collective: all ranks of the group are at the same one, and an error names the lost rank.
+
+    Raises:
+        RuntimeError: a rank is elsewhere; the collective was not started.
+        LostRank: a rank died or does not answer.
+    """
+    with at_place(meet(step, group)), naming_lost_ranks(group):
+        yield
 
 
 def all_gather_object(value: T, group: ProcessGroup) -> list[T]:
     """The value of each rank of the group, in rank order; a small collective."""
     values = [value] * group.size()
     if group.size() > 1:
-        with naming_lost_ranks(group):
+        with small_collective("all_gather_object", group):
             dist.all_gather_object(values, value, group=group)
     return values
 
@@ -29,7 +44,7 @@ def gather_object_on_rank_0(value: T, group: ProcessGroup) -> list[T]:
     """The value of each rank of the group, in rank order, on its rank 0; empty on the others. A small collective."""
     values = [value] * group.size() if group.rank() == 0 else None
     if group.size() > 1:
-        with naming_lost_ranks(group):
+        with small_collective("gather_object", group):
             dist.gather_object(value, values, group=group, group_dst=0)
     return values or []
 
@@ -38,40 +53,54 @@ def broadcast_object_from_rank_0(value: T, group: ProcessGroup) -> T:
     """The value of the group's rank 0; a small collective."""
     values = [value]
     if group.size() > 1:
-        with naming_lost_ranks(group):
+        with small_collective("broadcast_object", group):
             dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
 
 
 def all_reduce_max(flags: Tensor, group: ProcessGroup) -> None:
     """Replace each element by its maximum over ranks, in place; a small collective."""
-    with naming_lost_ranks(group):
+    with small_collective("max", group):
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
 
 
 def all_reduce_sum(numbers: Sequence[int], group: ProcessGroup, device: torch.device) -> list[int]:
     """The sum of each number over ranks; a small collective."""
-    totals = torch.tensor(numbers, dtype=torch.int64, device=device)
-    with naming_lost_ranks(group):
+    totals = to_device(numbers, torch.int64, device)
+    with small_collective("sum", group):
         dist.all_reduce(totals, group=group)
-    return [int(total) for total in totals]
+    return [int(total) for total in totals.tolist()]  # read at once: each read makes the host wait for a GPU
+
+
+def to_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A 1-D tensor of these numbers; on a GPU the host does not wait for the copy."""
+    on_host = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
     """The tensor of each rank, in rank order; all have one shape and dtype. A small collective."""
     found = [torch.empty_like(tensor) for _ in range(group.size())]
-    with naming_lost_ranks(group):
+    with small_collective("all_gather_tensor", group):
         dist.all_gather(found, tensor, group=group)
     return found
 
 
 def full_tensor(value: DTensor, group: ProcessGroup) -> Tensor:
     """The full tensor of a DTensor on every rank of the group; a collective."""
-    with naming_lost_ranks(group):
+    with small_collective("full_tensor", group):
         return value.full_tensor()
 
 
 def barrier(group: ProcessGroup) -> None:
     """Wait until all ranks have come here."""
-    with naming_lost_ranks(group):
+    with small_collective("barrier", group):
         dist.barrier(group=group)
+
+
+def next_number(group: ProcessGroup) -> int:
+    """A number that no earlier call on any rank of the group has returned on that rank; a small collective."""
+    global _next_number
+    number = max(all_gather_object(_next_number, group))
+    _next_number = number + 1
+    return number

@@ -2,7 +2,7 @@
 
 Shards are cast and copied before the gather, so that only shards are, and a copy lives only while its bytes travel;
 gradients after the reduction. On CUDA, shards in host memory are pinned, and casts run on the device, since a copy
-that also casts makes the host wait; the copies run in the stream of compute.
+that also casts makes the host wait; the copies run in the stream of compute. ``HostCopies`` knows when they have ended.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Result, Waitable
+from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.transport import Transport
 from thunder_zero.plan import Param, Plan
 from thunder_zero.rows import rows_in
@@ -38,8 +39,9 @@ def needs_staging(plan: Plan, device: torch.device) -> bool:
 class Staging:
     """A transport that casts and copies in front of another. See :class:`thunder_zero.comm.transport.Transport`."""
 
-    def __init__(self, inner: Transport, plan: Plan, device: torch.device) -> None:
+    def __init__(self, inner: Transport, plan: Plan, device: torch.device, copies: HostCopies) -> None:
         self._inner = inner
+        self._copies = copies
         self._plan = plan
         self._device = device
         self.averages = inner.averages
@@ -55,6 +57,7 @@ class Staging:
                 shard.detach().to(self._device, non_blocking=True).to(param.compute_dtype)
                 for shard, param in zip(shards, params, strict=True)
             ]
+            self._copies.note()
             return self._inner.all_gather(staged, params)
         own = [
             rows_in(buffer, param, self._plan.world_size, self._plan.rank)
@@ -63,6 +66,7 @@ class Staging:
         for rows, shard, param in zip(own, shards, params, strict=True):
             if is_staged(param, self._plan, self._device):
                 rows.copy_(shard.detach().to(self._device, non_blocking=True))
+        self._copies.note()
         return self._inner.all_gather(own, params, into=into)
 
     @torch.inference_mode(False)
@@ -80,6 +84,15 @@ class Staging:
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """See :meth:`thunder_zero.comm.transport.Transport.soon`."""
         return self._inner.soon(start)
+
+    def under(self, key: int) -> Staging:
+        """See :meth:`thunder_zero.comm.transport.Transport.under`."""
+        return Staging(self._inner.under(key), self._plan, self._device, self._copies)
+
+    @property
+    def in_flight(self) -> bool:
+        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
+        return self._inner.in_flight
 
     def drain(self) -> None:
         """See :meth:`thunder_zero.comm.transport.Transport.drain`."""

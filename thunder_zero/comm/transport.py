@@ -67,6 +67,16 @@ class Transport(Protocol):
             A function that waits for its result. If the backend orders launches by streams, ``start`` runs only then.
         """
 
+    def under(self, key: int) -> Transport:
+        """This transport, whose messages meet only messages that were sent under the same key, 0 to 2 ** 22 - 1.
+
+        A handle is in flight for both. A backend without tags, which matches by order alone, ignores the key.
+        """
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a handle was launched and has not ended."""
+
     def drain(self) -> None:
         """Wait for all that a failed step left in flight. Every rank must have failed at the same point of the step."""
 
@@ -96,6 +106,15 @@ class Alone:
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it when its result is waited for."""
         return start
+
+    def under(self, key: int) -> Alone:
+        """There are no messages."""
+        return self
+
+    @property
+    def in_flight(self) -> bool:
+        """Never: every handle has ended."""
+        return False
 
     def drain(self) -> None:
         """Forget the handles; nothing is ever in flight."""

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from thunder_zero.checkpoint.dcp_check import require_files
 from thunder_zero.convert.atomic_files import Create, create_together
 from thunder_zero.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
 from thunder_zero.convert.safetensors_file import (
@@ -133,6 +134,7 @@ def _require_valid(out: Path, dtype: torch.dtype | None, max_file_bytes: int | N
 
 
 def _find_contents(source: OpenCheckpoint, dtype: torch.dtype | None, optimizer: bool) -> Contents:
+    require_files(source.path, source.metadata)
     model = source.tensors_to_write(f"{MODEL}.", dtype)
     if not model:
         raise ValueError(f"{source.path} has no model; pass a checkpoint that thunder_zero.save wrote")

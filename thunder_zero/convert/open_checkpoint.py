@@ -56,6 +56,16 @@ class OpenCheckpoint:
         read_items(self.path, self.metadata, [Item((key,), value, 0, tuple(stored.size))])
         return value.to(dtype)
 
+    def require_readable(self) -> None:
+        """Read all tensors, one at a time, and all values.
+
+        Raises:
+            ValueError: one is not what the metadata says.
+        """
+        for key, stored in self.tensors("").items():
+            self.read(key, stored.properties.dtype)
+        self.values("")
+
     def tensors_to_write(self, prefix: str, dtype: torch.dtype | None = None) -> list[TensorToWrite]:
         """The tensors whose keys begin with a prefix, floats in a dtype; tied weights are one tensor with aliases."""
         places = places_by_key(self.metadata)
@@ -87,9 +97,11 @@ class OpenCheckpoint:
         key = next((key for key in stored if key.startswith(prefix) and key.endswith(".step")), None)  # all are equal
         if key is None:
             return None
-        if isinstance(stored[key], TensorStorageMetadata):
-            return int(self.read(key, torch.int64))
-        return int(read_items(self.path, self.metadata, [], [key])[key])
+        found = stored[key]
+        if isinstance(found, TensorStorageMetadata):
+            return int(self.read(key, torch.int64)) if found.size.numel() == 1 else None
+        value = read_items(self.path, self.metadata, [], [key])[key]
+        return int(value) if isinstance(value, int | float) else None
 
 
 def open_checkpoint(path: Path, *, verify_files: bool) -> OpenCheckpoint:

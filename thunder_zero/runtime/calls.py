@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.places import doing
 from thunder_zero.comm.small_collectives import all_reduce_max
 from thunder_zero.plan import Param
 from thunder_zero.runtime.state import State
@@ -20,15 +21,13 @@ class Calls:
 
     Args:
         state: the model's.
-        ignored: parameters that the policy ignores; an overflow in their gradients counts too.
     """
 
-    def __init__(self, state: State, ignored: Sequence[Tensor]) -> None:
+    def __init__(self, state: State) -> None:
         self._state = state
         self._plan = state.plan
         self._transport = state.transport
         self._accumulation = state.accumulation
-        self._ignored = tuple(ignored)
         self._agreed: set[ProgramName] = set()
 
     @property
@@ -49,6 +48,15 @@ class Calls:
         """
         if synced is not self.synced:
             raise RuntimeError(f"this program was compiled with synced={synced}; the forward needs {self.synced}")
+
+    def enter(self, half: str, schedule: str) -> None:
+        """The first of our lines in each half: peers that would send anything else there are refused.
+
+        Args:
+            half: such as ``"backward under no_sync"``.
+            schedule: the digest of its launches.
+        """
+        self._transport.enter_half(half, schedule)
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start gathering. ZeRO-1 sends only the parameters that an optimizer has changed since the last time, ZeRO-2
@@ -80,8 +88,18 @@ class Calls:
         grad = sum_and_cast(grad, param)
         return grad if deferred is None else deferred.add_(grad)
 
+    def apart(self, shard: Tensor) -> Tensor:
+        """The shard for a program that defers gradients: a stand-in, if the shard has hooks on its gradient.
+
+        Backward returns no gradient for the shard, which autograd hands on to its hooks: they would run in every
+        deferred backward, without a gradient. They run when the gradient is reduced, as FSDP2's do.
+        """
+        hooks = shard._backward_hooks, shard._post_accumulate_grad_hooks
+        return shard.detach().requires_grad_() if any(hooks) else shard
+
     def defer(self, grad: Tensor, path: str) -> None:
         """Keep a full gradient until the next reduction of its parameter."""
+        self._state.copies.wait()  # this backward does not end with ``land``
         self._accumulation.defer(sum_and_cast(grad, self._plan.by_name[path]), path)
 
     def reduce_deferred(self, paths: Sequence[str]) -> None:
@@ -108,8 +126,7 @@ class Calls:
         if means and self._plan.policy.check_gradients:
             self.check_finite(list(means.values()), list(means))
         for path, mean in means.items():
-            shard = self._state.shards[path]
-            shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+            accumulate(self._state.shards[path], mean)
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Policy ``check_gradients``: stop on all ranks if a gradient on any of them is NaN or Inf.
@@ -118,7 +135,8 @@ class Calls:
             RuntimeError: naming the first such parameter, on every rank.
         """
         bad = not_finite(grads, self.device).to(torch.int32)
-        all_reduce_max(bad, self._state.group)
+        with doing(f"policy check_gradients of {self._state.name}"):
+            all_reduce_max(bad, self._state.group)
         if bad.any():
             path = paths[int(bad.argmax())]
             self._state.drop_deferred()
@@ -133,31 +151,12 @@ class Calls:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    @torch.no_grad()
-    def share_overflow(self, grads: Sequence[Tensor], ignored: Sequence[Tensor], unreached: Sequence[str]) -> None:
-        """Put Inf into a gradient of every rank where any rank's has NaN or Inf, for the gradient scaler to find.
-
-        Args:
-            grads: the gradients of the plan's parameters that backward returns: this rank's rows. One of them is
-                written to.
-            ignored: the gradients of ignored parameters that backward returns; their ``.grad`` is looked at, too.
-            unreached: parameters that this backward does not reach, whose ``.grad`` may have been added to.
-        """
-        if self._plan.ranks == 1:
-            return
-        seen = (*(self._state.shards[path] for path in unreached), *self._ignored)
-        also = [*ignored, *(param.grad for param in seen if param.grad is not None)]
-        overflows = not_finite((*grads, *also), self.device).any().to(torch.int32)
-        all_reduce_max(overflows, self._state.group)
-        if overflows:
-            next(grad for grad in grads if grad.numel()).view(-1)[:1].fill_(torch.inf)
-
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """Compare the collectives of all ranks before a program first runs.
 
-        Only the first forward, the first backward and the first forward without backward are compared. A later
-        compilation (another batch size) may happen on one rank alone, which would wait for the others for ever; so
-        may a forward of DDP, which has no collective.
+        Only the first forward, the first backward and the first forward without backward are compared here, line by
+        line. A later compilation (another batch size) may happen on one rank alone; :meth:`enter` compares its digest
+        whenever it runs. A forward of DDP may run on one rank alone, too: it has no collective.
 
         Raises:
             RuntimeError: naming the first line that differs, and the rank.
@@ -165,7 +164,15 @@ class Calls:
         is_silent = not program.reduces and not any(param.sharded for param in self._plan.params)
         if program not in self._agreed and not is_silent:
             self._agreed.add(program)
-            agree.require_same_schedule(str(program), lines, self._state.group)
+            with doing(f"the first {program} of {self._state.name}"):
+                agree.require_same_schedule(str(program), lines, self._state.group)
+
+
+def accumulate(shard: Tensor, grad: Tensor) -> None:
+    """Add to ``.grad`` as autograd does, with the hooks of the shard."""
+    with torch.enable_grad():
+        alias = shard.view_as(shard)
+    torch.autograd.backward(alias, grad)
 
 
 def sum_and_cast(grad: Tensor, param: Param) -> Tensor:

@@ -7,12 +7,14 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from thunder_zero.comm.small_collectives import all_gather_tensor
-from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.rows import real_rows
+from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State
 
 READY, NO_GRADIENT, OPEN = range(3)  # a rank's status, which travels with its norm
 
 
+@is_place("clip_grad_norm_")
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
@@ -71,8 +73,20 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
             f"the norm of the gradients is {norm.item()}; lower the learning rate, scale the loss, or pass "
             f"error_if_nonfinite=False to go on"
         )
-    clip_grads_with_norm_([shard for shard in state.shards.values() if shard.grad is not None], max_norm, norm)
+    clip_grads_with_norm_(_without_padding(state), max_norm, norm)
     return norm
+
+
+def _without_padding(state: State) -> list[Tensor]:
+    """This rank's rows with their gradients, as views: 0 times a norm that is not finite would put NaN into padding."""
+    found = []
+    for param in state.plan.params:
+        shard = state.shards[param.path]
+        if shard.grad is not None:
+            rows = real_rows(shard.detach(), param, state.plan)
+            rows.grad = real_rows(shard.grad, param, state.plan)
+            found.append(rows)
+    return found
 
 
 def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
@@ -80,23 +94,27 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     collective.
 
     Each row of a sharded parameter counts on the rank that has it, in one copy of the model; a replicated parameter
-    counts once. Padding is zero and adds nothing.
+    counts once. Padding does not count, whatever the user has written into it.
     """
     grads: dict[bool, list[Tensor]] = {True: [], False: []}  # sharded, replicated
+    has_gradient = False
     for param in state.plan.params:
         grad = state.shards[param.path].grad
         if grad is not None:
-            grads[param.sharded].append(grad)
+            has_gradient = True
+            rows = real_rows(grad, param, state.plan)
+            if rows.numel() or not param.sharded:  # the largest value of no rows is not defined
+                grads[param.sharded].append(rows)
     norms = [get_total_norm(grads[sharded], norm_type) for sharded in (True, False)]
     dtype = torch.float32  # or more, and the same on ranks that have no gradient
     for param in state.plan.params:
         dtype = torch.promote_types(dtype, param.dtype.to_real())
     mine, everywhere = (norm.to(state.device, dtype) for norm in norms)
-    status = READY if any(grads.values()) else NO_GRADIENT
+    status = READY if has_gradient else NO_GRADIENT
     if state.accumulation.paths:
         status = OPEN
     message = torch.stack([mine, torch.full_like(mine, status)])
     norms_of_all, statuses = torch.stack(all_gather_tensor(message, state.group)).unbind(1)
-    parts = norms_of_all[: state.plan.world_size]  # of the first copy; the others have the same
+    parts = torch.stack([norms_of_all[rank] for rank in state.ranks.first_copy])  # the other copies have the same
     norm: Tensor = torch.linalg.vector_norm(torch.cat([parts, everywhere[None]]), norm_type)
     return norm, [int(status) for status in statuses.tolist()]

@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from thunder_zero.comm.small_collectives import all_reduce_sum
 from thunder_zero.policy import is_count
-from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.runtime.sharded_model import is_place, sharded_model
 
 
+@is_place("global_mean")
 def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
     """A loss that trains on the mean over all ranks' items, where ranks have different numbers of them.
 

@@ -1,7 +1,7 @@
 """Checks before every forward, quickly, that a sharded model is still as it was planned.
 
 Otherwise a change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or
-``.data = ...`` would be ignored silently, or would train something other than the plan.
+``.data = ...``, or a hook of a submodule, would be ignored silently, or would train something other than the plan.
 """
 
 from __future__ import annotations
@@ -27,6 +27,34 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Pair:
+    """Two places, of the plain module and of the jitted one, that must have the same buffer."""
+
+    holder: Mapping[str, Any]
+    key: str
+    jitted: Mapping[str, Any]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The parameters or submodules of one module, and their names."""
+
+    holder: Mapping[str, Any]
+    names: frozenset[str]
+    got: str  # how a sentence begins that another name ends
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """The hooks of one kind of a submodule, and how many the traces have."""
+
+    hooks: Mapping[int, object]
+    number: int
+    name: str  # as a sentence calls the submodule
+
+
+@dataclass(frozen=True, slots=True)
 class Made:
     """A parameter as it was made."""
 
@@ -42,8 +70,16 @@ class Made:
 class Intact:
     """The jitted model, its plain module and all their parameters, as the transform left them."""
 
-    def __init__(self, state: State, links: Iterable[Link]) -> None:
-        self._links = tuple(links)
+    def __init__(
+        self,
+        state: State,
+        links: Iterable[Link],
+        pairs: Iterable[Pair],
+        members: Iterable[Members],
+        hooks: Iterable[Hooks],
+    ) -> None:
+        self._links, self._hooks = tuple(links), tuple(hooks)
+        self._pairs, self._members = tuple(pairs), tuple(members)
         self._made = tuple(
             Made(
                 param.path,
@@ -52,22 +88,41 @@ class Intact:
                 tensor.dtype,
                 tensor.device,
                 param.requires_grad,
-                tensor.data_ptr() if at_rest is state.shards and param.path in state.resident.shared else None,
+                tensor.data_ptr() if param.path in state.resident.shared else None,
             )
-            for at_rest in (state.shards, state.placeholders)
-            for param, tensor in ((param, at_rest[param.path]) for param in state.plan.params)
+            for param, tensor in ((param, state.shards[param.path]) for param in state.plan.params)
         )
 
     def require(self) -> None:
         """Raise if anything was changed.
 
         Raises:
-            RuntimeError: naming the first parameter or submodule that was replaced, moved, cast, frozen or thawed.
+            RuntimeError: naming the first parameter or submodule that was replaced, moved, cast, frozen, thawed or
+                hooked.
         """
+        for hooked in self._hooks:
+            if len(hooked.hooks) != hooked.number:
+                raise RuntimeError(
+                    f"a hook was registered on {hooked.name}, or removed, after thunder_zero sharded the module, whose "
+                    f"traces would not call it; do this before thunder.jit, or hook the sharded model itself"
+                )
         for link in self._links:
             found = link.holder.get(link.key)
             if found is not link.expected:
                 raise RuntimeError(_replaced(link, found))
+        for pair in self._pairs:
+            if pair.holder.get(pair.key) is not pair.jitted.get(pair.name):
+                raise RuntimeError(
+                    f"buffer {pair.name!r} was replaced after thunder_zero sharded the module, in one of the plain and "
+                    f"the sharded module only; copy new values into it in place"
+                )
+        for member in self._members:
+            if member.holder.keys() != member.names:
+                name = min(set(member.holder) - member.names)
+                raise RuntimeError(
+                    f"{member.got} {name!r} after thunder_zero sharded the module, so no plan covers it; add it before "
+                    f"thunder.jit"
+                )
         for made in self._made:
             tensor = made.tensor
             if tensor.dtype is not made.dtype or tensor.device != made.device:

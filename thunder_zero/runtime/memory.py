@@ -37,11 +37,12 @@ def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> Mem
             buffers[param.path] = buffer = padded(value.to(param.compute_dtype), param, plan)
             is_copied = is_staged(param, plan, device)
             value = own_rows(value, param, plan) if is_copied else rows_in(buffer, param, plan.world_size, plan.rank)
-        rows[param.path] = _at(rest_device(param, plan, device), value)
+        rows[param.path] = _at_rest(value, rest_device(param, plan, device), device)
     shared = tuple(path for path in buffers if not is_staged(plan.by_name[path], plan, device))
     return Memory(rows, buffers, shared)
 
 
-def _at(device: torch.device, rows: Tensor) -> Tensor:
-    """The rows on this device; rows that leave a GPU for host memory are pinned."""
-    return rows.to(device).pin_memory() if rows.is_cuda and device.type == "cpu" else rows.to(device)
+def _at_rest(rows: Tensor, place: torch.device, device: torch.device) -> Tensor:
+    """The rows where they rest; in host memory they are pinned, if ``device`` is a GPU."""
+    rows = rows.to(place)
+    return rows.pin_memory() if device.type == "cuda" and place.type == "cpu" else rows

@@ -7,12 +7,17 @@ know which front end made them.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
+from thunder_zero.comm.places import doing
 from thunder_zero.runtime.state import State
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ShardedModel(nn.Module):
@@ -52,6 +57,21 @@ class ShardedModel(nn.Module):
         """As ``nn.Module.zero_grad``; also drops the gradients that ``no_sync`` has deferred."""
         super().zero_grad(set_to_none)
         self.state.drop_deferred()
+
+
+def is_place(what: str) -> Callable[[Function], Function]:
+    """Makes a public function that is a collective a place: errors about ranks that differ call it ``what``."""
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def named(*args: Any, **kwargs: Any) -> Any:
+            models = [given for given in (*args, *kwargs.values()) if isinstance(given, ShardedModel)]
+            with doing(" of ".join([what, *(model.state.name for model in models)])):
+                return function(*args, **kwargs)
+
+        return cast(Function, named)
+
+    return decorate
 
 
 def sharded_model(model: object) -> ShardedModel:

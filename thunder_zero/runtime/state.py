@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from thunder_zero.comm.backends import model_transport
 from thunder_zero.comm.group import Ranks
-from thunder_zero.comm.small_collectives import all_reduce_max, barrier
+from thunder_zero.comm.host_copies import HostCopies
+from thunder_zero.comm.places import Place, doing, what_is_done
+from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.clock import Clock
@@ -38,6 +40,8 @@ class State:
         resident: ZeRO-1's full parameters.
         held_over: gathered parameters that the next micro-batch reads again.
         clock: records waits while ``measure_times`` runs.
+        copies: copies of shards in host memory to the device, which may still run.
+        name: of the model, the same on all ranks, as errors call it: ``"model 0 (Net)"``.
         transport: launches the collectives.
     """
 
@@ -51,32 +55,41 @@ class State:
             plan: what each of them is.
             ranks: the process groups that train the model.
             device: where compute is.
-            at_rest: their values by path, full or this rank's rows (:func:`thunder_zero.rows.at_rest_of`); emptied.
+            at_rest: their values by path, in full (ZeRO-1, replicated) or this rank's rows; emptied.
         """
         self.plan, self.ranks, self.group, self.device = plan, ranks, ranks.everyone, device
         self.accumulation = Accumulation()
         self.clock = Clock(device)
-        self.transport = model_transport(plan, ranks, device)
+        self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
+        self.name = f"model {next_number(self.group)} ({type(module).__name__})"
+        self.transport = model_transport(plan, ranks, device, self.copies, self.name)
         memory = lay_out(plan, device, at_rest)
         self.shards = {param.path: nn.Parameter(memory.rows[param.path], param.requires_grad) for param in plan.params}
         self.placeholders = {
-            param.path: placeholder(module.get_parameter(param.path), param.compute_dtype, device)
+            param.path: placeholder(param.path, module.get_parameter(param.path), param.compute_dtype, device)
             for param in plan.params
         }
         versions = Versions(self.shards)
-        self.resident = ResidentParameters(memory.buffers, memory.shared, versions)
-        self.held_over = HeldOver(versions)
+        is_copied = plan.world_size > 1 or len(memory.shared) < len(memory.buffers)
+        digested = {path: self.shards[path] for path in memory.buffers} if is_copied else {}
+        self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
+        self.held_over = HeldOver(self.shards, versions)
 
     def agree_on_stale(self) -> None:
-        """See :meth:`thunder_zero.runtime.resident.ResidentParameters.agree_on_stale`."""
+        """See :meth:`thunder_zero.runtime.resident.ResidentParameters.agree_on_stale` and
+        :meth:`thunder_zero.runtime.held_over.HeldOver.require_unwritten`."""
+        self.held_over.require_unwritten()
         self.resident.agree_on_stale(self.on_any_rank)
 
-    def on_any_rank(self, paths: Sequence[str], here: Container[str]) -> list[str]:
-        """Those of ``paths`` that are in ``here`` on any rank; one small collective, if there are several ranks."""
-        if self.plan.ranks == 1:
-            return [path for path in paths if path in here]
-        flags = torch.tensor([path in here for path in paths], dtype=torch.int32, device=self.device)
-        all_reduce_max(flags, self.group)
+    def on_any_rank(self, paths: Sequence[str], here: Container[str], also: Tensor | None = None) -> list[str]:
+        """Those of ``paths`` that any rank has in ``here``, or flags in ``also`` (a bool for each path); one small
+        collective, if there are several ranks."""
+        flags = to_device([path in here for path in paths], torch.int32, self.device)
+        if also is not None:
+            flags += also.to(self.device)
+        if self.plan.ranks > 1:
+            with doing(f"comparing parameters of {self.name}"):
+                all_reduce_max(flags, self.group)
         return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
 
     def drop_deferred(self) -> None:
@@ -108,12 +121,17 @@ class State:
         if not param.sharded:
             return shard.clone()
         exact = replace(param, compute_dtype=shard.dtype)
-        return self.transport.all_gather([shard], [exact]).wait()[0].clone()
+        self.transport.enter(Place(what_is_done() or f"a gather of {self.name}", f"{param.path} {exact.compute_dtype}"))
+        full = self.transport.all_gather([shard], [exact]).wait()[0].clone()
+        self.copies.wait()
+        return full
 
     def seconds_alone(self, paths: Sequence[str]) -> float:
         """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""
         params, shards = [self.plan.by_name[path] for path in paths], [self.shards[path].detach() for path in paths]
         barrier(self.group)
+        self.transport.enter(Place(f"measure_times of {self.name}", repr(paths)))
         start = self.clock.now()
         self.transport.all_gather(shards, params).wait()
+        self.copies.wait()
         return start.until(self.clock.now())

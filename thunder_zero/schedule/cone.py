@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
@@ -105,12 +106,14 @@ def frees_of_gathered(timeline: Timeline) -> Timeline:
         else:
             holds[name] = frozenset[tuple[str, str]]().union(*(holds.get(read, frozenset()) for read in op.reads))
     holders = Counter(gathered for held in holds.values() for gathered in held)
+    order = {param.path: number for number, param in enumerate(timeline.plan.params)}  # values' names are no order
     ops: list[Op] = []
     for op in timeline.ops:
         if op.kind is not Kind.FREE:
             ops.append(op)
             continue
-        for value, path in (gathered for name in op.reads for gathered in sorted(holds.get(name, ()))):
+        gathered_by = [sorted(holds.get(name, ()), key=lambda of: (inside[of[0]], order[of[1]])) for name in op.reads]
+        for value, path in chain.from_iterable(gathered_by):
             holders[value, path] -= 1
             if not holders[value, path] and not timeline.plan.by_name[path].resident:
                 ops.append(replace(op, reads=(value,), params=(path,)))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
-from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.all_or_nothing import write_all_or_none
 from thunder_zero.state_dict.contents import ModelContents, Optimizers, contents_of, optimizer_list
@@ -35,6 +35,7 @@ class Incompatible(NamedTuple):
     unexpected_keys: list[str]
 
 
+@is_place("get_model_state_dict")
 def get_model_state_dict(
     model: nn.Module, *, submodules: object = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
@@ -64,6 +65,7 @@ def get_model_state_dict(
     return make_model_state_dict(state, contents, options)
 
 
+@is_place("full_state_dict")
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Get every parameter and buffer of the plain module on every rank, in full.
 
@@ -84,6 +86,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
+@is_place("get_optimizer_state_dict")
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -119,6 +122,7 @@ def get_optimizer_state_dict(
     return make_optimizer_state_dict(state, contents, optimizer_list(optimizers), options)
 
 
+@is_place("get_state_dict")
 def get_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -151,6 +155,7 @@ def get_state_dict(
     )
 
 
+@is_place("set_model_state_dict")
 def set_model_state_dict(
     model: nn.Module, model_state_dict: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> Incompatible:
@@ -184,6 +189,7 @@ def set_model_state_dict(
     return Incompatible(found.missing, found.unexpected)
 
 
+@is_place("set_optimizer_state_dict")
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -209,7 +215,8 @@ def set_optimizer_state_dict(
         TypeError: not a model with ZeroTransform.
         ValueError: a parameter has no group; parameters of one group have different ones; a state has another shape;
             an option is not supported.
-        RuntimeError: a state is missing, and ``strict``; another rank refused; options differ between ranks.
+        RuntimeError: a state is missing, and ``strict``; another rank refused; options differ between ranks; rank 0
+            sends, and its optimizers have other groups than another rank's.
         Exception: raised by an optimizer's ``load_state_dict``.
     """
     state, contents, options = _prepared(model, options, None)
@@ -218,6 +225,7 @@ def set_optimizer_state_dict(
     write_all_or_none([to_write], state.group)
 
 
+@is_place("set_state_dict")
 def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers,

@@ -29,7 +29,7 @@ GROUPS = "param_groups"
 EXTRA = "extra"
 EXTRA_STATE = "_extra_state"  # the end of the name of a module's extra state; other values that hooks add are not saved
 OPTIMIZER_CLASS = "optimizer_class"  # the names of the optimizers' classes, by number
-RANK_KEY = re.compile(r"rank(\d+)\.(.*)", re.DOTALL)
+RANK_KEY = re.compile(r"rank(\d{1,6})\.(.*)", re.DOTALL)
 Optimizers = Optimizer | Iterable[Optimizer]
 
 
@@ -203,6 +203,18 @@ def state_facts(contents: ModelContents, optimizers: Sequence[Optimizer]) -> lis
     return facts
 
 
+def group_facts(contents: ModelContents, optimizers: Iterable[Optimizer]) -> list[Fact]:
+    """The groups of the optimizers, then their parameters, for the ranks to compare."""
+    remedy = "build the same optimizers, with the same groups, on every rank"
+    facts = []
+    for number, optimizer in enumerate(optimizers):
+        for at, members in enumerate(named_groups(contents, optimizer)):
+            where, names = f"group {at} of optimizer {number}", [named.name for named in members]
+            facts.append(Fact(where, listed(names), remedy))
+            facts += [Fact(f"parameter {place} of {where}", repr(name), remedy) for place, name in enumerate(names)]
+    return facts
+
+
 def listed(names: Sequence[str]) -> str:
     """The first three of these names and the number of the others, or "none", for a message."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -228,9 +240,22 @@ def numbered_state_dict(
 
 
 def groups_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """An optimizer's parameter groups, from hyper-parameters by ``"<group>.<name>"``."""
+    """An optimizer's parameter groups, from hyper-parameters by ``"<group>.<name>"``.
+
+    Raises:
+        ValueError: a key that is not of this form; parameters that are not a list of names.
+    """
     groups: dict[int, dict[str, Any]] = {}
     for key, value in values.items():
         number, _, name = key.partition(".")
+        if not number.isdecimal() or (name == "params" and not is_names(value)):
+            raise ValueError(
+                f"the optimizer's parameter groups are damaged: {key!r} is {value!r}; use another checkpoint"
+            )
         groups.setdefault(int(number), {})[name] = value
     return [groups[number] for number in sorted(groups)]
+
+
+def is_names(value: object) -> bool:
+    """Whether a value is a list of names."""
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)

@@ -30,14 +30,25 @@ def rows_value(state: State, param: Param, rows: Tensor, options: StateDictOptio
         if not is_returned(state, options):
             return value.new_empty(0)
     elif param.sharded:
-        mesh = DeviceMesh.from_group(state.ranks.inside, state.device.type)
-        stride = torch.empty(param.shape, device="meta").stride()
-        shape = torch.Size(param.shape)
-        rows = real_rows(rows, param, state.plan)
-        value = DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        value = as_dtensor(state, param, real_rows(rows, param, state.plan))
     else:
         value = rows
     return value.cpu() if options.cpu_offload else value
+
+
+def as_dtensor(state: State, param: Param, rows: Tensor) -> Tensor:
+    """A DTensor whose local tensor is this rank's rows, not a copy of them.
+
+    ZeRO-1's rows lie inside of the full parameter. torch copies and saves no DTensor that was made of a local tensor
+    with an offset, but the offset does not matter afterwards, so the local tensor is set as FSDP2 sets it.
+    """
+    # Of the rows' device, not of compute's: torch copies rows to the mesh's, and offloaded ones do not fit there.
+    mesh = DeviceMesh.from_group(state.ranks.inside, rows.device.type)
+    stride = torch.empty(param.shape, device="meta").stride()
+    first = rows.as_strided(rows.shape, rows.stride(), 0)
+    value = DTensor.from_local(first, mesh, [Shard(0)], run_check=False, shape=torch.Size(param.shape), stride=stride)
+    value._local_tensor = rows
+    return value
 
 
 def unsharded_value(value: Any, options: StateDictOptions) -> Any:

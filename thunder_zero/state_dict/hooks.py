@@ -107,7 +107,9 @@ def _rows_value(state: State, param: Param, name: str, value: Any) -> Any:
     shape = tuple(value.shape) if isinstance(value, Tensor) else None
     if shape == state.plan.shard_shape(param) != param.shape:  # rows already; the shard of one row has both shapes
         return value
-    return own_rows(value, param, state.plan).to(state.device) if state_is_full(name, value, param) else value
+    if not state_is_full(name, value, param):
+        return value
+    return own_rows(value, param, state.plan).to(state.shards[param.path].device)
 
 
 @torch.no_grad()

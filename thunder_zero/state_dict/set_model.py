@@ -119,8 +119,8 @@ def require_values(
     missing, unexpected = [name for name in names if name not in values], sorted(values.keys() - set(names))
     if strict and (missing or unexpected):
         raise RuntimeError(
-            f"the state dict does not fit the model: missing: {listed(missing)}; unexpected: {listed(unexpected)}; "
-            f"set strict=False to load the matching names"
+            f"Error(s) in loading state_dict: Missing key(s) in state_dict: {listed(missing)}; Unexpected key(s) in "
+            f"state_dict: {listed(unexpected)}; set strict=False to load the matching names"
         )
     for name in names:
         if name in values and name in slots:

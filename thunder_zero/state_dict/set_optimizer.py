@@ -21,6 +21,7 @@ from thunder_zero.state_dict.contents import (
     STATE,
     ModelContents,
     Named,
+    group_facts,
     named_groups,
     named_states,
     numbered_state_dict,
@@ -48,7 +49,8 @@ def values_for_optimizers(
 
     Raises:
         ValueError: no groups of a parameter, or several groups for one of these; a state of another shape.
-        RuntimeError: no state of a parameter, and ``strict``; another rank refused.
+        RuntimeError: no state of a parameter, and ``strict``; another rank refused; rank 0 sends, and ranks have
+            optimizers with other groups.
     """
     groups: list[list[dict[str, Any]]] = []  # by optimizer
     states: dict[str, Mapping[str, Any]] = {}
@@ -64,6 +66,7 @@ def values_for_optimizers(
                     require_states(named_groups(contents, optimizer), states)
             outline = {name: _outline(members[name], of, source) for name, of in states.items()}
         packed = source.pack((groups, outline))
+    source.require_same_groups(group_facts(contents, optimizers))
     groups, outline = source.exchange(packed)
     shared = [named for named in members.values() if named.param is not None]
     gathers = {named.name: _gathered(named, states.get(named.name, {}), source) for named in shared}

@@ -53,6 +53,13 @@ class StateDictSource(Protocol):
     def exchange(self, packed: Any) -> Any:
         """What was packed: on this rank, or on rank 0 (tensors are then on the CPU). A collective."""
 
+    def require_same_groups(self, facts: Sequence[Fact]) -> None:
+        """Raise on every rank unless all ranks' optimizers have the groups that the exchange presumes; a collective.
+
+        Raises:
+            RuntimeError: naming the first group or parameter that differs.
+        """
+
     def must_gather(self, value: Any, param: Param | None) -> bool:
         """Whether a value is a DTensor whose local part is not this rank's rows of ``param``."""
 
@@ -103,6 +110,9 @@ class FromEveryRank:
     def exchange(self, packed: Any) -> Any:
         """This rank's value; not a collective."""
         return packed
+
+    def require_same_groups(self, facts: Sequence[Fact]) -> None:
+        """Nothing: each rank loads its own groups. Not a collective."""
 
     def must_gather(self, value: Any, param: Param | None) -> bool:
         """See :meth:`StateDictSource.must_gather`."""
@@ -170,6 +180,10 @@ class FromRank0:
         """Rank 0's value, with its tensors on the CPU: rank 0's device is not this rank's. A small collective."""
         sent = broadcast_object_from_rank_0(packed, self.state.group)
         return torch.load(io.BytesIO(sent), weights_only=False, map_location="cpu")
+
+    def require_same_groups(self, facts: Sequence[Fact]) -> None:
+        """See :meth:`StateDictSource.require_same_groups`."""
+        agree.require_same(facts, self.state.group)
 
     def must_gather(self, value: Any, param: Param | None) -> bool:
         """No: rank 0's DTensors were refused."""

@@ -1,4 +1,4 @@
-"""Casts inputs and outputs of modules to the dtypes of mixed precision, as lines of the trace.
+"""Casts inputs and outputs of modules to the dtypes of mixed precision.
 
 A submodule's class is replaced by a subclass whose forward casts, as torch's ``fully_shard`` does with the modules that
 it shards. Hooks would be simpler, but Thunder 0.2.6 cannot trace them.
@@ -7,18 +7,32 @@ it shards. Hooks would be simpler, but Thunder 0.2.6 cannot trace them.
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import is_namedtuple_class
 
 from thunder_zero.precision import MixedPrecision
 
+from thunder.core.interpreter import unwrap, wrap_const
+from thunder.core.jit_ext import register_general_jit_lookaside
+
+BORDER = "_thunder_zero_border"  # attribute of the classes made here: the path, for error messages
+OTHERS = (tuple, list, set, frozenset, deque)
+
+
+def cast_inputs(name: str, args: Any, kwargs: Any, precision: MixedPrecision) -> tuple[Any, Any]:
+    """A whole module's arguments, cast before Thunder sees them, as FSDP2 does."""
+    dtype, _ = precision.border("", None)
+    return _cast(args, dtype, name), _cast(kwargs, dtype, name)
+
 
 def cast_borders(module: nn.Module, precision: MixedPrecision) -> None:
-    """Make the module, and the submodules that an override names, cast their inputs and outputs."""
+    """Make the module cast its outputs, and the submodules that an override names their inputs and outputs."""
     for submodule, kind in _casting(module, precision).items():
         submodule.__class__ = kind
 
@@ -39,29 +53,80 @@ def _casting(module: nn.Module, precision: MixedPrecision) -> dict[nn.Module, ty
     found: dict[nn.Module, type[nn.Module]] = {}
     for path, submodule in module.named_modules():
         own = next((param.dtype for param in submodule.parameters() if param.is_floating_point()), None)
-        dtypes = precision.border(path, own)
-        if any(dtypes):
-            found[submodule] = _subclass(type(submodule), *dtypes)
+        inputs, outputs = precision.border(path, own)
+        if path and inputs is not None:
+            found[submodule] = _subclass(path, type(submodule), inputs, outputs)
+        elif outputs is not None:
+            found[submodule] = _subclass(path or type(submodule).__name__, type(submodule), None, outputs)
     return found
 
 
-def _subclass(kind: type[nn.Module], input_dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> Any:
+def _subclass(
+    name: str, kind: type[nn.Module], input_dtype: torch.dtype | None, output_dtype: torch.dtype | None
+) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _cast(kind.forward(self, *_cast(args, input_dtype), **_cast(kwargs, input_dtype)), output_dtype)
+        args, kwargs = _cast(args, input_dtype, self), _cast(kwargs, input_dtype, self)
+        return _cast(kind.forward(self, *args, **kwargs), output_dtype, self)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, BORDER: name})
 
 
-def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Cast floating-point tensors, also in tuples, lists, dicts and dataclasses; Thunder traces this."""
+def _cast(tree: Any, dtype: torch.dtype | None, owner: Any) -> Any:
+    """Cast floating-point tensors wherever they are, in structures that keep their types; Thunder traces this.
+
+    Args:
+        tree: what the owner takes or returns.
+        dtype: to cast to.
+        owner: the module, or the name of the whole one. A name here would be checked before every forward.
+
+    Raises:
+        TypeError: tensors in a structure that cannot be made anew with others in it.
+    """
     if dtype is None:
         return tree
     if isinstance(tree, torch.Tensor):
         return tree.to(dtype) if tree.is_floating_point() else tree
-    if type(tree) in (tuple, list):
-        return type(tree)([_cast(item, dtype) for item in tree])
-    if type(tree) is dict:
-        return {key: _cast(item, dtype) for key, item in tree.items()}
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return type(tree)(**{field.name: _cast(getattr(tree, field.name), dtype) for field in dataclasses.fields(tree)})
+    kind = type(tree)
+    if kind in (tuple, list):
+        return kind([_cast(item, dtype, owner) for item in tree])
+    if kind is dict:
+        return {key: _cast(item, dtype, owner) for key, item in tree.items()}
+    if kind is OrderedDict:
+        return OrderedDict([(key, _cast(item, dtype, owner)) for key, item in tree.items()])
+    if is_namedtuple_class(kind):
+        return kind(*[_cast(item, dtype, owner) for item in tree])
+    names, can_be_made = _fields(tree)
+    if names:
+        items = _attributes(tree, *names)
+        if can_be_made:
+            return kind(**{name: _cast(item, dtype, owner) for name, item in zip(names, items, strict=True)})
+    else:
+        items = list(tree.values()) if isinstance(tree, dict) else list(tree) if isinstance(tree, OTHERS) else []
+    if any(isinstance(item, torch.Tensor) and item.is_floating_point() for item in items):
+        raise TypeError(
+            f"mixed precision cannot cast the tensors in a {kind.__name__}, which {_name(owner)} takes or returns; use "
+            f"a tuple, list, dict, OrderedDict, named tuple, or dataclass whose fields are all arguments"
+        )
     return tree
+
+
+def _fields(tree: Any) -> tuple[tuple[str, ...], bool]:
+    """The names of a dataclass's fields, and whether its constructor takes them all; no names of anything else."""
+    if isinstance(tree, type) or not dataclasses.is_dataclass(tree):
+        return (), False
+    fields = dataclasses.fields(tree)
+    return tuple(field.name for field in fields), all(field.init for field in fields)
+
+
+def _attributes(tree: Any, *names: str) -> list[Any]:
+    return [getattr(tree, name) for name in names]
+
+
+@register_general_jit_lookaside(_fields)
+def _constant_fields(tree: Any) -> Any:
+    """Thunder's interpreter takes the names as constants: it cannot read a field of an argument by a name it read."""
+    return wrap_const(_fields(unwrap(tree)))
+
+
+def _name(owner: nn.Module | str) -> str:
+    return owner if isinstance(owner, str) else getattr(type(owner), BORDER)

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from thunder_zero.schedule import passes
 from thunder_zero.schedule.repair_fusion import repair_fusion
 from thunder_zero.trace.emit import emit
 from thunder_zero.trace.lift import is_joint, lift, proxies_in
 from thunder_zero.trace.symbols import ZeroExecutor
 
-from thunder.core.dtypes import float16
-from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core import prims
+from thunder.core.proxies import Proxy, variableify
 from thunder.core.symbol import BoundSymbol, BoundSymbolTag
 from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.extend import FusionExecutor
@@ -44,7 +42,7 @@ class ScheduleJointTrace(JointPass):
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         """The joint trace, scheduled by the passes (:mod:`thunder_zero.schedule.passes`)."""
-        trace = drop_replicas(trace, self.executor)
+        trace = sort_aliases(drop_replicas(trace, self.executor))
         trace = close_backward(trace, self.executor)
         lifted = lift(trace, self.executor)
         timeline = passes.run(lifted)
@@ -84,17 +82,37 @@ def drop_replicas(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     return new
 
 
+def sort_aliases(trace: TraceCtx) -> TraceCtx:
+    """The trace whose ``update_aliases`` lines, which Thunder inserts around operations in place, list values in the
+    order in which they were written. Thunder lists them in the order of a set, which differs between ranks, and so
+    would the places where they are freed."""
+    new = from_trace(trace)
+    written = {proxy.name: at for at, proxy in enumerate(proxies_in(trace.args))}
+    for bsym in trace.bound_symbols:
+        if bsym.sym.name == prims.update_aliases.name:
+            pairs = sorted(zip(bsym.args[0], bsym.output, strict=True), key=lambda pair: written[pair[0].name])
+            given, gives = zip(*pairs, strict=True)
+            bsym = bsym.from_bsym(args=(given,), output=gives)
+        for proxy in proxies_in(bsym.output):
+            written.setdefault(proxy.name, len(written))
+        new.bound_symbols.append(bsym)
+    return new
+
+
 def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     """The trace with the last lines of a backward that reduces, those that are needed.
+
+    A trace that returns no gradient, as under ``torch.no_grad()``, stays as it is: any line after forward's outputs
+    would make Thunder build a backward, and connect the outputs to it.
 
     - ``land`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all of them, so it
       comes after their waits.
     - ``check_finite`` looks at every reduced gradient (``policy.check_gradients``).
     - ``reduce_deferred`` reduces deferred gradients of parameters that this backward does not reach.
-    - ``share_overflow``, with float16, shows an overflow to all ranks, which otherwise only the rank that owns the rows
-      would see, so that ``torch.amp.GradScaler`` skips the step on all ranks.
     """
-    if not executor.program.synced or not is_joint(trace.bound_symbols[-1].args[0]):
+    result = trace.bound_symbols[-1].args[0]
+    has_backward = is_joint(result) and any(isinstance(grad, Proxy) for grad in result["output"])
+    if not executor.program.synced or not has_backward:
         return trace
     reduced = _reduced(trace, executor)
     unreached = tuple(param.path for param in executor.plan.params if param.requires_grad and param.path not in reduced)
@@ -107,31 +125,10 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
             lines.append(executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None))
         if unreached:
             lines.append(executor.reduce_deferred.bind(unreached, output=None))
-        if reduced and not executor.plan.policy.check_gradients and _computes_in_float16(trace, executor):
-            given = (tuple(reduced.values()), _gradients_of_ignored(trace, executor), unreached)
-            lines.append(executor.share_overflow.bind(*given, output=None))
     for line in lines:
         line.tags.add(BoundSymbolTag.BACKWARD)
     new.bound_symbols = [*trace.bound_symbols[:-1], *lines, trace.bound_symbols[-1]]
     return new
-
-
-def _gradients_of_ignored(trace: TraceCtx, executor: ZeroExecutor) -> tuple[Proxy, ...]:
-    """The gradients of ignored parameters that backward returns."""
-    result = trace.bound_symbols[-1].args[0]
-    pairs = zip(result["flat_args"], result["output"], strict=True)
-    ignored = executor.program.ignored
-    return tuple(
-        grad for arg, grad in pairs if isinstance(grad, Proxy) and isinstance(arg, Proxy) and arg.name in ignored
-    )
-
-
-def _computes_in_float16(trace: TraceCtx, executor: ZeroExecutor) -> bool:
-    """Whether anything is computed or reduced in float16."""
-    if any(param.requires_grad and param.reduce_dtype is torch.float16 for param in executor.plan.params):
-        return True
-    made = (proxy for bsym in trace.bound_symbols for proxy in proxies_in(bsym.output))
-    return any(isinstance(proxy, TensorProxy) and proxy.dtype is float16 for proxy in made)
 
 
 def _reduced(trace: TraceCtx, executor: ZeroExecutor) -> dict[str, Proxy]:

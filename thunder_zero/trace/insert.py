@@ -13,6 +13,8 @@ once. The checks of the prologue get the shapes of the shards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from thunder_zero.plan import Param
@@ -51,8 +53,7 @@ def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: Z
     for name, proxy in proxies.items():
         _put_at_rest(proxy, inputs[name], executor)
     paths = {name: param.path for name, param in inputs.items()}
-    ignored = frozenset(names.keys() - inputs.keys())
-    executor.program = Program(executor.plan, paths, ignored, synced=executor.runtime.synced)
+    executor.program = Program(executor.plan, paths, synced=executor.runtime.synced)
     new = from_trace(computation)
     full: dict[str, TensorProxy] = {}  # by path
     swap: dict[Any, Proxy] = {}  # by input
@@ -78,7 +79,8 @@ def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: Z
 
 def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
     """Give the prologue's checks the shapes and dtypes of the parameters at rest, and add a check of whether gradients
-    are reduced. Works in place, as Thunder's own transforms do."""
+    are reduced; where they are not, the computation gets each shard ``apart``. Works in place, as Thunder's own
+    transforms do."""
     plan = executor.plan
     unpacked: dict[str, Param] = {}
     for bsym in prologue.bound_symbols:
@@ -92,12 +94,28 @@ def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
     with tracectx(prologue):
         synced = executor.check_synced.bind(executor.program.synced, output=None)
     prologue.bound_symbols.insert(-1, synced)
+    if not executor.program.synced:
+        _set_apart(prologue, [name for name, param in unpacked.items() if param.requires_grad], executor)
+
+
+def _set_apart(prologue: TraceCtx, names: Sequence[str], executor: ZeroExecutor) -> None:
+    """Return ``zero_apart(shard)`` in place of each of these shards that the computation gets."""
+    result = prologue.bound_symbols.pop()
+    given = {proxy.name: proxy for proxy in proxies_in(result.args)}
+    swap: dict[Any, Proxy] = {}
+    for name in names:
+        if name not in given:  # a parameter that forward does not use
+            continue
+        with tracectx(prologue):
+            swap[variableify(given[name])] = executor.apart(given[name])
+    prologue.bound_symbols.append(result.from_bsym_swap_proxies(swap))
 
 
 def _put_at_rest(proxy: TensorProxy, param: Param, executor: ZeroExecutor) -> None:
     """Give an input the shape, dtype and device of the parameter at rest; in place, since its trace shares it."""
     dtype = to_dtype(param.dtype)
     proxy._shape, proxy._dtype = executor.plan.shard_shape(param), dtype
+    proxy._numel = prod(proxy._shape)  # Thunder stores it apart
     proxy._device = executor.device_at_rest(param) or proxy.device
     proxy._true_dtype = dtype if param.shape else to_weak_dtype(dtype)  # Thunder treats a 0-dim tensor as a number
 

@@ -101,7 +101,7 @@ def _gradients(given: Sequence[Any], returned: Sequence[Any], program: Program) 
 
 def _ops(line: TraceLine, position: int, backward: bool, executor: ZeroExecutor) -> Iterator[Op]:
     bsym = line.bsym
-    if bsym.sym.id in PREAMBLE or bsym.sym is clear_mutable_collection:
+    if bsym.sym.id in PREAMBLE or bsym.sym in (clear_mutable_collection, executor.enter):
         return
     reads, writes = tuple(read_by(line)), tuple(written_by(line))
     kind, repeatable, work = Kind.COMPUTE, False, Work.NONE

@@ -15,13 +15,11 @@ class Program:
     Attributes:
         plan: the plan of each parameter; the schedule adds the parameters that are gathered once.
         inputs: the inputs of the trace that are parameters, with their paths.
-        ignored: the inputs of the trace that are parameters which the policy ignores.
         trained: paths of the parameters that get a gradient from autodiff.
         synced: whether gradients are reduced; if not, they are deferred.
     """
 
     plan: Plan
     inputs: Mapping[str, str] = field(default_factory=dict)
-    ignored: frozenset[str] = frozenset()
     trained: frozenset[str] = frozenset()
     synced: bool = True

@@ -37,6 +37,9 @@ from thunder.extend import OperatorExecutor
 class Runtime(Protocol):
     """The functions that the symbols call when a trace runs."""
 
+    def enter(self, half: str, schedule: str) -> None:
+        """A half of a step begins, whose launches have this digest."""
+
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Any:
         """Start gathering; return a handle with ``wait() -> tuple of full parameters``."""
 
@@ -54,6 +57,9 @@ class Runtime(Protocol):
     def check_synced(self, synced: bool) -> None:
         """Raise if a program that was compiled with this ``synced`` must not run now."""
 
+    def apart(self, shard: Tensor) -> Tensor:
+        """The shard as autograd sees it in a program that defers gradients."""
+
     def defer(self, grad: Tensor, path: str) -> None:
         """Hold a full gradient; the next reduction of the parameter adds it."""
 
@@ -65,9 +71,6 @@ class Runtime(Protocol):
 
     def land(self, grads: Sequence[Tensor]) -> None:
         """Wait until gradients have arrived in host memory."""
-
-    def share_overflow(self, grads: Sequence[Tensor], ignored: Sequence[Tensor], unreached: Sequence[str]) -> None:
-        """Put Inf into one of ``grads`` on every rank if any gradient on any rank is not finite."""
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """Raise on every rank if another rank is about to run other collectives."""
@@ -87,7 +90,7 @@ class DryRuntime:
             "model, jit the module with ZeroTransform and call it"
         )
 
-    all_gather = reduce = check_synced = defer = reduce_deferred = check_finite = land = share_overflow = _refuse
+    enter = all_gather = reduce = check_synced = apart = defer = reduce_deferred = check_finite = land = _refuse
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """There is no other rank."""
@@ -100,8 +103,9 @@ class ZeroExecutor(OperatorExecutor):
         plan: the plan of each parameter.
         program: the facts about the program that is being compiled, or was compiled last.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
-        check_finite, reduce_deferred, land, share_overflow: symbols of lines before backward's return.
-        check_synced: the symbol of a line in the prologue, where Thunder chooses a program.
+        check_finite, reduce_deferred, land: symbols of lines before backward's return.
+        check_synced, apart: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
+        enter: the symbol of the line before the first launch of each half, in the traces that run.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime) -> None:
@@ -122,11 +126,12 @@ class ZeroExecutor(OperatorExecutor):
         }
         self.defer = register("zero_defer_reduction", meta=self._defer_meta, fn=runtime.defer)
         tags = (prims.OpTags.DONT_DCE,)
+        self.enter = register("zero_enter", meta=_no_meta, fn=runtime.enter, tags=tags)
         self.check_synced = register("zero_check_synced", meta=_no_meta, fn=runtime.check_synced, tags=tags)
+        self.apart = register("zero_apart", meta=_same_meta, fn=runtime.apart)
         self.reduce_deferred = register("zero_reduce_deferred", meta=_no_meta, fn=runtime.reduce_deferred, tags=tags)
         self.check_finite = register("zero_check_finite", meta=_no_meta, fn=runtime.check_finite, tags=tags)
         self.land = register("zero_land", meta=_no_meta, fn=runtime.land, tags=tags)
-        self.share_overflow = register("zero_share_overflow", meta=_no_meta, fn=runtime.share_overflow, tags=tags)
         self.cast = register("zero_cast", meta=self._synchronize_meta, fn=self._cast)
         self.synchronize = register("zero_synchronize", meta=self._synchronize_meta, fn=None)
         self.register_implementation(
@@ -224,6 +229,10 @@ def _one(launch: Callable[[Sequence[Tensor], Sequence[str]], Any]) -> Callable[[
 
 def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:
     return TensorProxy(shape=handle.shape, device=handle.device, dtype=handle.dtype, requires_grad=False)
+
+
+def _same_meta(shard: TensorProxy) -> TensorProxy:
+    return TensorProxy(like=shard)
 
 
 def _no_meta(*args: Any) -> None:

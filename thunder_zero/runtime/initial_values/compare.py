@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from thunder_zero.comm import agree
-from thunder_zero.rows import at_rest_of
+from thunder_zero.comm.staging import rest_device
+from thunder_zero.rows import own_rows
 from thunder_zero.runtime.initial_values.data import PlainModel
 
 
@@ -21,7 +22,11 @@ class Cuts:
         """The parameter as it is at rest: in full, or this rank's rows."""
         if self._model.sender is None and self._model.ranks.everyone.size() > 1:
             self._digests[path] = agree.digest(full)
-        return at_rest_of(full.to(self._model.device), self._model.plan.by_name[path], self._model.plan)
+        param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
+        if param.resident:
+            return full.to(device)
+        # Cut where the full values are: if the rows rest in host memory, the device never has all of them.
+        return own_rows(full, param, plan).to(rest_device(param, plan, device))
 
     def compare(self) -> None:
         """Raise on every rank if ranks cut different values; a collective, unless one rank sent them.

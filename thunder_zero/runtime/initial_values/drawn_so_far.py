@@ -43,5 +43,5 @@ class DrawnValues:
         param = self._model.param_of(tensor)
         value = self.take(tensor)
         if param is not None and self.is_cut(tensor) and param.sharded and not param.resident:
-            value = self._transport.all_gather([value], [param]).wait()[0]
+            value = self._transport.all_gather([value.to(self._model.device)], [param]).wait()[0]
         return value.to(CPU)

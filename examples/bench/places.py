@@ -1,0 +1,77 @@
+"""What announcing places costs on loopback: halves of a step with and without it, in turn.
+
+    python examples/bench/places.py
+
+A half gathers two buckets of eight tensors, 4 KiB each, which is less than any half of a real model: nothing hides the
+announcement. Each round runs 50 halves of each kind. Wall time is that of the slowest rank; CPU time is that of all
+threads of rank 0, which a busy machine disturbs less. Medians and quartiles over rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import thunder_zero  # noqa: F401  # first of its imports
+from thunder_zero.comm.pairwise import Exchange
+from thunder_zero.comm.placed import Placed
+from thunder_zero.plan import Param
+
+WORLD_SIZES = (2, 4)
+ROUNDS, HALVES = 10, 50
+ROWS, WIDTH, TENSORS = 32, 32, 8
+
+
+def half(transport: Placed, shards: list[torch.Tensor], params: list[Param]) -> None:
+    """Two gathers, as a forward launches and ends them."""
+    transport.enter_half("forward", "schedule")
+    handles = [transport.all_gather(shards, params) for _ in range(2)]
+    for handle in handles:
+        handle.wait()
+
+
+def spread(seconds: list[float]) -> str:
+    """Median and quartiles in microseconds, without the first round."""
+    low, middle, high = (f"{1e6 * quartile:.0f}" for quartile in statistics.quantiles(seconds[1:], n=4))
+    return f"{middle} us ({low} to {high})"
+
+
+def measure(rank: int, world_size: int, store: str) -> None:
+    """One rank; rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    group = dist.group.WORLD
+    assert group is not None
+    f32 = torch.float32
+    param = Param("w", (), (ROWS, WIDTH), f32, f32, f32, True, "", True, False, False)
+    shards = [torch.zeros(ROWS // world_size, WIDTH) for _ in range(TENSORS)]
+    kinds = {on: Placed(Exchange(group), "model 0 (Net)", group, announces=on) for on in (False, True)}
+    wall: dict[bool, list[float]] = {False: [], True: []}
+    cpu: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(ROUNDS + 1):  # the first one warms up
+        for on, transport in kinds.items():
+            dist.barrier()
+            start, used = time.perf_counter(), time.process_time()
+            for _ in range(HALVES):
+                half(transport, shards, [param] * TENSORS)
+            cpu[on].append((time.process_time() - used) / HALVES)
+            slowest = torch.tensor((time.perf_counter() - start) / HALVES)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            wall[on].append(slowest.item())
+    if rank == 0:
+        for on in kinds:
+            how = "announced" if on else "not announced"
+            print(f"W = {world_size}, {how}: {spread(wall[on])} of wall time, {spread(cpu[on])} of CPU time a half")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    for size in WORLD_SIZES:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(measure, (size, str(Path(folder) / "store")), size)

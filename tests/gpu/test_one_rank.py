@@ -1,0 +1,239 @@
+"""The NCCL path of one rank on a GPU: a real group of one rank, whose transport launches all collectives.
+
+``--slow`` rehearses on the CPU, over gloo, what needs no stream: so these tests ran before there was a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import thunder_zero as tz
+from tests.harness.host_reads import HostReads
+from tests.harness.models import LENGTH, VOCABULARY, Gpt, Mlp, error, fresh
+from tests.harness.one_rank import communicating, group_of_one
+from tests.harness.ranks import everyone
+from tests.harness.slow_wire import slow_wire
+from thunder_zero.comm.native import Grouped
+from thunder_zero.plan import Param, make_plan
+from thunder_zero.schedule.timeline import LAUNCHES
+
+import thunder
+
+REHEARSAL = pytest.param("cpu", marks=(pytest.mark.slow, pytest.mark.rehearsal))
+STAGES, STEPS = (0, 1, 2, 3), 3
+HALF = tz.MixedPrecision(torch.bfloat16, torch.float32)
+SHARDED, REPLICATED = ((5, 3), (1,), (64, 2)), ((), (0, 3), (7,))
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FROZEN = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64, torch.bool, torch.complex64)
+SLEEP_CYCLES = 200_000_000  # about 0.1 s
+
+
+@pytest.fixture(params=["cuda", REHEARSAL])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    with group_of_one(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def cuda() -> Iterator[None]:
+    with group_of_one("cuda"):
+        yield
+
+
+def policy_of(stage: int, **fields: Any) -> tz.Policy:
+    return tz.Policy(stage=stage, gather_last_units_once=False, **fields)
+
+
+def shard(module: nn.Module, policy: tz.Policy, device: str) -> Any:
+    return thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(policy, device=torch.device(device))])
+
+
+def tokens(device: str) -> Tensor:
+    return (torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY).to(device)
+
+
+def step_of(model: nn.Module, inputs: Tensor, no_sync: bool = False) -> Callable[[], Tensor]:
+    """A step of SGD, which reads no value on the host."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        if no_sync:
+            with model.no_sync():
+                model(inputs).float().square().mean().backward()
+        loss: Tensor = model(inputs).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def losses(step: Callable[[], Tensor]) -> Tensor:
+    return torch.stack([step() for _ in range(STEPS)]).cpu()
+
+
+def params_of(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, stage: int) -> list[Param]:
+    module = nn.ParameterList(
+        [nn.Parameter(torch.zeros(shape, dtype=dtype), dtype.is_floating_point) for shape in shapes]
+    )
+    return list(make_plan(module, policy_of(stage), 1, 0, 1).params)
+
+
+# The transport
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("means", [frozenset(FLOATS), frozenset()], ids=["AVG", "SUM"])
+def test_collectives_of_all_shapes(device: str, dtype: torch.dtype, means: frozenset[torch.dtype]) -> None:
+    """Empty and 0-dim tensors, transposed gradients, padding. NCCL's AVG of one rank: its numbers are not looked at."""
+    if means and device == "cpu":
+        pytest.skip("gloo takes no means")
+    with mock.patch.object(Grouped, "means", means):
+        transport = Grouped(everyone())
+        grads = [torch.randn(shape, device=device).to(dtype) for shape in SHARDED]
+        turned = [grad.t().contiguous().t() if grad.dim() == 2 else grad for grad in grads]
+        params = params_of(SHARDED, dtype, 3)
+        found = [transport.all_gather(grads, params).wait(), transport.reduce_scatter(turned, params).wait()]
+        into = [grad.clone() for grad in grads]
+        found.append(transport.all_gather(into, params, into=into).wait())
+        small = [torch.randn(shape, device=device).to(dtype) for shape in REPLICATED]
+        found.append(transport.all_reduce(small, params_of(REPLICATED, dtype, 0)).wait())
+    for results, wanted in zip(found, (grads, grads, grads, small), strict=True):
+        for result, value in zip(results, wanted, strict=True):
+            assert result.shape == value.shape
+            assert result.dtype is dtype
+            assert means or torch.equal(result, value)
+    padded = transport._share(grads[0], (8, 3))
+    assert torch.equal(padded[:5], grads[0])
+    assert not padded[5:].any()
+
+
+@pytest.mark.parametrize("dtype", FROZEN, ids=str)
+def test_frozen_parameters_of_all_dtypes_are_gathered(device: str, dtype: torch.dtype) -> None:
+    rows = torch.arange(12, device=device).view(4, 3).to(dtype)
+    (full,) = Grouped(everyone()).all_gather([rows], params_of(((4, 3),), dtype, 3)).wait()
+    assert full.dtype is dtype
+    assert torch.equal(full, rows)
+
+
+# A step
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_trains_as_one_process_without_waiting_for_the_device(device: str, stage: int) -> None:
+    """Every line that makes the host wait raises; on the CPU such reads are counted."""
+    right = losses(step_of(fresh(Gpt), tokens("cpu")))
+    with communicating():
+        step = step_of(shard(fresh(Gpt), policy_of(stage), device), tokens(device))
+    first = step()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            second = step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    else:
+        with HostReads() as reads:
+            second = step()
+        assert reads.seen == []
+    assert error(torch.stack([first, second, step()]).cpu(), right) < 1e-4
+
+
+@pytest.mark.parametrize("mixed", [None, HALF], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("no_sync", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.usefixtures("cuda")
+def test_a_slow_wire_changes_nothing(stage: int, no_sync: bool, mixed: tz.MixedPrecision | None) -> None:
+    """Streams are ordered and memory is kept as NCCL needs it: outputs are NaN until a sleeping stream writes them."""
+    policy = policy_of(stage, mixed_precision=mixed)
+    with communicating():
+        right = losses(step_of(shard(fresh(Gpt), policy, "cuda"), tokens("cuda"), no_sync))
+        with slow_wire() as wire:
+            found = losses(step_of(shard(fresh(Gpt), policy, "cuda"), tokens("cuda"), no_sync))
+    assert wire.launched > 0
+    assert error(found, right) < (1e-2 if mixed else 1e-5)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_bucket_is_one_launch(device: str, stage: int) -> None:
+    """The profiler sees one grouped collective for each bucket of the timeline."""
+    with communicating():
+        model = shard(fresh(Gpt), policy_of(stage), device)
+    step = step_of(model, tokens(device))
+    step()
+    step()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities) as seen:
+        step()
+    launches = [event for event in seen.events() or () if event.name.startswith("c10d::") and "coalesced" in event.name]
+    planned = [op for op in tz.traces_of(model).timeline.ops if op.kind in LAUNCHES]
+    assert len(launches) == len(planned), sorted({event.name for event in seen.events() or ()})
+
+
+# Host memory
+
+
+def test_offload_never_has_all_shards_on_the_device(device: str) -> None:
+    """While a model is sharded and while it rests; the largest parameter may pass through."""
+    module = fresh(Mlp, 512, 8)
+    full = sum(param.nbytes for param in module.parameters())
+    x = torch.ones(2, 512, device=device)
+    step_of(fresh(Mlp, 512, 1).to(device), x)()  # the workspaces of cuBLAS are no part of the model
+    with communicating():
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        model = shard(module, policy_of(3, cpu_offload=True), device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before < full / 4
+        assert torch.cuda.memory_allocated() - before < full / 16
+    assert all(param.device.type == "cpu" for param in model.parameters())
+    step_of(model, x)()
+    if device == "cuda":
+        assert torch.cuda.memory_allocated() - before < full / 2
+        assert all(param.is_pinned() for param in model.parameters())
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_host_may_write_to_an_offloaded_shard_after_forward(device: str, grad: bool) -> None:
+    """The copies of shards to the device have ended by then, though the device is far behind."""
+    with communicating():
+        model = shard(fresh(Mlp, 64, 3), policy_of(3, cpu_offload=True), device)
+    x = torch.ones(2, 64, device=device)
+    with torch.set_grad_enabled(grad):
+        right = model(x).detach().clone()
+        if device == "cuda":
+            torch.cuda._sleep(SLEEP_CYCLES)
+        found = model(x).detach()
+    for param in model.parameters():
+        param.data.fill_(torch.nan)
+    assert torch.equal(found, right)
+
+
+# Checkpoints
+
+
+def test_an_asynchronous_save_has_the_values_of_its_moment(device: str, tmp_path: Path) -> None:
+    with communicating():
+        model = shard(fresh(Gpt), policy_of(3), device)
+    step = step_of(model, tokens(device))
+    step()
+    saved = {name: param.detach().clone() for name, param in model.named_parameters()}
+    done = tz.save(tmp_path / "now", model, wait=False)
+    for _ in range(STEPS):
+        step()
+    done.result(timeout=60)
+    tz.load(tmp_path / "now", model)
+    assert all(torch.equal(param, saved[name]) for name, param in model.named_parameters())

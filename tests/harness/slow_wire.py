@@ -1,0 +1,80 @@
+"""A wire on a GPU that is late by a known time: collectives run in their own stream, behind a sleep.
+
+It does to streams and memory what NCCL does, and makes each race certain: from launch to the end of its sleep an
+output is NaN; a wait orders streams, not the host; memory that is freed too early is overwritten by what follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thunder_zero.comm import native
+
+CYCLES = 20_000_000  # about 10 ms
+
+
+class SlowWire:
+    """Takes the place of torch's calls in ``comm/native.py`` for one rank, whose collectives are copies.
+
+    Attributes:
+        launched: number of buckets.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._calls: list[tuple[Tensor, ...]] | None = None
+        self.launched = 0
+
+    @contextmanager
+    def launch(self, group: object, *, async_ops: bool) -> Iterator[SlowWire]:
+        """Instead of torch's ``_coalescing_manager``."""
+        calls: list[tuple[Tensor, ...]] = []
+        self._calls = calls
+        yield self
+        self._calls = None
+        self.launched += 1
+        self._clones = [call[0].clone() for call in calls if len(call) == 1]  # in place; until the next launch
+        copies = [(call[0], call[-1]) for call in calls if len(call) == 2] or [
+            (call[0], clone) for call, clone in zip(calls, self._clones, strict=True)
+        ]
+        for output, given in copies:
+            if output.is_floating_point() and output.data_ptr() != given.data_ptr():  # not a gather into a buffer
+                output.fill_(torch.nan)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(CYCLES)
+            for output, given in copies:
+                output.copy_(given)
+
+    def wait(self) -> None:
+        """As NCCL's: the current stream waits, the host does not."""
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def slow(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        """Queues a collective of a launch; others run at once."""
+
+        def call(*tensors: Any, **options: Any) -> Any:
+            if self._calls is None:
+                return collective(*tensors, **options)
+            self._calls.append(tensors)
+            return None
+
+        return call
+
+
+@contextmanager
+def slow_wire() -> Iterator[SlowWire]:
+    """The NCCL transport of one rank sends through a slow wire inside of the block."""
+    wire = SlowWire()
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(native, "_coalescing_manager", wire.launch))
+        for owner, name in ((native, "_all_gather_single"), (native, "_reduce_scatter_single"), (dist, "all_reduce")):
+            stack.enter_context(mock.patch.object(owner, name, wire.slow(getattr(owner, name))))
+        yield wire

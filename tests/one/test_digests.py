@@ -1,0 +1,55 @@
+"""Digests of shards: they depend on the bytes alone, and on every one of them."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from thunder_zero.runtime import digests
+from thunder_zero.runtime.digests import BLOCK, digests_of
+
+MIB = 1 << 20
+SIZES = (
+    0,
+    1,
+    7,
+    8,
+    8 * BLOCK,
+    8 * BLOCK + 3,
+    8 * MIB + 8 * BLOCK + 5,
+)  # bytes: of no block, of one, of blocks of blocks
+
+
+def random_bytes(size: int) -> Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_digest_depends_on_every_byte_and_not_on_where_they_lie(size: int) -> None:
+    there = torch.empty(size + 3, dtype=torch.uint8)[3:].copy_(random_bytes(size))
+    (right,) = digests_of([random_bytes(size)]).tolist()
+    assert digests_of([there, there]).tolist() == [right, right]
+    with mock.patch.object(digests, "MULTIPLY_INTEGERS", ()):
+        assert digests_of([there]).tolist() == [right]
+    for place in range(0, size, max(1, size // 9)):
+        there[place] ^= 1
+        assert digests_of([there]).tolist() != [right], place
+        there[place] ^= 1
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
+)
+def test_changes_that_keep_a_sum_change_the_digest(dtype: torch.dtype) -> None:
+    values = (random_bytes(4800) % 2).to(dtype).view(6, 800)
+    swapped, turned = values[[1, 0, 2, 3, 4, 5]], values.view(60, 80).t().contiguous()
+    changed = [values, swapped, turned, torch.zeros_like(values)]
+    if dtype is torch.bool:
+        changed.append(~values)
+    else:
+        some = torch.arange(6)[:, None] == torch.tensor([2, 3, 3, 3] * 200)  # an even number
+        changed += [-(values + 1), values + 1, torch.where(some, -(values + 1), values + 1)]
+    assert len(set(digests_of(changed).tolist())) == len(changed)

@@ -1,0 +1,216 @@
+"""Rules of the GPU path that a machine without a GPU can show: what is called, with which tensors, in which order.
+
+The meta device stands in for the GPU where tensors only have to be told from those in host memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.tensor import DTensor
+
+import thunder_zero as tz
+from tests.harness.models import Mlp, fresh, sharded
+from tests.harness.ranks import everyone
+from thunder_zero.checkpoint import background
+from thunder_zero.comm import native
+from thunder_zero.comm.host_copies import HostCopies
+from thunder_zero.comm.native import Grouped, float16_divisors
+from thunder_zero.plan import Param, Plan, make_plan
+from thunder_zero.runtime.initial_values.compare import Cuts
+from thunder_zero.runtime.initial_values.data import PlainModel, names_of
+from thunder_zero.runtime.memory import lay_out
+from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.state_dict import hooks
+from thunder_zero.state_dict.get_model import rows_value
+
+import thunder
+
+CUDA, META = torch.device("cuda"), torch.device("meta")
+OFFLOADED = tz.Policy(stage=3, cpu_offload=True)
+
+
+@pytest.fixture
+def two_fake_ranks() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    yield everyone()
+    dist.destroy_process_group()
+
+
+def plan_of(module: nn.Module, policy: tz.Policy) -> Plan:
+    return make_plan(module, policy, 2, 0, 1)
+
+
+def frozen(dtype: torch.dtype) -> tuple[Tensor, Param]:
+    module = nn.Module()
+    module.table = nn.Parameter(torch.arange(12).view(4, 3).to(dtype), requires_grad=False)
+    plan = plan_of(module, tz.ZERO3)
+    return module.table.detach()[:2].clone(), plan.params[0]
+
+
+# Devices
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the second refusal needs a machine without a GPU")
+@pytest.mark.usefixtures("two_fake_ranks")
+def test_a_gpu_that_is_not_the_current_one_is_refused() -> None:
+    with mock.patch.object(torch.cuda, "current_device", return_value=0):
+        with pytest.raises(ValueError, match=r"'cuda:1', but .* 'cuda:0'.*call torch.cuda.set_device\(1\)"):
+            thunder.jit(fresh(Mlp, 4, 1), transforms=[tz.ZeroTransform(3, device=torch.device("cuda:1"))])
+        with pytest.raises(ValueError, match="cannot be used here"):  # the current one, which this machine lacks
+            thunder.jit(fresh(Mlp, 4, 1), transforms=[tz.ZeroTransform(3, device=torch.device("cuda:0"))])
+
+
+def test_the_thread_of_asynchronous_saves_chooses_its_device(
+    two_fake_ranks: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, object]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append((threading.current_thread().name, device)))
+    monkeypatch.setattr(background, "group_like", lambda group, device: group)
+    monkeypatch.setattr(background, "write_checkpoint", lambda path, items, keep, group: path)
+    device = torch.device("cuda:1")
+    background.BackgroundSaves(two_fake_ranks, device).start(Path("x"), [], None).result(timeout=10)
+    ((thread, chosen),) = seen
+    assert thread.startswith("thunder_zero-save")
+    assert chosen == device
+
+
+# NCCL
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.complex64, torch.bool])
+def test_parameters_that_nccl_cannot_send_travel_as_bytes(
+    two_fake_ranks: dist.ProcessGroup, dtype: torch.dtype
+) -> None:
+    """NCCL has no int16 and no uint16; a frozen table may have any dtype. Fake ranks have the same rows as this one."""
+    rows, param = frozen(dtype)
+    sent: list[torch.dtype] = []
+    gather = native._all_gather_single
+
+    def recorded(full: Tensor, shard: Tensor, group: Any) -> object:
+        sent.extend((full.dtype, shard.dtype))
+        return gather(full, shard, group=group)
+
+    with mock.patch.object(native, "_all_gather_single", recorded), mock.patch.object(native, "_coalescing_manager"):
+        (full,) = Grouped(two_fake_ranks).all_gather([rows], [param]).wait()
+    assert sent == [torch.uint8] * 2
+    assert full.dtype is dtype
+    assert torch.equal(full, torch.cat([rows, rows]))
+
+
+def test_a_collective_that_raises_leaves_nothing_queued(two_fake_ranks: dist.ProcessGroup) -> None:
+    """torch would queue the group's next collectives behind it, and launch none of them."""
+    rows, param = frozen(torch.float32)
+    gather, calls = native._all_gather_single, []
+
+    def second_raises(full: Tensor, shard: Tensor, group: Any) -> object:
+        calls.append(full)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return gather(full, shard, group=group)
+
+    with mock.patch.object(native, "_all_gather_single", second_raises), pytest.raises(KeyboardInterrupt):
+        Grouped(two_fake_ranks).all_gather([rows, rows], [param, param])
+    full = torch.zeros(8, 3)
+    gather(full, torch.ones(4, 3), group=two_fake_ranks)
+    assert full.eq(1).all()
+    (again,) = Grouped(two_fake_ranks).all_gather([rows], [param]).wait()
+    assert torch.equal(again, torch.cat([rows, rows]))
+
+
+def test_nccl_takes_the_mean_except_of_float16(two_fake_ranks: dist.ProcessGroup) -> None:
+    transport = Grouped(two_fake_ranks)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        assert transport._options([torch.ones(1, dtype=dtype)])["op"] == dist.ReduceOp.AVG
+        assert transport._divisors(dtype) == (1, 1)
+    assert transport._options([torch.ones(1, dtype=torch.float16)])["op"] == dist.ReduceOp.SUM
+    assert transport._divisors(torch.float16) == (2, 1)
+    assert [float16_divisors(size) for size in (1, 3, 8, 64)] == [(1, 1), (2, 1.5), (4, 2), (8, 8)]
+
+
+# Shards in host memory
+
+
+@pytest.mark.parametrize("policy", [OFFLOADED, tz.Policy(stage=1, cpu_offload=True)])
+def test_offloaded_shards_are_never_on_the_device_together(
+    two_fake_ranks: dist.ProcessGroup, policy: tz.Policy
+) -> None:
+    """Rows are cut where the values are: with cpu_offload only one full value at a time may be on the device, not all
+    shards. ZeRO-1's full parameters are at rest there."""
+    module = fresh(Mlp, 4, 1)
+    plan = plan_of(module, policy)
+    ranks: Any = mock.Mock(everyone=two_fake_ranks, inside=two_fake_ranks)
+    cuts = Cuts(PlainModel(module, plan, ranks, META, names_of(module)), are_read=False)
+    cut = {param.path: cuts.cut(module.get_parameter(param.path).detach(), param.path) for param in plan.params}
+    for param in plan.params:
+        assert cut[param.path].device == (META if param.resident else torch.device("cpu"))
+        if not param.resident:
+            assert torch.equal(cut[param.path], module.get_parameter(param.path)[: len(cut[param.path])])
+    if policy.stage == 3:
+        rows = lay_out(plan, META, cut).rows
+        assert {tensor.device.type for tensor in rows.values()} == {"cpu"}
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+def test_a_sharded_state_dict_leaves_offloaded_shards_in_host_memory() -> None:
+    model = sharded(fresh(Mlp, 4, 1), tz.ZERO3)
+    state = sharded_model(model).state
+    state.device = CUDA  # torch would copy the rows there
+    for param in state.plan.params:
+        value = rows_value(state, param, state.shards[param.path], StateDictOptions())
+        assert isinstance(value, DTensor)
+        assert value.to_local().device.type == "cpu"
+        assert value.to_local().data_ptr() == state.shards[param.path].data_ptr()
+        full = hooks._rows_value(state, param, "exp_avg", torch.ones(param.shape))  # a plain optimizer's, when loaded
+        assert full.device.type == "cpu"
+
+
+def test_the_host_waits_for_the_last_copy_and_not_for_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    event = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    without = HostCopies(CUDA, offloaded=False)  # mixed precision alone: a cast, no copy from host memory
+    without.note()
+    without.wait()
+    copies = HostCopies(CUDA, offloaded=True)
+    copies.wait()
+    copies.note()
+    copies.wait()
+    copies.wait()
+    assert event.mock_calls == [mock.call.record("stream of cuda"), mock.call.synchronize()]
+
+
+@pytest.mark.usefixtures("two_fake_ranks")
+def test_no_copy_of_a_shard_runs_when_training_code_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a forward without backward, a backward that reduces nothing, and a gather, the host may write to shards.
+
+    On the CPU bfloat16 makes the transport stage its shards; each backward that reduces ends with ``land``.
+    """
+    seen: list[str] = []
+    monkeypatch.setattr(HostCopies, "note", lambda self: seen.append("copy"))
+    monkeypatch.setattr(HostCopies, "wait", lambda self: seen.append("wait"))
+    half = tz.MixedPrecision(torch.bfloat16, torch.float32, torch.float32)
+    policy = tz.Policy(stage=3, cpu_offload=True, mixed_precision=half, gather_last_units_once=False)
+    with pytest.warns(UserWarning, match="cpu_offload changes nothing"):
+        model = sharded(fresh(Mlp, 4, 2), policy)
+
+    def after(call: Any) -> tuple[int, str]:
+        seen.clear()
+        call()
+        return seen.count("copy"), seen[-1]
+
+    outputs: list[Tensor] = []
+    with model.no_sync():
+        assert after(lambda: outputs.append(model(torch.ones(1, 4)))) == (2, "wait")
+        assert after(outputs[0].sum().backward) == (1, "wait")
+    state = sharded_model(model).state
+    assert after(lambda: state.gather_now(state.plan.params[0])) == (1, "wait")

@@ -1,0 +1,37 @@
+"""Ranks trace one module alike, whatever the hash seeds of their processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import thunder_zero as tz
+from tests.harness.hash_seeds import Loop
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_forward_lists_its_parameters_in_the_modules_order() -> None:
+    """Thunder alone lists them in the order of a set of names: one of 720, by the process's hash seed."""
+    forward = tz.trace(Loop(), torch.ones(4), policy=tz.Policy(stage=3, bucket_bytes=1)).forward_timeline
+    waits = [op.params[0] for op in forward.ops if op.kind is tz.Kind.WAIT]
+    assert waits == ["b.weight", "a.weight", "a.bias", "b.bias", "c.weight", "c.bias"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_timelines_are_the_same_under_all_hash_seeds() -> None:
+    printed = []
+    for seed in range(3):
+        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "tests.harness.hash_seeds"]
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=True)
+        printed.append(run.stdout.splitlines())
+    assert len(printed[0]) > 400
+    for lines in printed[1:]:
+        assert lines == printed[0]

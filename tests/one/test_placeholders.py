@@ -1,0 +1,250 @@
+"""What users do to the plain module after it was sharded: refused in the act, or before the next forward."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim.swa_utils import AveragedModel
+
+import thunder_zero as tz
+from tests.harness.errors import refused
+from tests.harness.tiers import of_tier, only
+from thunder_zero.runtime.placeholders import Placeholder
+
+import thunder
+
+X = torch.arange(12.0).view(3, 4).sin()
+
+
+class Net(nn.Module):
+    """Methods beside forward, a scalar parameter, an ignored one, buffers of the module and of a submodule."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.scale, self.ignored = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(4))
+        self.register_buffer("offset", torch.zeros(4))
+        self.bound = 2.0
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.first(x) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.features(x))
+        self.offset = self.offset + 1
+        return y * self.ignored * self.bound + self.offset
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+class Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def shard(module: nn.Module, stage: int = 3) -> Any:
+    return thunder.jit(module, transforms=[tz.ZeroTransform(stage=stage, ignored=("ignored",))])
+
+
+def initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight)
+
+
+@torch.no_grad()
+def in_no_grad(call: Callable[[], Any]) -> Any:
+    return call()
+
+
+Attempt = Callable[[Any, Any], Any]  # given the plain module and the sharded one
+
+COMPUTES: dict[str, Attempt] = {
+    "a method of the sharded model": lambda plain, model: model.features(X),
+    "a method of the plain module": lambda plain, model: plain.features(X),
+    "generate": lambda plain, model: model.generate(X),
+    "a submodule": lambda plain, model: model.get_submodule("first")(X),
+    "the plain module": lambda plain, model: plain(X),
+    "without gradients": lambda plain, model: in_no_grad(lambda: plain.features(X)),
+    "an operator": lambda plain, model: X @ plain.first.weight,
+    "aten": lambda plain, model: torch.ops.aten.mul(plain.first.weight, 2),
+    "a list": lambda plain, model: torch.cat([X, plain.first.weight]),
+    "item": lambda plain, model: plain.scale.item(),
+    "tolist": lambda plain, model: plain.first.weight.tolist(),
+    "numpy": lambda plain, model: plain.first.weight.data.numpy(),
+    "an index": lambda plain, model: plain.first.weight[0],
+    "equality": lambda plain, model: plain.first.weight == 1,
+    "truth": lambda plain, model: bool(plain.scale),
+    "detach": lambda plain, model: plain.scale.detach(),
+    "clone of .data": lambda plain, model: plain.scale.data.clone(),
+    "storage": lambda plain, model: plain.scale.untyped_storage(),
+    "state_dict": lambda plain, model: plain.state_dict(),
+    "copy_ from it": lambda plain, model: torch.empty(4, 4).copy_(plain.first.weight.data),
+    "a hook": lambda plain, model: plain.scale.register_post_accumulate_grad_hook(print),
+    "a collective": lambda plain, model: dist.all_reduce(plain.scale.data),
+    "parameters_to_vector": lambda plain, model: nn.utils.parameters_to_vector(plain.parameters()),
+    "an average of weights": lambda plain, model: AveragedModel(plain).update_parameters(plain),
+    "register_parametrization": lambda plain, model: parametrize.register_parametrization(
+        plain.first, "weight", Twice()
+    ),
+    "weight_norm": lambda plain, model: parametrizations.weight_norm(plain.first),
+    "l1_unstructured": lambda plain, model: prune.l1_unstructured(plain.first, "weight", 1),
+    "prune.identity": lambda plain, model: prune.identity(plain.first, "weight"),
+    "torch.jit.trace": lambda plain, model: torch.jit.trace(plain.first, X),
+}
+
+WRITES: dict[str, Attempt] = {
+    "apply": lambda plain, model: model.apply(initialise),
+    "apply to the plain module": lambda plain, model: plain.apply(initialise),
+    "reset_parameters": lambda plain, model: plain.first.reset_parameters(),
+    "fill_": lambda plain, model: in_no_grad(lambda: plain.scale.fill_(1)),
+    "+=": lambda plain, model: in_no_grad(lambda: plain.scale.__iadd__(1)),
+    ".data.zero_": lambda plain, model: plain.scale.data.zero_(),
+    ".data.copy_": lambda plain, model: plain.first.weight.data.copy_(torch.ones(4, 4)),
+    ".data =": lambda plain, model: setattr(plain.scale, "data", torch.tensor(2.0)),
+    "an index": lambda plain, model: plain.first.weight.__setitem__(0, 1.0),
+    "out=": lambda plain, model: torch.add(X, 1, out=plain.first.weight),
+    "foreach": lambda plain, model: torch._foreach_mul_([plain.scale.data], 2.0),
+    "load_state_dict": lambda plain, model: plain.load_state_dict(Net().state_dict()),
+}
+
+CONVERTS: dict[str, Attempt] = {
+    "half of the model": lambda plain, model: model.half(),
+    "half": lambda plain, model: plain.half(),
+    "to a dtype": lambda plain, model: model.to(torch.float64),
+    "to a device": lambda plain, model: model.to("meta"),
+    "to_empty": lambda plain, model: model.to_empty(device="cpu"),
+    "a submodule": lambda plain, model: plain.first.bfloat16(),
+    "type": lambda plain, model: plain.scale.type(torch.int32),
+}
+
+FREEZES: dict[str, Attempt] = {
+    "the plain module": lambda plain, model: plain.requires_grad_(False),
+    "a parameter": lambda plain, model: setattr(plain.scale, "requires_grad", False),
+}
+
+GRADIENTS: dict[str, Attempt] = {
+    "clip_grad_norm_": lambda plain, model: nn.utils.clip_grad_norm_(plain.parameters(), 1.0),
+    "zero_grad": lambda plain, model: plain.zero_grad(),
+    "an optimizer's zero_grad": lambda plain, model: torch.optim.SGD(plain.parameters()).zero_grad(),
+    "setting one": lambda plain, model: setattr(plain.scale, "grad", torch.tensor(1.0)),
+}
+
+IN_THE_ACT: dict[str, tuple[dict[str, Attempt], tuple[str, ...]]] = {
+    "computes": (COMPUTES, ("cannot use parameter '", "call that model", "full_state_dict")),
+    "writes": (WRITES, ("cannot write to parameter '", "before thunder.jit", "load_original_state_dict")),
+    "converts": (CONVERTS, ("be moved or cast", "call .to() on the module before thunder.jit")),
+    "freezes": (FREEZES, ("requires_grad of parameter '", "planned as True", "before thunder.jit")),
+    "gradients": (GRADIENTS, ("has no gradient", "model.zero_grad()")),
+}
+
+FOUND: dict[str, tuple[Attempt, str]] = {
+    "a buffer": (lambda plain, model: setattr(plain, "offset", torch.ones(4)), "buffer 'offset' was replaced"),
+    "a submodule's buffer": (
+        lambda plain, model: setattr(plain.norm, "running_mean", torch.ones(4)),
+        "buffer 'norm.running_mean' was replaced",
+    ),
+    "a buffer of the model": (
+        lambda plain, model: setattr(model, "offset", torch.ones(4)),
+        "buffer 'offset' was replaced",
+    ),
+    "an attribute of the model": (lambda plain, model: setattr(model, "bound", 3.0), "attribute 'bound' was replaced"),
+    "a parameter": (
+        lambda plain, model: setattr(plain.first, "weight", nn.Parameter(torch.ones(4, 4))),
+        "parameter 'first.weight' was replaced",
+    ),
+    "an ignored parameter": (
+        lambda plain, model: setattr(plain, "ignored", nn.Parameter(torch.zeros(4))),
+        "parameter 'ignored' was replaced",
+    ),
+    "a new parameter": (
+        lambda plain, model: setattr(plain.first, "extra", nn.Parameter(torch.ones(4))),
+        "submodule 'first' got the parameter 'extra'",
+    ),
+    "a new submodule": (
+        lambda plain, model: setattr(plain, "extra", nn.Tanh()),
+        "the module got the submodule 'extra'",
+    ),
+    "no parameter": (lambda plain, model: delattr(plain, "scale"), "parameter 'scale' was replaced"),
+    "load_state_dict(assign=True)": (
+        lambda plain, model: plain.load_state_dict(Net().state_dict(), assign=True),
+        "was replaced",
+    ),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("stage", of_tier([3], [0, 1, 2, 3]))
+@pytest.mark.parametrize("kind", IN_THE_ACT)
+def test_a_placeholder_that_is_used(kind: str, stage: int) -> None:
+    """It raises, and nothing has changed: the model is whole for its next forward."""
+    attempts, words = IN_THE_ACT[kind]
+    for name, attempt in only(tuple(attempts)[:2], attempts).items():
+        plain = Net()
+        model = shard(plain, stage)
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            attempt(plain, model)
+        assert not [word for word in words if word not in str(caught.value)], (name, str(caught.value))
+        for hook in model._forward_pre_hooks.values():
+            hook(model, (), {})
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("what", only(("a buffer", "an attribute of the model", "a new parameter"), FOUND))
+def test_what_is_found_before_the_next_forward(what: str) -> None:
+    plain = Net()
+    model = shard(plain)
+    change, words = FOUND[what]
+    change(plain, model)
+    with refused(RuntimeError, words, "after thunder_zero sharded"):
+        model(X)
+
+
+@pytest.mark.usefixtures("group")
+def test_what_may_be_done_with_the_plain_module() -> None:
+    """Looks, copies and conversions that change nothing; both modules have the buffer that forward assigns."""
+    plain = Net()
+    eager = deepcopy(plain)
+    model = shard(plain)
+    weight = plain.first.weight
+    assert (weight.shape, weight.dtype, weight.numel(), weight.is_leaf) == ((4, 4), torch.float32, 16, True)
+    assert repr(weight) == "Placeholder('first.weight', shape=(4, 4), dtype=torch.float32, device=cpu)"
+    assert torch.equal(torch.zeros_like(weight), torch.zeros(4, 4))
+    file = io.BytesIO()
+    torch.save(plain, file)
+    file.seek(0)
+    for copy in (deepcopy(plain), pickle.loads(pickle.dumps(plain)), torch.load(file, weights_only=False)):
+        assert isinstance(copy.first.weight, Placeholder)
+        with refused(RuntimeError, "parameter 'scale' has no values", "Net is a copy of a module that was sharded"):
+            shard(copy)
+    model.to("cpu").float().train()
+    plain.requires_grad_(True).train()
+    for _ in range(2):
+        found, expected = model(X), eager(X)
+        assert torch.allclose(found, expected)
+        found.sum().backward()
+        assert torch.equal(plain.offset, eager.offset)
+        assert plain.offset is model.get_buffer("offset")
+        assert list(model.state_dict()) == [*dict(model.named_parameters()), *dict(eager.named_buffers())]
+    plain.offset = torch.zeros(4)
+    with refused(RuntimeError, "buffer 'offset' was replaced"):
+        model(X)
