@@ -161,8 +161,9 @@ class ZeroTransform(Transform):
         return cast_inputs(type(model._model).__name__, args, kwargs, self.policy.mixed_precision)
 
     def _after_forward(self, model: ThunderModule, args: Any, output: Any) -> None:
-        """Guard what is returned; let the host write to offloaded shards, since no backward need follow, which would
-        wait for their copies, too."""
+        """Count the forward; guard what is returned; let the host write to offloaded shards, since no backward need
+        follow, which would wait for their copies, too."""
+        self._state.training_forwards += model.training and torch.is_grad_enabled()
         guard(output, CONNECTED, type(model._model).__name__, self._state.accumulation)
         if self.policy.cpu_offload:
             self._state.copies.wait()

@@ -30,7 +30,7 @@ ROWS, WIDTH, TENSORS = 32, 32, 8
 
 def half(transport: Placed, shards: list[torch.Tensor], params: list[Param]) -> None:
     """Two gathers, as a forward launches and ends them."""
-    transport.enter_half("forward", "schedule")
+    transport.enter_half("forward", "schedule", 0)
     handles = [transport.all_gather(shards, params) for _ in range(2)]
     for handle in handles:
         handle.wait()

@@ -27,7 +27,7 @@ def test_a_forward_lists_its_parameters_in_the_modules_order() -> None:
 @pytest.mark.timeout(600)
 def test_timelines_are_the_same_under_all_hash_seeds() -> None:
     printed = []
-    for seed in range(3):
+    for seed in (3, 4):  # which differed for T5
         environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "tests.harness.hash_seeds"]
         run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=True)

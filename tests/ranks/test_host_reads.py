@@ -61,7 +61,7 @@ def test_reads_of_a_step(ranks_pool: RanksPool, stage: int) -> None:
 
 
 def count_others(rank: int, world_size: int) -> dict[str, list[str]]:
-    """Reads of micro-batches under ``no_sync``, of the one after them, and of a backward in float16."""
+    """Reads of micro-batches under ``no_sync``, of the one after them, and of a backward in float16 with a scaler."""
     model = sharded(fresh(Mlp, 4, 2), 3)
     x, found = torch.ones(2, 4), {}
     for _ in range(2):  # the first time compiles
@@ -70,15 +70,19 @@ def count_others(rank: int, world_size: int) -> dict[str, list[str]]:
         found["after no_sync"] = reads(lambda: model(x).square().mean().backward())
     half = tz.Policy(stage=3, mixed_precision=tz.MixedPrecision(torch.float16))
     model = sharded(fresh(Mlp, 4, 2), half)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
     for _ in range(2):
-        found["float16"] = reads(lambda: model(x.half()).float().square().mean().backward())
+        loss = scaler.scale(model(x.half()).float().square().mean())
+        found["float16"] = reads(loss.backward)
+        found["unscale"] = reads(lambda: scaler.unscale_(optimizer))
+        scaler.update()
     return found
 
 
 @pytest.mark.slow
 def test_reads_of_other_steps(ranks_pool: RanksPool) -> None:
     for found in ranks_pool.run(2, count_others):
-        assert found == {"no_sync": [], "after no_sync": [], "float16": ["_local_scalar_dense"]}
+        assert found == {"no_sync": [], "after no_sync": [], "float16": [], "unscale": []}
 
 
 def test_the_count_sees_every_kind_of_read() -> None:

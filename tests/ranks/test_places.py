@@ -33,7 +33,7 @@ from thunder_zero.plan import Param
 import thunder
 
 WIDTH = 4
-REMEDY = "call every model and every function of thunder_zero on all ranks, in the same order and with inputs that take"
+REMEDY = "correct the script, so that all ranks call every model and every function"
 
 
 def difference(one: str, other: str) -> str:
@@ -96,7 +96,7 @@ def meet(rank: int, world_size: int, transport: type[Exchange | OneByOne]) -> di
         one = Placed(transport(group), "model 0 (Net)", group, announces=True)
         other = Placed(transport(group), "model 1 (Net)", group, announces=True)
         for placed in (one, other):
-            placed.enter_half("forward", "schedule")
+            placed.enter_half("forward", "schedule", 5)
         (mine,) = gather(one, 2, rank).wait()
         theirs, sent = torch.empty(3), torch.full((3,), float(rank))
         works = [dist.irecv(theirs, 1 - rank), dist.isend(sent, 1 - rank)]  # the user's own, meanwhile
@@ -109,12 +109,12 @@ def meet(rank: int, world_size: int, transport: type[Exchange | OneByOne]) -> di
         found["alike"] = [mine.tolist(), *(handle.wait()[0].tolist() for handle in reversed(launched))]
         found["user's"] = [theirs.tolist(), total.tolist()]
         # Another model on each rank, whose messages differ in size, which would abort a process if they met.
-        (one, other)[rank].enter_half("forward", "schedule")
+        (one, other)[rank].enter_half("forward", "schedule", 5)
         found["models"] = raised(lambda: gather((one, other)[rank], 2 + 200 * rank, rank).wait())
         found["again"] = raised((one, other)[rank].drain)
     with another_try():
         third = Placed(transport(group), "model 2 (Net)", group, announces=True)
-        third.enter_half("backward", f"schedule {rank}")
+        third.enter_half("backward", f"schedule {rank}", 5)
         found["schedules"] = raised(lambda: gather(third, 2, rank).wait())
     found["a sound group"] = broadcast_object_from_rank_0(7, group)
     return found
@@ -135,9 +135,10 @@ def assert_met(found: dict[str, Any], rank: int) -> None:
     assert difference("tz.save", "tz.save") in found["steps"]
     assert found["alike"] == [[[0.0] * 2, [1.0] * 2], *([[0.0] * 2] * half + [[1.0] * 2] * half for half in (3, 2))]
     assert found["user's"] == [[1.0 - rank] * 3, [2.0] * 5]
-    assert difference("forward number 2 of model 0 (Net)", "forward number 2 of model 1 (Net)") in found["models"]
+    of_models = [f"forward number 2 of model {number} (Net) after 5 training forwards" for number in (0, 1)]
+    assert difference(*of_models) in found["models"]
     assert found["again"] == found["models"]
-    assert difference(*["backward number 1 of model 2 (Net)"] * 2) in found["schedules"]
+    assert difference(*["backward number 1 of model 2 (Net) after 5 training forwards"] * 2) in found["schedules"]
     assert found["a sound group"] == 7
 
 
@@ -226,6 +227,12 @@ def skip_a_backward(rank: int, one: Trained) -> None:
             one.step(step)
 
 
+def reduce_later(rank: int, one: Trained) -> None:
+    for step in (1, 2):
+        with one.model.no_sync() if rank == 0 and step == 1 else nullcontext():
+            one.loss(step).backward()
+
+
 def catch_and_go_on(rank: int, one: Trained) -> None:
     for step in range(1, 4):
         try:
@@ -261,7 +268,8 @@ ONE_MODEL: dict[str, tuple[Case, tuple[int, ...], str, str]] = {
     # what rank 0 does -> it, in which stages, where rank 0 is, where rank 1 is; N is the model, * is anything else
     "evaluates alone": (evaluate_alone, (2, 3), "forward without backward number 2 of N", "forward number 3 of N"),
     "evaluates for the first time": (first_evaluation_alone, (1,), "the first forward without backward of N", "*"),
-    "skips a backward": (skip_a_backward, (3,), "*", "backward number 3 of N"),
+    "skips a backward": (skip_a_backward, (0, 1, 3), "*", "backward number 3 of N after 3 training forwards"),
+    "reduces later": (reduce_later, (0,), "*", "backward number 2 of N after 2 training forwards"),
     "catches an exception": (catch_and_go_on, (2,), "forward number 4 of N", "backward number 3 of N"),
     "ends a step early": (skip_a_step_then_save, (0, 1), "*", "*"),
     "saves alone": (save_alone, (0,), "tz.save of N", "*"),
@@ -308,7 +316,7 @@ def test_rank_0_does_something_else(ranks_pool: RanksPool, name: str, stage: int
         assert found["said"].startswith("the ranks do different things: rank 0 is in "), found
         both = found["said"].partition("rank 0 is in ")[2].partition(";")[0].split(", rank 1 is in ")
         texts = [text.replace(" N", f" {found['name']}") for text in wanted]
-        assert [text if text == "*" else place for text, place in zip(texts, both, strict=True)] == texts, found
+        assert all(text == "*" or place.startswith(text) for text, place in zip(texts, both, strict=True)), found
         assert both[0] != both[1]
         assert found["again"] == f"RuntimeError: {found['said']}"
         assert found["losses"] == pytest.approx(right_losses(stage, len(found["losses"])), rel=1e-5)
@@ -352,7 +360,7 @@ def test_two_models_called_in_another_order(ranks_pool: RanksPool, stage: int, s
             [False] * 2,
         )
         if stage > 1:
-            assert both == [f"{half} number 3 of {student}", f"{half} number 3 of {teacher}"]
+            assert both == [f"{half} number 3 of {name} after 2 training forwards" for name in (student, teacher)]
 
 
 class Branches(nn.Module):
@@ -375,9 +383,9 @@ def other_branches(rank: int, world_size: int, stage: int) -> tuple[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_programs_that_ranks_compile_later_and_differ(ranks_pool: RanksPool, stage: int) -> None:
-    half = "backward" if stage == 0 else "forward"
+    half, after = ("backward", "2 training forwards") if stage == 0 else ("forward", "1 training forward")
     for said, name in ranks_pool.run(2, other_branches, stage, timeout=110):
-        assert difference(*[f"{half} number 2 of {name}"] * 2) in said
+        assert difference(*[f"{half} number 2 of {name} after {after}"] * 2) in said
 
 
 def fails_in_the_middle(rank: int, world_size: int, both: bool) -> dict[str, Any]:
@@ -413,7 +421,8 @@ def test_a_rank_that_fails_in_the_middle_of_a_half_is_missed_by_the_others(ranks
     failed, waiting = ranks_pool.run(2, fails_in_the_middle, False, timeout=110)
     assert failed["first"] == "MemoryError: no memory"
     assert "got no answer from rank 1 in " in failed["second"], failed
-    said = f"LostRank: rank 1 got no answer from rank 0 in forward number 2 of {waiting['name']}: it died"
+    where = f"forward number 2 of {waiting['name']} after 1 training forward"
+    said = f"LostRank: rank 1 got no answer from rank 0 in {where}: it died"
     assert waiting["first"].startswith(said), waiting
     for found in (failed, waiting):
         assert found["losses"] == pytest.approx(right_losses(3, 1), rel=1e-5)

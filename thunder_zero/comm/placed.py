@@ -40,15 +40,18 @@ class Placed:
         """From now on this rank is there; peers hear of it if it sends anything there."""
         self._next = lambda: place
 
-    def enter_half(self, half: str, schedule: str) -> None:
+    def enter_half(self, half: str, schedule: str, training_forwards: int) -> None:
         """The same for a half of a step, such as ``"backward"``, with the digest of its launches.
 
-        Its place has a number: how many halves of its kind have sent anything.
+        Its place has two numbers: how many halves of its kind have sent anything, and after how many forwards in
+        training, which may send nothing. The second one differs where a rank has left out a backward.
         """
 
         def place() -> Place:
             self._counts[half] += 1
-            return Place(f"{half} number {self._counts[half]} of {self._model}", schedule)
+            number = f"{half} number {self._counts[half]} of {self._model}"
+            forwards = "training forward" if training_forwards == 1 else "training forwards"
+            return Place(f"{number} after {training_forwards} {forwards}", schedule)
 
         self._next = place
 

@@ -40,10 +40,10 @@ SOMETHING = "a small collective of thunder_zero"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a rank does; equal on two ranks if and only if they do the same.
+    """What a rank does, as far as it can tell: two ranks with different places must not communicate.
 
     Attributes:
-        text: as an error calls it: ``"backward number 12 of model 0 (Net)"``.
+        text: as an error calls it: ``"backward number 12 of model 0 (Net) after 12 training forwards"``.
         details: what else has to agree, such as a schedule; only its digest travels.
     """
 
@@ -240,6 +240,7 @@ def difference_of(texts: dict[int, str]) -> str:
     else:
         found = f"rank {one} is in {here}, rank {other} is in {there}"
     return (
-        f"the ranks do different things: {found}; call every model and every function of thunder_zero on all ranks, "
-        f"in the same order and with inputs that take the same path, and restart all ranks from the last checkpoint"
+        f"the ranks do different things: {found}; correct the script, so that all ranks call every model and every "
+        f"function of thunder_zero in the same order and with inputs that take the same path, and restart all ranks "
+        f"from the last checkpoint"
     )

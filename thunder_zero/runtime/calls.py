@@ -56,7 +56,7 @@ class Calls:
             half: such as ``"backward under no_sync"``.
             schedule: the digest of its launches.
         """
-        self._transport.enter_half(half, schedule)
+        self._transport.enter_half(half, schedule, self._state.training_forwards)
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start gathering. ZeRO-1 sends only the parameters that an optimizer has changed since the last time, ZeRO-2

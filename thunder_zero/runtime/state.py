@@ -42,6 +42,7 @@ class State:
         clock: records waits while ``measure_times`` runs.
         copies: copies of shards in host memory to the device, which may still run.
         name: of the model, the same on all ranks, as errors call it: ``"model 0 (Net)"``.
+        training_forwards: how many forwards have ended in training mode and with gradients enabled.
         transport: launches the collectives.
     """
 
@@ -59,6 +60,7 @@ class State:
         """
         self.plan, self.ranks, self.group, self.device = plan, ranks, ranks.everyone, device
         self.accumulation = Accumulation()
+        self.training_forwards = 0
         self.clock = Clock(device)
         self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
         self.name = f"model {next_number(self.group)} ({type(module).__name__})"
@@ -84,11 +86,13 @@ class State:
     def on_any_rank(self, paths: Sequence[str], here: Container[str], also: Tensor | None = None) -> list[str]:
         """Those of ``paths`` that any rank has in ``here``, or flags in ``also`` (a bool for each path); one small
         collective, if there are several ranks."""
+        if self.plan.ranks == 1 and also is None:
+            return [path for path in paths if path in here]
         flags = to_device([path in here for path in paths], torch.int32, self.device)
         if also is not None:
             flags += also.to(self.device)
         if self.plan.ranks > 1:
-            with doing(f"comparing parameters of {self.name}"):
+            with doing(f"the comparison of changed parameters of {self.name}"):
                 all_reduce_max(flags, self.group)
         return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
 
