@@ -18,7 +18,7 @@ from thunder_zero.placement import hooks_inside, links, members, pairs, place_bu
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
-from thunder_zero.runtime import optimizer_hooks, scalers
+from thunder_zero.runtime import dropped, norms, optimizer_hooks, scalers
 from thunder_zero.runtime.backward_guard import guard, refuse_function_transforms
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.initial_values import Sources, Values, initial_values
@@ -126,6 +126,8 @@ class ZeroTransform(Transform):
         self._state = self._take_over(model, plan, ranks, device, values)
         ignored = [param for name, param in model.named_parameters() if name not in plan.by_name]
         scalers.watch(self._state, ignored)
+        norms.watch()
+        dropped.watch()
         self.install(model, plan, Calls(self._state))
         cast_borders(plain, self.policy.mixed_precision)
         adopt(model, self._state, self.compiled)

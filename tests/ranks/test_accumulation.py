@@ -268,6 +268,9 @@ def misuse(rank: int, world_size: int) -> dict[str, Any]:
             told["open"] = str(error)
         told["unchanged"] = all(torch.equal(param, before[name]) for name, param in model.named_parameters())
         told["no gradient"] = all(param.grad is None for param in model.parameters())
+        told["dropped by optimizers"] = dropped_by_optimizers(model)
+        with model.no_sync():
+            model(torch.ones(2, 4), "first").sum().backward()
         model.zero_grad()
         told["dropped"] = deferred_bytes(model)
         model(torch.ones(2, 4), "neither").sum().backward()
@@ -281,6 +284,21 @@ def misuse(rank: int, world_size: int) -> dict[str, Any]:
     return told
 
 
+def dropped_by_optimizers(model: tz.ZeroModule) -> list[Any]:
+    """The paths whose gradients are deferred still, and those with a gradient, after ``zero_grad`` of optimizers that
+    have no, one and then all parameters of the model; of the last, with zeros instead of None."""
+    found: list[Any] = []
+    first = model.get_parameter("first.weight")
+    for params, set_to_none in (([nn.Parameter(torch.ones(2))], True), ([first], True), (model.parameters(), False)):
+        with torch.profiler.record_function("a range of the user's"):
+            torch.optim.AdamW(params).zero_grad(set_to_none)
+        grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        found.append((sorted(sharded_model(model).state.accumulation.paths), sorted(grads)))
+    found.append(sum(int(grad.count_nonzero()) for grad in grads.values()))
+    model.zero_grad()
+    return found
+
+
 def test_an_accumulation_that_is_left_open_is_refused_and_can_be_dropped(ranks_pool: RanksPool) -> None:
     for told in ranks_pool.run(2, misuse):
         for words in (
@@ -292,6 +310,9 @@ def test_an_accumulation_that_is_left_open_is_refused_and_can_be_dropped(ranks_p
             assert words in told["open"]
         assert told["unchanged"]
         assert told["no gradient"]
+        rest = ["first.bias", "scale", "shared.bias", "shared.weight"]
+        deferred = sorted([*rest, "first.weight"])
+        assert told["dropped by optimizers"] == [(deferred, []), (rest, []), ([], rest), 0]
         assert told["dropped"] == 0
         assert told["first"] is None
         assert told["synced again"]

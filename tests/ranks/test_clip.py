@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf, nan
 from typing import Any
 from unittest import mock
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import thunder_zero as tz
 from tests.harness.errors import raised
@@ -95,13 +96,41 @@ def misuse(rank: int, world_size: int) -> dict[str, Any]:
     found["inf"] = raised(lambda: tz.clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
     found["unchanged"] = all(torch.equal(param.grad, before[name]) for name, param in model.named_parameters())
     found["went on"] = tz.clip_grad_norm_(model, 1.0).item()
+    found |= norms_of_rows(model)
     if rank == 1:
         model.zero_grad()
     found["one without"] = raised(lambda: tz.clip_grad_norm_(model, 1.0))
     return found
 
 
+def norms_of_rows(model: tz.ZeroModule) -> dict[str, str]:
+    """What torch's own functions tell of one rank's rows."""
+    shards: list[Tensor] = list(model.parameters())
+    grads = [shard.grad for shard in shards if shard.grad is not None]
+    kept = [grad.nan_to_num() for grad in grads]
+    found = {
+        "torch's clip": raised(lambda: clip_grad_norm_(shards, 1.0)),
+        "torch's clip, one": raised(lambda: clip_grad_norm_([nn.Parameter(torch.ones(2)), shards[-1]], 1.0, inf)),
+        "torch's norm": raised(lambda: get_total_norm(grads)),
+        "torch's norms of parameters": raised(lambda: torch._foreach_norm(shards)),
+        "on purpose": raised(lambda: get_total_norm([grad.detach() for grad in grads])),
+        "others": raised(lambda: clip_grad_norm_(with_gradient(torch.ones(2)), 1.0)),
+    }
+    return found | {"unclipped": str(all(map(torch.equal, map(torch.nan_to_num, grads), kept)))}
+
+
+def with_gradient(value: Tensor) -> nn.Parameter:
+    param = nn.Parameter(value)
+    param.grad = torch.ones_like(value)
+    return param
+
+
 def words_of_misuse() -> dict[str, list[str]]:
+    rows = [
+        "RuntimeError: torch.nn.utils.clip_grad_norm_ (or another norm)",
+        "rows of parameter",
+        "clip_grad_norm_(model",
+    ]
     return {
         "no model": ["TypeError", "got Mlp", "jitted with ZeroTransform"],
         "no gradient": ["RuntimeError", "nothing to clip", "after backward"],
@@ -111,6 +140,13 @@ def words_of_misuse() -> dict[str, list[str]]:
         "norm 0": ["ValueError", "norm_type is 0"],
         "one without": ["RuntimeError", "no parameter has a gradient on rank 1", "after backward"],
         "inf": ["RuntimeError", "is inf", "error_if_nonfinite=False"],
+        "torch's clip": [*rows, "'layers.0.weight'"],
+        "torch's clip, one": [*rows, "'layers.2.bias'"],
+        "torch's norm": [*rows, "'layers.0.weight'"],
+        "torch's norms of parameters": [*rows, "'layers.0.weight'"],
+        "on purpose": ["nothing"],
+        "others": ["nothing"],
+        "unclipped": ["True"],
     }
 
 
@@ -132,3 +168,35 @@ def test_a_norm_that_is_not_finite_is_refused_before_anything_changes_or_clips_t
     first = misused
     assert first["unchanged"]
     assert first["went on"] == inf
+
+
+def clipped_by_torch(rank: int, world_size: int) -> dict[str, str]:
+    """What torch's function tells of full gradients, and of rows of several models, one of them gone."""
+    told = {}
+    for name, policy in (
+        ("DDP", tz.DDP),
+        ("small", tz.Policy(stage=3, replicate_below_bytes=10**6)),
+        ("ignored", tz.Policy(stage=3, ignored=("layers.0", "layers.1"))),
+        ("rows", tz.Policy(stage=3)),
+    ):
+        model = sharded(fresh(Mlp), policy)
+        model(torch.ones(3, 7)).sum().backward()
+        before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        params = list(model.get_submodule("layers.0").parameters()) if name == "ignored" else list(model.parameters())
+        told[name] = raised(partial(clip_grad_norm_, params, 1e9))
+        tz.clip_grad_norm_(model, inf)
+        after = [param.grad for param in model.parameters() if param.grad is not None]
+        told["ours " + name] = str(all(map(torch.equal, before, after)))
+    told["one at a time"] = raised(partial(clip_grad_norm_, params, 1e9, foreach=False))
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_torchs_clipping_passes_where_gradients_are_full(ranks_pool: RanksPool, world_size: int) -> None:
+    """One at a time it is not seen, as the docs say."""
+    for told in ranks_pool.run(world_size, clipped_by_torch):
+        rows = told.pop("rows")
+        assert ("would see this rank's rows of parameter 'layers.0.weight' only" in rows) is (world_size > 1), rows
+        assert {value for name, value in told.items() if name.startswith("ours")} == {"True"}, told
+        assert {value for name, value in told.items() if not name.startswith("ours")} == {"nothing"}, told

@@ -23,7 +23,8 @@ SLICE = 4096  # blocks that are copied at once elsewhere
 
 @torch.no_grad()
 def digests_of(tensors: Sequence[Tensor]) -> Tensor:
-    """One int64 for each tensor, on the tensors' device: equal bytes, and only these, have equal digests."""
+    """One int64 for each tensor, on the tensors' device: equal bytes have equal digests, and other bytes
+    almost surely others."""
     return torch.cat([_sum(_words(tensor.detach().reshape(-1))) for tensor in tensors])
 
 

@@ -68,9 +68,11 @@ def _refuse_untrusted(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             continue
         (state, param) = owner
         if param.sharded and state.plan.world_size > 1 and not state.plan.policy.trust_optimizer:
+            bases = [base.__qualname__ for base in kind.__mro__ if base in ELEMENTWISE]
+            why = f" (a subclass of torch.optim.{bases[0]} may do anything)" if bases else ""
             raise RuntimeError(
-                f"{kind.__module__}.{kind.__qualname__} is not known to treat every element alone, and each rank has "
-                f"only some rows of parameter {param.path!r}; use an elementwise optimizer of torch.optim, such as "
+                f"{kind.__module__}.{kind.__qualname__} is not known to treat every element alone{why}, and each rank "
+                f"has only some rows of parameter {param.path!r}; use an elementwise optimizer of torch.optim, such as "
                 f"AdamW, or stage=0, or give the transform trust_optimizer=True if this one is elementwise"
             )
 

@@ -74,7 +74,7 @@ class ResidentParameters:
         where ranks agree anyway; elsewhere another rank, whose rows may be as they were, would not take part.
 
         Raises:
-            RuntimeError: such a write between two forwards without a backward, and ranks do not agree now.
+            RuntimeError: such a write without a backward since ranks last agreed, or ever, and ranks do not agree now.
         """
         if not self._buffers:
             return
@@ -88,8 +88,8 @@ class ResidentParameters:
             path = tuple(self._buffers)[int(written.int().argmax())]
             raise RuntimeError(
                 f"parameter {path!r} was written to in a way that PyTorch does not see (.data, numpy, a kernel), with "
-                f"no backward since the last forward, so ZeRO-1 cannot know whether all ranks did so; write in place, "
-                f"as in param.copy_(new) under torch.no_grad(), on every rank"
+                f"no backward since ranks last compared their rows, so ZeRO-1 cannot know whether all ranks did so; "
+                f"write in place, as in param.copy_(new) under torch.no_grad(), on every rank"
             )
 
     def gather(self, shards: Sequence[Tensor], params: Sequence[Param], transport: Transport) -> Waitable:

@@ -9,7 +9,7 @@ so in its dispatcher.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,15 +19,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thunder_zero.comm.places import doing
 from thunder_zero.comm.small_collectives import all_reduce_max
 from thunder_zero.rows import real_rows
+from thunder_zero.runtime.in_front import put_in_front
 from thunder_zero.runtime.state import State
 
-OPERATOR = "_amp_foreach_non_finite_check_and_unscale_"
-# torch has no kernel of this operator there. It is passed once a call, after autograd and before the device's kernel,
-# in inference mode, too.
-BEFORE_DEVICE = torch.DispatchKey.BackendSelect
-
 _ignored: WeakKeyDictionary[State, tuple[Tensor, ...]] = WeakKeyDictionary()
-_kernels: list[torch.library.Library] = []  # they are removed when this is
 _shared = WeakTensorKeyDictionary()  # flag -> the states that share it
 
 
@@ -39,23 +34,20 @@ def watch(state: State, ignored: Sequence[Tensor]) -> None:
         ignored: the parameters that the policy ignores; what is found in their gradients counts, too.
     """
     _ignored[state] = tuple(ignored)
-    if not _kernels:
-        library = torch.library.Library("aten", "IMPL")
-        library.impl(OPERATOR, _unscale, BEFORE_DEVICE.name)
-        _kernels.append(library)
+    put_in_front(torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
 
 
-def _unscale(grads: list[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
+def _unscale(unscale: Callable[..., None], grads: list[Tensor], found: Tensor, inverse_scale: Tensor) -> None:
     """torch's operator on the rows without padding, and then one small collective of the flag.
 
     Args:
+        unscale: torch's kernel.
         grads: of one device and dtype, unscaled in place.
         found: one element, set to 1 if any of them has NaN or Inf; a scaler gives the same one for each dtype.
         inverse_scale: one element.
     """
     rows, states = _rows_and_states(grads)
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(BEFORE_DEVICE)):
-        getattr(torch, OPERATOR)(rows, found, inverse_scale)
+    unscale(rows, found, inverse_scale)
     # Other parameters of the same optimizer, of another dtype, may add to a flag that was shared.
     _shared[found] = states = states or _shared.get(found, [])
     for state in states:

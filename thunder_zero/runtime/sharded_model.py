@@ -42,8 +42,9 @@ class ShardedModel(nn.Module):
 
         As in PyTorch the forward decides: a backward defers its gradients if its forward ran inside of the block.
 
-        Deferred gradients are not in ``.grad``, so ``optimizer.zero_grad()`` does not drop them; ``zero_grad`` of the
-        model does. Drop those that the end of an epoch leaves, or they are added to the next gradients.
+        Deferred gradients are not in ``.grad``. ``zero_grad`` of the model drops them, and an optimizer's those of its
+        parameters; ``param.grad = None`` does not. Drop those that the end of an epoch leaves, or they are added to
+        the next gradients.
 
         >>> with model.no_sync():
         ...     for x in micro_batches[:-1]:
