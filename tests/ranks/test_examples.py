@@ -86,3 +86,21 @@ def test_zero1_accumulation(tmp_path: Path) -> None:
     assert len(sent) == 1
     printed = run_example(script, "--preset", "1.3b", "--dry-run", "--ranks", "64", ranks=1)
     assert re.search(r"ZeRO-1 +│ +2\.71 │ +0\.08 │ +0\.16 │ +2\.95 │ +7\.75", printed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_wrong_on_purpose(stage: int) -> None:
+    """Each mistake gets its message; in DDP torch's clipping is right, and a second mean changes nothing."""
+    printed = run_example("examples/wrong_on_purpose.py", "--stage", str(stage))
+    rows = re.split(r"^[├└].*$", printed, flags=re.MULTILINE)[:-1]
+    messages = [" ".join(re.findall(r"^│[^│]*│[^│]*│ (.*?) *│$", row, re.MULTILINE)) for row in rows]
+    assert len(messages) == 12
+    words = ("moved by", "DistributedDataParallel", "AdamW holds the plain module's", "clip_grad_norm_", "cannot step")
+    words = (*words, "of the plain module", "(9, 4)", "float64", "was replaced", "does not require grad")
+    words = (*words, "ZeroTransform as well", "the checkpoint is of another model")
+    for number, (message, word) in enumerate(zip(messages, words, strict=True), 1):
+        if number == 4 and stage == 0:
+            assert message.strip() == "no message"
+        else:
+            assert word in message, (number, message)
