@@ -71,6 +71,14 @@ def load_text(root: Path | None = None) -> Text:
     return Text(train=_read(train), validation=_read(files[::VALIDATION_EVERY]))
 
 
+def packed_text(end_of_text: int, root: Path | None = None) -> Tensor:
+    """All files as one int16 tensor of bytes, with the token ``end_of_text`` after each."""
+    end = torch.tensor([end_of_text], dtype=torch.int16)
+    files = stdlib_files(root or Path(sysconfig.get_paths()["stdlib"]))
+    texts = [_bytes_of(path.read_bytes()).short() for path in files if path.stat().st_size]
+    return torch.cat([part for text in texts for part in (text, end)])
+
+
 def train_batch(text: Text, step: int, shape: Shape, seed: int) -> Tensor:
     """This rank's rows of one step's global batch: int64, (rows / world_size, context + 1).
 
@@ -94,4 +102,8 @@ def _windows(data: Tensor, starts: Tensor, shape: Shape) -> Tensor:
 
 
 def _read(files: list[Path]) -> Tensor:
-    return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+    return _bytes_of(b"\n".join(path.read_bytes() for path in files))
+
+
+def _bytes_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -13,21 +13,16 @@ of the program that ran. The defaults take about two minutes on 2 CPU cores.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import cos, pi, prod
-from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
 from gpt import GPT, GPTConfig
+from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from show import console_of, progress_bar
 from stdlib_text import Shape, Text, load_text, train_batch, validation_batches
 from tensor_memory import added_at_peak, bytes_held
 from torch import Tensor, nn
@@ -42,7 +37,6 @@ import thunder
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALIDATIONS = 10  # per run, evenly spread, after the one at the start
 VALIDATION_BATCHES = 8
-WIDTH = 100  # columns, if the output is not a terminal
 ONE_BLOCK = "blocks.1"  # the unit whose trace is printed; every size has it
 PEAK_STEP = 2  # memory is measured in this step, time is not; by then the optimizer has its state
 
@@ -63,21 +57,6 @@ SIZES = {
     "medium": Size(blocks=6, width=384, heads=6, learning_rate=1e-3),  # 11 M
     "large": Size(blocks=12, width=768, heads=12, learning_rate=6e-4),  # 86 M: for GPUs
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """This process's rank, the number of ranks, and the device this rank computes on."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-
-    def mean(self, values: Tensor) -> Tensor:
-        """The mean over ranks, on every rank; float64, on the CPU."""
-        summed = values.to(self.device, torch.float64, copy=True)
-        dist.all_reduce(summed)
-        return summed.cpu() / self.world_size
 
 
 @dataclass
@@ -103,8 +82,7 @@ class Run:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, choices=range(4), default=3, help="0: DDP, 1-3: ZeRO-1 to ZeRO-3 (3)")
+    parser = options_parser(__doc__)
     once = "ZeRO-3: gather the last blocks once for forward and backward, as many as cost no memory (yes)"
     parser.add_argument("--gather-last-units-once", action=argparse.BooleanOptionalAction, default=True, help=once)
     parser.add_argument("--size", choices=SIZES, default="small", help="size of the model (small)")
@@ -115,10 +93,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks (16)")
     parser.add_argument("--context", type=int, default=128, help="bytes per sequence (128)")
     parser.add_argument("--lr", type=float, help="highest learning rate (depends on --size)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the batches (0)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs"), help="folder for the loss curve and checkpoints (runs)"
-    )
     every = "save a checkpoint every so many steps and at the end; resume from the latest in --out (never)"
     parser.add_argument("--save-every", type=int, default=0, help=every)
     options = parser.parse_args()
@@ -126,35 +100,6 @@ def parse_options() -> argparse.Namespace:
         if getattr(options, name) < least:
             parser.error(f"--{name} is {getattr(options, name)}; give at least {least}")
     return options
-
-
-def env(name: str) -> int:
-    return int(os.environ[name])
-
-
-def store_of_attempt() -> dist.Store:
-    """The store of this attempt: ranks that torchrun restarts must not find the addresses of dead ranks."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], env("MASTER_PORT"), is_master=False)
-    return dist.PrefixStore(f"attempt {env('TORCHELASTIC_RESTART_COUNT')}", store)
-
-
-@contextmanager
-def ranks_of_torchrun() -> Iterator[Ranks]:
-    """The process group that torchrun describes; without torchrun, a group of one process."""
-    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    backend = "nccl" if cuda else "gloo"
-    if cuda:
-        torch.cuda.set_device(device)
-    if dist.is_torchelastic_launched():
-        dist.init_process_group(backend, store=store_of_attempt(), rank=env("RANK"), world_size=env("WORLD_SIZE"))
-    else:
-        dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)  # any free port
-    try:
-        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
-    finally:
-        dist.destroy_process_group()
 
 
 def learning_rate_at(step: int, steps: int) -> float:
@@ -249,19 +194,17 @@ def train(trainer: Trainer, batches: list[Tensor], first: int, console: Console)
     tokens = trainer.shape.rows * trainer.shape.context
     if first:
         console.print(f"Resuming after step {first} from {trainer.checkpoints / 'latest'}.")
-    with progress_bar(console) as bar:
-        task = bar.add_task("compiling", total=steps, completed=first, loss="-", validation="-", speed="-")
+    with progress_bar(console, "training", steps, tokens, "tokens", done=first) as bar:
         for number in range(first, steps + 1):
             if number in validate_at:
                 run.validation.append((number, validate(trainer.model, batches, trainer.ranks)))
-                bar.update(task, validation=f"{run.validation[-1][1]:.3f}")
+                bar.note(f"validation {run.validation[-1][1]:.3f}")
             if number == steps:
                 break
             measure = number == min(first + PEAK_STEP, steps - 1)
             take_step(trainer, number, measure, run)
             trainer.save(number + 1)
-            speed = f"{tokens / median(run.timed[-20:]):,.0f}"
-            bar.update(task, description="training", advance=1, loss=f"{run.losses[-1]:.3f}", speed=speed)
+            bar.step(run.losses[-1].item())
             if measure:
                 traces = tz.traces_of(trainer.model)  # of the program that ran last, a training step
     return run, traces
@@ -281,18 +224,6 @@ def take_step(trainer: Trainer, number: int, measure: bool, run: Run) -> None:
         step()
     run.losses[-1] = run.losses[-1].cpu()  # waits for a GPU
     run.seconds.append(time.perf_counter() - start)
-
-
-def progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}, validation {task.fields[validation]}, {task.fields[speed]} tokens/s"),
-        TimeElapsedColumn(),
-        console=console,
-        refresh_per_second=4,
-    )
 
 
 def traffic_of(traces: tz.Traces, stage: int, ranks: Ranks) -> Traffic:
@@ -330,11 +261,10 @@ def modules_gathered_once(plan: tz.Plan) -> str:
 def report_of(trainer: Trainer, run: Run, traces: tz.Traces) -> Report:
     options, ranks = trainer.options, trainer.ranks
     parameters = sum(prod(param.shape) for param in traces.plan.params)
-    stage = "DDP" if options.stage == 0 else f"ZeRO-{options.stage}"
     at_border = gathered_bytes(traces.forward_timeline)[-1]
-    where = f"{ranks.world_size} {'rank' if ranks.world_size == 1 else 'ranks'}"
+    where = f"{stage_name(options.stage)} on {ranks.words}"
     return Report(
-        title=f"Byte-level GPT, {parameters / 1e6:.2f} M parameters, {options.dtype}, {stage} on {where}",
+        title=f"Byte-level GPT, {parameters / 1e6:.2f} M parameters, {options.dtype}, {where}",
         losses=ranks.mean(torch.stack(run.losses)).tolist(),
         validation=run.validation,
         tokens_per_second=trainer.shape.rows * trainer.shape.context / median(run.timed),
@@ -347,7 +277,7 @@ def report_of(trainer: Trainer, run: Run, traces: tz.Traces) -> Report:
 def main() -> None:
     options = parse_options()
     with ranks_of_torchrun() as ranks:
-        console = Console(quiet=ranks.rank != 0, width=None if sys.stdout.isatty() else WIDTH)
+        console = console_of(ranks)
         trainer = Trainer(options, ranks, load_text())
         batches = validation_batches(trainer.text, VALIDATION_BATCHES, trainer.shape)
         first = trainer.resume()

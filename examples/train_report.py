@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-import matplotlib
+from matplotlib.axes import Axes
+from pictures import COLORS, FAINT, INK, picture, title
 from rich.console import Console
-from rich.table import Table
-
-matplotlib.use("Agg")  # draws into a file; needs no screen
-
-from matplotlib import pyplot as plt
+from show import figures, mb
 
 SMOOTHING = 12  # steps on either side that the curve averages the training loss over
-INK, FAINT, TRAIN, VALIDATION = "#1f2933", "#9aa5b1", "#3b82c4", "#d1495b"
+TRAIN, VALIDATION = COLORS[:2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +78,7 @@ class Report:
 def print_report(report: Report, console: Console) -> None:
     """Print the table, one figure per line."""
     memory, traffic = report.memory, report.traffic
-    parts = f"parameters {_mb(memory.parameters)}, gradients {_mb(memory.gradients)}, AdamW {_mb(memory.optimizer)}"
+    parts = f"parameters {mb(memory.parameters)}, gradients {mb(memory.gradients)}, AdamW {mb(memory.optimizer)}"
     rest = memory.parameters + memory.gradients + memory.optimizer
     rows = (
         ("training loss, first step", f"{report.losses[0]:.3f}", "nats per byte"),
@@ -90,20 +87,25 @@ def print_report(report: Report, console: Console) -> None:
         ("tokens/s", f"{report.tokens_per_second:,.0f}", "all ranks, median step"),
         ("bytes sent per rank and step", f"{traffic.timeline:,.0f}", "counted in the program that ran"),
         ("by the formula", f"{traffic.formula:,.0f}", traffic.words),
-        *([("gathered once", _mb(memory.gathered_between), report.gathered_once)] if memory.gathered else []),
-        ("memory at rest per rank", _mb(rest), parts),
-        ("memory at peak per rank", _mb(memory.peak), f"in one step; gathered parameters {_mb(memory.gathered)} of it"),
+        *([("gathered once", mb(memory.gathered_between), report.gathered_once)] if memory.gathered else []),
+        ("memory at rest per rank", mb(rest), parts),
+        (
+            "memory at peak per rank",
+            mb(memory.peak),
+            f"in one step; gathered parameters {mb(memory.gathered)} of it",
+        ),
     )
-    table = Table("", "value", "", title=report.title, title_justify="left", title_style="bold", show_header=False)
-    table.columns[1].justify = "right"
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    figures(console, report.title, rows)
 
 
 def save_curve(report: Report, path: Path) -> None:
     """Draw training and validation loss over the steps into a PNG."""
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=150, layout="constrained")
+    with picture(path) as (axes,):
+        draw_curve(report, axes)
+
+
+def draw_curve(report: Report, axes: Axes) -> None:
+    """Training loss, as it was and smoothed, and validation loss, each with its last value."""
     steps = range(len(report.losses))  # steps done before each loss, as for validation
     smooth = _smoothed(report.losses)
     axes.plot(steps, report.losses, color=TRAIN, alpha=0.3, linewidth=0.8)
@@ -116,22 +118,14 @@ def save_curve(report: Report, path: Path) -> None:
     for (value, name, color), place in ((low, low[0] - shift), (high, high[0] + shift)):
         label = f"{name} {value:.2f}"
         axes.text(1.03, place, label, color=color, va="center", fontsize=11, transform=axes.get_yaxis_transform())
-    axes.set_title(report.title, loc="left", fontsize=12, color=INK, pad=12)
+    title(axes, report.title)
     axes.set_xlabel("step", color=INK)
     axes.set_ylabel("loss, nats per byte", color=INK)
     axes.set_xlim(0, len(report.losses))
     axes.grid(axis="y", color=FAINT, alpha=0.3, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK)
-    figure.savefig(path)
-    plt.close(figure)
 
 
 def _smoothed(losses: list[float]) -> list[float]:
     """Moving average over the steps before and after; over fewer at the steep start and at the end."""
     sides = [min(step, SMOOTHING) for step in range(len(losses))]
     return [mean(losses[step - side : step + side + 1]) for step, side in enumerate(sides)]
-
-
-def _mb(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.2f} MB"

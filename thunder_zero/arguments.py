@@ -41,6 +41,7 @@ class Arguments(TypedDict, total=False):
     stage: int
     unit_of: Callable[[torch.nn.Module], tuple[str, ...]] | None
     ignored: tuple[str, ...]
+    replicated: tuple[str, ...]
     replicate_below_bytes: int
     mixed_precision: MixedPrecision
     bucket_bytes: int

@@ -7,6 +7,7 @@ the stage or the process group.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -200,7 +201,7 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
 
     Raises:
         ValueError: ``world_size``, ``rank`` or ``replicas`` out of range, a module without parameters, a unit
-            path that is not a submodule, an ignored path that the module does not have.
+            path that is not a submodule, an ignored path that the module does not have, a pattern that fits nothing.
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; give the number of ranks, at least 1")
@@ -214,7 +215,9 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
     modules = {path for path, _ in module.named_modules()}
     paths = {*modules, *(name for of_one in names.values() for name in of_one)}
     _require_there(policy.ignored, paths, module)
-    _require_fitting(policy.mixed_precision, {*paths, *(name for name, _ in module.named_buffers())}, module)
+    _require_fitting("replicated names", policy.replicated, paths, module)
+    with_buffers = {*paths, *(name for name, _ in module.named_buffers())}
+    _require_fitting("mixed_precision overrides", policy.mixed_precision.overrides, with_buffers, module)
     names = {param: paths for param, paths in names.items() if not any(_is_ignored(path, policy) for path in paths)}
     if not names:
         raise ValueError(
@@ -246,11 +249,11 @@ def _require_there(ignored: tuple[str, ...], there: set[str], module: nn.Module)
             )
 
 
-def _require_fitting(precision: MixedPrecision, there: set[str], module: nn.Module) -> None:
-    for pattern in precision.overrides:
+def _require_fitting(field: str, patterns: Iterable[str], there: set[str], module: nn.Module) -> None:
+    for pattern in patterns:
         if not any(fnmatchcase(path, pattern) for path in there - {ROOT}):
             raise ValueError(
-                f"mixed_precision overrides {pattern!r}, which fits no parameter and no submodule of "
+                f"{field} {pattern!r}, which fits no parameter and no submodule of "
                 f"{type(module).__name__}; give a path or a pattern of paths, such as 'blocks.*.norm'"
             )
 
@@ -259,10 +262,18 @@ def _is_ignored(path: str, policy: Policy) -> bool:
     return any(path == ignored or path.startswith(f"{ignored}.") for ignored in policy.ignored)
 
 
+def _is_replicated(path: str, policy: Policy) -> bool:
+    """Whether a pattern fits a parameter's path, or the path of a submodule around it."""
+    parts = path.split(".")
+    around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(fnmatchcase(part, pattern) for part in around for pattern in policy.replicated)
+
+
 def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, unit: str) -> Param:
     stage = STAGES[policy.stage]
     is_small = param.nbytes < policy.replicate_below_bytes
-    sharded = stage.sharded and layout.is_sharded(tuple(param.shape)) and not is_small
+    replicated = is_small or any(_is_replicated(name, policy) for name in names)
+    sharded = stage.sharded and layout.is_sharded(tuple(param.shape)) and not replicated
     precision = _precision_of(names, policy.mixed_precision) if param.is_floating_point() else MixedPrecision()
     compute_dtype = precision.param_dtype or param.dtype
     return Param(

@@ -43,6 +43,10 @@ COUNTS = {  # fields that count something, with their units
     "in_flight_bytes": "bytes",
     "prefetch": "buckets",
 }
+PATHS = {  # fields of paths
+    "ignored": "paths of parameters or submodules, such as ('router',)",
+    "replicated": "patterns of paths of parameters or submodules, such as ('*.bias',)",
+}
 SWITCHES = (
     "gather_per_unit",
     "gather_last_units_once",
@@ -64,6 +68,8 @@ class Policy:
             (:func:`thunder_zero.plan.repeated_blocks`).
         ignored: paths of parameters, or of submodules with all of theirs, that are neither sharded, gathered nor
             reduced; each rank trains its own (default none).
+        replicated: patterns of paths (``"*.bias"``, as in ``fnmatch``) of parameters, or of submodules with all of
+            theirs, that every rank keeps in full and whose gradients are all-reduced (default none).
         replicate_below_bytes: every rank keeps parameters smaller than this in full and all-reduces their gradients
             (bytes of the full parameter, default 0: all are sharded).
         mixed_precision: the dtypes of compute and of gradients on the wire (default: those of the parameters).
@@ -103,6 +109,7 @@ class Policy:
     stage: int = 3
     unit_of: Callable[[nn.Module], tuple[str, ...]] | None = None
     ignored: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
     replicate_below_bytes: int = 0
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     bucket_bytes: int = 16 * MiB
@@ -126,10 +133,10 @@ class Policy:
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
-        if not isinstance(self.ignored, tuple) or not all(isinstance(path, str) for path in self.ignored):
-            raise ValueError(
-                f"ignored is {self.ignored!r}; give a tuple of paths of parameters or submodules, such as ('router',)"
-            )
+        for name, example in PATHS.items():
+            paths = getattr(self, name)
+            if not isinstance(paths, tuple) or not all(isinstance(path, str) for path in paths):
+                raise ValueError(f"{name} is {paths!r}; give a tuple of {example}")
         if not isinstance(self.mixed_precision, MixedPrecision):
             raise ValueError(
                 f"mixed_precision is {self.mixed_precision!r}; give a thunder_zero.MixedPrecision, such as "

@@ -103,13 +103,14 @@ def trains(model: Any) -> bool:
         (
             {"foo": 1},
             TypeError,
-            ["foo=1", "Policy", "stage, unit_of, ignored, replicate_below_bytes", "check_gradients"],
+            ["foo=1", "Policy", "stage, unit_of, ignored, replicated, replicate_below_bytes", "check_gradients"],
         ),
         ({"policy": tz.ZERO1, "Stage": 1}, TypeError, ["Stage=1", "stage, unit_of"]),
         ({"bucket_bytes": -1}, ValueError, ["bucket_bytes is -1", "0 or more"]),
         ({"replicate_below_bytes": -1}, ValueError, ["replicate_below_bytes is -1", "bytes, 0 or more"]),
         ({"ignored": "router"}, ValueError, ["ignored is 'router'", "a tuple of paths"]),
         ({"ignored": (1,)}, ValueError, ["ignored is (1,)", "a tuple of paths"]),
+        ({"replicated": "*.bias"}, ValueError, ["replicated is '*.bias'", "a tuple of patterns", "('*.bias',)"]),
         ({"gather_once_per_accumulation": 1}, ValueError, ["gather_once_per_accumulation is 1", "True or False"]),
         ({"in_flight_bytes": -2}, ValueError, ["in_flight_bytes is -2", "0 or more"]),
         ({"prefetch": -3}, ValueError, ["prefetch is -3", "0 or more"]),
@@ -207,6 +208,8 @@ def test_cpu_tensors_and_a_real_group_for_cuda() -> None:
 def test_ignored_names_must_exist_and_leave_a_parameter() -> None:
     with refused(ValueError, "ignored names 'lin', which is no parameter and no submodule of Sequential"):
         shard(nn.Sequential(nn.Linear(2, 2)), ignored=("lin",))
+    with refused(ValueError, "replicated names '*.gain', which fits no parameter and no submodule of Sequential"):
+        shard(nn.Sequential(nn.Linear(2, 2)), replicated=("*.gain",))
     with refused(ValueError, "Sequential has no parameters that are not ignored"):
         shard(nn.Sequential(nn.Linear(2, 2)), ignored=("0",))
 

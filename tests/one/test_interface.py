@@ -236,6 +236,14 @@ def ignored(monkeypatch: pytest.MonkeyPatch) -> None:
         assert {path for paths in launches(result, kind, backward=backward) for path in paths} == planned
 
 
+def replicated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sharded: patterns fit paths of parameters, and of submodules with all of theirs."""
+    params = traced(replace(tz.ZERO2, replicated=("*.bias", "layers.1"))).plan.params
+    assert {param.path for param in params if not param.sharded} == {"layers.0.bias", "layers.1.weight"} | {
+        f"layers.{number}.bias" for number in (1, 2, 3)
+    }
+
+
 def replicate_below_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sharded: here weights only, and from one byte more not even those."""
     for limit, is_sharded in ((7 * ROW_BYTES, {"weight"}), (7 * ROW_BYTES + 1, set())):
@@ -416,6 +424,7 @@ SEEN = {
         stage,
         unit_of,
         ignored,
+        replicated,
         replicate_below_bytes,
         mixed_precision,
         bucket_bytes,

@@ -16,12 +16,10 @@ import pytest
 import torch
 
 import thunder_zero as tz
+from tests.harness.examples import ROOT, SECONDS, run_example, table_of, torchrun
 from tests.harness.ranks import example_environment
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = "examples/train_gpt.py"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-SECONDS = 240
 WIDTH = 32
 BLOCK = 12 * WIDTH**2 + 9 * WIDTH + 4 * WIDTH  # weights, biases, two norms
 TIED_MODEL = (256 + 32) * WIDTH + 2 * BLOCK + 2 * WIDTH  # parameters of --size tiny --context 32
@@ -29,31 +27,6 @@ MODEL = TIED_MODEL + 256 * WIDTH
 # Backward does not read the lookup tables (256 + 32 rows) and biases: 9 + 2 widths a block, 1 in the last norm.
 NOT_READ = (256 + 32 + 2 * (9 + 2) + 1) * WIDTH
 GATHERED_ONCE = 2 * (BLOCK - 11 * WIDTH) + WIDTH + 256 * WIDTH  # both blocks, norm, head
-
-
-def run_example(*options: str) -> str:
-    """Run the example on two ranks and return its output; end it if it takes too long.
-
-    Raises:
-        AssertionError: it failed or was ended; the message is its output.
-    """
-    command = [*TORCHRUN, EXAMPLE, *options]
-    run = subprocess.Popen(
-        command, cwd=ROOT, env=example_environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        printed, _ = run.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        run.terminate()  # torchrun ends its ranks
-        printed, _ = run.communicate()
-    assert run.returncode == 0, printed
-    return printed
-
-
-def table_of(printed: str) -> dict[str, tuple[str, str]]:
-    """The rows of the table: name -> (value, note)."""
-    rows = re.findall(r"^│ (.+?) +│ +(.+?) +│ (.*?) *│$", printed, re.MULTILINE)
-    return {name: (value, note) for name, value, note in rows}
 
 
 TINY = ("--size", "tiny", "--context", "32", "--batch", "4", "--steps", "30", "--save-every", "5")
@@ -71,7 +44,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Example:
     @cache
     def run(name: str) -> tuple[str, Path]:
         out = tmp_path_factory.mktemp(name)
-        return run_example(*TINY, *OPTIONS[name], "--out", str(out)), out
+        return run_example(EXAMPLE, *TINY, *OPTIONS[name], "--out", str(out)), out
 
     return run
 
@@ -139,7 +112,7 @@ def test_a_run_whose_rank_dies_ends_with_the_same_weights(example: Example, tmp_
     Gathering every unit again for backward changes the bytes they send, and no bit of the weights."""
     _, whole = example("zero3")
     command = [
-        *TORCHRUN,
+        *torchrun(2),
         "--max-restarts",
         "2",
         EXAMPLE,

@@ -1,0 +1,184 @@
+"""A Hugging Face Llama, sharded: its own loss, clipping, bfloat16, and one file that the plain model loads.
+
+    pip install "transformers>=4.50,<4.51"
+    torchrun --standalone --nproc-per-node 2 examples/hugging_face.py            # ZeRO-3
+    torchrun --standalone --nproc-per-node 2 examples/hugging_face.py --lora 4   # trains adapters of rank 4 only
+    python examples/hugging_face.py --stage 1 --dtype float32                    # one process
+
+The model is made from a config (tied embeddings, grouped-query attention) and reads bytes; nothing is downloaded. The
+loss comes from `labels=`. At the end the sharded checkpoint becomes one safetensors file, which the plain model loads
+and repeats the loss of the sharded one. With `--lora` the base is frozen: its rows are gathered, and nothing of it is
+reduced, has a gradient or optimizer state.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from pictures import curves, picture, title
+from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
+from safetensors.torch import load_file
+from show import Bar, console_of, figures, mb, progress_bar
+from stdlib_text import Shape, load_text, train_batch
+from tensor_memory import bytes_held
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import thunder_zero as tz  # before thunder
+
+import thunder
+
+DTYPES = {
+    "float32": tz.MixedPrecision(),
+    "bfloat16": tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32),
+}
+ADAPTED = ("q_proj", "v_proj")  # the layers that get adapters
+
+
+def parse_options() -> argparse.Namespace:
+    parser = options_parser(__doc__)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of compute (bfloat16)")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only (0: all)")
+    parser.add_argument("--layers", type=int, default=2, help="(2)")
+    parser.add_argument("--width", type=int, default=64, help="features of a token (64)")
+    parser.add_argument("--steps", type=int, default=100, help="training steps (100)")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks (16)")
+    parser.add_argument("--context", type=int, default=64, help="bytes per sequence (64)")
+    return parser.parse_args()
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer plus a trained product of two narrow matrices (Hu et al., arXiv 2106.09685)."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)  # at the start the adapter changes nothing
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + 2 * self.up(self.down(x))
+        return y
+
+
+def make_llama(options: argparse.Namespace) -> nn.Module:
+    """A small Llama with four heads that share two heads of keys and values."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=options.width,
+        intermediate_size=3 * options.width,
+        num_hidden_layers=options.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=options.context,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    torch.manual_seed(options.seed)  # the same weights on every rank
+    model = LlamaForCausalLM(config)
+    if options.lora:
+        model.requires_grad_(False)
+        for path, layer in list(model.named_modules()):
+            parent, _, name = path.rpartition(".")
+            if name in ADAPTED:
+                setattr(model.get_submodule(parent), name, LoRA(layer, options.lora))
+    return model
+
+
+class Trainer:
+    """A sharded Llama, its optimizer, and the text."""
+
+    def __init__(self, options: argparse.Namespace, ranks: Ranks) -> None:
+        self.options, self.ranks, self.text = options, ranks, load_text()
+        self.shape = Shape(options.batch, options.context - 1, ranks.rank, ranks.world_size)
+        module = make_llama(options).to(ranks.device)
+        policy = tz.Policy(options.stage, mixed_precision=DTYPES[options.dtype])
+        self.model = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-2 if options.lora else 3e-3)
+
+    def loss_of(self, step: int) -> Tensor:
+        """The model's own loss: it shifts the labels by itself."""
+        windows = train_batch(self.text, step, self.shape, self.options.seed).to(self.ranks.device)
+        loss: Tensor = self.model(input_ids=windows, labels=windows).loss
+        return loss
+
+    def step(self, number: int) -> tuple[Tensor, Tensor]:
+        """One step; returns the loss, and the norm of all gradients before they were clipped."""
+        loss = self.loss_of(number)
+        loss.backward()
+        norm = tz.clip_grad_norm_(self.model, max_norm=1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach(), norm
+
+    def train(self, bar: Bar) -> list[float]:
+        """All steps; returns the losses, mean over ranks."""
+        losses = []
+        for number in range(self.options.steps):
+            loss, norm = self.step(number)
+            losses.append(self.ranks.mean(loss).item())
+            bar.step(losses[-1])
+            bar.note(f"norm {norm.item():.2f}")
+        return losses
+
+
+@torch.no_grad()
+def last_loss(trainer: Trainer) -> float:
+    """The sharded model's loss on a batch that it has not seen, mean over ranks."""
+    return trainer.ranks.mean(trainer.loss_of(trainer.options.steps)).item()
+
+
+@torch.no_grad()
+def plain_loss(file: Path, trainer: Trainer) -> float:
+    """The same, by a plain Llama with the weights of one file, on all ranks' rows."""
+    plain = make_llama(trainer.options)
+    plain.load_state_dict(load_file(file), strict=False)  # the file has a tied weight once, under its first name
+    shape = Shape(trainer.options.batch, trainer.options.context - 1, rank=0, world_size=1)
+    windows = train_batch(trainer.text, trainer.options.steps, shape, trainer.options.seed)
+    return float(plain(input_ids=windows, labels=windows).loss)
+
+
+def report(trainer: Trainer, losses: list[float], sharded: float, plain: float) -> None:
+    """Print the figures, and draw the loss."""
+    options, ranks = trainer.options, trainer.ranks
+    state = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
+    trained = sum(parameter.numel() for parameter in trainer.trained)
+    rows = [
+        ("loss, first and last step", f"{losses[0]:.3f}, {losses[-1]:.3f}", "nats per byte, mean over ranks"),
+        ("loss of unseen text, sharded", f"{sharded:.4f}", options.dtype),
+        ("plain model, from one file", f"{plain:.4f}", "float32"),
+        ("elements this rank trains", f"{trained:,}", "rows of adapters" if options.lora else "rows of all parameters"),
+        ("parameters per rank, at rest", mb(bytes_held(trainer.model.parameters())), ""),
+        ("AdamW per rank, at rest", mb(bytes_held(state)), ""),
+    ]
+    name = f"hugging_face{'_lora' * bool(options.lora)}_stage{options.stage}"
+    heading = f"Llama{' with LoRA' * bool(options.lora)}, {stage_name(options.stage)} on {ranks.words}"
+    figures(console_of(ranks), heading, rows)
+    path = options.out / f"{name}.png"
+    with picture(path) as (axes,):
+        curves(axes, {"loss": (range(len(losses)), losses)}, x="step", y="loss, nats per byte")
+        title(axes, heading)
+    console_of(ranks).print(f"The picture is {path}.")
+
+
+def main() -> None:
+    options = parse_options()
+    with ranks_of_torchrun() as ranks:
+        trainer = Trainer(options, ranks)
+        tokens = options.batch * options.context
+        with progress_bar(console_of(ranks), "training", options.steps, tokens, "tokens") as bar:
+            losses = trainer.train(bar)
+        sharded = last_loss(trainer)
+        folder = options.out / "hugging_face" / f"step-{options.steps}"
+        tz.save(folder, trainer.model, trainer.optimizer)
+        if ranks.rank == 0:
+            (file,) = tz.consolidate(folder, folder.parent / "model.safetensors")
+            report(trainer, losses, sharded, plain_loss(file, trainer))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""This process's place in a run: the process group that torchrun describes, or a group of one process.
+
+A restarted rank (``torchrun --max-restarts``) must not find the addresses of dead ranks, so each attempt has a store
+of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process's rank, the number of ranks, and the device this rank computes on."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over ranks, on every rank; float64, on the CPU."""
+        summed = values.to(self.device, torch.float64, copy=True)
+        dist.all_reduce(summed)
+        return summed.cpu() / self.world_size
+
+    def rows_of(self, batch: Tensor) -> Tensor:
+        """This rank's share of a global batch: consecutive rows, as many on each rank.
+
+        Raises:
+            ValueError: the rows cannot be divided among the ranks.
+        """
+        if len(batch) % self.world_size:
+            raise ValueError(
+                f"a batch of {len(batch)} rows does not divide among {self.world_size} ranks; give a multiple of it"
+            )
+        return batch.chunk(self.world_size)[self.rank].to(self.device)
+
+    @property
+    def words(self) -> str:
+        """Such as "4 ranks"."""
+        return f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'}"
+
+
+def options_parser(doc: str | None, *, stage: int | None = 3) -> argparse.ArgumentParser:
+    """A parser with the options that the examples share; ``doc`` is the example's own text for ``--help``.
+
+    Args:
+        doc: what the example teaches.
+        stage: the default of ``--stage``; None leaves the option out.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if stage is not None:
+        words = f"0: DDP, 1-3: ZeRO-1 to ZeRO-3 ({stage})"
+        parser.add_argument("--stage", type=int, choices=range(4), default=stage, help=words)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the data (0)")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for pictures and checkpoints (runs)")
+    return parser
+
+
+def stage_name(stage: int) -> str:
+    """Such as "ZeRO-3"."""
+    return f"ZeRO-{stage}" if stage else "DDP"
+
+
+@contextmanager
+def ranks_of_torchrun() -> Iterator[Ranks]:
+    """The process group that torchrun describes; without torchrun, a group of one process."""
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    backend = "nccl" if cuda else "gloo"
+    if cuda:
+        torch.cuda.set_device(device)
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend, store=_store_of_attempt(), rank=_env("RANK"), world_size=_env("WORLD_SIZE"))
+    else:
+        dist.init_process_group(backend, init_method="tcp://localhost:0", rank=0, world_size=1)  # any free port
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _store_of_attempt() -> dist.Store:
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], _env("MASTER_PORT"), is_master=False)
+    return dist.PrefixStore(f"attempt {_env('TORCHELASTIC_RESTART_COUNT')}", store)
+
+
+def _env(name: str) -> int:
+    return int(os.environ[name])

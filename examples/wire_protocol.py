@@ -1,0 +1,270 @@
+"""What a collective is: an all-reduce, a gather and a reduce-scatter made of sends and receives, byte by byte.
+
+    torchrun --standalone --nproc-per-node 2 examples/wire_protocol.py             # ZeRO-3
+    torchrun --standalone --nproc-per-node 4 examples/wire_protocol.py --stage 0   # DDP
+    python examples/wire_protocol.py                                               # one process sends nothing
+
+Trains a small perceptron by hand: `Wire` has the three collectives, `Layer` calls them where the stage needs them, and
+every byte that leaves this rank is counted. It trains twice, and all ranks end with the same weights, bit for bit, both
+times. Then ZeroTransform trains the same model, and its program sends the same bytes. Runs on CPUs (gloo), on any
+number of ranks; rows that do not divide by it make the last rank's part smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
+from show import Bar, console_of, figures, progress_bar
+from torch import Tensor, nn
+
+import thunder_zero as tz  # before thunder
+from thunder_zero import layout
+
+import thunder
+
+LEARNING_RATE = 0.1
+ROWS = 32  # of a batch, on each rank
+FEATURES, WIDTH = 24, 48  # divide by 2, 3 and 4 ranks
+
+
+def parse_options() -> argparse.Namespace:
+    parser = options_parser(__doc__)
+    parser.add_argument("--steps", type=int, default=20, help="training steps (20)")
+    return parser.parse_args()
+
+
+# 1. The wire. A rank sends messages to its peers and receives theirs; nothing else happens in a collective.
+
+
+@dataclass
+class Wire:
+    """The collectives of one rank, made of sends and receives; `sent` counts the bytes that leave it."""
+
+    rank: int
+    world_size: int
+    sent: int = 0
+
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+        """Send a message to each peer and receive one from each, all at the same time."""
+        works = [dist.irecv(slot, src=peer) for peer, slot in incoming.items() if slot.numel()]
+        works += [dist.isend(message, dst=peer) for peer, message in outgoing.items() if message.numel()]
+        self.sent += sum(message.nbytes for message in outgoing.values())
+        for work in works:
+            work.wait()
+
+    @property
+    def peers(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def parts(self, full: Tensor) -> list[Tensor]:
+        """The rows of each rank, as views."""
+        ranges = [layout.row_range(len(full), self.world_size, rank) for rank in range(self.world_size)]
+        return [full[start:stop] for start, stop in ranges]
+
+    def gather(self, rows: Tensor, count: int) -> Tensor:
+        """Every rank's rows -> all rows, on every rank. Sends its rows to each peer: (W - 1) / W of the bytes."""
+        full = rows.new_empty(count, *rows.shape[1:])
+        parts = self.parts(full)
+        parts[self.rank].copy_(rows)
+        self.exchange(dict.fromkeys(self.peers, rows), {peer: parts[peer] for peer in self.peers})
+        return full
+
+    def reduce_scatter(self, grad: Tensor) -> Tensor:
+        """The mean over ranks of this rank's rows. Sends each peer its rows: (W - 1) / W of the bytes."""
+        parts = self.parts(grad.contiguous())
+        found = [torch.empty_like(parts[self.rank]) for _ in parts]
+        found[self.rank] = parts[self.rank]
+        self.exchange({peer: parts[peer] for peer in self.peers}, {peer: found[peer] for peer in self.peers})
+        total = found[0].clone()
+        for part in found[1:]:  # in rank order, so that the bits do not depend on which message came first
+            total += part
+        return total / self.world_size
+
+    def all_reduce(self, grad: Tensor) -> Tensor:
+        """The mean over ranks, on every rank: a reduce-scatter and a gather, 2 (W - 1) / W of the bytes."""
+        return self.gather(self.reduce_scatter(grad), len(grad))
+
+
+# 2. A parameter. The optimizer steps the part that this rank owns; ZeRO-1 keeps all rows as well.
+
+
+class Part:
+    """What one rank holds of a parameter.
+
+    Attributes:
+        own: what the optimizer steps: all rows (DDP), or this rank's.
+        full: all rows (DDP, ZeRO-1), or None: gathered where they are needed.
+    """
+
+    def __init__(self, param: Tensor, wire: Wire, stage: int) -> None:
+        self.wire, self.stage, self.count = wire, stage, len(param)
+        value = param.detach().clone()
+        self.own = (value if stage == 0 else wire.parts(value)[wire.rank].clone()).requires_grad_()
+        self.full = value if stage < 2 else None
+
+    def gathered(self) -> Tensor:
+        """All rows."""
+        return self.wire.gather(self.own.detach(), self.count) if self.full is None else self.full.detach()
+
+    def reduced(self, grad: Tensor) -> Tensor:
+        """The mean over ranks, of the rows that the optimizer steps."""
+        return self.wire.all_reduce(grad) if self.stage == 0 else self.wire.reduce_scatter(grad)
+
+    def step(self) -> None:
+        """Plain SGD; ZeRO-1 then refreshes the rows of other ranks."""
+        assert self.own.grad is not None
+        with torch.no_grad():
+            self.own -= LEARNING_RATE * self.own.grad
+        self.own.grad = None
+        if self.stage == 1:
+            self.full = self.wire.gather(self.own.detach(), self.count)
+
+
+# 3. One layer. It gathers a parameter before it uses it, and reduces its gradient as soon as there is one.
+
+
+class Layer(torch.autograd.Function):
+    """``x @ weight.t() + bias``; autograd needs to see what the optimizer steps, so that it gets the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Part, bias: Part, *stepped: Tensor) -> Tensor:
+        full = weight.gathered()
+        ctx.weight, ctx.bias = weight, bias
+        ctx.save_for_backward(x, *([] if weight.stage == 3 else [full]))  # ZeRO-3 frees what it gathered
+        return x @ full.t() + bias.gathered()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, *kept = ctx.saved_tensors
+        into_x = None
+        if ctx.needs_input_grad[0]:  # not of the first layer, whose weight is not gathered again
+            into_x = grad @ (kept[0] if kept else ctx.weight.gathered())
+        return into_x, None, None, ctx.weight.reduced(grad.t() @ x), ctx.bias.reduced(grad.sum(dim=0))
+
+
+# 4. Training, by hand and by ZeroTransform.
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The end of a run.
+
+    Attributes:
+        weights: all parameters in full.
+        sent: bytes that this rank sent in a step after the first.
+    """
+
+    weights: list[Tensor]
+    sent: int
+
+
+def perceptron(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)  # the same weights on every rank
+    return nn.Sequential(
+        nn.Linear(FEATURES, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, FEATURES)
+    )
+
+
+def make_batch(step: int, options: argparse.Namespace, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """This rank's own rows and their targets."""
+    generator = torch.Generator().manual_seed((options.seed * 1000 + step) * ranks.world_size + ranks.rank)
+    x = torch.randn(ROWS, FEATURES, generator=generator)
+    return x, x.roll(1, dims=1)
+
+
+def bar_of(name: str, options: argparse.Namespace, ranks: Ranks) -> AbstractContextManager[Bar]:
+    return progress_bar(console_of(ranks), name, options.steps, ROWS * ranks.world_size, "rows")
+
+
+def train_by_hand(options: argparse.Namespace, ranks: Ranks) -> Run:
+    """Train with `Wire` and `Layer`."""
+    wire = Wire(ranks.rank, ranks.world_size)
+    parts = [Part(param, wire, options.stage) for param in perceptron(options.seed).parameters()]
+    layers = list(zip(parts[::2], parts[1::2], strict=True))
+    with bar_of("by hand", options, ranks) as bar:
+        for step in range(options.steps):
+            before = wire.sent
+            x, y = make_batch(step, options, ranks)
+            for number, (weight, bias) in enumerate(layers):
+                x = Layer.apply(x.relu() if number else x, weight, bias, weight.own, bias.own)
+            loss = (x - y).square().mean()
+            loss.backward()
+            for part in parts:
+                part.step()
+            bar.step(loss.item())
+    sent = wire.sent - before
+    return Run([part.gathered() for part in parts], sent)
+
+
+def train_sharded(options: argparse.Namespace, ranks: Ranks) -> Run:
+    """Train with ZeroTransform; the bytes are counted in the program that runs."""
+    policy = tz.Policy(options.stage, gather_last_units_once=False)
+    model = thunder.jit(perceptron(options.seed), transforms=[tz.ZeroTransform(policy)])
+    optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
+    with bar_of("ZeroTransform", options, ranks) as bar:
+        for step in range(options.steps):
+            x, y = make_batch(step, options, ranks)
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            bar.step(loss.item())
+    timeline = tz.traces_of(model).timeline
+    sent = sum(map(timeline.bytes_sent, timeline.ops))
+    return Run([value.detach() for value in tz.full_state_dict(model).values()], sent)
+
+
+# 5. The figures.
+
+
+def formula(stage: int, ranks: Ranks) -> tuple[float, str]:
+    """Bytes that a rank sends in a step, where all rows divide by the number of ranks."""
+    share = (ranks.world_size - 1) / ranks.world_size
+    sizes = [param.nbytes for param in perceptron(0).parameters()]
+    if stage < 3:
+        return 2 * share * sum(sizes), "2 (W - 1) / W of the model"
+    again = [size for size in sizes[2::2]]  # weights, except the first layer's
+    return share * (2 * sum(sizes) + sum(again)), "the same, and (W - 1) / W of the weights of layers 2 and 3"
+
+
+def digests(weights: list[Tensor]) -> list[str]:
+    """The SHA-256 of the weights on each rank."""
+    joined = b"".join(value.contiguous().numpy().tobytes() for value in weights)
+    found = [""] * dist.get_world_size()
+    dist.all_gather_object(found, hashlib.sha256(joined).hexdigest()[:16])
+    return found
+
+
+def main() -> None:
+    options = parse_options()
+    with ranks_of_torchrun() as ranks:
+        first, second = train_by_hand(options, ranks), train_by_hand(options, ranks)
+        sharded = train_sharded(options, ranks)
+        equal = {name: digests(run.weights) for name, run in (("first", first), ("second", second))}
+        apart = max(
+            (mine - other).abs().max().item() for mine, other in zip(first.weights, sharded.weights, strict=True)
+        )
+        expected, words = formula(options.stage, ranks)
+        replicas = "equal" if len(set(equal["first"])) == 1 else "DIFFERENT"
+        runs = "equal" if equal["first"] == equal["second"] else "DIFFERENT"
+        rows = [
+            ("bytes sent in a step, by hand", f"{first.sent:,}", "counted where they leave"),
+            ("by ZeroTransform", f"{sharded.sent:,}", "counted in the program that ran"),
+            ("by the formula", f"{expected:,.0f}", words),
+            (f"weights of {ranks.words}", replicas, f"bit for bit, after {options.steps} steps: {equal['first'][0]}"),
+            ("weights of two runs", runs, "bit for bit"),
+            ("from ZeroTransform's weights", f"{apart:.1e}", "the largest difference"),
+        ]
+        figures(console_of(ranks), f"{stage_name(options.stage)} on {ranks.words}, rank 0", rows)
+
+
+if __name__ == "__main__":
+    main()
