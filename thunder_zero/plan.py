@@ -203,12 +203,7 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
         ValueError: ``world_size``, ``rank`` or ``replicas`` out of range, a module without parameters, a unit
             path that is not a submodule, an ignored path that the module does not have, a pattern that fits nothing.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; give the number of ranks, at least 1")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank}; with world_size={world_size} it must be 0 to {world_size - 1}")
-    if replicas < 1:
-        raise ValueError(f"replicas is {replicas}; give the number of copies of the sharded model, at least 1")
+    _require_world(world_size, rank, replicas)
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -238,6 +233,15 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
         tuple(_plan_param(param, tuple(paths), policy, _unit_of(paths[0], units)) for param, paths in names.items()),
         replicas,
     )
+
+
+def _require_world(world_size: int, rank: int, replicas: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; give the number of ranks, at least 1")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank}; with world_size={world_size} it must be 0 to {world_size - 1}")
+    if replicas < 1:
+        raise ValueError(f"replicas is {replicas}; give the number of copies of the sharded model, at least 1")
 
 
 def _require_there(ignored: tuple[str, ...], there: set[str], module: nn.Module) -> None:

@@ -66,8 +66,8 @@ def test_digits_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_resnet(tmp_path: Path) -> None:
-    options = ("--blocks", "1", "1", "1", "1", "--width", "4", "--image", "16", "--classes", "5", "--batch", "8")
-    options = (*options, "--epochs", "1", "--steps-in-epoch", "4", "--stage", "2", "--out", str(tmp_path))
+    model = ("--blocks", "1", "1", "1", "1", "--width", "4", "--image", "16", "--classes", "5", "--batch", "8")
+    options = (*model, "--epochs", "1", "--steps-in-epoch", "4", "--stage", "2", "--out", str(tmp_path))
     table = table_of(run_example("examples/resnet.py", *options))
     for name in ("parameters", "gradients", "momentum"):
         held, formula = table[name][0], table[name][1].removeprefix("by the formula ")
@@ -96,9 +96,11 @@ def test_wrong_on_purpose(stage: int) -> None:
     rows = re.split(r"^[├└].*$", printed, flags=re.MULTILINE)[:-1]
     messages = [" ".join(re.findall(r"^│[^│]*│[^│]*│ (.*?) *│$", row, re.MULTILINE)) for row in rows]
     assert len(messages) == 12
-    words = ("moved by", "DistributedDataParallel", "AdamW holds the plain module's", "clip_grad_norm_", "cannot step")
-    words = (*words, "of the plain module", "(9, 4)", "float64", "was replaced", "does not require grad")
-    words = (*words, "ZeroTransform as well", "the checkpoint is of another model")
+    words = [
+        *("moved by", "DistributedDataParallel", "AdamW holds the plain module's", "clip_grad_norm_", "cannot step"),
+        *("of the plain module", "(9, 4)", "float64", "was replaced", "does not require grad"),
+        *("ZeroTransform as well", "the checkpoint is of another model"),
+    ]
     for number, (message, word) in enumerate(zip(messages, words, strict=True), 1):
         if number == 4 and stage == 0:
             assert message.strip() == "no message"
