@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from pictures import curves, picture, title
+from pictures import save_curve
 from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
 from show import Bar, console_of, figures, progress_bar
 from sklearn.datasets import load_digits
@@ -215,10 +215,8 @@ def report(trainer: Trainer, of_ranks: list[float], plain: float, found: list[fl
     ]
     figures(console_of(ranks), f"Handwritten digits, {where}", rows)
     path = options.out / f"digits_checkpoint_stage{options.stage}.png"
-    with picture(path) as (axes,):
-        epochs = range(first + 1, options.epochs + 1)
-        curves(axes, {"test accuracy": (epochs, found)}, x="epoch", y="share of test digits read right")
-        title(axes, f"Digits, {where}: {found[-1]:.1%}")
+    heading, y = f"Digits, {where}: {found[-1]:.1%}", "share of test digits read right"
+    save_curve(path, heading, "test accuracy", found, x="epoch", y=y, first=first + 1)
     console_of(ranks).print(f"The picture is {path}.")
 
 

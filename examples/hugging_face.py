@@ -17,7 +17,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from pictures import curves, picture, title
+from pictures import save_curve
 from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
 from safetensors.torch import load_file
 from show import Bar, console_of, figures, mb, progress_bar
@@ -159,9 +159,7 @@ def report(trainer: Trainer, losses: list[float], sharded: float, plain: float) 
     heading = f"Llama{' with LoRA' * bool(options.lora)}, {stage_name(options.stage)} on {ranks.words}"
     figures(console_of(ranks), heading, rows)
     path = options.out / f"{name}.png"
-    with picture(path) as (axes,):
-        curves(axes, {"loss": (range(len(losses)), losses)}, x="step", y="loss, nats per byte")
-        title(axes, heading)
+    save_curve(path, heading, "loss", losses, x="step", y="loss, nats per byte")
     console_of(ranks).print(f"The picture is {path}.")
 
 

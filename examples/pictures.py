@@ -33,6 +33,13 @@ def picture(path: Path, panels: int = 1, size: tuple[float, float] = (8, 4.5)) -
     plt.close(figure)
 
 
+def save_curve(path: Path, heading: str, name: str, values: Sequence[float], *, x: str, y: str, first: int = 0) -> None:
+    """One curve with a heading as a PNG; ``first`` is the first value's place on the x axis."""
+    with picture(path) as (axes,):
+        curves(axes, {name: (range(first, first + len(values)), values)}, x=x, y=y)
+        title(axes, heading)
+
+
 def title(axes: Axes, text: str) -> None:
     """Above the axes, at the left."""
     axes.set_title(text, loc="left", fontsize=12, color=INK, pad=12)

@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Sequence
 
 import torch
-from pictures import curves, picture, title
+from pictures import save_curve
 from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
 from show import Bar, console_of, figures, mb, progress_bar
 from tensor_memory import added_at_peak, bytes_held
@@ -186,9 +186,7 @@ def report(trainer: Trainer, losses: list[float], peak: int, bar: Bar) -> None:
     heading = f"ResNet, {parameters:.1f} M parameters, {stage_name(options.stage)} on {ranks.words}"
     figures(console_of(ranks), f"{heading}: per rank", rows)
     path = options.out / f"resnet_stage{options.stage}.png"
-    with picture(path) as (axes,):
-        curves(axes, {"loss": (range(len(losses)), losses)}, x="step", y="cross entropy, nats")
-        title(axes, heading)
+    save_curve(path, heading, "loss", losses, x="step", y="cross entropy, nats")
     console_of(ranks).print(f"The picture is {path}.")
 
 

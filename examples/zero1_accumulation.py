@@ -22,7 +22,7 @@ from math import cos, log, pi, prod
 
 import torch
 from alibi_gpt import AlibiConfig, AlibiGPT
-from pictures import curves, picture, title
+from pictures import save_curve
 from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
 from show import Bar, console_of, figures, progress_bar
 from stdlib_text import packed_text
@@ -182,31 +182,27 @@ class Trainer:
         return nats / log(2) / (targets != END_OF_TEXT).sum()
 
 
-def sent_in_step(model: nn.Module, micro_batches: int) -> dict[str, int]:
-    """Bytes that this rank sends in an optimizer step, by what they are, from the programs that ran."""
-    last = tz.traces_of(model, synced=True).timeline
-    gathers = sum(last.bytes_sent(op) for op in last.ops if op.kind is tz.Kind.GATHER)
-    reductions = sum(last.bytes_sent(op) for op in last.ops if op.kind is tz.Kind.REDUCE)
-    return {"refresh": gathers, "reduction": reductions, "total": gathers + reductions}
+def sent_in_step(model: nn.Module, kind: tz.Kind) -> int:
+    """Bytes that this rank sends in collectives of a kind in an optimizer step, however many micro-batches it has."""
+    timeline = tz.traces_of(model, synced=True).timeline
+    return sum(timeline.bytes_sent(op) for op in timeline.ops if op.kind is kind)
 
 
 def report(trainer: Trainer, losses: list[float], bar: Bar) -> None:
     """Print the figures of the run, and draw its curve."""
     options, ranks = trainer.options, trainer.ranks
-    sent = sent_in_step(trainer.model, options.micro_batches)
+    refresh, reduction = (sent_in_step(trainer.model, kind) for kind in (tz.Kind.GATHER, tz.Kind.REDUCE))
     rows = [
         ("bits per byte, first and last step", f"{losses[0]:.3f}, {losses[-1]:.3f}", "mean over ranks"),
         ("micro-batches in an optimizer step", str(options.micro_batches), ""),
-        ("bytes sent in it: refresh", f"{sent['refresh']:,}", "once, in the first micro-batch"),
-        ("reduction", f"{sent['reduction']:,}", "once, in the last micro-batch"),
+        ("bytes sent in it: refresh", f"{refresh:,}", "once, in the first micro-batch"),
+        ("reduction", f"{reduction:,}", "once, in the last micro-batch"),
         ("tokens/s", f"{bar.speed:,.0f}", "all ranks"),
     ]
     heading = f"GPT with ALiBi, {options.preset}, {stage_name(options.stage)} on {ranks.words}"
     figures(console_of(ranks), heading, rows)
     path = options.out / f"zero1_accumulation_stage{options.stage}.png"
-    with picture(path) as (axes,):
-        curves(axes, {"loss": (range(len(losses)), losses)}, x="optimizer step", y="bits per byte")
-        title(axes, heading)
+    save_curve(path, heading, "loss", losses, x="optimizer step", y="bits per byte")
     console_of(ranks).print(f"The picture is {path}.")
 
 

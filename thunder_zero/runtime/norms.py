@@ -40,15 +40,13 @@ def _norm(norms_of: Callable[..., list[Tensor]], tensors: list[Tensor], *args: A
 
 def _rows_among(tensors: Sequence[Tensor]) -> str | None:
     """The path of the first of these tensors that is rows; None if none is."""
-    paths: dict[int, str] = {}
+    owners = registry.owners_by_gradient()
     for state in registry.states():
-        if state.plan.world_size == 1:
-            continue
-        for path in (param.path for param in state.plan.params if param.sharded):
-            shard = state.shards[path]
-            paths[id(shard.grad)] = path
-            if not state.plan.policy.trust_optimizer:  # some optimizers read a parameter's norm, such as Adafactor
-                paths[id(shard)] = path
-    paths.pop(id(None), None)
-    found = (paths.get(id(tensor)) for tensor in tensors)
-    return next((path for path in found if path is not None), None)
+        if not state.plan.policy.trust_optimizer:  # some optimizers read a parameter's norm, such as Adafactor
+            owners |= {id(shard): (state, path) for path, shard in state.shards.items()}
+    for tensor in tensors:
+        if (owner := owners.get(id(tensor))) is not None:
+            state, path = owner
+            if state.plan.world_size > 1 and state.plan.by_name[path].sharded:
+                return path
+    return None

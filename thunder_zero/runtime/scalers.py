@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thunder_zero.comm.places import doing
 from thunder_zero.comm.small_collectives import all_reduce_max
 from thunder_zero.rows import real_rows
+from thunder_zero.runtime import registry
 from thunder_zero.runtime.in_front import put_in_front
 from thunder_zero.runtime.state import State
 
@@ -59,10 +60,9 @@ def _unscale(unscale: Callable[..., None], grads: list[Tensor], found: Tensor, i
 
 def _rows_and_states(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[State]]:
     """The gradients, of shards without padding, and the models of several ranks that they belong to, in that order."""
-    owners: dict[int, tuple[State, str | None]] = {}
+    owners: dict[int, tuple[State, str | None]] = {**registry.owners_by_gradient()}
     for state, ignored in _ignored.items():
         owners |= {id(param.grad): (state, None) for param in ignored}
-        owners |= {id(shard.grad): (state, path) for path, shard in state.shards.items()}
     rows: list[Tensor] = []
     states: list[State] = []
     for grad in grads:
