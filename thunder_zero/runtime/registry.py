@@ -5,6 +5,7 @@ Weak tables: they keep no model and no tensor alive.
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Iterable
 
@@ -33,6 +34,17 @@ def register(state: State, module: nn.Module) -> None:
         original = module.get_parameter(path)
         _replaced[original] = _replaced[placeholder] = (path, weakref.ref(state))
         _placeholders[placeholder] = path
+
+
+@atexit.register
+def _leave_groups() -> None:
+    """At exit: let torch join gloo's threads, which it does when the last reference to a destroyed group goes.
+
+    Such a thread may still have to drop the tensors of the last collective; once the interpreter ends, that aborts the
+    process.
+    """
+    for state in states():
+        state.leave_group()
 
 
 def states() -> list[State]:

@@ -77,6 +77,11 @@ class State:
         self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
         self.held_over = HeldOver(self.shards, versions)
 
+    def leave_group(self) -> None:
+        """Drop all references to the process groups; the model cannot be called again."""
+        vars(self.transport).clear()  # compiled programs hold it, too
+        del self.ranks, self.group, self.transport
+
     def agree_on_stale(self) -> None:
         """See :meth:`thunder_zero.runtime.resident.ResidentParameters.agree_on_stale` and
         :meth:`thunder_zero.runtime.held_over.HeldOver.require_unwritten`."""
