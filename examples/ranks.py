@@ -50,19 +50,21 @@ class Ranks:
         return f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'}"
 
 
-def options_parser(doc: str | None, *, stage: int | None = 3) -> argparse.ArgumentParser:
+def options_parser(doc: str | None, *, stage: int | None = 3, trains: bool = True) -> argparse.ArgumentParser:
     """A parser with the options that the examples share; ``doc`` is the example's own text for ``--help``.
 
     Args:
         doc: what the example teaches.
         stage: the default of ``--stage``; None leaves the option out.
+        trains: adds ``--seed`` and ``--out``.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if stage is not None:
         words = f"0: DDP, 1-3: ZeRO-1 to ZeRO-3 ({stage})"
         parser.add_argument("--stage", type=int, choices=range(4), default=stage, help=words)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the data (0)")
-    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for pictures and checkpoints (runs)")
+    if trains:
+        parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the data (0)")
+        parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for pictures and checkpoints (runs)")
     return parser
 
 

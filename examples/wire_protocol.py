@@ -6,21 +6,25 @@
 
 Trains a small perceptron by hand: `Wire` has the three collectives, `Layer` calls them where the stage needs them, and
 every byte that leaves this rank is counted. It trains twice, and all ranks end with the same weights, bit for bit, both
-times. Then ZeroTransform trains the same model, and its program sends the same bytes. Runs on CPUs (gloo), on any
-number of ranks; rows that do not divide by it make the last rank's part smaller.
+times. Then ZeroTransform trains the same model, and its program sends the same bytes. The picture shows who sends how
+much to whom in a step, and how that adds up. Runs on CPUs (gloo), on any number of ranks; rows that do not divide by it
+make the last rank's part smaller.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from pictures import COLORS, INK, picture, title
 from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
 from show import Bar, console_of, figures, progress_bar
 from torch import Tensor, nn
@@ -33,6 +37,7 @@ import thunder
 LEARNING_RATE = 0.1
 ROWS = 32  # of a batch, on each rank
 FEATURES, WIDTH = 24, 48  # divide by 2, 3 and 4 ranks
+T = TypeVar("T")
 
 
 def parse_options() -> argparse.Namespace:
@@ -46,17 +51,17 @@ def parse_options() -> argparse.Namespace:
 
 @dataclass
 class Wire:
-    """The collectives of one rank, made of sends and receives; `sent` counts the bytes that leave it."""
+    """The collectives of one rank, made of sends and receives; `sent` counts the bytes that leave it, by receiver."""
 
     rank: int
     world_size: int
-    sent: int = 0
+    sent: Counter[int] = field(default_factory=Counter)
 
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
         """Send a message to each peer and receive one from each, all at the same time."""
         works = [dist.irecv(slot, src=peer) for peer, slot in incoming.items() if slot.numel()]
         works += [dist.isend(message, dst=peer) for peer, message in outgoing.items() if message.numel()]
-        self.sent += sum(message.nbytes for message in outgoing.values())
+        self.sent.update({peer: message.nbytes for peer, message in outgoing.items()})
         for work in works:
             work.wait()
 
@@ -160,10 +165,12 @@ class Run:
     Attributes:
         weights: all parameters in full.
         sent: bytes that this rank sent in a step after the first.
+        sent_to: the same by receiver, if that is known.
     """
 
     weights: list[Tensor]
     sent: int
+    sent_to: tuple[int, ...] = ()
 
 
 def perceptron(seed: int) -> nn.Sequential:
@@ -191,7 +198,7 @@ def train_by_hand(options: argparse.Namespace, ranks: Ranks) -> Run:
     layers = list(zip(parts[::2], parts[1::2], strict=True))
     with bar_of("by hand", options, ranks) as bar:
         for step in range(options.steps):
-            before = wire.sent
+            wire.sent.clear()
             x, y = make_batch(step, options, ranks)
             for number, (weight, bias) in enumerate(layers):
                 x = Layer.apply(x.relu() if number else x, weight, bias, weight.own, bias.own)
@@ -200,8 +207,8 @@ def train_by_hand(options: argparse.Namespace, ranks: Ranks) -> Run:
             for part in parts:
                 part.step()
             bar.step(loss.item())
-    sent = wire.sent - before
-    return Run([part.gathered() for part in parts], sent)
+    sent_to = tuple(wire.sent[rank] for rank in range(ranks.world_size))
+    return Run([part.gathered() for part in parts], sum(sent_to), sent_to)
 
 
 def train_sharded(options: argparse.Namespace, ranks: Ranks) -> Run:
@@ -235,12 +242,38 @@ def formula(stage: int, ranks: Ranks) -> tuple[float, str]:
     return share * (2 * sum(sizes) + sum(again)), "the same, and (W - 1) / W of the weights of layers 2 and 3"
 
 
-def digests(weights: list[Tensor]) -> list[str]:
-    """The SHA-256 of the weights on each rank."""
-    joined = b"".join(value.contiguous().numpy().tobytes() for value in weights)
-    found = [""] * dist.get_world_size()
-    dist.all_gather_object(found, hashlib.sha256(joined).hexdigest()[:16])
+def of_all_ranks(value: T) -> list[T]:
+    """Every rank's value."""
+    found = [value] * dist.get_world_size()
+    dist.all_gather_object(found, value)
     return found
+
+
+def digest(weights: list[Tensor]) -> str:
+    """The first digits of the SHA-256 of the weights."""
+    joined = b"".join(value.contiguous().numpy().tobytes() for value in weights)
+    return hashlib.sha256(joined).hexdigest()[:16]
+
+
+def draw(path: Path, heading: str, table: list[tuple[int, ...]], bars: dict[str, float]) -> None:
+    """Bytes of a step: from whom to whom, and this rank's sum, counted and by the formula."""
+    with picture(path, panels=2, size=(11, 4)) as (left, right):
+        left.imshow(table, cmap="Blues", vmin=0, vmax=3 * max(map(max, table)) or 1)
+        for sender, row in enumerate(table):
+            for receiver, count in enumerate(row):
+                left.text(receiver, sender, f"{count:,}" if count else "-", ha="center", va="center", color=INK)
+        left.set_xticks(range(len(table)), [f"to rank {rank}" for rank in range(len(table))])
+        left.set_yticks(range(len(table)), [f"rank {rank}" for rank in range(len(table))])
+        left.spines[:].set_visible(False)
+        left.tick_params(length=0)
+        title(left, f"{heading}: bytes sent in a step")
+        drawn = right.barh(list(bars), list(bars.values()), color=COLORS, height=0.6)
+        right.bar_label(drawn, fmt="{:,.0f}", padding=4, color=INK)
+        right.invert_yaxis()
+        right.margins(x=0.2)
+        right.set_xticks([])
+        right.spines["bottom"].set_visible(False)
+        title(right, "Sent by rank 0")
 
 
 def main() -> None:
@@ -248,22 +281,28 @@ def main() -> None:
     with ranks_of_torchrun() as ranks:
         first, second = train_by_hand(options, ranks), train_by_hand(options, ranks)
         sharded = train_sharded(options, ranks)
-        equal = {name: digests(run.weights) for name, run in (("first", first), ("second", second))}
+        digests = [of_all_ranks(digest(run.weights)) for run in (first, second)]
+        sent = of_all_ranks(first.sent_to)
         apart = max(
             (mine - other).abs().max().item() for mine, other in zip(first.weights, sharded.weights, strict=True)
         )
         expected, words = formula(options.stage, ranks)
-        replicas = "equal" if len(set(equal["first"])) == 1 else "DIFFERENT"
-        runs = "equal" if equal["first"] == equal["second"] else "DIFFERENT"
+        replicas = "equal" if len(set(digests[0])) == 1 else "DIFFERENT"
+        runs = "equal" if digests[0] == digests[1] else "DIFFERENT"
         rows = [
             ("bytes sent in a step, by hand", f"{first.sent:,}", "counted where they leave"),
             ("by ZeroTransform", f"{sharded.sent:,}", "counted in the program that ran"),
             ("by the formula", f"{expected:,.0f}", words),
-            (f"weights of {ranks.words}", replicas, f"bit for bit, after {options.steps} steps: {equal['first'][0]}"),
+            (f"weights of {ranks.words}", replicas, f"bit for bit, after {options.steps} steps: {digests[0][0]}"),
             ("weights of two runs", runs, "bit for bit"),
             ("from ZeroTransform's weights", f"{apart:.1e}", "the largest difference"),
         ]
-        figures(console_of(ranks), f"{stage_name(options.stage)} on {ranks.words}, rank 0", rows)
+        heading = f"{stage_name(options.stage)} on {ranks.words}"
+        figures(console_of(ranks), f"{heading}, rank 0", rows)
+        if ranks.rank == 0:
+            path = options.out / f"wire_protocol_stage{options.stage}.png"
+            draw(path, heading, sent, {"by hand": first.sent, "ZeroTransform": sharded.sent, "formula": expected})
+            console_of(ranks).print(f"The picture is {path}.")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ Mistake = Callable[["Case"], str | None]
 
 
 def parse_options() -> argparse.Namespace:
-    parser = options_parser(__doc__)
-    parser.add_argument("--only", type=int, metavar="NUMBER", help="make this mistake only, 1 to 12")
+    parser = options_parser(__doc__, trains=False)
+    numbers = range(1, len(MISTAKES) + 1)
+    parser.add_argument("--only", type=int, choices=numbers, metavar="NUMBER", help="make this mistake only, 1 to 12")
     return parser.parse_args()
 
 

@@ -48,6 +48,7 @@ def test_wire_protocol(stage: int, tmp_path: Path) -> None:
     assert len(sent) == 1
     assert table["weights of 3 ranks"][0] == table["weights of two runs"][0] == "equal"
     assert float(table["from ZeroTransform's weights"][0]) < 1e-6
+    assert (tmp_path / f"wire_protocol_stage{stage}.png").exists()
 
 
 @pytest.mark.slow
