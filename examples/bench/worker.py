@@ -28,14 +28,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from examples.bench.contestants import Step, contestants, gathered_once_bytes
-from examples.bench.memory import added_at_peak, alive, held_bytes
+from examples.bench.memory import alive, held_bytes
 from examples.bench.model import Size, make_batch
 from examples.bench.network import bytes_sent
+from examples.tensor_memory import added_at_peak
 from thunder_zero.comm.handle import Handle
 
 WARM_UP = 3  # steps: the first one compiles, and DDP rebuilds its buckets after it
 MESSAGE_BYTES = 8 << 20  # of the bare exchange
 TAG = 77
+CPU = torch.device("cpu")
+PEAK_STEPS = 5  # of which the least counts
 
 
 class Worker:
@@ -79,7 +82,7 @@ class Worker:
         """Bytes of tensors alive between steps without gradients, and at the peak of a step."""
         model, step = self.built[name]
         model.zero_grad()
-        added = added_at_peak(lambda: [step(*self.batch), model.zero_grad()])
+        added = added_at_peak(lambda: [step(*self.batch), model.zero_grad()], CPU, PEAK_STEPS)
         return {"rest": self.rest[name], "peak": self.rest[name] + added}
 
     def waits(self, name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 
 from examples.bench import gpu, run
 from examples.bench.contestants import contestants
-from examples.bench.memory import added_at_peak, alive, held_bytes, sums_of
+from examples.bench.memory import alive, held_bytes
 from examples.bench.model import Size, floor_bytes, make_batch, make_model, model_bytes, spared_bytes
 from examples.bench.overhead import added, summary
 from examples.bench.plot import save_plot
@@ -154,13 +154,6 @@ def test_a_contestant_that_trains_something_else_is_found() -> None:
         run.refuse_different(built, losses | {"zero3": [[2.0], [3.5]]})
 
 
-def test_memory_events_in_their_own_order() -> None:
-    changes = [(3, -8), (1, 4), (2, 8), (4, 2)]  # 4, 12, 4, 6
-    events: list[dict[str, object]] = [{"name": "[memory]", "args": {"Ev Idx": at, "Bytes": by}} for at, by in changes]
-    assert sums_of([*events, {"name": "aten::add", "args": {}}]) == (6, 12)
-    assert sums_of([]) == (0, 0)
-
-
 def test_held_bytes_count_shared_memory_once() -> None:
     before = alive()
     model = torch.nn.Linear(10, 100, bias=False)
@@ -168,17 +161,6 @@ def test_held_bytes_count_shared_memory_once() -> None:
     assert held_bytes(before, model) == 4 * 10 * 100
     assert held_bytes(alive(), model) == 0
     del view
-
-
-def test_added_at_peak_of_a_step() -> None:
-    def step() -> None:
-        first = torch.empty(1000)
-        second = torch.empty(500)
-        del first
-        third = torch.empty(750)  # 4 (500 + 750) bytes now, 4 (1000 + 500) at most
-        del second, third
-
-    assert added_at_peak(step) == 6000
 
 
 def test_added_and_its_sentences() -> None:
