@@ -17,20 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
-
-import thunder_zero as tz
-from thunder_zero import layout
-from thunder_zero.schedule import passes
-from thunder_zero.trace.emit import emit
-from thunder_zero.trace.insert import parameter_inputs
-from thunder_zero.trace.lift import lift
-from thunder_zero.trace.symbols import DryRuntime, ZeroExecutor
-
-import thunder
-from thunder.core.compile_data import compile_data_and_stats
-from thunder.core.trace import TraceCtx
-
 from fsdp_by_hand import (
     POLICY,
     TwoLayers,
@@ -45,11 +31,24 @@ from fsdp_by_hand import (
     show,
     synchronised,
 )
+from torch import Tensor, nn
 
-BATCH_ROWS = 3  # on each rank
+import thunder_zero as tz
+from thunder_zero import layout
+from thunder_zero.schedule import passes
+from thunder_zero.trace.emit import emit
+from thunder_zero.trace.insert import parameter_inputs
+from thunder_zero.trace.lift import lift
+from thunder_zero.trace.symbols import DryRuntime, ZeroExecutor
 
-# 13. All ranks build the same module and the same batch, from one seed. What is a rank's own: its plan, its rows of each
-#     parameter, and its part of the batch. 5 and 3 rows do not divide by 2, so rank 1 gets fewer, and rows of zeros.
+import thunder
+from thunder.core.compile_data import compile_data_and_stats
+from thunder.core.trace import TraceCtx
+
+BATCH_ROWS = 6  # on each rank
+
+# 13. All ranks build the same module and the same batch, from one seed. A rank has its own plan, its own rows of each
+#     parameter, and its own part of the batch. 5 and 3 rows do not divide by 2: rank 1 has fewer, and rows of zeros.
 
 
 def own_part(batch: Tensor, plan: tz.Plan) -> Tensor:
@@ -65,8 +64,7 @@ def rows_in_words(param: tz.Param, plan: tz.Plan) -> str:
 
 def holdings(plan: tz.Plan, shards: Mapping[str, Tensor]) -> str:
     first = plan.rank * BATCH_ROWS
-    lines = [f"rank {plan.rank}: a plan for rank {plan.rank} of {plan.world_size}"]
-    lines += [f"  {'the batch':<11}  {(BATCH_ROWS, 4)!s:<6}  rows {first}:{first + BATCH_ROWS}"]
+    lines = [f"rank {plan.rank}", f"  {'the batch':<11}  {(BATCH_ROWS, 4)!s:<6}  rows {first}:{first + BATCH_ROWS}"]
     for param in plan.params:
         lines.append(f"  {param.path:<11}  {tuple(shards[param.path].shape)!s:<6}  {rows_in_words(param, plan)}")
     return "\n".join(lines)
@@ -172,26 +170,36 @@ def of_the_plain_module(module: nn.Module, batch: Tensor, plan: tz.Plan) -> dict
     return {"output": own_part(output, plan).detach(), **rows}
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Of forward and backward on one rank.
+
+    Attributes:
+        launched: such as "3 gathers, 2 reductions".
+        saved: the shapes of the tensors that forward saves for backward.
+        output_off, gradients_off: largest differences from the plain module's.
+    """
+
+    launched: str
+    saved: str
+    output_off: float
+    gradients_off: float
+
+
 def train_once(
-    forward_and_backward: tuple[TraceCtx, TraceCtx],
+    halves: tuple[TraceCtx, TraceCtx],
     runtime: RealRanks,
     arguments: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
-) -> str:
-    """Forward and backward on this rank; raises unless output and gradients are the expected ones."""
+) -> Outcome:
     runtime.launched.clear()
-    output = expected["output"]
-    into_output = torch.full_like(output, 1 / output.numel())  # the gradient of a mean
-    output, grads, saved = run(*forward_and_backward, list(arguments.values()), into_output)
+    into_output = torch.full_like(expected["output"], 1 / expected["output"].numel())  # the gradient of a mean
+    output, grads, saved = run(*halves, list(arguments.values()), into_output)
     found = {"output": output.detach(), **dict(zip(list(arguments)[1:], grads, strict=True))}
     torch.testing.assert_close(found, dict(expected))
     off = {name: (found[name] - expected[name]).abs().max().item() for name in expected}
-    launches = " and ".join(f"{number} {kind}" for kind, number in runtime.launched.items())
-    off_most = max(value for name, value in off.items() if name != "output")
-    return (
-        f"rank {runtime.plan.rank}: launches {launches}; forward saves {saved}\n"
-        f"        output off by {off['output']:.0e} at most, gradients by {off_most:.0e}"
-    )
+    launched = ", ".join(f"{number} {kind}" for kind, number in runtime.launched.items())
+    return Outcome(launched, saved, off.pop("output"), max(off.values()))
 
 
 # 16. The lowered trace lets backward read the full down.weight that forward gathered, as ZeRO-2 does. Steps 6 to 9 make
@@ -203,18 +211,18 @@ def in_order_of_zero3(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     return emit(trace, passes.run(lift(trace, executor)), executor)
 
 
-# A rank sends a report to rank 0, so that the lines of two ranks never mix.
+# Each rank sends a report to rank 0, which prints for all: lines of two processes would mix.
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank did; see ``show_reports``."""
+    """What one rank holds, its lowered trace without and with notes, and how steps 15 and 16 went."""
 
     holds: str
     code: str
     noted: list[str]
-    as_lowered: str
-    as_zero3: str
+    lowered: Outcome
+    zero3: Outcome
 
 
 def report_of(rank: int, world_size: int) -> Report:
@@ -226,21 +234,51 @@ def report_of(rank: int, world_size: int) -> Report:
     traces = traces_of(module, x, executor)
     arguments = {"x": x, **{path: shards[path] for path in traces.paths}}
     expected = of_the_plain_module(module, batch, plan)
-    texts = [train_once(each, runtime, arguments, expected) for each in (traces.halves, traces.halves_of_zero3)]
-    return Report(holdings(plan, shards), code(traces.lowered), with_notes(traces.lowered, executor), *texts)
+    outcomes = [train_once(each, runtime, arguments, expected) for each in (traces.halves, traces.halves_of_zero3)]
+    return Report(holdings(plan, shards), code(traces.lowered), with_notes(traces.lowered, executor), *outcomes)
 
 
-def show_reports(reports: Sequence[Report]) -> None:
+def show_holdings(reports: Sequence[Report]) -> None:
+    lines = [
+        "All ranks store shards of the same shape: where rows run out, zeros follow.",
+        "",
+        *(report.holds for report in reports),
+    ]
+    show("13. Each rank's part of the batch, and its shards", "\n".join(lines))
+
+
+def show_traces(reports: Sequence[Report]) -> None:
     first, *others = reports
-    show("13. What each rank holds", "\n".join(report.holds for report in reports))
-    show("14. The lowered trace of rank 0", "\n".join(first.noted))
+    words = "As in step 5. The notes say which rows this rank sends to all others, or keeps of the mean gradient."
+    show("14. The lowered trace of rank 0", "\n".join([words, "", *first.noted]))
     for rank, other in enumerate(others, 1):
         diff = difflib.unified_diff(first.code.splitlines(), other.code.splitlines(), "rank 0", f"rank {rank}")
         assert first.code == other.code, "\n".join(diff)
-        notes = [mine for mine, of_first in zip(other.noted, first.noted, strict=True) if mine != of_first]
-        show(f"14. The lowered trace of rank {rank}: the same code, other rows in {len(notes)} lines", "\n".join(notes))
-    show("15. The lowered traces run", "\n".join(report.as_lowered for report in reports))
-    show("16. In the order of ZeRO-3", "\n".join(report.as_zero3 for report in reports))
+        differ = [mine for mine, of_first in zip(other.noted, first.noted, strict=True) if mine != of_first]
+        words = f"The same {len(other.noted)} lines, to the letter. Only the notes of these {len(differ)} differ:"
+        show(f"14. The lowered trace of rank {rank}", "\n".join([words, "", *differ]))
+
+
+def show_outcomes(heading: str, words: str, outcomes: Sequence[Outcome]) -> None:
+    lines = [words, ""]
+    for rank, each in enumerate(outcomes):
+        lines += [f"rank {rank}  launches {each.launched}", f"        forward saves {each.saved}"]
+        lines += [f"        output off by {each.output_off:.1e}, gradients by {each.gradients_off:.1e}"]
+    show(heading, "\n".join(lines))
+
+
+def show_reports(reports: Sequence[Report]) -> None:
+    show_holdings(reports)
+    show_traces(reports)
+    words = (
+        "The numbers are right: output and gradients are this rank's rows of what the plain module\n"
+        "computes from the whole batch, off by rounding at most. Forward saves the full down.weight."
+    )
+    show_outcomes("15. The lowered traces run", words, [report.lowered for report in reports])
+    words = "The same numbers from fewer launches. Forward saves a shard of down.weight in its place."
+    show_outcomes(
+        "16. The traces run in the order of ZeRO-3 (steps 6 to 9)", words, [report.zero3 for report in reports]
+    )
 
 
 def on_rank(rank: int, world_size: int, port: int) -> None:
@@ -256,5 +294,10 @@ def on_rank(rank: int, world_size: int, port: int) -> None:
 
 def start_ranks(world_size: int) -> None:
     """Start the ranks and wait for them. If one fails, the others are ended, and its error is raised here."""
+    print(
+        f"Starting {world_size} processes. Each takes the four steps for itself: it shards its parameters (step 2),\n"
+        "synchronises them at their first use (3), differentiates (4) and lowers (5).",
+        flush=True,
+    )
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # 0: any free port
     mp.spawn(on_rank, (world_size, store.port), world_size)
