@@ -239,12 +239,8 @@ def report_of(rank: int, world_size: int) -> Report:
 
 
 def show_holdings(reports: Sequence[Report]) -> None:
-    lines = [
-        "All ranks store shards of the same shape: where rows run out, zeros follow.",
-        "",
-        *(report.holds for report in reports),
-    ]
-    show("13. Each rank's part of the batch, and its shards", "\n".join(lines))
+    words = "All ranks store shards of the same shape: where rows run out, zeros follow."
+    show("13. Each rank's part of the batch, and its shards", "\n".join([words, "", *(each.holds for each in reports)]))
 
 
 def show_traces(reports: Sequence[Report]) -> None:
@@ -274,11 +270,9 @@ def show_reports(reports: Sequence[Report]) -> None:
         "The numbers are right: output and gradients are this rank's rows of what the plain module\n"
         "computes from the whole batch, off by rounding at most. Forward saves the full down.weight."
     )
-    show_outcomes("15. The lowered traces run", words, [report.lowered for report in reports])
+    show_outcomes("15. The lowered traces run", words, [each.lowered for each in reports])
     words = "The same numbers from fewer launches. Forward saves a shard of down.weight in its place."
-    show_outcomes(
-        "16. The traces run in the order of ZeRO-3 (steps 6 to 9)", words, [report.zero3 for report in reports]
-    )
+    show_outcomes("16. The traces run in the order of ZeRO-3 (steps 6 to 9)", words, [each.zero3 for each in reports])
 
 
 def on_rank(rank: int, world_size: int, port: int) -> None:
