@@ -24,7 +24,7 @@ LONGEST_STEP = 15  # lines
 
 def printed(*options: str) -> dict[str, str]:
     """The script's output, by heading."""
-    command = [sys.executable, SCRIPT, *options]
+    command = [sys.executable, str(SCRIPT), *options]
     run = subprocess.run(command, cwd=ROOT, env=example_environment(), text=True, capture_output=True, timeout=240)
     assert run.returncode == 0, run.stderr
     parts = re.split(r"^(\d+\..*)\n-+\n", run.stdout, flags=re.MULTILINE)[1:]
