@@ -1,14 +1,20 @@
 """ZeRO-3 (FSDP) by hand: does the work of ZeroTransform step by step.
 
-    python examples/fsdp_by_hand.py
+    python examples/fsdp_by_hand.py             # steps 1 to 12, in one process
+    python examples/fsdp_by_hand.py --ranks 2   # steps 13 to 16: the same on 2 real processes, which it starts
 
-It shards two linear layers for rank 0 of 2. Each step calls one function of this package or of Thunder and prints the
-result. The last steps compare the traces with those of ZeroTransform, and run them. One process is enough: a trace
+Steps 1 to 12 shard two linear layers for rank 0 of 2. Each calls one function of this package or of Thunder and prints
+the result. The last ones compare the traces with those of ZeroTransform, and run them. One process is enough: a trace
 only names tensors and parameters, and at run time a small class plays the other rank.
+
+Steps 13 to 16 need no such class. Each process shards, synchronises, differentiates and lowers (steps 2 to 5) for
+itself, and runs what comes out on its own part of a batch, with collectives of torch.distributed (gloo, on CPUs).
+They stand in fsdp_by_hand_ranks.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -60,23 +66,23 @@ POLICY = tz.Policy(stage=3, unit_of=lambda module: ("up", "down"), gather_last_u
 
 def functional_trace(jitted: thunder.ThunderModule, x: Tensor) -> tuple[TraceCtx, TraceCtx]:
     jitted(x)
-    prologue, computation = thunder.last_prologue_traces(jitted)[0], thunder.last_traces(jitted)[0]
-    show("1. The functional trace: parameters are arguments", code(computation))
-    return prologue, wrap_return_value_together_with_arguments(computation)  # autodiff needs both
+    return thunder.last_prologue_traces(jitted)[0], thunder.last_traces(jitted)[0]
 
 
 # 2. The plan describes each parameter. A shard is this rank's rows of it. All ranks' shards have the same shape, so
 #    the last ones are padded with zeros, which cannot turn the result of an optimizer or a norm into NaN.
 
 
+def own_rows(full: Tensor, param: tz.Param, plan: tz.Plan) -> Tensor:
+    start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
+    rows = torch.zeros(plan.shard_shape(param))
+    rows[: stop - start] = full[start:stop]
+    return rows
+
+
 def shard(plan: tz.Plan, module: nn.Module) -> dict[str, Tensor]:
-    shards = {}
-    for param in plan.params:
-        start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
-        rows = torch.zeros(plan.shard_shape(param))
-        rows[: stop - start] = module.get_parameter(param.path).detach()[start:stop]
-        shards[param.path] = rows.requires_grad_()
-    return shards
+    values = {param.path: module.get_parameter(param.path).detach() for param in plan.params}
+    return {param.path: own_rows(values[param.path], param, plan).requires_grad_() for param in plan.params}
 
 
 def show_shards(plan: tz.Plan) -> None:
@@ -93,9 +99,8 @@ def show_shards(plan: tz.Plan) -> None:
 
 
 def synchronised(prologue: TraceCtx, computation: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
-    computation = insert_synchronize(computation, parameter_inputs(prologue, computation), executor)
-    show("3. A synchronise at the first use of each parameter", code(computation))
-    return computation
+    computation = wrap_return_value_together_with_arguments(computation)  # autodiff needs both
+    return insert_synchronize(computation, parameter_inputs(prologue, computation), executor)
 
 
 # 4. Thunder differentiates the trace. The gradient rule of synchronise turns it into a gather and a wait in forward,
@@ -103,9 +108,7 @@ def synchronised(prologue: TraceCtx, computation: TraceCtx, executor: ZeroExecut
 
 
 def joint(computation: TraceCtx) -> TraceCtx:
-    trace = grad_transform_on_trace(computation)
-    show("4. Forward and backward in one trace", code(trace))
-    return trace
+    return grad_transform_on_trace(computation)
 
 
 # 5. Executors replace each operation by the function that runs it: torch's functions for Thunder's operations, our
@@ -113,9 +116,7 @@ def joint(computation: TraceCtx) -> TraceCtx:
 
 
 def lowered(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
-    trace = transform_for_execution(trace, (executor, *get_always_executors()))
-    show("5. Lowered: every line is a call that Python can make", code(trace))
-    return trace
+    return transform_for_execution(trace, (executor, *get_always_executors()))
 
 
 # 6. This trace is correct, but it is slow and not yet ZeRO-3: each wait follows its launch directly, and backward
@@ -160,11 +161,7 @@ def emitted(trace: TraceCtx, timeline: tz.Timeline, executor: ZeroExecutor) -> T
 
 def halves(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
     forward, backward = split_into_forward_and_backward(trace)
-    forward = del_last_used(forward)
-    backward = del_last_used(backward, clear_mutable_collections=True)
-    show("9. The forward that runs", code(forward))
-    show("9. The backward that runs", code(backward))
-    return forward, backward
+    return del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
 
 
 # 10. ZeroTransform does the same in Thunder's hooks. Both must gather, wait, reduce and free the same parameters in
@@ -218,12 +215,12 @@ class BothRanks(DryRuntime):
 
 def run(
     forward: TraceCtx, backward: TraceCtx, arguments: Sequence[Tensor], grad: Tensor
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, list[Tensor], str]:
+    """The output, the gradients of the parameters, and the shapes of what forward saves for backward."""
     result, (saved, other) = forward.python_callable()(*arguments)
-    shapes = [tuple(tensor.shape) for tensor in saved]
+    shapes = f"shapes {[tuple(tensor.shape) for tensor in saved]}"
     grads = backward.python_callable()([list(saved), list(other)], [grad])
-    show("11. It runs: the tensors that forward saves for backward", f"shapes {shapes}")
-    return result["flat_output"][0], list(grads[1:])  # the first one belongs to x and is None
+    return result["flat_output"][0], list(grads[1:]), shapes  # the first gradient belongs to x and is None
 
 
 def check_numbers(module: nn.Module, x: Tensor, plan: tz.Plan, output: Tensor, grads: Mapping[str, Tensor]) -> None:
@@ -279,7 +276,17 @@ def changes(before: tz.Timeline, after: tz.Timeline) -> str:
     return "\n".join("  ..." if line.startswith("@@") else line for line in diff) or "changes nothing here"
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words = "1: steps 1 to 12, in this process (default); 2 or more: steps 13 to 16, on so many processes"
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help=words)
+    options = parser.parse_args()
+    if options.ranks < 1:
+        parser.error(f"--ranks is {options.ranks}; give 1, 2 or more")
+    return options
+
+
+def one_process() -> None:
     torch.manual_seed(0)
     module, x = TwoLayers(), torch.randn(6, 4)
     plan, other = (tz.make_plan(module, POLICY, WORLD_SIZE, rank) for rank in range(WORLD_SIZE))
@@ -288,19 +295,39 @@ def main() -> None:
     jitted = thunder.jit(module, executors=[executor])
 
     prologue, computation = functional_trace(jitted, x)
+    show("1. The functional trace: parameters are arguments", code(computation))
     show_shards(plan)
     paths = list(parameter_inputs(prologue, computation).values())
     # Thunder's functions look up the executors, and so our gradient rule, in the current compilation.
     with compile_data_and_stats(thunder.compile_data(jitted), thunder.compile_stats(jitted)):
-        trace = lowered(joint(synchronised(prologue, computation, executor)), executor)
+        trace = synchronised(prologue, computation, executor)
+        show("3. A synchronise at the first use of each parameter", code(trace))
+        trace = joint(trace)
+        show("4. Forward and backward in one trace", code(trace))
+        trace = lowered(trace, executor)
+        show("5. Lowered: every line is a call that Python can make", code(trace))
         trace = emitted(trace, scheduled(lifted(trace, executor)), executor)
         forward, backward = halves(trace)
+        show("9. The forward that runs", code(forward))
+        show("9. The backward that runs", code(backward))
 
     by_itself = tz.trace(module, x, policy=POLICY, world_size=WORLD_SIZE)
     compare(lift_halves(forward, backward, executor), by_itself.timeline)
-    output, grads = run(forward, backward, [x, *(shards[path] for path in paths)], torch.ones(6, 3))
+    output, grads, saved = run(forward, backward, [x, *(shards[path] for path in paths)], torch.ones(6, 3))
+    show("11. It runs: the tensors that forward saves for backward", saved)
     check_numbers(module, x, plan, output, dict(zip(paths, grads, strict=True)))
     gather_last_unit_once(by_itself.timeline, module, x)
+    print("\nSteps 13 to 16 do the same on 2 real processes: python examples/fsdp_by_hand.py --ranks 2")
+
+
+def main() -> None:
+    options = parse_options()
+    if options.ranks == 1:
+        one_process()
+    else:
+        from fsdp_by_hand_ranks import start_ranks  # it takes its steps from this file
+
+        start_ranks(options.ranks)
 
 
 if __name__ == "__main__":

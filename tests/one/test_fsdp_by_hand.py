@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import torch
 
 import thunder_zero as tz
 from examples import fsdp_by_hand as tutorial
+from tests.harness.ranks import example_environment
 from thunder_zero.schedule import passes
 
 ROOT = Path(__file__).parents[2]
@@ -22,14 +22,18 @@ SCRIPT = ROOT / "examples/fsdp_by_hand.py"
 LONGEST_STEP = 15  # lines
 
 
-@pytest.fixture(scope="module")
-def sections() -> dict[str, str]:
+def printed(*options: str) -> dict[str, str]:
     """The script's output, by heading."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, SCRIPT], cwd=ROOT, env=env, text=True, capture_output=True, timeout=120)
+    command = [sys.executable, str(SCRIPT), *options]
+    run = subprocess.run(command, cwd=ROOT, env=example_environment(), text=True, capture_output=True, timeout=240)
     assert run.returncode == 0, run.stderr
     parts = re.split(r"^(\d+\..*)\n-+\n", run.stdout, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+@pytest.fixture(scope="module")
+def sections() -> dict[str, str]:
+    return printed()
 
 
 def section(sections: dict[str, str], start: str) -> str:
@@ -80,7 +84,72 @@ def test_the_effect_of_gather_last_units_once_is_shown(sections: dict[str, str])
         "-backward  gather  down.weight",
         "-backward  wait    down.weight",
         "peak of gathered bytes: 172 without it, 172 with it",  # (5 * 4 + 5 + 3 * 5 + 3) * 4
+        "",
+        "Steps 13 to 16 do the same on 2 real processes: python examples/fsdp_by_hand.py --ranks 2",
     ]
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> dict[str, str]:
+    return printed("--ranks", "2")
+
+
+@pytest.mark.slow
+def test_two_ranks_hold_their_own_rows(on_ranks: dict[str, str]) -> None:
+    assert [heading.partition(".")[0] for heading in on_ranks] == ["13", "14", "14", "15", "16"]
+    assert max(len(line) for body in on_ranks.values() for line in body.splitlines()) <= 100
+    _, *held = section(on_ranks, "13.").split("\nrank ")
+    rows = [re.findall(r"^  (\S.*?)  +(\(.*\)) +(.*)$", each, re.MULTILINE) for each in held]
+    for rank, (batch, up, down) in enumerate(
+        [("rows 0:6", "rows 0:3", "rows 0:2"), ("rows 6:12", "rows 3:5 and 1 of zeros", "rows 2:3 and 1 of zeros")]
+    ):
+        assert rows[rank] == [
+            ("the batch", "(6, 4)", batch),
+            *(("up.weight", "(3, 4)", up), ("up.bias", "(3,)", up)),
+            *(("down.weight", "(2, 5)", down), ("down.bias", "(2,)", down)),
+        ]
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_lowered_trace_of_step_5(on_ranks: dict[str, str], sections: dict[str, str]) -> None:
+    """Rank 0's without its notes is that trace; of rank 1 the lines are shown in which other rows travel."""
+    (first, other) = (section(on_ranks, f"14. The lowered trace of rank {rank}") for rank in (0, 1))
+    words, _, shown = first.partition("\n\n")
+    assert words.startswith("As in step 5.")
+    assert re.sub(r"  # (sends|keeps) .*", "", shown) == section(sections, "5.")
+    launches = [line for line in shown.splitlines() if "# sends" in line or "# keeps" in line]
+    assert [line.count("zero_all_gather(") for line in launches] == [1] * 4 + [0] * 4
+    assert [line.count("zero_reduce_scatter(") for line in launches] == [0] * 4 + [1] * 4
+    shift = {"rows 0:3": "rows 3:5 and 1 of zeros", "rows 0:2": "rows 2:3 and 1 of zeros"}
+    differ = [re.sub("rows .*", lambda found: shift[found[0]], line) for line in launches]
+    assert other.splitlines()[2:-1] == differ
+    assert other.startswith(
+        f"The same {len(code_lines(shown))} lines, to the letter. Only the notes of these 8 differ:"
+    )
+
+
+def code_lines(shown: str) -> list[str]:
+    """Lines before the printer folded them: it indents what follows by 8."""
+    return [line for line in shown.splitlines() if line and not line.startswith(" " * 8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("step", "launches", "saved"),
+    [("15.", "4 gathers, 4 reductions", "(3, 5)"), ("16.", "3 gathers, 2 reductions", "(2, 5)")],
+)
+def test_two_ranks_compute_the_plain_modules_numbers(
+    on_ranks: dict[str, str], step: str, launches: str, saved: str
+) -> None:
+    """As lowered, forward saves the full down.weight; in ZeRO-3's order, a shard of it."""
+    _, *ranks = re.split(r"^rank \d", section(on_ranks, step), flags=re.MULTILINE)
+    assert len(ranks) == 2
+    for text in ranks:
+        assert f"launches {launches}\n" in text
+        assert f"forward saves shapes [{saved}, (6, 5), (6, 4)]\n" in text
+        off = re.search(r"output off by (\S+), gradients by (\S+)$", text, re.MULTILINE)
+        assert off is not None
+        assert max(map(float, off.groups())) < 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +182,8 @@ def test_the_numbers_are_compared() -> None:
 
 
 def test_steps_are_short() -> None:
-    for node in ast.walk(ast.parse(SCRIPT.read_text())):
-        if isinstance(node, ast.FunctionDef) and node.name != "main":
-            assert node.end_lineno is not None
-            assert node.end_lineno - node.lineno < LONGEST_STEP, node.name
+    for script in (SCRIPT, SCRIPT.with_name("fsdp_by_hand_ranks.py")):
+        for node in ast.walk(ast.parse(script.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name != "one_process":
+                assert node.end_lineno is not None
+                assert node.end_lineno - node.lineno < LONGEST_STEP, node.name

@@ -1,0 +1,297 @@
+"""Steps 13 to 16 of fsdp_by_hand.py: the same on real ranks, each a process of its own.
+
+    python examples/fsdp_by_hand.py --ranks 2
+
+Every rank takes the four steps from a module to a lowered trace: it shards (step 2), synchronises (3), differentiates
+(4) and lowers (5). Then it runs its trace on its own part of a batch, and compares the output and the gradients with
+those of the plain module on the whole batch. Rank 0 prints for all.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from fsdp_by_hand import (
+    POLICY,
+    TwoLayers,
+    code,
+    functional_trace,
+    halves,
+    joint,
+    lowered,
+    own_rows,
+    run,
+    shard,
+    show,
+    synchronised,
+)
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from thunder_zero import layout
+from thunder_zero.schedule import passes
+from thunder_zero.trace.emit import emit
+from thunder_zero.trace.insert import parameter_inputs
+from thunder_zero.trace.lift import lift
+from thunder_zero.trace.symbols import DryRuntime, ZeroExecutor
+
+import thunder
+from thunder.core.compile_data import compile_data_and_stats
+from thunder.core.trace import TraceCtx
+
+BATCH_ROWS = 6  # on each rank
+
+# 13. All ranks build the same module and the same batch, from one seed. A rank has its own plan, its own rows of each
+#     parameter, and its own part of the batch. 5 and 3 rows do not divide by 2: rank 1 has fewer, and rows of zeros.
+
+
+def own_part(batch: Tensor, plan: tz.Plan) -> Tensor:
+    return batch.chunk(plan.world_size)[plan.rank]
+
+
+def rows_in_words(param: tz.Param, plan: tz.Plan) -> str:
+    """Such as "rows 3:5 and 1 of zeros"."""
+    start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
+    zeros = layout.padding_rows(param.shape[0], plan.world_size, plan.rank)
+    return (f"rows {start}:{stop}" if start < stop else "no rows") + (f" and {zeros} of zeros" if zeros else "")
+
+
+def holdings(plan: tz.Plan, shards: Mapping[str, Tensor]) -> str:
+    first = plan.rank * BATCH_ROWS
+    lines = [f"rank {plan.rank}", f"  {'the batch':<11}  {(BATCH_ROWS, 4)!s:<6}  rows {first}:{first + BATCH_ROWS}"]
+    for param in plan.params:
+        lines.append(f"  {param.path:<11}  {tuple(shards[param.path].shape)!s:<6}  {rows_in_words(param, plan)}")
+    return "\n".join(lines)
+
+
+# 14. The four steps, with the functions of the tutorial. Thanks to the zeros a shard has the same shape on every rank,
+#     and so every rank gets the same trace, to the letter. It has to: all ranks must launch the same collectives in the
+#     same order, or they would wait for each other forever. Only the rows that travel differ, noted at each launch.
+
+
+@dataclass(frozen=True)
+class Traces:
+    """Of one rank.
+
+    Attributes:
+        paths: the parameters among a trace's arguments, which follow x.
+        lowered: after the four steps.
+        halves: forward and backward of the lowered trace (step 15).
+        halves_of_zero3: the same in ZeRO-3's order (step 16).
+    """
+
+    paths: list[str]
+    lowered: TraceCtx
+    halves: tuple[TraceCtx, TraceCtx]
+    halves_of_zero3: tuple[TraceCtx, TraceCtx]
+
+
+def traces_of(module: nn.Module, x: Tensor, executor: ZeroExecutor) -> Traces:
+    jitted = thunder.jit(module, executors=[executor])
+    prologue, computation = functional_trace(jitted, x)
+    paths = list(parameter_inputs(prologue, computation).values())
+    with compile_data_and_stats(thunder.compile_data(jitted), thunder.compile_stats(jitted)):
+        trace = lowered(joint(synchronised(prologue, computation, executor)), executor)
+        in_order = in_order_of_zero3(trace, executor)
+        return Traces(paths, trace, halves(trace), halves(in_order))
+
+
+def with_notes(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
+    """The lines of a lowered trace, each launch with the rows that this rank sends, or keeps of the mean."""
+    notes = {}
+    for line in trace.bound_symbols:
+        if line.sym.name in executor.launches:
+            verb = "sends" if line.sym.name == executor.all_gather.name else "keeps"
+            notes[line.output.name] = f"  # {verb} {rows_in_words(executor.plan.by_name[line.args[1]], executor.plan)}"
+    return [line + notes.get(line.split()[0], "") for line in code(trace).splitlines()]
+
+
+# 15. To run it, one class is exchanged: BothRanks, which knew all shards, for collectives between processes. A launch
+#     returns at once; its wait ends when the other ranks' rows have arrived.
+
+
+@dataclass
+class UnderWay:
+    """The handle of collectives that have been launched."""
+
+    works: Sequence[dist.Work | None]
+    result: Callable[[], tuple[Tensor, ...]]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        for work in self.works:
+            assert work is not None  # this rank is in the group
+            work.wait()
+        return self.result()
+
+
+class RealRanks(DryRuntime):
+    """Textbook collectives on the default process group; ``launched`` counts them.
+
+    The package's own send fewer bytes: no padding, and one message for a bucket.
+    """
+
+    def __init__(self, plan: tz.Plan) -> None:
+        super().__init__(synced=True)
+        self.plan = plan
+        self.launched = Counter[str]()
+
+    def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> UnderWay:
+        self.launched["gathers"] += 1
+        rows = [self.plan.by_name[path].shape[0] for path in paths]  # without the padding
+        parts = [[torch.empty_like(own) for _ in range(self.plan.world_size)] for own in shards]
+        works = [dist.all_gather(into, own.detach(), async_op=True) for into, own in zip(parts, shards, strict=True)]
+        return UnderWay(works, lambda: tuple(torch.cat(all_)[:n] for all_, n in zip(parts, rows, strict=True)))
+
+    def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> UnderWay:
+        """A reduce-scatter is one sum per rank, of that rank's rows; only that rank gets it. Here, the mean."""
+        self.launched["reductions"] += 1
+        params, world_size = [self.plan.by_name[path] for path in paths], self.plan.world_size
+        plans = [replace(self.plan, rank=rank) for rank in range(world_size)]
+        parts = [[own_rows(grad, param, plan) for plan in plans] for grad, param in zip(grads, params, strict=True)]
+        works = [dist.reduce(part, dst=rank, async_op=True) for each in parts for rank, part in enumerate(each)]
+        return UnderWay(works, lambda: tuple(each[self.plan.rank] / world_size for each in parts))
+
+
+# The loss is the mean over the batch. All ranks have as many rows of it, so the mean over ranks of their gradients is
+# the gradient of the whole batch's loss.
+
+
+def of_the_plain_module(module: nn.Module, batch: Tensor, plan: tz.Plan) -> dict[str, Tensor]:
+    """Its output and gradients on the whole batch; of each, the rows that belong to this rank."""
+    output = module(batch)
+    grads = torch.autograd.grad(output.mean(), [module.get_parameter(param.path) for param in plan.params])
+    rows = {param.path: own_rows(grad, param, plan) for param, grad in zip(plan.params, grads, strict=True)}
+    return {"output": own_part(output, plan).detach(), **rows}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of forward and backward on one rank.
+
+    Attributes:
+        launched: such as "3 gathers, 2 reductions".
+        saved: the shapes of the tensors that forward saves for backward.
+        output_off, gradients_off: largest differences from the plain module's.
+    """
+
+    launched: str
+    saved: str
+    output_off: float
+    gradients_off: float
+
+
+def train_once(
+    halves: tuple[TraceCtx, TraceCtx],
+    runtime: RealRanks,
+    arguments: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+) -> Outcome:
+    runtime.launched.clear()
+    into_output = torch.full_like(expected["output"], 1 / expected["output"].numel())  # the gradient of a mean
+    output, grads, saved = run(*halves, list(arguments.values()), into_output)
+    found = {"output": output.detach(), **dict(zip(list(arguments)[1:], grads, strict=True))}
+    torch.testing.assert_close(found, dict(expected))
+    off = {name: (found[name] - expected[name]).abs().max().item() for name in expected}
+    launched = ", ".join(f"{number} {kind}" for kind, number in runtime.launched.items())
+    return Outcome(launched, saved, off.pop("output"), max(off.values()))
+
+
+# 16. The lowered trace lets backward read the full down.weight that forward gathered, as ZeRO-2 does. Steps 6 to 9 make
+#     it ZeRO-3 on every rank: forward saves the shard, backward gathers it again; and a layer's parameters travel
+#     together. The numbers stay the same.
+
+
+def in_order_of_zero3(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
+    return emit(trace, passes.run(lift(trace, executor)), executor)
+
+
+# Each rank sends a report to rank 0, which prints for all: lines of two processes would mix.
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank holds, its lowered trace without and with notes, and how steps 15 and 16 went."""
+
+    holds: str
+    code: str
+    noted: list[str]
+    lowered: Outcome
+    zero3: Outcome
+
+
+def report_of(rank: int, world_size: int) -> Report:
+    torch.manual_seed(0)
+    module, batch = TwoLayers(), torch.randn(BATCH_ROWS * world_size, 4)
+    plan = tz.make_plan(module, POLICY, world_size, rank)
+    shards, x, runtime = shard(plan, module), own_part(batch, plan), RealRanks(plan)
+    executor = ZeroExecutor(plan, runtime)
+    traces = traces_of(module, x, executor)
+    arguments = {"x": x, **{path: shards[path] for path in traces.paths}}
+    expected = of_the_plain_module(module, batch, plan)
+    outcomes = [train_once(each, runtime, arguments, expected) for each in (traces.halves, traces.halves_of_zero3)]
+    return Report(holdings(plan, shards), code(traces.lowered), with_notes(traces.lowered, executor), *outcomes)
+
+
+def show_holdings(reports: Sequence[Report]) -> None:
+    words = "All ranks store shards of the same shape: where rows run out, zeros follow."
+    show("13. Each rank's part of the batch, and its shards", "\n".join([words, "", *(each.holds for each in reports)]))
+
+
+def show_traces(reports: Sequence[Report]) -> None:
+    first, *others = reports
+    words = "As in step 5. The notes say which rows this rank sends to all others, or keeps of the mean gradient."
+    show("14. The lowered trace of rank 0", "\n".join([words, "", *first.noted]))
+    for rank, other in enumerate(others, 1):
+        diff = difflib.unified_diff(first.code.splitlines(), other.code.splitlines(), "rank 0", f"rank {rank}")
+        assert first.code == other.code, "\n".join(diff)
+        differ = [mine for mine, of_first in zip(other.noted, first.noted, strict=True) if mine != of_first]
+        words = f"The same {len(other.noted)} lines, to the letter. Only the notes of these {len(differ)} differ:"
+        show(f"14. The lowered trace of rank {rank}", "\n".join([words, "", *differ]))
+
+
+def show_outcomes(heading: str, words: str, outcomes: Sequence[Outcome]) -> None:
+    lines = [words, ""]
+    for rank, each in enumerate(outcomes):
+        lines += [f"rank {rank}  launches {each.launched}", f"        forward saves {each.saved}"]
+        lines += [f"        output off by {each.output_off:.1e}, gradients by {each.gradients_off:.1e}"]
+    show(heading, "\n".join(lines))
+
+
+def show_reports(reports: Sequence[Report]) -> None:
+    show_holdings(reports)
+    show_traces(reports)
+    words = (
+        "The numbers are right: output and gradients are this rank's rows of what the plain module\n"
+        "computes from the whole batch, off by rounding at most. Forward saves the full down.weight."
+    )
+    show_outcomes("15. The lowered traces run", words, [each.lowered for each in reports])
+    words = "The same numbers from fewer launches. Forward saves a shard of down.weight in its place."
+    show_outcomes("16. The traces run in the order of ZeRO-3 (steps 6 to 9)", words, [each.zero3 for each in reports])
+
+
+def on_rank(rank: int, world_size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    reports: list[Report | None] = [None] * world_size
+    dist.all_gather_object(reports, report_of(rank, world_size))
+    if rank == 0:
+        show_reports([report for report in reports if report is not None])
+    dist.destroy_process_group()
+
+
+def start_ranks(world_size: int) -> None:
+    """Start the ranks and wait for them. If one fails, the others are ended, and its error is raised here."""
+    print(
+        f"Starting {world_size} processes. Each takes the four steps for itself: it shards its parameters (step 2),\n"
+        "synchronises them at their first use (3), differentiates (4) and lowers (5).",
+        flush=True,
+    )
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # 0: any free port
+    mp.spawn(on_rank, (world_size, store.port), world_size)
