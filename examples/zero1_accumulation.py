@@ -193,7 +193,7 @@ def sent_row(dtype: torch.dtype, sent: Sequence[Counter[torch.dtype]], planned: 
     """Bytes sent in messages of this dtype; in which micro-batches."""
     used = [number for number, of_one in enumerate(sent, 1) if of_one[dtype]]
     where = f"in all {len(used)} micro-batches" if len(used) > 1 else f"in micro-batch {used[0]} alone" if used else ""
-    return f"{sum(of_one[dtype] for of_one in sent):,}", f"{where or 'in none'}; by the plan {planned}"
+    return f"{sum(of_one[dtype] for of_one in sent):,}", f"{where or 'in none'}; by plan {planned}"
 
 
 def report(
