@@ -189,11 +189,11 @@ def different_masks(ranks: Ranks) -> int:
     return len(set(map(tuple, masks)))
 
 
-def sent_row(dtype: torch.dtype, sent: Sequence[Counter[torch.dtype]], planned: str) -> tuple[str, str]:
+def sent_in(dtype: torch.dtype, sent: Sequence[Counter[torch.dtype]]) -> tuple[str, str]:
     """Bytes sent in messages of this dtype; in which micro-batches."""
     used = [number for number, of_one in enumerate(sent, 1) if of_one[dtype]]
     where = f"in all {len(used)} micro-batches" if len(used) > 1 else f"in micro-batch {used[0]} alone" if used else ""
-    return f"{sum(of_one[dtype] for of_one in sent):,}", f"{where or 'in none'}; by plan {planned}"
+    return f"{sum(of_one[dtype] for of_one in sent):,}", where or "in none"
 
 
 def report(
@@ -202,14 +202,15 @@ def report(
     """Print the figures of the run, and draw its loss and its learning rate."""
     options, ranks = trainer.options, trainer.ranks
     plan = tz.traces_of(trainer.model, synced=True).plan
-    parameters, gradients = (f"{nbytes:,}" for nbytes in sent_in_step(plan, options.micro_batches))
-    at_most = "at most " if options.stage == 3 else ""
+    parameters, gradients = sent_in_step(plan, options.micro_batches)
     losses, rates = zip(*history, strict=True)
     rows = [
         ("bits per byte, first and last step", f"{losses[0]:.5f}, {losses[-1]:.5f}", "mean over ranks"),
         ("micro-batches in an optimizer step", str(options.micro_batches), f"{trainer.rows} sequences"),
-        ("bytes sent in it: parameters", *sent_row(torch.bfloat16, sent, at_most + parameters)),
-        ("gradients", *sent_row(torch.float32, sent, gradients)),
+        ("bytes sent in it: parameters", *sent_in(torch.bfloat16, sent)),
+        ("parameters, by the plan", f"{parameters:,}", "at most" if options.stage == 3 else ""),
+        ("bytes sent in it: gradients", *sent_in(torch.float32, sent)),
+        ("gradients, by the plan", f"{gradients:,}", ""),
         ("dropout masks", f"{masks} different", f"on {ranks.words}"),
         ("tokens/s", f"{bar.speed:,.0f}", "all ranks"),
     ]

@@ -112,10 +112,12 @@ def test_zero1_accumulation(tmp_path: Path) -> None:
     options = ("--stage", "3", "--steps", "2", "--micro-batches", "2", "--out", str(tmp_path))
     table = table_of(run_example("examples/zero1_accumulation.py", *options))
     others = (257 * 64 + 2 * (12 * 64**2 + 13 * 64) + 2 * 64 - 64) // 2  # rank 1 has 128 of the embedding's 257 rows
-    assert table["gradients"] == (f"{4 * others:,}", f"in micro-batch 2 alone; by plan {4 * others:,}")
-    parameters, words = table["bytes sent in it: parameters"]
-    assert words.startswith("in all 2 micro-batches; by plan at most ")
-    assert 2 * 2 * others < int(parameters.replace(",", "")) <= 4 * 2 * (others + 64)
+    assert table["bytes sent in it: gradients"] == (f"{4 * others:,}", "in micro-batch 2 alone")
+    assert table["gradients, by the plan"] == (f"{4 * others:,}", "")
+    parameters, where = table["bytes sent in it: parameters"]
+    most, words = table["parameters, by the plan"]
+    assert (where, words) == ("in all 2 micro-batches", "at most")
+    assert 2 * 2 * others < int(parameters.replace(",", "")) <= int(most.replace(",", "")) <= 4 * 2 * (others + 64)
     assert table["dropout masks"] == ("2 different", "on 2 ranks")
     assert (tmp_path / "zero1_accumulation_stage3.png").exists()
 
@@ -162,7 +164,7 @@ def masked_outputs(trainer: Any) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_zero1_accumulation_sends_once_and_recomputes_the_same_masks(ranks_pool: RanksPool) -> None:
-    first, second = ranks_pool.run(2, accumulate, timeout=240.0)
+    first, second = ranks_pool.run(2, accumulate, timeout=280.0)
     one, again, four = first
     numel = 258 * 8 + 8 * 8**2 + 11 * 8 + 2 * 8  # all rows divide by 2
     parameters, gradients = 2 * numel // 2, 4 * numel // 2
