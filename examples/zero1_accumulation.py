@@ -211,7 +211,7 @@ def report(
         ("parameters, by the plan", f"{parameters:,}", "at most" if options.stage == 3 else ""),
         ("bytes sent in it: gradients", *sent_in(torch.float32, sent)),
         ("gradients, by the plan", f"{gradients:,}", ""),
-        ("dropout masks", f"{masks} different", f"on {ranks.words}"),
+        ("different dropout masks", str(masks), f"on {ranks.words}"),
         ("tokens/s", f"{bar.speed:,.0f}", "all ranks"),
     ]
     heading = f"GPT with ALiBi, {options.preset}, {stage_name(options.stage)} on {ranks.words}"

@@ -115,7 +115,7 @@ def test_zero1_accumulation(tmp_path: Path) -> None:
     most, words = table["parameters, by the plan"]
     assert (where, words) == ("in all 2 micro-batches", "at most")
     assert 2 * 2 * others < int(parameters.replace(",", "")) <= int(most.replace(",", "")) <= 4 * 2 * (others + 64)
-    assert table["dropout masks"] == ("2 different", "on 2 ranks")
+    assert table["different dropout masks"] == ("2", "on 2 ranks")
     assert (tmp_path / "zero1_accumulation_stage3.png").exists()
 
 
