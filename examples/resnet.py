@@ -5,9 +5,12 @@
     python examples/resnet.py --blocks 1 1 1 1 --width 8 --image 32 --epochs 2 --steps-in-epoch 3  # smaller
 
 The standard shape (He et al., Deep residual learning for image recognition, arXiv 1512.03385): bottleneck blocks 3, 4,
-6 and 3, width 64. The recipe: SGD with momentum 0.9 and weight decay 1e-4, learning rate 0.4 after a warm-up of 5
-epochs, divided by 10 every 30. The images are synthetic: a class is a pattern under noise. At the end it prints what
-this rank holds at rest and at the peak of a step beside the formula of the stage, and images per second.
+6 and 3, width 64. The recipe: SGD with momentum 0.9 and weight decay 1e-4, learning rate 0.4 (for batches of 1,024; in
+proportion for others) after a warm-up of 5 epochs, divided by 10 every 30. Each rank normalises with its own rows, as
+in DDP, and keeps running statistics of its own. The images are synthetic: a class is a pattern under noise. At the end
+it prints what this rank holds at rest and at the peak of a step beside the formula of the stage, and images per second.
+The formula of the peak adds what the timeline foresees: gathered parameters, and gradients until they are reduced.
+Activations are measured only; no plan knows them.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Sequence
 
 import torch
 from pictures import save_curve
+from planned import added_at_peak as planned_at_peak
 from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
 from show import Bar, console_of, figures, mb, progress_bar
 from tensor_memory import added_at_peak, bytes_held
@@ -24,24 +28,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import thunder_zero as tz  # before thunder
-from thunder_zero.schedule.timeline import gathered_bytes
 
 import thunder
 
+RECIPE_BATCH = 1024  # images; the learning rate is in proportion to the batch (Goyal et al., arXiv 1706.02677)
 EXPANSION = 4  # outputs of a bottleneck block, over its width
 WARM_UP, DECAY_EVERY = 5, 30  # epochs
 
 
 def parse_options() -> argparse.Namespace:
     parser = options_parser(__doc__)
-    parser.add_argument("--blocks", type=int, nargs=4, default=(3, 4, 6, 3), help="in each stage (3 4 6 3)")
+    parser.add_argument("--blocks", type=int, nargs="+", default=(3, 4, 6, 3), help="in each stage (3 4 6 3)")
     parser.add_argument("--width", type=int, default=64, help="channels of the first stage (64)")
     parser.add_argument("--classes", type=int, default=1000, help="(1000)")
     parser.add_argument("--image", type=int, default=64, help="height and width of an image (64)")
-    parser.add_argument("--batch", type=int, default=16, help="images in a step, over all ranks (16)")
+    parser.add_argument("--batch", type=int, default=16, help="images in a step; rounded up for the ranks (16)")
     parser.add_argument("--epochs", type=int, default=2, help="of the 90 of the recipe (2)")
     parser.add_argument("--steps-in-epoch", type=int, default=5, help="(5)")
-    parser.add_argument("--lr", type=float, default=0.4, help="learning rate after the warm-up (0.4)")
+    parser.add_argument("--lr", type=float, default=0.4, help="after the warm-up, for batches of 1,024 (0.4)")
     return parser.parse_args()
 
 
@@ -57,7 +61,7 @@ class Bottleneck(nn.Module):
         self.shortcut: nn.Module = nn.Identity()
         if stride > 1 or inputs != outputs:
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-        nn.init.zeros_(self.norm_3.weight)  # each block starts as the identity (Goyal et al., arXiv 1706.02677)
+        nn.init.zeros_(self.norm_3.weight)  # each block starts as the identity (Goyal et al.)
 
     def forward(self, x: Tensor) -> Tensor:  # (rows, inputs, height, width)
         y = F.relu(self.norm_1(self.conv_1(x)))
@@ -66,7 +70,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, four stages of bottleneck blocks, the mean over the image, and a linear head."""
+    """A stem, stages of bottleneck blocks, the mean over the image, and a linear head."""
 
     def __init__(self, blocks: Sequence[int], width: int, classes: int) -> None:
         super().__init__()
@@ -111,11 +115,13 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace, ranks: Ranks) -> None:
         self.options, self.ranks = options, ranks
+        options.batch = -(-options.batch // ranks.world_size) * ranks.world_size
         torch.manual_seed(options.seed)  # the same weights on every rank
         module = ResNet(options.blocks, options.width, options.classes).to(ranks.device)
         self.buffers = bytes_held(module.buffers())
         self.model = thunder.jit(module, transforms=[tz.ZeroTransform(stage=options.stage)])
-        self.optimizer = torch.optim.SGD(self.model.parameters(), options.lr, momentum=0.9, weight_decay=1e-4)
+        self.lr = options.lr * options.batch / RECIPE_BATCH
+        self.optimizer = torch.optim.SGD(self.model.parameters(), self.lr, momentum=0.9, weight_decay=1e-4)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_at((step + 1) / options.steps_in_epoch)
         )
@@ -154,36 +160,40 @@ def by_formula(plan: tz.Plan, stage: int) -> dict[str, float]:
 
 
 def train(trainer: Trainer, bar: Bar) -> tuple[list[float], int]:
-    """Train; returns the loss of each step, mean over ranks, and the bytes that a step adds at its peak."""
-    options, losses = trainer.options, []
-    peak, steps = 0, options.epochs * options.steps_in_epoch
-    for number in range(steps):
+    """Train; returns the loss of each step, mean over ranks, and the bytes that the last one adds at its peak."""
+    losses: list[float] = []
 
-        def step(number: int = number) -> None:
-            losses.append(trainer.ranks.mean(trainer.step(number)).item())
+    def step() -> None:
+        losses.append(trainer.ranks.mean(trainer.step(len(losses))).item())
 
-        if number == steps - 1:
-            trainer.optimizer.zero_grad()
-            peak = added_at_peak(step, trainer.ranks.device)
-        else:
-            step()
-            bar.step(losses[-1])
-    return losses, peak
+    for _ in range(trainer.options.epochs * trainer.options.steps_in_epoch - 1):
+        step()
+        bar.step(losses[-1])
+    trainer.optimizer.zero_grad()
+    added = added_at_peak(step, trainer.ranks.device)
+    bar.step(losses[-1])
+    return losses, added
 
 
-def report(trainer: Trainer, losses: list[float], peak: int, bar: Bar) -> None:
+def report(trainer: Trainer, losses: list[float], added: int, bar: Bar) -> None:
     """Print the figures and draw the loss."""
     options, ranks, traces = trainer.options, trainer.ranks, tz.traces_of(trainer.model)
-    held, expected = trainer.held(), by_formula(traces.plan, options.stage)
-    rows = [(name, mb(held[name]), f"by the formula {mb(expected[name])}") for name in held]
-    rows.insert(0, ("loss, first and last step", f"{losses[0]:.3f}, {losses[-1]:.3f}", ""))
-    rows.append(("buffers", mb(trainer.buffers), "batch norm's, on every rank"))
-    at_peak = sum(held.values()) - held["gradients"] + peak
-    gathered = max(gathered_bytes(traces.timeline))
-    rows.append(("at the peak of a step", mb(at_peak), f"with {mb(gathered)} of gathered parameters, and activations"))
-    rows.append(("images/s", f"{bar.speed:,.1f}", f"all ranks, {options.image} x {options.image}"))
-    parameters = sum(param.full_bytes for param in traces.plan.params) / 4e6
-    heading = f"ResNet, {parameters:.1f} M parameters, {stage_name(options.stage)} on {ranks.words}"
+    plan, held, expected = traces.plan, trainer.held(), by_formula(traces.plan, options.stage)
+    uneven = [param for param in plan.params if param.sharded and param.shape[0] % plan.world_size]
+    resting, planned = trainer.buffers + held["parameters"] + held["momentum"], planned_at_peak(traces.timeline)
+    by_peak_formula = trainer.buffers + expected["parameters"] + expected["momentum"] + planned
+    rows = [
+        ("loss, first and last step", f"{losses[0]:.3f}, {losses[-1]:.3f}", "mean over ranks"),
+        ("learning rate after the warm-up", f"{trainer.lr:.5g}", f"{options.lr:g} for batches of {RECIPE_BATCH:,}"),
+        *((name, mb(held[name]), f"by the formula {mb(expected[name])}") for name in held),
+        ("buffers", mb(trainer.buffers), "batch norm's; each rank has its own"),
+        ("parameters with uneven rows", str(len(uneven)), f"of {len(plan.params)}"),
+        ("at the peak of a step", mb(resting + added), f"by the formula {mb(by_peak_formula)}, and activations"),
+        ("  gathered, and gradients", mb(planned), "of that, by the timeline"),
+        ("images/s", f"{bar.speed:,.1f}", f"all ranks, {options.image} x {options.image}"),
+    ]
+    parameters = sum(param.full_bytes for param in plan.params) / 4e6
+    heading = f"ResNet, {parameters:.3f} M parameters, {stage_name(options.stage)} on {ranks.words}"
     figures(console_of(ranks), f"{heading}: per rank", rows)
     path = options.out / f"resnet_stage{options.stage}.png"
     save_curve(path, heading, "loss", losses, x="step", y="cross entropy, nats")
@@ -196,9 +206,9 @@ def main() -> None:
         trainer = Trainer(options, ranks)
         steps = options.epochs * options.steps_in_epoch
         with progress_bar(console_of(ranks), "training", steps, options.batch, "images") as bar:
-            losses, peak = train(trainer, bar)
+            losses, added = train(trainer, bar)
         if ranks.rank == 0:
-            report(trainer, losses, peak, bar)
+            report(trainer, losses, added, bar)
 
 
 if __name__ == "__main__":

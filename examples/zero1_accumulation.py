@@ -6,24 +6,29 @@
 
 A GPT with ALiBi in bfloat16, AdamW, a cosine schedule with warm-up, weight decay 0.1 and dropout 0.1, which every rank
 draws from a stream of its own. Texts (Python's standard library) are packed with an end-of-text token between them.
-All micro-batches but the last run under `no_sync`: gradients are reduced once, and parameters refreshed once, for each
-optimizer step, however many micro-batches it has; the bytes that leave a rank show it. `--dry-run` prints what each
-stage holds at rest and sends, for any preset and number of ranks, from plans alone.
+All micro-batches but the last run under `no_sync`, which keeps full gradients on every rank meanwhile: they are reduced
+once, and ZeRO-1's parameters refreshed once, for each optimizer step, however many micro-batches it has. The bytes are
+counted where they leave the rank. ZeRO-2 and ZeRO-3 gather parameters in every micro-batch. `--dry-run` prints what
+each stage holds at rest and sends, for any preset and number of ranks, from plans alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from math import cos, log, pi, prod
+from math import cos, log, pi
 
 import torch
+import torch.distributed as dist
 from alibi_gpt import AlibiConfig, AlibiGPT
-from pictures import save_curve
+from pictures import curves, picture, title
+from planned import at_rest, sent_in_step
 from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
+from sent_bytes import counted_sends
 from show import Bar, console_of, figures, progress_bar
 from stdlib_text import packed_text
 from torch import Tensor, nn
@@ -43,7 +48,7 @@ class Preset:
     Attributes:
         model: its sizes.
         context: tokens in a sequence.
-        batch: sequences in an optimizer step, over all ranks and micro-batches.
+        batch: sequences in an optimizer step, over all ranks and micro-batches; rounded up to a multiple of those.
         rates: learning rate after the warm-up, and at the end.
         warm_up: steps.
     """
@@ -77,37 +82,27 @@ def parse_options() -> argparse.Namespace:
 # 1. A dry run: what each stage holds and sends, from its plan.
 
 
-def at_rest(param: tz.Param, plan: tz.Plan) -> dict[str, int]:
-    """Bytes that a rank holds of one parameter between two steps; AdamW keeps two float32 values of each element."""
-    stored = param.dtype.itemsize * prod(plan.shard_shape(param))
-    # ZeRO-1 keeps all rows in the dtype of compute; its own rows are a view of them, if the dtypes agree.
-    full = param.compute_dtype.itemsize * prod(param.shape) if param.resident else 0
-    shared = param.resident and param.compute_dtype == param.dtype
-    return {"parameters": full + (0 if shared else stored), "gradients": stored, "AdamW": 2 * stored}
-
-
-def bytes_sent(param: tz.Param, plan: tz.Plan) -> float:
-    """Bytes that a rank sends of one parameter in a step: its gathers and the reduction of its gradient."""
-    share, numel = (plan.world_size - 1) / plan.world_size, prod(param.shape)
-    gathers = 0 if not param.sharded else 1 if param.gathered_once else 2
-    reduction = (1 if param.sharded else 2) * param.reduce_dtype.itemsize
-    return share * numel * (gathers * param.compute_dtype.itemsize + reduction)
-
-
-def dry_run(preset: Preset, world_size: int) -> list[tuple[str, ...]]:
-    """A line for each stage, of rank 0 of so many."""
+def dry_run(preset: Preset, world_size: int, micro_batches: int) -> dict[int, dict[str, int]]:
+    """Bytes that rank 0 of so many holds and sends, for each stage. Modules on the meta device allocate nothing."""
     with torch.device("meta"):
         module = AlibiGPT(preset.model)
-    rows = []
+    stages = {}
     for stage in range(4):
         plan = tz.make_plan(module, tz.Policy(stage, mixed_precision=PRECISION), world_size, rank=0)
-        held = [at_rest(param, plan) for param in plan.params]
-        sums = {name: sum(of_one[name] for of_one in held) for name in held[0]}
-        sent = sum(bytes_sent(param, plan) for param in plan.params)
-        rows.append(
-            (stage_name(stage), *(f"{value / 1e9:.2f}" for value in (*sums.values(), sum(sums.values()), sent)))
-        )
-    return rows
+        held = at_rest(plan, values=2)  # AdamW's two means
+        stages[stage] = held | {"at rest": sum(held.values()), "sent in a step": sum(sent_in_step(plan, micro_batches))}
+    return stages
+
+
+def print_dry_run(options: argparse.Namespace, ranks: Ranks) -> None:
+    """A line for each stage."""
+    preset, micro_batches = PRESETS[options.preset], options.micro_batches
+    stages = dry_run(preset, options.ranks, micro_batches)
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in AlibiGPT(preset.model).parameters())
+    heading = f"{options.preset}, {numel:,} parameters, {micro_batches} micro-batches: GB on rank 0 of {options.ranks}"
+    rows = [(stage_name(stage), *(f"{value / 1e9:.4g}" for value in found.values())) for stage, found in stages.items()]
+    figures(console_of(ranks), heading, rows, ("stage", *stages[0]))
 
 
 # 2. Training.
@@ -147,62 +142,86 @@ class Trainer:
         torch.manual_seed(options.seed + 1 + ranks.rank)  # from here on: another dropout mask on each rank
 
     @property
-    def tokens(self) -> int:
-        """In an optimizer step, over all ranks."""
-        return self.preset.batch * self.preset.context
+    def rows(self) -> int:
+        """Sequences in an optimizer step, over all ranks: as many in each micro-batch of each rank."""
+        parts = self.ranks.world_size * self.options.micro_batches
+        return -(-self.preset.batch // parts) * parts
 
-    def micro_batches(self, step: int) -> Iterator[Tensor]:
-        """This rank's windows of one step, (rows, context + 1) each."""
+    def micro_batches(self, step: int) -> tuple[Sequence[Tensor], Tensor]:
+        """This rank's windows of one step, (rows, context + 1) each; the bytes of text that a rank predicts on average.
+
+        The end-of-text tokens must be predicted, too, and are no bytes.
+        """
         generator = torch.Generator().manual_seed(self.options.seed * 1_000_003 + step)
-        starts = torch.randint(len(self.text) - self.preset.context, (self.preset.batch,), generator=generator)
-        rows = self.ranks.rows_of(starts).cpu()
-        windows = self.text[rows[:, None] + torch.arange(self.preset.context + 1)].long()
-        return iter(windows.to(self.ranks.device).chunk(self.options.micro_batches))
+        starts = torch.randint(len(self.text) - self.preset.context, (self.rows,), generator=generator)
+        windows = self.text[starts[:, None] + torch.arange(self.preset.context + 1)].long()
+        nbytes = (windows[:, 1:] != END_OF_TEXT).sum() / self.ranks.world_size
+        return self.ranks.rows_of(windows).chunk(self.options.micro_batches), nbytes.to(self.ranks.device)
 
-    def step(self, number: int) -> Tensor:
-        """One optimizer step; returns this rank's loss in bits per byte."""
-        total = torch.zeros((), device=self.ranks.device)
-        micro_batches = list(self.micro_batches(number))
+    def step(self, number: int) -> tuple[Tensor, list[Counter[torch.dtype]]]:
+        """One optimizer step: this rank's loss in bits per byte, and the bytes that it sent in each micro-batch."""
+        total, sent = torch.zeros((), device=self.ranks.device), []
+        micro_batches, nbytes = self.micro_batches(number)
         for count, windows in enumerate(micro_batches, 1):
-            with ExitStack() as stack:
-                if count < len(micro_batches):
-                    stack.enter_context(self.model.no_sync())
-                loss = self.loss_of(windows) / len(micro_batches)
+            deferred = self.model.no_sync() if count < len(micro_batches) else nullcontext()
+            with deferred, counted_sends() as of_one:
+                logits, targets = self.model(windows[:, :-1]), windows[:, 1:]
+                nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+                loss = nats / log(2) / nbytes
                 loss.backward()
             total += loss.detach()
+            sent.append(of_one)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
-        return total
-
-    def loss_of(self, windows: Tensor) -> Tensor:
-        """Bits for each byte of text: the end-of-text tokens must be predicted, too, and are no bytes."""
-        logits, targets = self.model(windows[:, :-1]), windows[:, 1:]
-        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        return nats / log(2) / (targets != END_OF_TEXT).sum()
+        return total, sent
 
 
-def sent_in_step(model: nn.Module, kind: tz.Kind) -> int:
-    """Bytes that this rank sends in collectives of a kind in an optimizer step, however many micro-batches it has."""
-    timeline = tz.traces_of(model, synced=True).timeline
-    return sum(timeline.bytes_sent(op) for op in timeline.ops if op.kind is kind)
+# 3. The figures.
 
 
-def report(trainer: Trainer, losses: list[float], bar: Bar) -> None:
-    """Print the figures of the run, and draw its curve."""
+def different_masks(ranks: Ranks) -> int:
+    """How many dropout masks the ranks would draw now. A collective; draws nothing from the ranks' streams."""
+    with torch.random.fork_rng():
+        mask = F.dropout(torch.ones(256, device=ranks.device), 0.1).tolist()
+    masks: list[list[float]] = [[]] * ranks.world_size
+    dist.all_gather_object(masks, mask)
+    return len(set(map(tuple, masks)))
+
+
+def sent_in(dtype: torch.dtype, sent: Sequence[Counter[torch.dtype]]) -> tuple[str, str]:
+    """Bytes sent in messages of this dtype; in which micro-batches."""
+    used = [number for number, of_one in enumerate(sent, 1) if of_one[dtype]]
+    where = f"in all {len(used)} micro-batches" if len(used) > 1 else f"in micro-batch {used[0]} alone" if used else ""
+    return f"{sum(of_one[dtype] for of_one in sent):,}", where or "in none"
+
+
+def report(
+    trainer: Trainer, history: Sequence[tuple[float, float]], sent: Sequence[Counter[torch.dtype]], masks: int, bar: Bar
+) -> None:
+    """Print the figures of the run, and draw its loss and its learning rate."""
     options, ranks = trainer.options, trainer.ranks
-    refresh, reduction = (sent_in_step(trainer.model, kind) for kind in (tz.Kind.GATHER, tz.Kind.REDUCE))
+    plan = tz.traces_of(trainer.model, synced=True).plan
+    parameters, gradients = sent_in_step(plan, options.micro_batches)
+    losses, rates = zip(*history, strict=True)
     rows = [
-        ("bits per byte, first and last step", f"{losses[0]:.3f}, {losses[-1]:.3f}", "mean over ranks"),
-        ("micro-batches in an optimizer step", str(options.micro_batches), ""),
-        ("bytes sent in it: refresh", f"{refresh:,}", "once, in the first micro-batch"),
-        ("reduction", f"{reduction:,}", "once, in the last micro-batch"),
+        ("bits per byte, first and last step", f"{losses[0]:.5f}, {losses[-1]:.5f}", "mean over ranks"),
+        ("micro-batches in an optimizer step", str(options.micro_batches), f"{trainer.rows} sequences"),
+        ("bytes sent in it: parameters", *sent_in(torch.bfloat16, sent)),
+        ("parameters, by the plan", f"{parameters:,}", "at most" if options.stage == 3 else ""),
+        ("bytes sent in it: gradients", *sent_in(torch.float32, sent)),
+        ("gradients, by the plan", f"{gradients:,}", ""),
+        ("different dropout masks", str(masks), f"on {ranks.words}"),
         ("tokens/s", f"{bar.speed:,.0f}", "all ranks"),
     ]
     heading = f"GPT with ALiBi, {options.preset}, {stage_name(options.stage)} on {ranks.words}"
     figures(console_of(ranks), heading, rows)
     path = options.out / f"zero1_accumulation_stage{options.stage}.png"
-    save_curve(path, heading, "loss", losses, x="optimizer step", y="bits per byte")
+    with picture(path, panels=2, size=(11, 4)) as (left, right):
+        curves(left, {"loss": (range(len(losses)), losses)}, x="optimizer step", y="bits per byte")
+        curves(right, {"rate": (range(len(rates)), rates)}, x="optimizer step", y="learning rate")
+        title(left, heading)
+        title(right, "Warm-up, then a cosine")
     console_of(ranks).print(f"The picture is {path}.")
 
 
@@ -210,17 +229,20 @@ def main() -> None:
     options = parse_options()
     with ranks_of_torchrun() as ranks:
         if options.dry_run:
-            heading = f"Preset {options.preset}, rank 0 of {options.ranks}: GB at rest, and sent in a step"
-            header = ("stage", "parameters", "gradients", "AdamW", "at rest", "sent")
-            figures(console_of(ranks), heading, dry_run(PRESETS[options.preset], options.ranks), header)
+            print_dry_run(options, ranks)
             return
-        trainer, losses = Trainer(options, ranks), []
-        with progress_bar(console_of(ranks), "training", options.steps, trainer.tokens, "tokens") as bar:
+        trainer, history = Trainer(options, ranks), []
+        masks = different_masks(ranks)
+        tokens = trainer.rows * trainer.preset.context
+        with progress_bar(console_of(ranks), "training", options.steps, tokens, "tokens") as bar:
             for number in range(options.steps):
-                losses.append(ranks.mean(trainer.step(number)).item())
-                bar.step(losses[-1])
+                rate = trainer.schedule.get_last_lr()[0]
+                loss, sent = trainer.step(number)
+                history.append((ranks.mean(loss).item(), rate))
+                bar.step(history[-1][0])
+                bar.note(f"rate {rate:.2g}")
         if ranks.rank == 0:
-            report(trainer, losses, bar)
+            report(trainer, history, sent, masks, bar)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from tests.harness.ranks import example_environment
 
@@ -35,6 +38,12 @@ def run_example(script: str, *options: str, ranks: int = 2) -> str:
         printed, _ = run.communicate()
     assert run.returncode == 0, printed
     return printed
+
+
+def example_module(name: str) -> Any:
+    """An example's module; the examples import each other by their bare names."""
+    with mock.patch.object(sys, "path", [str(ROOT / "examples"), *sys.path]):
+        return importlib.import_module(name)
 
 
 def table_of(printed: str) -> dict[str, tuple[str, ...]]:
