@@ -175,7 +175,7 @@ def bytes_reduced(model: nn.Module) -> tuple[str, str]:
     reduced = [path for op in timeline.ops if op.kind is tz.Kind.REDUCE for path in op.params]
     nbytes = {param.path: param.grad_bytes for param in timeline.plan.params}
     trained = sum(nbytes[param.path] for param in timeline.plan.params if param.requires_grad)
-    words = f"bytes; trained parameters have {trained:,}, frozen ones {sum(nbytes.values()) - trained:,}"
+    words = f"bytes, of {trained:,} trained and {sum(nbytes.values()) - trained:,} frozen"
     return f"{sum(nbytes[path] for path in reduced):,}", words
 
 

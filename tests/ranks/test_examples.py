@@ -117,7 +117,7 @@ def test_hugging_face_lora(tmp_path: Path) -> None:
     assert table["AdamW per rank, at rest"][0] == f"{8 * adapters // 2 + 4 * 4:,}"
     assert table["gradients reduced in a step"] == (
         f"{4 * adapters}",
-        f"bytes; trained parameters have {4 * adapters}, frozen ones {4 * base:,}",
+        f"bytes, of {4 * adapters} trained and {4 * base:,} frozen",
     )
     assert table["frozen base, in the file"][0] == "equal"
     assert (tmp_path / "hugging_face_lora_stage2.png").read_bytes().startswith(b"\x89PNG")
