@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.examples import run_example, table_of
+from tests.harness.examples import SECONDS, run_example, table_of
 
 
 def test_data_parallel_mlp(tmp_path: Path) -> None:
@@ -92,6 +92,7 @@ LLAMA = ("--layers", "1", "--width", "16", "--steps", "3", "--out")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 60)  # Thunder traces for long
 def test_hugging_face(tmp_path: Path) -> None:
     """The plain model repeats the loss from one file: in float32, so bfloat16's half unit of 2**-9 is between them."""
     pytest.importorskip("transformers")
@@ -105,6 +106,7 @@ def test_hugging_face(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 60)  # Thunder traces for long
 def test_hugging_face_lora(tmp_path: Path) -> None:
     """Only adapters are trained, reduced, and have optimizer state: at rest, two float32 and a step count each."""
     pytest.importorskip("transformers")
