@@ -184,7 +184,7 @@ def report(trainer: Trainer, losses: list[float], sharded: float, file: Path) ->
     options, ranks = trainer.options, trainer.ranks
     state = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
     trained = sum(parameter.numel() for parameter in trainer.trained)
-    params = tz.traces_of(trainer.model).plan.params
+    held, params = bytes_held(trainer.model.parameters()), tz.traces_of(trainer.model).plan.params
     copies = sum(param.full_bytes for param in params if param.resident and param.is_cast)  # ZeRO-1 keeps them
     plain, same = plain_loss(file, trainer)
     rows = [
@@ -192,7 +192,7 @@ def report(trainer: Trainer, losses: list[float], sharded: float, file: Path) ->
         ("loss of unseen text, sharded", f"{sharded:.4f}", options.dtype),
         ("plain model, from one file", f"{plain:.4f}", "float32"),
         ("elements this rank trains", f"{trained:,}", "of adapters" if options.lora else "of all parameters"),
-        ("parameters per rank, at rest", f"{bytes_held(trainer.model.parameters()):,}", f"bytes, and {copies:,} cast and full"),
+        ("parameters per rank, at rest", f"{held:,}", f"bytes, and {copies:,} cast and full"),
         ("AdamW per rank, at rest", f"{bytes_held(state):,}", "bytes"),
         ("gradients reduced in a step", *bytes_reduced(trainer.model)),
         *[("frozen base, in the file", same, "to that before training, bit for bit")][: bool(options.lora)],
