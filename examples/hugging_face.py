@@ -1,30 +1,30 @@
 """A Hugging Face Llama, sharded: its own loss, clipping, bfloat16, and one file that the plain model loads.
 
-    pip install "transformers>=4.50,<4.51"
+    pip install -e ".[hugging-face]"
     torchrun --standalone --nproc-per-node 2 examples/hugging_face.py            # ZeRO-3
     torchrun --standalone --nproc-per-node 2 examples/hugging_face.py --lora 4   # trains adapters of rank 4 only
     python examples/hugging_face.py --stage 1 --dtype float32                    # one process
 
 The model is made from a config (tied embeddings, grouped-query attention) and reads bytes; nothing is downloaded. The
-loss comes from `labels=`. At the end the sharded checkpoint becomes one safetensors file, which the plain model loads
-and repeats the loss of the sharded one. With `--lora` the base is frozen: its rows are gathered, and nothing of it is
-reduced, has a gradient or optimizer state.
+loss comes from `labels=`. Each step clips the norm of all gradients. At the end the sharded checkpoint becomes one
+safetensors file; the plain model loads it and repeats the loss of the sharded one. With `--lora` the base is frozen:
+its rows are gathered, but nothing of it is reduced, has a gradient or optimizer state, and training leaves each bit.
 """
 
 from __future__ import annotations
 
 import argparse
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from pictures import save_curve
 from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
 from safetensors.torch import load_file
-from show import Bar, console_of, figures, mb, progress_bar
+from show import Bar, console_of, figures, progress_bar
 from stdlib_text import Shape, load_text, train_batch
 from tensor_memory import bytes_held
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import thunder_zero as tz  # before thunder
 
@@ -35,6 +35,8 @@ DTYPES = {
     "bfloat16": tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32),
 }
 ADAPTED = ("q_proj", "v_proj")  # the layers that get adapters
+TIED = "lm_head.weight"  # is the embedding, under whose name the file has it
+WORKING = ("4.48.", "4.49.", "4.50.", "4.51.", "4.52.")  # later ones make masks with torch.vmap
 
 
 def parse_options() -> argparse.Namespace:
@@ -47,6 +49,19 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks (16)")
     parser.add_argument("--context", type=int, default=64, help="bytes per sequence (64)")
     return parser.parse_args()
+
+
+def check_transformers() -> None:
+    """End the script with one sentence if transformers is missing, or a version that Thunder cannot trace."""
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        found = "missing"
+    if not found.startswith(WORKING):
+        raise SystemExit(
+            f"transformers is {found}; Thunder traces its Llama in versions 4.48 to 4.52: "
+            'run pip install -e ".[hugging-face]" or pip install "transformers>=4.48,<4.53"'
+        )
 
 
 class LoRA(nn.Module):
@@ -65,7 +80,9 @@ class LoRA(nn.Module):
 
 
 def make_llama(options: argparse.Namespace) -> nn.Module:
-    """A small Llama with four heads that share two heads of keys and values."""
+    """A small Llama with four heads that share two heads of keys and values; with ``--lora`` also its adapters."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # checked first, so that --help works without it
+
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=options.width,
@@ -126,34 +143,59 @@ class Trainer:
         return losses
 
 
-@torch.no_grad()
-def last_loss(trainer: Trainer) -> float:
-    """The sharded model's loss on a batch that it has not seen, mean over ranks."""
-    return trainer.ranks.mean(trainer.loss_of(trainer.options.steps)).item()
+def unseen_loss(trainer: Trainer) -> float:
+    """The sharded model's loss on the next step's text, mean over ranks.
+
+    It runs the traces of training; under no_grad Thunder would trace the model once more, which takes seconds.
+    """
+    return trainer.ranks.mean(trainer.loss_of(trainer.options.steps).detach()).item()
 
 
 @torch.no_grad()
-def plain_loss(file: Path, trainer: Trainer) -> float:
-    """The same, by a plain Llama with the weights of one file, on all ranks' rows."""
-    plain = make_llama(trainer.options)
-    plain.load_state_dict(load_file(file), strict=False)  # the file has a tied weight once, under its first name
+def plain_loss(file: Path, trainer: Trainer) -> tuple[float, str]:
+    """The same by a plain Llama with the weights of one file, on all ranks' rows; and whether frozen ones are equal.
+
+    Raises:
+        RuntimeError: the file lacks a weight other than the tied one, or has one too many.
+    """
+    plain, weights, start = make_llama(trainer.options), load_file(file), make_llama(trainer.options)
+    missing, unexpected = plain.load_state_dict(weights, strict=False)
+    if missing != [TIED] or unexpected:
+        raise RuntimeError(f"{file} should lack {TIED} only: it lacks {missing}, and has too much: {unexpected}")
+    frozen = [name for name, parameter in start.named_parameters() if not parameter.requires_grad]
+    same = all(torch.equal(weights[name], start.get_parameter(name)) for name in frozen)
     shape = Shape(trainer.options.batch, trainer.options.context - 1, rank=0, world_size=1)
     windows = train_batch(trainer.text, trainer.options.steps, shape, trainer.options.seed)
-    return float(plain(input_ids=windows, labels=windows).loss)
+    return float(plain(input_ids=windows, labels=windows).loss), "equal" if same else "differs"
 
 
-def report(trainer: Trainer, losses: list[float], sharded: float, plain: float) -> None:
+def bytes_reduced(model: nn.Module) -> tuple[str, str]:
+    """Bytes of the gradients that a step reduces, beside those of all parameters."""
+    timeline = tz.traces_of(model).timeline
+    reduced = [path for op in timeline.ops if op.kind is tz.Kind.REDUCE for path in op.params]
+    nbytes = {param.path: param.grad_bytes for param in timeline.plan.params}
+    trained = sum(nbytes[param.path] for param in timeline.plan.params if param.requires_grad)
+    words = f"bytes, of {trained:,} trained and {sum(nbytes.values()) - trained:,} frozen"
+    return f"{sum(nbytes[path] for path in reduced):,}", words
+
+
+def report(trainer: Trainer, losses: list[float], sharded: float, file: Path) -> None:
     """Print the figures, and draw the loss."""
     options, ranks = trainer.options, trainer.ranks
     state = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
     trained = sum(parameter.numel() for parameter in trainer.trained)
+    held, params = bytes_held(trainer.model.parameters()), tz.traces_of(trainer.model).plan.params
+    copies = sum(param.full_bytes for param in params if param.resident and param.is_cast)  # ZeRO-1 keeps them
+    plain, same = plain_loss(file, trainer)
     rows = [
         ("loss, first and last step", f"{losses[0]:.3f}, {losses[-1]:.3f}", "nats per byte, mean over ranks"),
         ("loss of unseen text, sharded", f"{sharded:.4f}", options.dtype),
         ("plain model, from one file", f"{plain:.4f}", "float32"),
-        ("elements this rank trains", f"{trained:,}", "rows of adapters" if options.lora else "rows of all parameters"),
-        ("parameters per rank, at rest", mb(bytes_held(trainer.model.parameters())), ""),
-        ("AdamW per rank, at rest", mb(bytes_held(state)), ""),
+        ("elements this rank trains", f"{trained:,}", "of adapters" if options.lora else "of all parameters"),
+        ("parameters per rank, at rest", f"{held:,}", f"bytes, and {copies:,} cast and full"),
+        ("AdamW per rank, at rest", f"{bytes_held(state):,}", "bytes"),
+        ("gradients reduced in a step", *bytes_reduced(trainer.model)),
+        *[("frozen base, in the file", same, "to that before training, bit for bit")][: bool(options.lora)],
     ]
     name = f"hugging_face{'_lora' * bool(options.lora)}_stage{options.stage}"
     heading = f"Llama{' with LoRA' * bool(options.lora)}, {stage_name(options.stage)} on {ranks.words}"
@@ -165,17 +207,18 @@ def report(trainer: Trainer, losses: list[float], sharded: float, plain: float) 
 
 def main() -> None:
     options = parse_options()
+    check_transformers()
     with ranks_of_torchrun() as ranks:
         trainer = Trainer(options, ranks)
         tokens = options.batch * options.context
         with progress_bar(console_of(ranks), "training", options.steps, tokens, "tokens") as bar:
             losses = trainer.train(bar)
-        sharded = last_loss(trainer)
+        sharded = unseen_loss(trainer)
         folder = options.out / "hugging_face" / f"step-{options.steps}"
         tz.save(folder, trainer.model, trainer.optimizer)
         if ranks.rank == 0:
             (file,) = tz.consolidate(folder, folder.parent / "model.safetensors")
-            report(trainer, losses, sharded, plain_loss(file, trainer))
+            report(trainer, losses, sharded, file)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import thunder_zero as tz
-from tests.harness.examples import example_module, run_example, table_of
+from tests.harness.examples import SECONDS, example_module, run_example, table_of
 from tests.harness.ranks import RanksPool
 
 
@@ -193,6 +193,43 @@ def test_the_dry_run_of_a_large_preset() -> None:
         2: cut | {"sent in a step": 8 * gather + reduce},
         3: cut | {"sent in a step": 8 * 2 * gather + reduce},
     }
+
+
+LLAMA = ("--layers", "1", "--width", "16", "--steps", "3", "--out")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 60)  # Thunder traces for long
+def test_hugging_face(tmp_path: Path) -> None:
+    """The plain model repeats the loss from one file: in float32, so bfloat16's half unit of 2**-9 is between them."""
+    pytest.importorskip("transformers")
+    table = table_of(run_example("examples/hugging_face.py", *LLAMA, str(tmp_path)))
+    first, last = map(float, table["loss, first and last step"][0].split(", "))
+    sharded, dtype = table["loss of unseen text, sharded"]
+    plain = float(table["plain model, from one file"][0])
+    assert dtype == "bfloat16"
+    assert plain < last < first
+    assert float(sharded) == pytest.approx(plain, rel=2**-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 60)  # Thunder traces for long
+def test_hugging_face_lora(tmp_path: Path) -> None:
+    """Only adapters are trained, reduced, and have optimizer state: at rest, two float32 and a step count each."""
+    pytest.importorskip("transformers")
+    options = ("--stage", "2", "--lora", "4", *LLAMA, str(tmp_path))
+    table = table_of(run_example("examples/hugging_face.py", *options))
+    adapters = 4 * (16 + 16) + 4 * (16 + 8)  # of q_proj and v_proj: 16 features; two heads of keys and values: 8
+    base = 256 * 16 + 2 * 16 * 16 + 2 * 8 * 16 + 3 * 48 * 16 + 3 * 16  # embedding, q and o, k and v, MLP, norms
+    assert table["elements this rank trains"][0] == f"{adapters // 2}"
+    assert table["parameters per rank, at rest"][0] == f"{4 * (adapters + base) // 2:,}"
+    assert table["AdamW per rank, at rest"][0] == f"{8 * adapters // 2 + 4 * 4:,}"
+    assert table["gradients reduced in a step"] == (
+        f"{4 * adapters}",
+        f"bytes, of {4 * adapters} trained and {4 * base:,} frozen",
+    )
+    assert table["frozen base, in the file"][0] == "equal"
+    assert (tmp_path / "hugging_face_lora_stage2.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
