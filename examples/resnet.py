@@ -20,10 +20,10 @@ from collections.abc import Sequence
 
 import torch
 from pictures import save_curve
-from planned import added_at_peak
+from planned import added_at_peak as planned_at_peak
 from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
 from show import Bar, console_of, figures, mb, progress_bar
-from tensor_memory import bytes_held, change_by
+from tensor_memory import added_at_peak, bytes_held
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,7 +34,6 @@ import thunder
 RECIPE_BATCH = 1024  # images; the learning rate is in proportion to the batch (Goyal et al., arXiv 1706.02677)
 EXPANSION = 4  # outputs of a bottleneck block, over its width
 WARM_UP, DECAY_EVERY = 5, 30  # epochs
-PEAK_STEPS = 3  # the last ones, whose memory is measured
 
 
 def parse_options() -> argparse.Namespace:
@@ -161,21 +160,19 @@ def by_formula(plan: tz.Plan, stage: int) -> dict[str, float]:
 
 
 def train(trainer: Trainer, bar: Bar) -> tuple[list[float], int]:
-    """Train; returns the loss of each step, mean over ranks, and the bytes that one of the last adds at its peak."""
+    """Train; returns the loss of each step, mean over ranks, and the bytes that the last one adds at its peak."""
     losses: list[float] = []
 
     def step() -> None:
         losses.append(trainer.ranks.mean(trainer.step(len(losses))).item())
 
-    changes, steps = [], trainer.options.epochs * trainer.options.steps_in_epoch
-    for number in range(steps):
-        if number < steps - PEAK_STEPS:
-            step()
-        else:
-            trainer.optimizer.zero_grad()
-            changes.append(change_by(step, trainer.ranks.device))
+    for _ in range(trainer.options.epochs * trainer.options.steps_in_epoch - 1):
+        step()
         bar.step(losses[-1])
-    return losses, min(changes).peak
+    trainer.optimizer.zero_grad()
+    added = added_at_peak(step, trainer.ranks.device)
+    bar.step(losses[-1])
+    return losses, added
 
 
 def report(trainer: Trainer, losses: list[float], added: int, bar: Bar) -> None:
@@ -183,7 +180,7 @@ def report(trainer: Trainer, losses: list[float], added: int, bar: Bar) -> None:
     options, ranks, traces = trainer.options, trainer.ranks, tz.traces_of(trainer.model)
     plan, held, expected = traces.plan, trainer.held(), by_formula(traces.plan, options.stage)
     uneven = [param for param in plan.params if param.sharded and param.shape[0] % plan.world_size]
-    resting, planned = trainer.buffers + held["parameters"] + held["momentum"], added_at_peak(traces.timeline)
+    resting, planned = trainer.buffers + held["parameters"] + held["momentum"], planned_at_peak(traces.timeline)
     by_peak_formula = trainer.buffers + expected["parameters"] + expected["momentum"] + planned
     rows = [
         ("loss, first and last step", f"{losses[0]:.3f}, {losses[-1]:.3f}", "mean over ranks"),

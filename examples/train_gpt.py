@@ -24,7 +24,7 @@ from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
 from rich.console import Console
 from show import console_of, progress_bar
 from stdlib_text import Shape, Text, load_text, train_batch, validation_batches
-from tensor_memory import Change, bytes_held, change_by
+from tensor_memory import added_at_peak, bytes_held
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train_report import Memory, Report, Traffic, print_report, save_curve
@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALIDATIONS = 10  # per run, evenly spread, after the one at the start
 VALIDATION_BATCHES = 8
 ONE_BLOCK = "blocks.1"  # the unit whose trace is printed; every size has it
-PEAK_STEPS = range(2, 5)  # memory is measured in these, time is not; by then the optimizer has its state
+PEAK_STEP = 2  # memory is measured in this step, time is not; by then the optimizer has its state
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +67,18 @@ class Run:
         losses: this rank's loss in each step.
         validation: (steps done, mean loss over ranks).
         seconds: the time of each step.
-        changes: what the steps that measure memory did to it.
+        peak: the most bytes of tensors alive at one time in a step.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
+    peak: int = 0
 
     @property
     def timed(self) -> list[float]:
-        """Seconds per step, without the steps that compile and those that measure memory."""
-        return self.seconds[PEAK_STEPS.stop :] or self.seconds
+        """Seconds per step, without the steps that compile and the one that measures memory."""
+        return self.seconds[PEAK_STEP + 1 :] or self.seconds
 
 
 def parse_options() -> argparse.Namespace:
@@ -96,7 +96,7 @@ def parse_options() -> argparse.Namespace:
     every = "save a checkpoint every so many steps and at the end; resume from the latest in --out (never)"
     parser.add_argument("--save-every", type=int, default=0, help=every)
     options = parser.parse_args()
-    for name, least in {"steps": PEAK_STEPS.stop, "batch": 1, "context": 1}.items():
+    for name, least in {"steps": PEAK_STEP + 2, "batch": 1, "context": 1}.items():
         if getattr(options, name) < least:
             parser.error(f"--{name} is {getattr(options, name)}; give at least {least}")
     return options
@@ -201,7 +201,7 @@ def train(trainer: Trainer, batches: list[Tensor], first: int, console: Console)
                 bar.note(f"validation {run.validation[-1][1]:.3f}")
             if number == steps:
                 break
-            measure = number in range(min(first + PEAK_STEPS.start, steps - 1), first + PEAK_STEPS.stop)
+            measure = number == min(first + PEAK_STEP, steps - 1)
             take_step(trainer, number, measure, run)
             trainer.save(number + 1)
             bar.step(run.losses[-1].item())
@@ -211,7 +211,7 @@ def train(trainer: Trainer, batches: list[Tensor], first: int, console: Console)
 
 
 def take_step(trainer: Trainer, number: int, measure: bool, run: Run) -> None:
-    """Take one training step and record it in ``run``; with ``measure``, record what it does to memory, too."""
+    """Take one training step and record it in ``run``; with ``measure``, record its memory peak, too."""
 
     def step() -> None:
         run.losses.append(trainer.step(number))
@@ -219,7 +219,7 @@ def take_step(trainer: Trainer, number: int, measure: bool, run: Run) -> None:
     start = time.perf_counter()
     if measure:
         trainer.optimizer.zero_grad()
-        run.changes.append(change_by(step, trainer.ranks.device))
+        run.peak = sum(trainer.held()) + added_at_peak(step, trainer.ranks.device)
     else:
         step()
     run.losses[-1] = run.losses[-1].cpu()  # waits for a GPU
@@ -262,8 +262,6 @@ def report_of(trainer: Trainer, run: Run, traces: tz.Traces) -> Report:
     options, ranks = trainer.options, trainer.ranks
     parameters = sum(prod(param.shape) for param in traces.plan.params)
     at_border = gathered_bytes(traces.forward_timeline)[-1]
-    parameters_held, gradients, state = trainer.held()
-    peak = parameters_held + state + min(run.changes).peak  # each measured step starts without gradients
     where = f"{stage_name(options.stage)} on {ranks.words}"
     return Report(
         title=f"Byte-level GPT, {parameters / 1e6:.2f} M parameters, {options.dtype}, {where}",
@@ -271,7 +269,7 @@ def report_of(trainer: Trainer, run: Run, traces: tz.Traces) -> Report:
         validation=run.validation,
         tokens_per_second=trainer.shape.rows * trainer.shape.context / median(run.timed),
         traffic=traffic_of(traces, options.stage, ranks),
-        memory=Memory(parameters_held, gradients, state, peak, max(gathered_bytes(traces.timeline)), at_border),
+        memory=Memory(*trainer.held(), run.peak, max(gathered_bytes(traces.timeline)), at_border),
         gathered_once=modules_gathered_once(traces.plan),
     )
 

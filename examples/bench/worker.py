@@ -38,7 +38,6 @@ WARM_UP = 3  # steps: the first one compiles, and DDP rebuilds its buckets after
 MESSAGE_BYTES = 8 << 20  # of the bare exchange
 TAG = 77
 CPU = torch.device("cpu")
-PEAK_STEPS = 5  # of which the least counts
 
 
 class Worker:
@@ -82,7 +81,7 @@ class Worker:
         """Bytes of tensors alive between steps without gradients, and at the peak of a step."""
         model, step = self.built[name]
         model.zero_grad()
-        added = added_at_peak(lambda: [step(*self.batch), model.zero_grad()], CPU, PEAK_STEPS)
+        added = added_at_peak(lambda: [step(*self.batch), model.zero_grad()], CPU)
         return {"rest": self.rest[name], "peak": self.rest[name] + added}
 
     def waits(self, name: str) -> dict[str, Any]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 import torch
 
 from examples.gpt import GPT, GPTConfig
 from examples.stdlib_text import Shape, Text, load_text, stdlib_files, train_batch, validation_batches
-from examples.tensor_memory import Change, added_at_peak, bytes_held, change_in
+from examples.tensor_memory import added_at_peak, bytes_held, highest_added
 
 CPU = torch.device("cpu")
 
@@ -117,24 +117,25 @@ def test_peak_is_what_is_alive_together() -> None:
 
 
 def test_memory_events_in_their_own_order() -> None:
-    changes = [(3, -8), (1, 4), (2, 8), (4, 2)]  # 4, 12, 4, 6
-    events: list[dict[str, Any]] = [{"name": "[memory]", "args": {"Ev Idx": at, "Bytes": by}} for at, by in changes]
-    assert change_in([*events, {"name": "aten::add", "args": {}}]) == Change(6, 12)
-    assert change_in([]) == Change(0, 0)
+    changes = [(3, -8, 24), (1, 4, 24), (2, 8, 32), (4, 2, 26)]  # 20 before them
+    events = [
+        {"name": "[memory]", "args": {"Ev Idx": at, "Bytes": by, "Total Allocated": total}} for at, by, total in changes
+    ]
+    assert highest_added([*events, {"name": "aten::add", "args": {}}]) == 12
+    assert highest_added([]) == 0
 
 
-def test_a_step_whose_memory_another_thread_frees_does_not_count() -> None:
-    """The profiler does not see that; such a step seems to leave, and so to need, more than another one."""
-    threads = iter([True, False])
+def test_what_other_threads_allocate_and_free_counts() -> None:
+    def in_a_thread(task: Callable[[], object]) -> None:
+        thread = Thread(target=task)
+        thread.start()
+        thread.join()
 
     def step() -> None:
-        first = [torch.empty(1000)]
-        if next(threads):
-            freeing = Thread(target=first.clear)
-            freeing.start()
-            freeing.join()
-        first.clear()
-        second = torch.empty(500)
+        kept = [torch.empty(1000)]
+        in_a_thread(kept.clear)
+        in_a_thread(lambda: kept.append(torch.empty(500)))
+        second = torch.empty(300)
         del second
 
-    assert added_at_peak(step, CPU, times=2) == 4000
+    assert added_at_peak(step, CPU) == 4000

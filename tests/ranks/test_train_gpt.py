@@ -91,7 +91,7 @@ def test_a_bad_option_gets_one_sentence() -> None:
     command = [sys.executable, EXAMPLE, "--steps", "1"]
     run = subprocess.run(command, cwd=ROOT, env=example_environment(), text=True, capture_output=True, timeout=60)
     assert run.returncode == 2
-    assert run.stderr.splitlines()[-1].endswith("--steps is 1; give at least 5")
+    assert run.stderr.splitlines()[-1].endswith("--steps is 1; give at least 4")
 
 
 def children(pid: int) -> list[int]:
