@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-from pictures import save_curve
+from pictures import COLORS, FAINT, INK, curves, picture, title
 from planned import added_at_peak as planned_at_peak
 from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
 from show import Bar, console_of, figures, mb, progress_bar
@@ -196,8 +197,27 @@ def report(trainer: Trainer, losses: list[float], added: int, bar: Bar) -> None:
     heading = f"ResNet, {parameters:.3f} M parameters, {stage_name(options.stage)} on {ranks.words}"
     figures(console_of(ranks), f"{heading}: per rank", rows)
     path = options.out / f"resnet_stage{options.stage}.png"
-    save_curve(path, heading, "loss", losses, x="step", y="cross entropy, nats")
+    pairs = {name: (held[name], expected[name]) for name in held}
+    draw(path, heading, losses, pairs | {"peak": (resting + added, by_peak_formula)})
     console_of(ranks).print(f"The picture is {path}.")
+
+
+def draw(path: Path, heading: str, losses: list[float], memory: dict[str, tuple[float, float]]) -> None:
+    """The loss; and what a rank holds, measured and by the formula, in bytes."""
+    with picture(path, panels=2, size=(12, 4)) as (left, right):
+        curves(left, {"loss": (range(len(losses)), losses)}, x="step", y="cross entropy, nats")
+        title(left, heading)
+        for at, (name, color) in enumerate((("measured", COLORS[0]), ("by the formula", FAINT))):
+            places = [place + 0.38 * (at - 0.5) for place in range(len(memory))]
+            values = [pair[at] / 1e6 for pair in memory.values()]
+            drawn = right.barh(places, values, height=0.34, color=color, label=name)
+            right.bar_label(drawn, fmt="{:.1f}", padding=4, color=INK, fontsize=9)
+        right.set_yticks(range(len(memory)), list(memory))
+        right.invert_yaxis()
+        right.margins(x=0.12)
+        right.set_xlabel("MB per rank; the formula leaves out activations", color=INK)
+        right.legend(frameon=False, labelcolor="linecolor")
+        title(right, "At rest, and at the peak of a step")
 
 
 def main() -> None:

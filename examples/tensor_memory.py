@@ -10,8 +10,8 @@ import ctypes
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,8 @@ def added_at_peak(step: Callable[[], object], device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         step()
         return torch.cuda.max_memory_allocated(device) - before
-    count_in_all_threads()
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else it prints its start and stop
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with counting_all_threads(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.json"
@@ -46,12 +45,17 @@ def added_at_peak(step: Callable[[], object], device: torch.device) -> int:
         return highest_added(json.loads(path.read_text())["traceEvents"])
 
 
-@cache
-def count_in_all_threads() -> None:
-    """Make torch's count of CPU memory that of the process: else it leaves out what threads allocate and free that are
+@contextmanager
+def counting_all_threads() -> Iterator[None]:
+    """Makes torch's count of CPU memory that of the process: else it leaves out what threads allocate and free that are
     not profiled, such as a transport's. Private in torch, and there is no public way."""
     (library,) = (Path(torch.__file__).parent / "lib").glob("libc10.*")
-    ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage").value = True
+    flag = ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage")
+    flag.value = True
+    try:
+        yield
+    finally:
+        flag.value = False
 
 
 def highest_added(events: list[dict[str, Any]]) -> int:
