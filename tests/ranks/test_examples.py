@@ -15,6 +15,8 @@ import thunder_zero as tz
 from tests.harness.examples import SECONDS, example_module, run_example, table_of
 from tests.harness.ranks import RanksPool
 
+pytestmark = pytest.mark.timeout(SECONDS + 60)  # longer than any launch may take
+
 
 def test_data_parallel_mlp(tmp_path: Path) -> None:
     options = ("--rows", "96", "--width", "16", "--steps", "6", "--stage", "3")
@@ -158,7 +160,6 @@ def masked_outputs(trainer: Any) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_zero1_accumulation_sends_once_and_recomputes_the_same_masks(ranks_pool: RanksPool) -> None:
     first, second = ranks_pool.run(2, accumulate, timeout=280.0)
     one, again, four = first
@@ -199,7 +200,6 @@ LLAMA = ("--layers", "1", "--width", "16", "--steps", "3", "--out")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS + 60)  # Thunder traces for long
 def test_hugging_face(tmp_path: Path) -> None:
     """The plain model repeats the loss from one file: in float32, so bfloat16's half unit of 2**-9 is between them."""
     pytest.importorskip("transformers")
@@ -213,7 +213,6 @@ def test_hugging_face(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(SECONDS + 60)  # Thunder traces for long
 def test_hugging_face_lora(tmp_path: Path) -> None:
     """Only adapters are trained, reduced, and have optimizer state: at rest, two float32 and a step count each."""
     pytest.importorskip("transformers")
