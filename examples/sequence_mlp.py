@@ -37,7 +37,7 @@ MOMENTUM = {"adamw": "exp_avg", "momentum": "momentum_buffer"}  # optimizer -> i
 
 def parse_options() -> argparse.Namespace:
     parser = options_parser(__doc__)
-    words = "adamw (learning rate 0.01), or SGD (0.01) with velocity 0.9 v + 0.1 g (adamw)"
+    words = "adamw (learning rate 0.01), or SGD (0.01) with velocity 0.9 v + 0.1 g, from zero (adamw)"
     parser.add_argument("--optimizer", choices=MOMENTUM, default="adamw", help=words)
     parser.add_argument("--steps", type=int, default=501, help="training steps (501)")
     parser.add_argument("--rows", type=int, default=8192, help="windows in a batch, over all ranks (8192)")
@@ -72,7 +72,10 @@ def make_batch(rows: int, step: int, seed: int) -> tuple[Tensor, Tensor]:
 def optimizer_of(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=1e-2)
-    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, dampening=0.9)  # torch's first velocity is g, not 0.1 g
+    optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, dampening=0.9)
+    for parameter in parameters:  # from zero: without it, torch's first velocity is g, not 0.1 g
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace, ranks: Ranks) -> list[float]:

@@ -48,6 +48,16 @@ def test_sequence_mlp(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_velocity_of_momentum_starts_from_zero() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    optimizer = example_module("sequence_mlp").optimizer_of("momentum", [parameter])
+    optimizer.step()
+    optimizer.step()  # velocities 0.1 and 0.9 * 0.1 + 0.1
+    assert parameter.tolist() == pytest.approx([-0.01 * (0.1 + 0.19)] * 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_wire_protocol(stage: int, tmp_path: Path) -> None:
     table = table_of(run_example("examples/wire_protocol.py", "--stage", str(stage), "--out", str(tmp_path), ranks=3))
