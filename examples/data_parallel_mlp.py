@@ -19,7 +19,7 @@ from copy import deepcopy
 import torch
 from holdings import Rows, draw_rows, print_rows, rows_of_batch, rows_of_plan
 from pictures import picture
-from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
+from ranks import Ranks, options_parser, positive, ranks_of_torchrun, stage_name
 from show import Bar, console_of, figures, progress_bar
 from torch import Tensor, nn
 
@@ -36,9 +36,9 @@ Losses = Callable[[Tensor], Tensor]  # from this rank's loss to that of all rows
 
 def parse_options() -> argparse.Namespace:
     parser = options_parser(__doc__, stage=0)
-    parser.add_argument("--steps", type=int, default=30, help="training steps (30)")
-    parser.add_argument("--rows", type=int, default=8192, help="rows of the batch, over all ranks (8192)")
-    parser.add_argument("--width", type=int, default=2048, help="features of the hidden layers (2048)")
+    parser.add_argument("--steps", type=positive, default=30, help="training steps (30)")
+    parser.add_argument("--rows", type=positive, default=8192, help="of the batch, rounded up for the ranks (8192)")
+    parser.add_argument("--width", type=positive, default=2048, help="features of the hidden layers (2048)")
     return parser.parse_args()
 
 
@@ -76,7 +76,8 @@ def train(model: nn.Module, x: Tensor, y: Tensor, steps: int, losses_of: Losses,
 def layouts_of(module: nn.Module, stage: int, rows: int) -> dict[int, list[Rows]]:
     """Which rank holds what, by number of ranks."""
     plans = {count: tz.make_plan(module, tz.Policy(stage), count, rank=0) for count in LAYOUTS}
-    return {count: [rows_of_batch(rows, count), *rows_of_plan(plan)] for count, plan in plans.items()}
+    even = -(-rows // max(LAYOUTS)) * max(LAYOUTS)
+    return {count: [rows_of_batch(even, count), *rows_of_plan(plan)] for count, plan in plans.items()}
 
 
 def train_together(module: nn.Module, x: Tensor, y: Tensor, options: argparse.Namespace, ranks: Ranks) -> list[float]:
@@ -120,7 +121,7 @@ def main() -> None:
         module = perceptron(options.width).to(ranks.device)
         plain = deepcopy(module)  # the transform empties the module that it shards
         layouts = layouts_of(plain, options.stage, options.rows)
-        x, y = make_batch(options.rows, options.seed)
+        x, y = make_batch(ranks.rounded_up(options.rows), options.seed)
         together = train_together(module, x, y, options, ranks)
         if ranks.rank == 0:
             report(options, ranks, together, train_alone(plain, x, y, options, ranks))

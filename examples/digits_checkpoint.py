@@ -6,8 +6,9 @@
 
 Trains on the 1,797 digits that scikit-learn ships (`pip install scikit-learn`), saves a sharded checkpoint, makes one
 file of it with the command line (`thunder-zero consolidate`), loads that into the plain module, and tests both on the
-same digits. Batch norm's running statistics are each rank's own while it trains; before they are used, the ranks pool
-them. Units are nested: each residual block, and in the last stage each convolution, travels alone.
+same digits: in float32 both have the same accuracy. Batch norm's running statistics are each rank's own while it
+trains; before they are used, the ranks pool them. Units are nested: each residual block, and in the last stage each
+convolution, travels alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from pictures import save_curve
-from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
+from ranks import Ranks, options_parser, positive, ranks_of_torchrun, stage_name
 from show import Bar, console_of, figures, progress_bar
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ import thunder_zero as tz  # before thunder
 import thunder
 
 TEST_ROWS = 360  # of 1,797
-BATCH = 48  # over all ranks
+BATCH = 48  # over all ranks, and rounded up for them
 WIDTHS = (16, 32, 48)  # channels of the stages
 FULL = tz.MixedPrecision()  # the parameters' own dtype, float32
 DTYPES = {"float32": FULL, "bfloat16": tz.MixedPrecision(torch.bfloat16, overrides={"*norm*": FULL})}
@@ -40,13 +41,16 @@ DTYPES = {"float32": FULL, "bfloat16": tz.MixedPrecision(torch.bfloat16, overrid
 
 def parse_options() -> argparse.Namespace:
     parser = options_parser(__doc__)
-    parser.add_argument("--epochs", type=int, default=12, help="passes over the training digits, in all (12)")
+    parser.add_argument("--epochs", type=positive, default=12, help="passes over the training digits, in all (12)")
     words = "dtype of compute; parameters, batch norm and the optimizer's state stay float32 (float32)"
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help=words)
     words = "compute each block's activations again in backward instead of keeping them"
     parser.add_argument("--activation-checkpointing", action="store_true", help=words)
     parser.add_argument("--resume", type=Path, help="continue from this checkpoint, of any stage and number of ranks")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.resume and not options.resume.exists():
+        parser.error(f"--resume is {options.resume}, which does not exist; give the folder of a checkpoint")
+    return options
 
 
 class Block(nn.Module):
@@ -133,15 +137,13 @@ class Trainer:
         self.model = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.folder = options.out / "digits"
-
-    @property
-    def steps_in_epoch(self) -> int:
-        return len(self.images) // BATCH
+        self.batch = ranks.rounded_up(BATCH)
+        self.steps_in_epoch = len(self.images) // self.batch
 
     def train_epoch(self, epoch: int, bar: Bar) -> float:
         """One pass over the training images, in an order that only the epoch decides; returns the last loss."""
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(epoch))
-        for rows in order.split(BATCH)[: self.steps_in_epoch]:
+        for rows in order.split(self.batch)[: self.steps_in_epoch]:
             images, labels = self.ranks.rows_of(self.images[rows]), self.ranks.rows_of(self.labels[rows])
             loss = F.cross_entropy(self.model(images).float(), labels)
             loss.backward()
@@ -186,9 +188,12 @@ def main() -> None:
             loaded = tz.load(options.resume, trainer.model, trainer.optimizer)
             first = loaded.of_rank[0]["epochs"]
             console.print(f"Resumed after epoch {first} of {options.resume}.")
+        if first >= options.epochs:
+            console.print(f"Nothing to train: --epochs is {options.epochs}; give more than {first}.")
+            return
         found: list[float] = []
         steps = (options.epochs - first) * trainer.steps_in_epoch
-        with progress_bar(console, "training", steps, BATCH, "images") as bar:
+        with progress_bar(console, "training", steps, trainer.batch, "images") as bar:
             for epoch in range(first, options.epochs):
                 trainer.train_epoch(epoch, bar)
                 found.append(trainer.test())
@@ -210,13 +215,13 @@ def report(trainer: Trainer, of_ranks: list[float], plain: float, found: list[fl
             f"{of_ranks[0]:.4%}",
             f"on every rank: {', '.join(f'{one:.4%}' for one in of_ranks)}",
         ),
-        ("plain module, from one file", f"{plain:.4%}", str(trainer.folder / "digits.pt")),
+        ("plain module, from one file", f"{plain:.4%}", f"computes in float32; {trainer.folder / 'digits.pt'}"),
         ("checkpoint", f"epoch {options.epochs}", str(trainer.folder / f"epoch-{options.epochs}")),
     ]
     figures(console_of(ranks), f"Handwritten digits, {where}", rows)
     path = options.out / f"digits_checkpoint_stage{options.stage}.png"
     heading, y = f"Digits, {where}: {found[-1]:.1%}", "share of test digits read right"
-    save_curve(path, heading, "test accuracy", found, x="epoch", y=y, first=first + 1)
+    save_curve(path, heading, found, x="epoch", y=y, first=first + 1)
     console_of(ranks).print(f"The picture is {path}.")
 
 

@@ -278,7 +278,7 @@ def changes(before: tz.Timeline, after: tz.Timeline) -> str:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words = "1: steps 1 to 12, in this process (default); 2 or more: steps 13 to 16, on so many processes"
+    words = "1: steps 1 to 12, in this process (default); 2 or more: also steps 13 to 16, on so many processes"
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help=words)
     options = parser.parse_args()
     if options.ranks < 1:
@@ -317,13 +317,13 @@ def one_process() -> None:
     show("11. It runs: the tensors that forward saves for backward", saved)
     check_numbers(module, x, plan, output, dict(zip(paths, grads, strict=True)))
     gather_last_unit_once(by_itself.timeline, module, x)
-    print("\nSteps 13 to 16 do the same on 2 real processes: python examples/fsdp_by_hand.py --ranks 2")
 
 
 def main() -> None:
     options = parse_options()
+    one_process()
     if options.ranks == 1:
-        one_process()
+        print("\nSteps 13 to 16 do the same on 2 real processes: python examples/fsdp_by_hand.py --ranks 2")
     else:
         from fsdp_by_hand_ranks import start_ranks  # it takes its steps from this file
 

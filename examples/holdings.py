@@ -36,19 +36,26 @@ class Rows:
 
 
 def rows_of_batch(count: int, world_size: int) -> Rows:
-    """A batch that is cut into equal parts."""
+    """A batch that is cut into equal parts; ``count`` is a multiple of ``world_size``."""
     share = count // world_size
     return Rows("batch", count, tuple((rank * share, (rank + 1) * share) for rank in range(world_size)))
 
 
-def rows_of_plan(plan: tz.Plan) -> list[Rows]:
-    """The parameters of a plan; the plan of one rank says it for all."""
+def rows_of_plan(plan: tz.Plan, *, stepped: bool = False) -> list[Rows]:
+    """The parameters of a plan at rest; the plan of one rank says it for all.
+
+    With ``stepped``, the rows that each rank's optimizer steps: in ZeRO-1 every rank has all rows, and steps its own.
+    """
 
     def owners(rows: int) -> tuple[tuple[int, int], ...]:
         return tuple(layout.row_range(rows, plan.world_size, rank) for rank in range(plan.world_size))
 
     return [
-        Rows(param.path, param.shape[0] if param.shape else 1, owners(param.shape[0]) if param.sharded else ())
+        Rows(
+            param.path,
+            param.shape[0] if param.shape else 1,
+            owners(param.shape[0]) if param.sharded and (stepped or not param.resident) else (),
+        )
         for param in plan.params
     ]
 

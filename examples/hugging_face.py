@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 from pictures import save_curve
-from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
+from ranks import Ranks, options_parser, positive, ranks_of_torchrun, stage_name
 from safetensors.torch import load_file
 from show import Bar, console_of, figures, progress_bar
 from stdlib_text import Shape, load_text, train_batch
@@ -43,11 +43,11 @@ def parse_options() -> argparse.Namespace:
     parser = options_parser(__doc__)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of compute (bfloat16)")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only (0: all)")
-    parser.add_argument("--layers", type=int, default=2, help="(2)")
-    parser.add_argument("--width", type=int, default=64, help="features of a token (64)")
-    parser.add_argument("--steps", type=int, default=100, help="training steps (100)")
-    parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks (16)")
-    parser.add_argument("--context", type=int, default=64, help="bytes per sequence (64)")
+    parser.add_argument("--layers", type=positive, default=2, help="(2)")
+    parser.add_argument("--width", type=positive, default=64, help="features of a token (64)")
+    parser.add_argument("--steps", type=positive, default=100, help="training steps (100)")
+    parser.add_argument("--batch", type=positive, default=16, help="sequences per step, rounded up for the ranks (16)")
+    parser.add_argument("--context", type=positive, default=64, help="bytes per sequence (64)")
     return parser.parse_args()
 
 
@@ -110,7 +110,7 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace, ranks: Ranks) -> None:
         self.options, self.ranks, self.text = options, ranks, load_text()
-        self.shape = Shape(options.batch, options.context - 1, ranks.rank, ranks.world_size)
+        self.shape = Shape(ranks.rounded_up(options.batch), options.context - 1, ranks.rank, ranks.world_size)
         module = make_llama(options).to(ranks.device)
         policy = tz.Policy(options.stage, mixed_precision=DTYPES[options.dtype])
         self.model = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
@@ -143,7 +143,7 @@ class Trainer:
         return losses
 
 
-def unseen_loss(trainer: Trainer) -> float:
+def next_loss(trainer: Trainer) -> float:
     """The sharded model's loss on the next step's text, mean over ranks.
 
     It runs the traces of training; under no_grad Thunder would trace the model once more, which takes seconds.
@@ -164,7 +164,7 @@ def plain_loss(file: Path, trainer: Trainer) -> tuple[float, str]:
         raise RuntimeError(f"{file} should lack {TIED} only: it lacks {missing}, and has too much: {unexpected}")
     frozen = [name for name, parameter in start.named_parameters() if not parameter.requires_grad]
     same = all(torch.equal(weights[name], start.get_parameter(name)) for name in frozen)
-    shape = Shape(trainer.options.batch, trainer.options.context - 1, rank=0, world_size=1)
+    shape = Shape(trainer.shape.rows, trainer.shape.context, rank=0, world_size=1)
     windows = train_batch(trainer.text, trainer.options.steps, shape, trainer.options.seed)
     return float(plain(input_ids=windows, labels=windows).loss), "equal" if same else "differs"
 
@@ -189,19 +189,21 @@ def report(trainer: Trainer, losses: list[float], sharded: float, file: Path) ->
     plain, same = plain_loss(file, trainer)
     rows = [
         ("loss, first and last step", f"{losses[0]:.3f}, {losses[-1]:.3f}", "nats per byte, mean over ranks"),
-        ("loss of unseen text, sharded", f"{sharded:.4f}", options.dtype),
+        ("loss of the next step's text", f"{sharded:.4f}", f"sharded, {options.dtype}"),
         ("plain model, from one file", f"{plain:.4f}", "float32"),
         ("elements this rank trains", f"{trained:,}", "of adapters" if options.lora else "of all parameters"),
         ("parameters per rank, at rest", f"{held:,}", f"bytes, and {copies:,} cast and full"),
         ("AdamW per rank, at rest", f"{bytes_held(state):,}", "bytes"),
         ("gradients reduced in a step", *bytes_reduced(trainer.model)),
-        *[("frozen base, in the file", same, "to that before training, bit for bit")][: bool(options.lora)],
     ]
-    name = f"hugging_face{'_lora' * bool(options.lora)}_stage{options.stage}"
-    heading = f"Llama{' with LoRA' * bool(options.lora)}, {stage_name(options.stage)} on {ranks.words}"
+    model, name = "Llama", "hugging_face"
+    if options.lora:
+        model, name = "Llama with LoRA", "hugging_face_lora"
+        rows.append(("frozen base, in the file", same, "to that before training, bit for bit"))
+    heading = f"{model}, {stage_name(options.stage)} on {ranks.words}"
     figures(console_of(ranks), heading, rows)
-    path = options.out / f"{name}.png"
-    save_curve(path, heading, "loss", losses, x="step", y="loss, nats per byte")
+    path = options.out / f"{name}_stage{options.stage}.png"
+    save_curve(path, heading, losses, x="step", y="loss, nats per byte")
     console_of(ranks).print(f"The picture is {path}.")
 
 
@@ -210,10 +212,10 @@ def main() -> None:
     check_transformers()
     with ranks_of_torchrun() as ranks:
         trainer = Trainer(options, ranks)
-        tokens = options.batch * options.context
+        tokens = trainer.shape.rows * options.context
         with progress_bar(console_of(ranks), "training", options.steps, tokens, "tokens") as bar:
             losses = trainer.train(bar)
-        sharded = unseen_loss(trainer)
+        sharded = next_loss(trainer)
         folder = options.out / "hugging_face" / f"step-{options.steps}"
         tz.save(folder, trainer.model, trainer.optimizer)
         if ranks.rank == 0:

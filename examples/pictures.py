@@ -1,4 +1,4 @@
-"""The pictures of the examples: one style, and curves with their names at their ends."""
+"""The pictures of the examples, in one style."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def picture(path: Path, panels: int = 1, size: tuple[float, float] = (8, 4.5)) -
     plt.close(figure)
 
 
-def save_curve(path: Path, heading: str, name: str, values: Sequence[float], *, x: str, y: str, first: int = 0) -> None:
+def save_curve(path: Path, heading: str, values: Sequence[float], *, x: str, y: str, first: int = 0) -> None:
     """One curve with a heading as a PNG; ``first`` is the first value's place on the x axis."""
     with picture(path) as (axes,):
-        curves(axes, {name: (range(first, first + len(values)), values)}, x=x, y=y)
+        curves(axes, {y: (range(first, first + len(values)), values)}, x=x, y=y)
         title(axes, heading)
 
 
@@ -48,7 +48,7 @@ def title(axes: Axes, text: str) -> None:
 def curves(
     axes: Axes, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, x: str, y: str, log: bool = False
 ) -> None:
-    """Draw lines, each named at its end.
+    """Draw lines; a legend names them if there are several.
 
     Args:
         axes: where.

@@ -20,7 +20,7 @@ def at_rest(plan: tz.Plan, values: int) -> dict[str, int]:
     return {"parameters": own + full, "gradients": rows, "optimizer": values * rows}
 
 
-def added_at_peak(timeline: Timeline) -> int:
+def foreseen_at_peak(timeline: Timeline) -> int:
     """The most bytes of gathered parameters and gradients that are alive together in a step.
 
     A full gradient lives from the line that computes it to the end of its reduction, its mean from the start of that.

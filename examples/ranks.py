@@ -32,6 +32,11 @@ class Ranks:
         dist.all_reduce(summed)
         return summed.cpu() / self.world_size
 
+    def rounded_up(self, rows: int, parts: int = 1) -> int:
+        """The rows of a global batch that all ranks can share evenly, each in so many parts; the mean needs that."""
+        each = self.world_size * parts
+        return -(-rows // each) * each
+
     def rows_of(self, batch: Tensor) -> Tensor:
         """This rank's share of a global batch: consecutive rows, as many on each rank.
 
@@ -48,6 +53,18 @@ class Ranks:
     def words(self) -> str:
         """Such as "4 ranks"."""
         return f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'}"
+
+
+def positive(text: str) -> int:
+    """The type of an option that counts something.
+
+    Raises:
+        argparse.ArgumentTypeError: it is less than 1; argparse ends the script with the sentence.
+    """
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is too small; give at least 1")
+    return value
 
 
 def options_parser(doc: str | None, *, stage: int | None = 3, trains: bool = True) -> argparse.ArgumentParser:
@@ -74,10 +91,13 @@ def stage_name(stage: int) -> str:
 
 
 @contextmanager
-def ranks_of_torchrun() -> Iterator[Ranks]:
-    """The process group that torchrun describes; without torchrun, a group of one process."""
+def ranks_of_torchrun(*, on_cpus: bool = False) -> Iterator[Ranks]:
+    """The process group that torchrun describes; without torchrun, a group of one process.
+
+    NCCL if each rank on the machine has a GPU, else gloo; ``on_cpus`` asks for gloo anyway.
+    """
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
+    cuda = not on_cpus and torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     backend = "nccl" if cuda else "gloo"
     if cuda:

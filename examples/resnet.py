@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/resnet.py                                    # ZeRO-3
     torchrun --standalone --nproc-per-node 2 examples/resnet.py --stage 0                          # DDP
+    torchrun --standalone --nproc-per-node 3 examples/resnet.py --batch 15                         # uneven rows
     python examples/resnet.py --blocks 1 1 1 1 --width 8 --image 32 --epochs 2 --steps-in-epoch 3  # smaller
 
 The standard shape (He et al., Deep residual learning for image recognition, arXiv 1512.03385): bottleneck blocks 3, 4,
@@ -21,8 +22,8 @@ from pathlib import Path
 
 import torch
 from pictures import COLORS, FAINT, INK, curves, picture, title
-from planned import added_at_peak as planned_at_peak
-from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
+from planned import foreseen_at_peak
+from ranks import Ranks, options_parser, positive, ranks_of_torchrun, stage_name
 from show import Bar, console_of, figures, mb, progress_bar
 from tensor_memory import added_at_peak, bytes_held
 from torch import Tensor, nn
@@ -39,15 +40,18 @@ WARM_UP, DECAY_EVERY = 5, 30  # epochs
 
 def parse_options() -> argparse.Namespace:
     parser = options_parser(__doc__)
-    parser.add_argument("--blocks", type=int, nargs="+", default=(3, 4, 6, 3), help="in each stage (3 4 6 3)")
-    parser.add_argument("--width", type=int, default=64, help="channels of the first stage (64)")
-    parser.add_argument("--classes", type=int, default=1000, help="(1000)")
-    parser.add_argument("--image", type=int, default=64, help="height and width of an image (64)")
-    parser.add_argument("--batch", type=int, default=16, help="images in a step; rounded up for the ranks (16)")
-    parser.add_argument("--epochs", type=int, default=2, help="of the 90 of the recipe (2)")
-    parser.add_argument("--steps-in-epoch", type=int, default=5, help="(5)")
+    parser.add_argument("--blocks", type=positive, nargs="+", default=(3, 4, 6, 3), help="in each stage (3 4 6 3)")
+    parser.add_argument("--width", type=positive, default=64, help="channels of the first stage (64)")
+    parser.add_argument("--classes", type=positive, default=1000, help="(1000)")
+    parser.add_argument("--image", type=positive, default=64, help="height and width of an image (64)")
+    parser.add_argument("--batch", type=positive, default=16, help="images in a step; rounded up for the ranks (16)")
+    parser.add_argument("--epochs", type=positive, default=2, help="of the 90 of the recipe (2)")
+    parser.add_argument("--steps-in-epoch", type=positive, default=5, help="(5)")
     parser.add_argument("--lr", type=float, default=0.4, help="after the warm-up, for batches of 1,024 (0.4)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.epochs * options.steps_in_epoch < 2:
+        parser.error("--epochs 1 --steps-in-epoch 1 is one step; memory is measured in a later one: give more steps")
+    return options
 
 
 class Bottleneck(nn.Module):
@@ -116,7 +120,7 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace, ranks: Ranks) -> None:
         self.options, self.ranks = options, ranks
-        options.batch = -(-options.batch // ranks.world_size) * ranks.world_size
+        options.batch = ranks.rounded_up(options.batch)
         torch.manual_seed(options.seed)  # the same weights on every rank
         module = ResNet(options.blocks, options.width, options.classes).to(ranks.device)
         self.buffers = bytes_held(module.buffers())
@@ -181,7 +185,7 @@ def report(trainer: Trainer, losses: list[float], added: int, bar: Bar) -> None:
     options, ranks, traces = trainer.options, trainer.ranks, tz.traces_of(trainer.model)
     plan, held, expected = traces.plan, trainer.held(), by_formula(traces.plan, options.stage)
     uneven = [param for param in plan.params if param.sharded and param.shape[0] % plan.world_size]
-    resting, planned = trainer.buffers + held["parameters"] + held["momentum"], planned_at_peak(traces.timeline)
+    resting, planned = trainer.buffers + held["parameters"] + held["momentum"], foreseen_at_peak(traces.timeline)
     by_peak_formula = trainer.buffers + expected["parameters"] + expected["momentum"] + planned
     rows = [
         ("loss, first and last step", f"{losses[0]:.3f}, {losses[-1]:.3f}", "mean over ranks"),

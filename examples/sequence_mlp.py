@@ -4,10 +4,11 @@
     torchrun --standalone --nproc-per-node 4 examples/sequence_mlp.py --stage 1 --optimizer momentum
     python examples/sequence_mlp.py                                                          # one process
 
-A window of 128 points enters, and the same window leaves: shifted by 5 points, times 0.8, plus 0.1 of its square. The
-optimizer is a plain torch optimizer, built on this rank's rows, so its momentum is sharded as the weights are. Rules on
-paths choose which parameters are sharded: weights are, biases are replicated. The pictures show the loss, one forecast
-over its target, and who holds which rows of weights and momentum, replicated (DDP) and in this run.
+A window of 128 points enters, and the same window leaves: shifted by 5 points, times 0.8, plus 0.1 of its square, plus
+noise. The optimizer is a plain torch optimizer, built on this rank's rows, so its momentum is sharded as the weights
+are. Rules on paths choose which parameters are sharded: weights are, biases are replicated. The pictures show the loss,
+one forecast over its target, and who holds which rows of weights and momentum, replicated (DDP) and in this run. ZeRO-1
+shards the momentum alone: every rank keeps all weights, steps its own rows of them, and sends these to the others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from holdings import Rows, draw_rows, print_rows, rows_of_plan
 from pictures import curves, picture, title
-from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
+from ranks import Ranks, options_parser, positive, ranks_of_torchrun, stage_name
 from show import console_of, figures, mb, progress_bar
 from tensor_memory import bytes_held
 from torch import Tensor, nn
@@ -39,9 +40,9 @@ def parse_options() -> argparse.Namespace:
     parser = options_parser(__doc__)
     words = "adamw (learning rate 0.01), or SGD (0.01) with velocity 0.9 v + 0.1 g, from zero (adamw)"
     parser.add_argument("--optimizer", choices=MOMENTUM, default="adamw", help=words)
-    parser.add_argument("--steps", type=int, default=501, help="training steps (501)")
-    parser.add_argument("--rows", type=int, default=8192, help="windows in a batch, over all ranks (8192)")
-    parser.add_argument("--width", type=int, default=2048, help="features of the hidden layer (2048)")
+    parser.add_argument("--steps", type=positive, default=501, help="training steps (501)")
+    parser.add_argument("--rows", type=positive, default=8192, help="in a batch, rounded up for the ranks (8192)")
+    parser.add_argument("--width", type=positive, default=2048, help="features of the hidden layer (2048)")
     return parser.parse_args()
 
 
@@ -80,10 +81,10 @@ def optimizer_of(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.O
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace, ranks: Ranks) -> list[float]:
     """Train on this rank's rows of each batch; returns the loss of each step, mean over ranks."""
-    losses = []
-    with progress_bar(console_of(ranks), options.optimizer, options.steps, options.rows, "windows") as bar:
+    losses, rows = [], ranks.rounded_up(options.rows)
+    with progress_bar(console_of(ranks), options.optimizer, options.steps, rows, "windows") as bar:
         for step in range(options.steps):
-            x, y = map(ranks.rows_of, make_batch(options.rows, step, options.seed))
+            x, y = map(ranks.rows_of, make_batch(rows, step, options.seed))
             loss = (model(x) - y).square().mean()
             loss.backward()
             optimizer.step()
@@ -102,18 +103,18 @@ def forecast(model: nn.Module, options: argparse.Namespace, ranks: Ranks) -> tup
 
 def momentum_rows(plan: tz.Plan) -> list[Rows]:
     """Who holds the optimizer's momentum: the rows of the parameters that the optimizer steps."""
-    return [Rows(f"momentum of {rows.name}", rows.count, rows.of_rank) for rows in rows_of_plan(plan)]
+    return [Rows(f"momentum of {rows.name}", rows.count, rows.of_rank) for rows in rows_of_plan(plan, stepped=True)]
 
 
 def report(options: argparse.Namespace, ranks: Ranks, losses: list[float], held: tuple[int, int]) -> None:
-    """Print the figures of the run."""
+    """Print the figures of the run; ``held``: bytes of parameters and of momentum that this rank holds."""
     at = min(STEP_TO_COMPARE, options.steps - 1)
     rows = [
         ("mean squared error, first step", f"{losses[0]:.4f}", ""),
         (f"step {at}", f"{losses[at]:.7f}", "the same under every stage"),
         ("last step", f"{losses[-1]:.4f}", f"noise alone: {NOISE**2:.4f}"),
         ("parameters per rank", mb(held[0]), "at rest"),
-        ("momentum per rank", mb(held[1]), "at rest"),
+        ("momentum per rank", mb(held[1]), "at rest; AdamW has as much again" * (options.optimizer == "adamw")),
     ]
     figures(console_of(ranks), f"{options.optimizer}, {stage_name(options.stage)} on {ranks.words}", rows)
 
@@ -130,11 +131,11 @@ def draw(options: argparse.Namespace, losses: list[float], shown: tuple[list[flo
     return str(path)
 
 
-def draw_layouts(options: argparse.Namespace, ranks: Ranks, sharded: tz.Plan, replicated: tz.Plan) -> str:
+def draw_layouts(options: argparse.Namespace, ranks: Ranks, plan_of_run: tz.Plan, replicated: tz.Plan) -> str:
     """Who holds what, in the terminal and as a picture: replicated beside this run's stage."""
     path = options.out / f"sequence_mlp_layout_stage{options.stage}.png"
     with picture(path, panels=2, size=(12, 3.6)) as panels:
-        for axes, plan in zip(panels, (replicated, sharded), strict=True):
+        for axes, plan in zip(panels, (replicated, plan_of_run), strict=True):
             heading, rows = (
                 f"{stage_name(plan.policy.stage)} on {ranks.words}",
                 [*rows_of_plan(plan), *momentum_rows(plan)],
@@ -150,7 +151,7 @@ def main() -> None:
         torch.manual_seed(options.seed)  # the same weights on every rank
         module = perceptron(options.width).to(ranks.device)
         policies = [tz.Policy(stage, replicated=("*.bias",)) for stage in (options.stage, 0)]
-        sharded, replicated = (tz.make_plan(module, policy, ranks.world_size, ranks.rank) for policy in policies)
+        plan_of_run, replicated = (tz.make_plan(module, policy, ranks.world_size, ranks.rank) for policy in policies)
         model = thunder.jit(module, transforms=[tz.ZeroTransform(policies[0])])
         optimizer = optimizer_of(options.optimizer, list(model.parameters()))
         losses = train(model, optimizer, options, ranks)
@@ -158,7 +159,7 @@ def main() -> None:
         if ranks.rank == 0:
             momentum = [state[MOMENTUM[options.optimizer]] for state in optimizer.state.values()]
             report(options, ranks, losses, (bytes_held(model.parameters()), bytes_held(momentum)))
-            paths = draw(options, losses, shown), draw_layouts(options, ranks, sharded, replicated)
+            paths = draw(options, losses, shown), draw_layouts(options, ranks, plan_of_run, replicated)
             console_of(ranks).print(f"The pictures are {paths[0]} and {paths[1]}.")
 
 

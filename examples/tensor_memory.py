@@ -1,7 +1,7 @@
 """Counts bytes of tensors: those held at rest, and the most alive at one time in a training step.
 
-Both count tensors' memory, not the process's: they leave out Python, torch's libraries and the
-transport's buffers.
+Both count tensors' memory, not the process's: they leave out Python, torch's libraries and gloo's buffers. The peak
+has the tensors of all threads, and so those of the transport.
 """
 
 from __future__ import annotations

@@ -131,8 +131,7 @@ class Trainer:
 
     def __init__(self, options: argparse.Namespace, ranks: Ranks, text: Text) -> None:
         self.options, self.ranks, self.text = options, ranks, text
-        rows = -(-options.batch // ranks.world_size) * ranks.world_size  # equal on each rank, as the mean needs
-        self.shape = Shape(rows, options.context, ranks.rank, ranks.world_size)
+        self.shape = Shape(ranks.rounded_up(options.batch), options.context, ranks.rank, ranks.world_size)
         size = SIZES[options.size]
         torch.manual_seed(options.seed)  # the same weights on every rank
         config = GPTConfig(size.blocks, size.width, size.heads, options.context, options.tied)

@@ -5,10 +5,12 @@
     python examples/wire_protocol.py                                               # one process sends nothing
 
 Trains a small perceptron by hand: `Wire` has the three collectives, `Layer` calls them where the stage needs them, and
-every byte that leaves this rank is counted. It trains twice, and all ranks end with the same weights, bit for bit, both
-times. Then ZeroTransform trains the same model, and its program sends the same bytes. The picture shows who sends how
-much to whom in a step, and how that adds up. Runs on CPUs (gloo), on any number of ranks; rows that do not divide by it
-make the last rank's part smaller.
+every byte that leaves this rank is counted, and when. It trains twice, and all ranks end with the same weights, bit for
+bit, both times. Then ZeroTransform trains the same model and sends the same bytes; in ZeRO-1 it refreshes the other
+ranks' rows in the next forward, not after the step, and in ZeRO-3 it is told not to save bytes
+(`gather_last_units_once=False`), which it would by keeping this small model's weights from forward to backward. The
+picture shows who sends how much to whom in a step, and how that adds up. Always runs on CPUs (gloo), on any number of
+ranks; rows that do not divide by it make the last rank's part smaller.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from pictures import COLORS, INK, picture, title
-from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
+from ranks import Ranks, options_parser, positive, ranks_of_torchrun, stage_name
+from sent_bytes import counted_sends
 from show import Bar, console_of, figures, progress_bar
 from torch import Tensor, nn
 
@@ -39,10 +42,18 @@ ROWS = 32  # of a batch, on each rank
 FEATURES, WIDTH = 24, 48  # divide by 2, 3 and 4 ranks
 T = TypeVar("T")
 
+# What the bytes of a step are for.
+FORWARD, BACKWARD, REDUCED, REFRESHED = PURPOSES = (
+    "gathered in forward",
+    "gathered again in backward",
+    "reduced in backward",
+    "refreshed after the step",
+)
+
 
 def parse_options() -> argparse.Namespace:
     parser = options_parser(__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="training steps (20)")
+    parser.add_argument("--steps", type=positive, default=20, help="training steps (20)")
     return parser.parse_args()
 
 
@@ -51,17 +62,22 @@ def parse_options() -> argparse.Namespace:
 
 @dataclass
 class Wire:
-    """The collectives of one rank, made of sends and receives; `sent` counts the bytes that leave it, by receiver."""
+    """The collectives of one rank, made of sends and receives.
+
+    Attributes:
+        rank, world_size: this rank's number, and how many there are.
+        sent: bytes that left this rank, by what they were for and by receiver.
+    """
 
     rank: int
     world_size: int
-    sent: Counter[int] = field(default_factory=Counter)
+    sent: Counter[tuple[str, int]] = field(default_factory=Counter)
 
-    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> None:
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], purpose: str) -> None:
         """Send a message to each peer and receive one from each, all at the same time."""
         works = [dist.irecv(slot, src=peer) for peer, slot in incoming.items() if slot.numel()]
         works += [dist.isend(message, dst=peer) for peer, message in outgoing.items() if message.numel()]
-        self.sent.update({peer: message.nbytes for peer, message in outgoing.items()})
+        self.sent.update({(purpose, peer): message.nbytes for peer, message in outgoing.items()})
         for work in works:
             work.wait()
 
@@ -74,12 +90,12 @@ class Wire:
         ranges = [layout.row_range(len(full), self.world_size, rank) for rank in range(self.world_size)]
         return [full[start:stop] for start, stop in ranges]
 
-    def gather(self, rows: Tensor, count: int) -> Tensor:
+    def gather(self, rows: Tensor, count: int, purpose: str) -> Tensor:
         """Every rank's rows -> all rows, on every rank. Sends its rows to each peer: (W - 1) / W of the bytes."""
         full = rows.new_empty(count, *rows.shape[1:])
         parts = self.parts(full)
         parts[self.rank].copy_(rows)
-        self.exchange(dict.fromkeys(self.peers, rows), {peer: parts[peer] for peer in self.peers})
+        self.exchange(dict.fromkeys(self.peers, rows), {peer: parts[peer] for peer in self.peers}, purpose)
         return full
 
     def reduce_scatter(self, grad: Tensor) -> Tensor:
@@ -87,7 +103,7 @@ class Wire:
         parts = self.parts(grad.contiguous())
         found = [torch.empty_like(parts[self.rank]) for _ in parts]
         found[self.rank] = parts[self.rank]
-        self.exchange({peer: parts[peer] for peer in self.peers}, {peer: found[peer] for peer in self.peers})
+        self.exchange({peer: parts[peer] for peer in self.peers}, {peer: found[peer] for peer in self.peers}, REDUCED)
         total = found[0].clone()
         for part in found[1:]:  # in rank order, so that the bits do not depend on which message came first
             total += part
@@ -95,7 +111,7 @@ class Wire:
 
     def all_reduce(self, grad: Tensor) -> Tensor:
         """The mean over ranks, on every rank: a reduce-scatter and a gather, 2 (W - 1) / W of the bytes."""
-        return self.gather(self.reduce_scatter(grad), len(grad))
+        return self.gather(self.reduce_scatter(grad), len(grad), REDUCED)
 
 
 # 2. A parameter. The optimizer steps the part that this rank owns; ZeRO-1 keeps all rows as well.
@@ -115,9 +131,9 @@ class Part:
         self.own = (value if stage == 0 else wire.parts(value)[wire.rank].clone()).requires_grad_()
         self.full = value if stage < 2 else None
 
-    def gathered(self) -> Tensor:
+    def gathered(self, purpose: str) -> Tensor:
         """All rows."""
-        return self.wire.gather(self.own.detach(), self.count) if self.full is None else self.full.detach()
+        return self.wire.gather(self.own.detach(), self.count, purpose) if self.full is None else self.full.detach()
 
     def reduced(self, grad: Tensor) -> Tensor:
         """The mean over ranks, of the rows that the optimizer steps."""
@@ -130,7 +146,7 @@ class Part:
             self.own -= LEARNING_RATE * self.own.grad
         self.own.grad = None
         if self.stage == 1:
-            self.full = self.wire.gather(self.own.detach(), self.count)
+            self.full = self.wire.gather(self.own.detach(), self.count, REFRESHED)
 
 
 # 3. One layer. It gathers a parameter before it uses it, and reduces its gradient as soon as there is one.
@@ -141,17 +157,17 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Part, bias: Part, *stepped: Tensor) -> Tensor:
-        full = weight.gathered()
+        full = weight.gathered(FORWARD)
         ctx.weight, ctx.bias = weight, bias
         ctx.save_for_backward(x, *([] if weight.stage == 3 else [full]))  # ZeRO-3 frees what it gathered
-        return x @ full.t() + bias.gathered()
+        return x @ full.t() + bias.gathered(FORWARD)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, *kept = ctx.saved_tensors
         into_x = None
         if ctx.needs_input_grad[0]:  # not of the first layer, whose weight is not gathered again
-            into_x = grad @ (kept[0] if kept else ctx.weight.gathered())
+            into_x = grad @ (kept[0] if kept else ctx.weight.gathered(BACKWARD))
         return into_x, None, None, ctx.weight.reduced(grad.t() @ x), ctx.bias.reduced(grad.sum(dim=0))
 
 
@@ -164,13 +180,21 @@ class Run:
 
     Attributes:
         weights: all parameters in full.
-        sent: bytes that this rank sent in a step after the first.
-        sent_to: the same by receiver, if that is known.
+        sent: bytes that this rank sent in the last step.
+        parts: the same by what they were for and by receiver, if that is known.
     """
 
     weights: list[Tensor]
     sent: int
-    sent_to: tuple[int, ...] = ()
+    parts: Mapping[tuple[str, int], int] = field(default_factory=dict)
+
+    def sum_for(self, purpose: str) -> int:
+        """Bytes to all ranks."""
+        return sum(count for (of_part, _), count in self.parts.items() if of_part == purpose)
+
+    def sums_to(self, world_size: int) -> list[int]:
+        """Bytes to each rank."""
+        return [sum(count for (_, peer), count in self.parts.items() if peer == rank) for rank in range(world_size)]
 
 
 def perceptron(seed: int) -> nn.Sequential:
@@ -207,26 +231,25 @@ def train_by_hand(options: argparse.Namespace, ranks: Ranks) -> Run:
             for part in parts:
                 part.step()
             bar.step(loss.item())
-    sent_to = tuple(wire.sent[rank] for rank in range(ranks.world_size))
-    return Run([part.gathered() for part in parts], sum(sent_to), sent_to)
+    sent = dict(wire.sent)
+    return Run([part.gathered("the end") for part in parts], sum(sent.values()), sent)
 
 
 def train_sharded(options: argparse.Namespace, ranks: Ranks) -> Run:
-    """Train with ZeroTransform; the bytes are counted in the program that runs."""
+    """Train with ZeroTransform."""
     policy = tz.Policy(options.stage, gather_last_units_once=False)
     model = thunder.jit(perceptron(options.seed), transforms=[tz.ZeroTransform(policy)])
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     with bar_of("ZeroTransform", options, ranks) as bar:
         for step in range(options.steps):
             x, y = make_batch(step, options, ranks)
-            loss = (model(x) - y).square().mean()
-            loss.backward()
-            optimizer.step()
+            with counted_sends() as sent:
+                loss = (model(x) - y).square().mean()
+                loss.backward()
+                optimizer.step()
             optimizer.zero_grad()
             bar.step(loss.item())
-    timeline = tz.traces_of(model).timeline
-    sent = sum(map(timeline.bytes_sent, timeline.ops))
-    return Run([value.detach() for value in tz.full_state_dict(model).values()], sent)
+    return Run([value.detach() for value in tz.full_state_dict(model).values()], sent.total())
 
 
 # 5. The figures.
@@ -238,7 +261,7 @@ def formula(stage: int, ranks: Ranks) -> tuple[float, str]:
     sizes = [param.nbytes for param in perceptron(0).parameters()]
     if stage < 3:
         return 2 * share * sum(sizes), "2 (W - 1) / W of the model"
-    again = [size for size in sizes[2::2]]  # weights, except the first layer's
+    again = sizes[2::2]  # weights, except the first layer's
     return share * (2 * sum(sizes) + sum(again)), "the same, and (W - 1) / W of the weights of layers 2 and 3"
 
 
@@ -255,7 +278,7 @@ def digest(weights: list[Tensor]) -> str:
     return hashlib.sha256(joined).hexdigest()[:16]
 
 
-def draw(path: Path, heading: str, table: list[tuple[int, ...]], bars: dict[str, float]) -> None:
+def draw(path: Path, heading: str, table: list[list[int]], bars: dict[str, float]) -> None:
     """Bytes of a step: from whom to whom, and this rank's sum, counted and by the formula."""
     with picture(path, panels=2, size=(11, 4)) as (left, right):
         left.imshow(table, cmap="Blues", vmin=0, vmax=3 * max(map(max, table)) or 1)
@@ -276,33 +299,37 @@ def draw(path: Path, heading: str, table: list[tuple[int, ...]], bars: dict[str,
         title(right, "Sent by rank 0")
 
 
+def report(options: argparse.Namespace, ranks: Ranks, runs: tuple[Run, Run], sharded: Run) -> None:
+    """Print the figures and draw the bytes; every rank calls it, since ranks compare their weights."""
+    first = runs[0]
+    digests = [of_all_ranks(digest(run.weights)) for run in runs]
+    sent = of_all_ranks(first.sums_to(ranks.world_size))
+    apart = max((mine - other).abs().max().item() for mine, other in zip(first.weights, sharded.weights, strict=True))
+    expected, words = formula(options.stage, ranks)
+    equal = {True: "equal", False: "DIFFERENT"}
+    whose = "each rank's own" if options.stage < 2 else "gathered from their owners"
+    rows = [
+        ("bytes sent in a step, by hand", f"{first.sent:,}", "counted where they leave"),
+        *((f"  {purpose}", f"{first.sum_for(purpose):,}", "") for purpose in PURPOSES),
+        ("by ZeroTransform", f"{sharded.sent:,}", "counted where they leave"),
+        ("by the formula", f"{expected:,.0f}", words),
+        (f"weights of {ranks.words}", equal[len(set(digests[0])) == 1], f"{whose}, bit for bit: {digests[0][0]}"),
+        ("weights of two runs", equal[digests[0] == digests[1]], "bit for bit"),
+        ("from ZeroTransform's weights", f"{apart:.1e}", "the largest difference"),
+    ]
+    heading = f"{stage_name(options.stage)} on {ranks.words}"
+    figures(console_of(ranks), f"{heading}, rank 0", rows)
+    if ranks.rank == 0:
+        path = options.out / f"wire_protocol_stage{options.stage}.png"
+        draw(path, heading, sent, {"by hand": first.sent, "ZeroTransform": sharded.sent, "formula": expected})
+        console_of(ranks).print(f"The picture is {path}.")
+
+
 def main() -> None:
     options = parse_options()
-    with ranks_of_torchrun() as ranks:
-        first, second = train_by_hand(options, ranks), train_by_hand(options, ranks)
-        sharded = train_sharded(options, ranks)
-        digests = [of_all_ranks(digest(run.weights)) for run in (first, second)]
-        sent = of_all_ranks(first.sent_to)
-        apart = max(
-            (mine - other).abs().max().item() for mine, other in zip(first.weights, sharded.weights, strict=True)
-        )
-        expected, words = formula(options.stage, ranks)
-        replicas = "equal" if len(set(digests[0])) == 1 else "DIFFERENT"
-        runs = "equal" if digests[0] == digests[1] else "DIFFERENT"
-        rows = [
-            ("bytes sent in a step, by hand", f"{first.sent:,}", "counted where they leave"),
-            ("by ZeroTransform", f"{sharded.sent:,}", "counted in the program that ran"),
-            ("by the formula", f"{expected:,.0f}", words),
-            (f"weights of {ranks.words}", replicas, f"bit for bit, after {options.steps} steps: {digests[0][0]}"),
-            ("weights of two runs", runs, "bit for bit"),
-            ("from ZeroTransform's weights", f"{apart:.1e}", "the largest difference"),
-        ]
-        heading = f"{stage_name(options.stage)} on {ranks.words}"
-        figures(console_of(ranks), f"{heading}, rank 0", rows)
-        if ranks.rank == 0:
-            path = options.out / f"wire_protocol_stage{options.stage}.png"
-            draw(path, heading, sent, {"by hand": first.sent, "ZeroTransform": sharded.sent, "formula": expected})
-            console_of(ranks).print(f"The picture is {path}.")
+    with ranks_of_torchrun(on_cpus=True) as ranks:
+        runs = train_by_hand(options, ranks), train_by_hand(options, ranks)
+        report(options, ranks, runs, train_sharded(options, ranks))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
     torchrun --standalone --nproc-per-node 2 examples/wrong_on_purpose.py --stage 0   # DDP: some are no mistakes there
     python examples/wrong_on_purpose.py                                               # one process
 
-Each function below makes one mistake with a model of its own. Eleven of them raise, on every rank. The first one cannot
-be seen without replacing functions of torch, which this package does not do; its symptom is shown instead.
+Each function below makes one mistake with a model of its own. On several ranks eleven of them raise, on every rank; the
+first one cannot be seen without replacing functions of torch, which this package does not do, so its symptom is shown.
+Where ranks say different things, the table has both. What is no mistake in DDP, or on one rank, says so.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import thunder_zero as tz  # before thunder
 import thunder
 
 Mistake = Callable[["Case"], str | None]
+ALONE = "no message; no mistake here: there is no other rank"
 
 
 def parse_options() -> argparse.Namespace:
@@ -68,6 +70,8 @@ def reduced_twice(case: Case) -> str:
         dist.all_reduce(parameter.grad)
         parameter.grad /= case.ranks.world_size
     apart = (first.grad - before).abs().max().item()
+    if not apart:
+        return "no message; nothing moved: a mean of equal means is that mean, which every rank has here"
     return f"no message; the first gradient moved by {apart:.1e}: it became the mean of different ranks' rows"
 
 
@@ -86,11 +90,12 @@ def optimizer_built_early(case: Case) -> None:
     optimizer.step()
 
 
-def clipped_by_torch(case: Case) -> None:
-    """torch's function would see this rank's rows only."""
+def clipped_by_torch(case: Case) -> str:
+    """torch's clip_grad_norm_ takes the norm of what this rank has."""
     model = case.sharded()
     case.loss_of(model).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+    return "no message; no mistake here: this rank has all gradients in full"
 
 
 def stepped_in_an_accumulation(case: Case) -> None:
@@ -109,16 +114,18 @@ def saved_the_wrong_object(case: Case) -> None:
     torch.save(module.state_dict(), case.folder / f"plain-{case.ranks.rank}.pt")
 
 
-def other_models(case: Case) -> None:
+def other_models(case: Case) -> str:
     """The last rank built a wider model."""
     is_last = case.ranks.rank == case.ranks.world_size - 1
     case.sharded(case.plain(width=9 if is_last else 8))
+    return ALONE
 
 
-def other_dtypes(case: Case) -> None:
+def other_dtypes(case: Case) -> str:
     """The last rank's model is in float64."""
     is_last = case.ranks.rank == case.ranks.world_size - 1
     case.sharded(case.plain().to(torch.float64 if is_last else torch.float32))
+    return ALONE
 
 
 def replaced_parameter(case: Case) -> None:
@@ -165,12 +172,16 @@ MISTAKES: tuple[Mistake, ...] = (
 
 
 def message_of(mistake: Mistake, case: Case) -> str:
-    """What a user sees: the error's sentence, or the symptom."""
+    """What a user sees: the error's sentence, or the symptom; by rank, if ranks differ."""
     try:
-        symptom = mistake(case)
+        found = mistake(case) or "no message"
     except (RuntimeError, ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return symptom or "no message"
+        found = f"{type(error).__name__}: {error}"
+    by_rank = [found] * case.ranks.world_size
+    dist.all_gather_object(by_rank, found)
+    if len(set(by_rank)) == 1:
+        return found
+    return "\n".join(f"rank {rank}: {message}" for rank, message in enumerate(by_rank))
 
 
 def main() -> None:
@@ -180,7 +191,7 @@ def main() -> None:
         folders = [own]
         dist.broadcast_object_list(folders)  # rank 0's, on this machine
         case = Case(ranks, options.stage, Path(folders[0]))
-        heading = f"Mistakes, and what rank 0 of {ranks.words} says: {stage_name(options.stage)}"
+        heading = f"Mistakes, and what each of {ranks.words} says: {stage_name(options.stage)}"
         table = Table(
             "", "mistake", "message", title=heading, title_justify="left", title_style="bold", show_lines=True
         )

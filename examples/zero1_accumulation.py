@@ -27,7 +27,7 @@ import torch.distributed as dist
 from alibi_gpt import AlibiConfig, AlibiGPT
 from pictures import curves, picture, title
 from planned import at_rest, sent_in_step
-from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
+from ranks import Ranks, options_parser, positive, ranks_of_torchrun, stage_name
 from sent_bytes import counted_sends
 from show import Bar, console_of, figures, progress_bar
 from stdlib_text import packed_text
@@ -70,13 +70,17 @@ PRECISION = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, output
 def parse_options() -> argparse.Namespace:
     parser = options_parser(__doc__, stage=1)
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="model and recipe (tiny)")
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps (60)")
-    parser.add_argument("--micro-batches", type=int, default=4, help="in an optimizer step (4)")
+    parser.add_argument("--steps", type=positive, default=60, help="optimizer steps (60)")
+    parser.add_argument("--micro-batches", type=positive, default=4, help="in an optimizer step (4)")
     words = "compute each block's activations again in backward instead of keeping them"
     parser.add_argument("--activation-checkpointing", action="store_true", help=words)
     parser.add_argument("--dry-run", action="store_true", help="print bytes of every stage, from plans alone")
-    parser.add_argument("--ranks", type=int, default=8, help="of --dry-run (8)")
-    return parser.parse_args()
+    parser.add_argument("--ranks", type=positive, help="of --dry-run (8)")
+    options = parser.parse_args()
+    if options.ranks and not options.dry_run:
+        parser.error("--ranks is for --dry-run; torchrun's --nproc-per-node says how many ranks train")
+    options.ranks = options.ranks or 8
+    return options
 
 
 # 1. A dry run: what each stage holds and sends, from its plan.
@@ -144,8 +148,7 @@ class Trainer:
     @property
     def rows(self) -> int:
         """Sequences in an optimizer step, over all ranks: as many in each micro-batch of each rank."""
-        parts = self.ranks.world_size * self.options.micro_batches
-        return -(-self.preset.batch // parts) * parts
+        return self.ranks.rounded_up(self.preset.batch, self.options.micro_batches)
 
     def micro_batches(self, step: int) -> tuple[Sequence[Tensor], Tensor]:
         """This rank's windows of one step, (rows, context + 1) each; the bytes of text that a rank predicts on average.

@@ -121,8 +121,8 @@ class ZeroModule(ShardedModel, ThunderModule):
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """Asked for by DistributedDataParallel before it sends rank 0's shards to all ranks as if they were theirs."""
         raise RuntimeError(
-            f"DistributedDataParallel was given a sharded {type(self._model).__name__}, whose parameters differ from "
-            f"rank to rank and whose backward already averages gradients; train the model without it"
+            f"DistributedDataParallel was given a {type(self._model).__name__} that thunder_zero trains: its backward "
+            f"already averages gradients, and from stage 1 on ranks hold different rows; train the model without it"
         )
 
 

