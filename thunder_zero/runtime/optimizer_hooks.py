@@ -53,9 +53,9 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         path = registry.replaced_path(param)
         if path is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__} holds the plain module's parameter {path!r}, which the transform replaced, "
-                f"so its step would be lost; build the optimizer on model.parameters() of the model that thunder.jit or "
-                f"thunder_zero.zero returned"
+                f"{type(optimizer).__name__} holds the plain module's parameter {path!r}, which the transform "
+                f"replaced, so its step would be lost; build the optimizer on model.parameters() of the model that "
+                f"thunder.jit or thunder_zero.zero returned"
             )
 
 
