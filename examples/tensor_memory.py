@@ -60,7 +60,7 @@ def counting_all_threads() -> Iterator[None]:
 
 def highest_added(events: list[dict[str, Any]]) -> int:
     """The highest total after one of the profiler's memory events, less the total before the first of them."""
-    changes = [event["args"] for event in events if event["name"] == "[memory]"]
-    changes.sort(key=lambda change: change["Ev Idx"])  # in order of time
-    totals = [int(change["Total Allocated"]) for change in changes]
-    return max(totals) - (totals[0] - int(changes[0]["Bytes"])) if totals else 0
+    changes = [event for event in events if event["name"] == "[memory]"]
+    changes.sort(key=lambda event: (event["ts"], event["args"]["Ev Idx"]))  # the index alone orders each thread's
+    totals = [int(event["args"]["Total Allocated"]) for event in changes]
+    return max(totals) - (totals[0] - int(changes[0]["args"]["Bytes"])) if totals else 0

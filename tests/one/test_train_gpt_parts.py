@@ -116,12 +116,14 @@ def test_peak_is_what_is_alive_together() -> None:
     assert 8000 <= added_at_peak(step, CPU) < 8100  # and the scalars that torch wraps
 
 
-def test_memory_events_in_their_own_order() -> None:
-    changes = [(3, -8, 24), (1, 4, 24), (2, 8, 32), (4, 2, 26)]  # 20 before them
+def test_memory_events_in_order_of_time() -> None:
+    """The index orders the events of one thread: here the last two are one's, the others another's."""
+    changes = [(7.5, 3, -8, 24), (6.0, 1, 4, 24), (6.5, 2, 8, 32), (7.5, 4, 2, 26), (5.0, 9, 20, 20), (5.5, 10, 0, 20)]
     events = [
-        {"name": "[memory]", "args": {"Ev Idx": at, "Bytes": by, "Total Allocated": total}} for at, by, total in changes
+        {"name": "[memory]", "ts": at, "args": {"Ev Idx": index, "Bytes": by, "Total Allocated": total}}
+        for at, index, by, total in changes
     ]
-    assert highest_added([*events, {"name": "aten::add", "args": {}}]) == 12
+    assert highest_added([*events, {"name": "aten::add", "ts": 1.0, "args": {}}]) == 32
     assert highest_added([]) == 0
 
 
