@@ -261,7 +261,8 @@ def test_real_tensors_and_ignored_parameters(ranks_pool: RanksPool) -> None:
 
 WIDTH, LAYERS = 128, 8
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
-FEW = 4096  # bytes: flags, indices, small messages
+FEW = 4096  # bytes: flags, indices
+MESSAGES = 16384  # bytes: small messages, of all threads
 
 
 def spread(module: nn.Module) -> None:
@@ -298,7 +299,7 @@ def test_no_rank_holds_more_than_its_shards_and_a_unit(ranks_pool: RanksPool, wo
         for how, (peak, at_rest) in found.items():
             beside = peak - at_rest
             assert how == "ZeRO-1" or at_rest <= LAYERS * (LAYER_BYTES / world_size + FEW)
-            assert beside <= LAYER_BYTES + FEW, (how, beside, LAYER_BYTES)
+            assert beside <= LAYER_BYTES + FEW + MESSAGES, (how, beside, LAYER_BYTES)
 
 
 def count_sent(rank: int, world_size: int, path: Path) -> int:
