@@ -9,6 +9,7 @@ import atexit
 import weakref
 from collections.abc import Iterable
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -41,10 +42,11 @@ def _leave_groups() -> None:
     """At exit: let torch join gloo's threads, which it does when the last reference to a destroyed group goes.
 
     Such a thread may still have to drop the tensors of the last collective; once the interpreter ends, that aborts the
-    process.
+    process. Groups that were not destroyed are torch's: another handler at exit may still save a model.
     """
-    for state in states():
-        state.leave_group()
+    if not (dist.is_available() and dist.is_initialized()):
+        for state in states():
+            state.leave_group()
 
 
 def states() -> list[State]:
