@@ -192,8 +192,10 @@ def different_masks(ranks: Ranks) -> int:
     return len(set(map(tuple, masks)))
 
 
-def sent_in(dtype: torch.dtype, sent: Sequence[Counter[torch.dtype]]) -> tuple[str, str]:
+def sent_in(dtype: torch.dtype, sent: Sequence[Counter[torch.dtype]], ranks: Ranks) -> tuple[str, str]:
     """Bytes sent in messages of this dtype; in which micro-batches."""
+    if ranks.device.type == "cuda":
+        return "not counted", "NCCL's sends are not seen"
     used = [number for number, of_one in enumerate(sent, 1) if of_one[dtype]]
     where = f"in all {len(used)} micro-batches" if len(used) > 1 else f"in micro-batch {used[0]} alone" if used else ""
     return f"{sum(of_one[dtype] for of_one in sent):,}", where or "in none"
@@ -210,9 +212,9 @@ def report(
     rows = [
         ("bits per byte, first and last step", f"{losses[0]:.5f}, {losses[-1]:.5f}", "mean over ranks"),
         ("micro-batches in an optimizer step", str(options.micro_batches), f"{trainer.rows} sequences"),
-        ("bytes sent in it: parameters", *sent_in(torch.bfloat16, sent)),
+        ("bytes sent in it: parameters", *sent_in(torch.bfloat16, sent, ranks)),
         ("parameters, by the plan", f"{parameters:,}", "at most" if options.stage == 3 else ""),
-        ("bytes sent in it: gradients", *sent_in(torch.float32, sent)),
+        ("bytes sent in it: gradients", *sent_in(torch.float32, sent, ranks)),
         ("gradients, by the plan", f"{gradients:,}", ""),
         ("different dropout masks", str(masks), f"on {ranks.words}"),
         ("tokens/s", f"{bar.speed:,.0f}", "all ranks"),
