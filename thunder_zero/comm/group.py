@@ -126,6 +126,11 @@ def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     return process_group(dist.new_group(ranks, use_local_synchronization=True))
 
 
+def has_groups() -> bool:
+    """Whether torch has process groups: they were made and not destroyed."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def process_group(group: object) -> dist.ProcessGroup:
     """The given group, or the default one.
 
@@ -146,7 +151,7 @@ def process_group(group: object) -> dist.ProcessGroup:
                 f"(for a DeviceMesh: mesh.get_group()), or None for the default group"
             )
         return group
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_groups():
         raise RuntimeError(
             "there is no process group; call torch.distributed.init_process_group (under torchrun) before the "
             "transform, or pass process_group"

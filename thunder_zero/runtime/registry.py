@@ -9,10 +9,10 @@ import atexit
 import weakref
 from collections.abc import Iterable
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from thunder_zero.comm.group import has_groups
 from thunder_zero.plan import Param
 from thunder_zero.runtime.state import State
 
@@ -44,7 +44,7 @@ def _leave_groups() -> None:
     Such a thread may still have to drop the tensors of the last collective; once the interpreter ends, that aborts the
     process. Groups that were not destroyed are torch's: another handler at exit may still save a model.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not has_groups():
         for state in states():
             state.leave_group()
 
