@@ -19,7 +19,7 @@ from copy import deepcopy
 import torch
 from holdings import Rows, draw_rows, print_rows, rows_of_batch, rows_of_plan
 from pictures import picture
-from ranks import Ranks, options_parser, positive, ranks_of_torchrun, stage_name
+from ranks import Ranks, options_parser, positive, ranks_of_torchrun, rounded_up, stage_name
 from show import Bar, console_of, figures, progress_bar
 from torch import Tensor, nn
 
@@ -76,7 +76,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, steps: int, losses_of: Losses,
 def layouts_of(module: nn.Module, stage: int, rows: int) -> dict[int, list[Rows]]:
     """Which rank holds what, by number of ranks."""
     plans = {count: tz.make_plan(module, tz.Policy(stage), count, rank=0) for count in LAYOUTS}
-    even = -(-rows // max(LAYOUTS)) * max(LAYOUTS)
+    even = rounded_up(rows, max(LAYOUTS))
     return {count: [rows_of_batch(even, count), *rows_of_plan(plan)] for count, plan in plans.items()}
 
 

@@ -34,8 +34,7 @@ class Ranks:
 
     def rounded_up(self, rows: int, parts: int = 1) -> int:
         """The rows of a global batch that all ranks can share evenly, each in so many parts; the mean needs that."""
-        each = self.world_size * parts
-        return -(-rows // each) * each
+        return rounded_up(rows, self.world_size * parts)
 
     def rows_of(self, batch: Tensor) -> Tensor:
         """This rank's share of a global batch: consecutive rows, as many on each rank.
@@ -53,6 +52,11 @@ class Ranks:
     def words(self) -> str:
         """Such as "4 ranks"."""
         return f"{self.world_size} {'rank' if self.world_size == 1 else 'ranks'}"
+
+
+def rounded_up(count: int, step: int) -> int:
+    """The next multiple of ``step``, or ``count`` if it is one."""
+    return -(-count // step) * step
 
 
 def positive(text: str) -> int:

@@ -136,10 +136,8 @@ def draw_layouts(options: argparse.Namespace, ranks: Ranks, plan_of_run: tz.Plan
     path = options.out / f"sequence_mlp_layout_stage{options.stage}.png"
     with picture(path, panels=2, size=(12, 3.6)) as panels:
         for axes, plan in zip(panels, (replicated, plan_of_run), strict=True):
-            heading, rows = (
-                f"{stage_name(plan.policy.stage)} on {ranks.words}",
-                [*rows_of_plan(plan), *momentum_rows(plan)],
-            )
+            heading = f"{stage_name(plan.policy.stage)} on {ranks.words}"
+            rows = [*rows_of_plan(plan), *momentum_rows(plan)]
             print_rows(console_of(ranks), heading, rows)
             draw_rows(axes, heading, rows)
     return str(path)
