@@ -7,6 +7,8 @@ from thunder_zero.compiled import Traces
 from thunder_zero.convert.consolidate import consolidate
 from thunder_zero.convert.shard_safetensors import shard_safetensors
 from thunder_zero.dry_run import trace
+from thunder_zero.forecast.kinds import Holds
+from thunder_zero.forecast.memory import Memory, MemoryLine, Storage, memory
 from thunder_zero.measure import measure_times
 from thunder_zero.plan import Param, Plan, make_plan
 from thunder_zero.plugin import Recipe, Zero, zero
@@ -27,8 +29,11 @@ __all__ = [
     "ZERO1",
     "ZERO2",
     "ZERO3",
+    "Holds",
     "Kind",
     "Loaded",
+    "Memory",
+    "MemoryLine",
     "MixedPrecision",
     "Op",
     "Param",
@@ -36,6 +41,7 @@ __all__ = [
     "Policy",
     "Recipe",
     "ScheduleError",
+    "Storage",
     "Timeline",
     "Times",
     "Traces",
@@ -50,6 +56,7 @@ __all__ = [
     "load",
     "make_plan",
     "measure_times",
+    "memory",
     "print_trace",
     "save",
     "shard_safetensors",

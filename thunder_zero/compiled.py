@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +26,8 @@ class Traces:
         timeline: both halves, forward first; ``Op.source`` counts the lines of each half's trace.
         plan: the plan of each parameter.
         synced: whether gradients are reduced; if not, they are deferred (``no_sync``).
+        others: inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
+        epilogue: Thunder's trace that makes what the model returns from what the forward trace does.
     """
 
     forward: TraceCtx = field(repr=False)
@@ -32,6 +35,8 @@ class Traces:
     timeline: Timeline
     plan: Plan
     synced: bool = True
+    others: Mapping[str, str] = field(default_factory=dict)
+    epilogue: TraceCtx | None = field(default=None, repr=False)
 
     @property
     def forward_timeline(self) -> Timeline:
@@ -62,7 +67,9 @@ class Compiled:
         backward = entry.backward_traces[-1] if entry.backward_traces else None
         program = self.program_of(entry)
         timeline = lift_halves(forward, backward, self.executor, program)
-        return Traces(forward, backward, timeline, program.plan, program.synced)
+        return Traces(
+            forward, backward, timeline, program.plan, program.synced, program.others, entry.epilogue_traces[-1]
+        )
 
     def program_of(self, entry: Any) -> Program:
         """The facts about the program of an entry of Thunder's cache."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.compiled import Traces
@@ -24,7 +24,9 @@ import thunder
 from thunder import compile_data, compile_stats
 from thunder.core import langctxs
 from thunder.core.module import ThunderModule
-from thunder.extend import TemporaryExecutor
+from thunder.extend import Executor, TemporaryExecutor
+
+CPU = torch.device("cpu")
 
 
 class _DryRun(ZeroTransform):
@@ -48,6 +50,7 @@ def trace(
     rank: int = 0,
     replicas: int = 1,
     synced: bool = True,
+    executors: Sequence[Executor] | None = None,
     **kwargs: Any,
 ) -> Traces:
     """The traces that one rank of ``world_size`` would run for these arguments.
@@ -56,14 +59,15 @@ def trace(
     ``torch.distributed`` or the module.
 
     Args:
-        module: a plain module; it may be on the meta device (then only shapes and dtypes of tensors among the arguments
-            count).
+        module: a plain module. If it is on the meta device, the traces are those of a run on the CPU, and only shapes
+            and dtypes of tensors among the arguments count.
         args, kwargs: the arguments of its forward.
         policy: how to shard: a :class:`~thunder_zero.Policy`, or a stage 0-3.
         world_size: number of ranks that share one copy of the model.
         rank: the rank to trace.
         replicas: copies of the sharded model, each with ``world_size`` ranks (hybrid sharding).
         synced: True: the program outside ``no_sync``; False: the program inside, which defers gradients.
+        executors: those of ``thunder.jit``, such as ``[torch_compile_ex]`` (default: Thunder's).
 
     Returns:
         The forward and backward traces, their timeline and the plan.
@@ -79,9 +83,8 @@ def trace(
         )
     _refuse_policy_fields(module, kwargs)
     transform = _DryRun(policy, synced, world_size, rank, replicas)
-    jitted = thunder.jit(module, transforms=[transform])
-    if any(parameter.is_meta for parameter in module.parameters()):
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+    jitted = thunder.jit(module, transforms=[transform], executors=executors)
+    args, kwargs = tree_map_only(Tensor, _without_memory, (args, kwargs))
     with _as_computed(module, transform.plan):
         args, kwargs = cast_inputs(type(module).__name__, args, kwargs, transform.plan.policy.mixed_precision)
         with traced():
@@ -103,16 +106,38 @@ def _refuse_policy_fields(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 @contextmanager
 def _as_computed(module: nn.Module, plan: Plan) -> Iterator[None]:
-    """Inside the block, the module has parameters in the dtypes of compute, and casts its inputs and outputs."""
-    swapped = [(name, module.get_parameter(name), param) for name, param in plan.by_name.items() if param.is_cast]
+    """Inside the block, the module has parameters in the dtypes of compute, and casts its inputs and outputs. What is
+    on the meta device stands on the CPU instead, without memory, so that the trace is that of a run."""
+    originals: list[tuple[str, nn.Parameter | Tensor]] = list(module.named_parameters(remove_duplicate=False))
+    originals += module.named_buffers(remove_duplicate=False)
+    made: dict[int, Tensor] = {}  # by original: a tied parameter stays one
     with casting_borders(module, plan.policy.mixed_precision):
-        for name, original, param in swapped:
-            set_tensor(module, name, placeholder(name, original, param.compute_dtype, original.device))
+        for name, original in originals:
+            if id(original) not in made:
+                made[id(original)] = _computed(name, original, plan)
+            set_tensor(module, name, made[id(original)])
         try:
             yield
         finally:
-            for name, original, _ in swapped:
+            for name, original in originals:
                 set_tensor(module, name, original)
+
+
+def _computed(name: str, original: nn.Parameter | Tensor, plan: Plan) -> Tensor:
+    """A tensor of the module as compute sees it: itself, if it needs no cast and is on a real device."""
+    param = plan.by_name.get(name)
+    dtype = original.dtype if param is None else param.compute_dtype
+    if dtype is original.dtype and not original.is_meta:
+        return original
+    device = CPU if original.is_meta else original.device
+    if isinstance(original, nn.Parameter):
+        return placeholder(name, original, dtype, device)
+    return _without_memory(original)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU that looks like one on the meta device, with the memory of one element."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if tensor.is_meta else tensor
 
 
 def _compile(jitted: ThunderModule, args: Any, kwargs: Any) -> Any:
@@ -125,7 +150,7 @@ def _compile(jitted: ThunderModule, args: Any, kwargs: Any) -> Any:
     def compile_entry() -> Any:
         info = thunder._get_cache_info()
         data.populate_cache_info(info, *args, **kwargs)
-        info["alias_tensor_indices"] = ""  # all tensors on meta have address 0, but are no aliases
+        info["alias_tensor_indices"] = ""  # arguments without memory may share addresses, but are no aliases
         traces = data.acquire_initial_trace(data.fn, args, kwargs, data, stats, ad_hoc)
         return data.apply_transforms_and_build_cache_entry(data, stats, info, *traces)
 

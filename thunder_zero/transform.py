@@ -33,7 +33,7 @@ from thunder_zero.trace import named_members, refused_calls
 from thunder_zero.trace.casts import cast_borders, cast_inputs
 from thunder_zero.trace.enter import with_enter
 from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
-from thunder_zero.trace.insert import insert_synchronize, parameter_inputs, shard_checks
+from thunder_zero.trace.insert import insert_synchronize, module_inputs, shard_checks
 from thunder_zero.trace.lift import lift_halves
 from thunder_zero.trace.random_lines import draw_once
 from thunder_zero.trace.symbols import Runtime, ZeroExecutor
@@ -179,7 +179,7 @@ class ZeroTransform(Transform):
         executor = self.compiled.executor
         require_traceable(self._plain)
         computation = draw_once(computation)
-        computation = insert_synchronize(computation, parameter_inputs(prologue, computation), executor)
+        computation = insert_synchronize(computation, module_inputs(prologue, computation), executor)
         shard_checks(prologue, executor)
         return prologue, computation, epilogue
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from examples.bench.contestants import Step, contestants, gathered_once_bytes
-from examples.bench.memory import alive, held_bytes
+from examples.bench.held import alive, held_bytes
 from examples.bench.model import Size, make_batch
 from examples.bench.network import bytes_sent
 from examples.tensor_memory import added_at_peak

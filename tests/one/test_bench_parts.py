@@ -13,7 +13,7 @@ import torch
 
 from examples.bench import gpu, run
 from examples.bench.contestants import contestants
-from examples.bench.memory import alive, held_bytes
+from examples.bench.held import alive, held_bytes
 from examples.bench.model import Size, floor_bytes, make_batch, make_model, model_bytes, spared_bytes
 from examples.bench.overhead import added, summary
 from examples.bench.plot import save_plot

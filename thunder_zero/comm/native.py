@@ -36,8 +36,8 @@ class _Native:
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
         self._group = group
-        self._world_size = dist.get_world_size(group)
-        self._rank = dist.get_rank(group)
+        self._world_size = group.size()
+        self._rank = group.rank()
         self._pending: set[Handle] = set()
 
     @torch.inference_mode(False)

@@ -44,6 +44,7 @@ from thunder_zero.comm.transport import COMPLEX, FLOATS
 from thunder_zero.plan import Param
 
 Wait = Callable[[], object]  # waits for the end of a message
+Message = Callable[[Tensor, int, ProcessGroup, int], Wait]  # starts one: send or receive
 # Tensors with fewer bytes to one peer are packed into one message: below this a message costs more than
 # two copies of its bytes. Measured on loopback, docs/performance.md.
 PACK_BELOW_BYTES = 64 << 10
@@ -60,8 +61,8 @@ class Exchange:
         self._group = group
         self._role = role
         self._tag, self._tag_of_means = tags_of(role, 0)
-        self._world_size = dist.get_world_size(group)
-        self._rank = dist.get_rank(group)
+        self._world_size = group.size()
+        self._rank = group.rank()
         # Each rank starts with its successor, so that not all send to the same peer at once.
         self._peers = tuple((self._rank + step) % self._world_size for step in range(1, self._world_size))
         self._pending: set[Handle] = set()
@@ -176,8 +177,8 @@ class Exchange:
             reduce.finish()
             sent.extend(self._send(dict.fromkeys(self._peers, slots[self._rank]), self._tag_of_means))
 
-        averaged = in_background(AVERAGER, average_then_send)
-        return [BucketPart((averaged.result,)), BucketPart(receives), BucketPart(sent)]
+        averaged = self.soon(average_then_send)
+        return [BucketPart((averaged,)), BucketPart(receives), BucketPart(sent)]
 
     def _cut_rows(self, tensor: Tensor) -> list[Tensor]:
         """The flat rows of each rank, in rank order; ``tensor`` is contiguous."""
@@ -192,20 +193,25 @@ class Exchange:
             for messages in outgoing:
                 sent.extend(self._send(messages, self._tag))
 
-        posted = in_background(COURIER, post)
-        return [BucketPart((posted.result,)), BucketPart(sent)]
+        posted = self._post(post)
+        return [BucketPart((posted,)), BucketPart(sent)]
 
     def _send(self, messages: dict[int, Tensor], tag: int) -> list[Wait]:
-        return [send(message, rank, self._group, tag) for rank, message in messages.items() if message.numel()]
+        return [self._start(send, message, rank, tag) for rank, message in messages.items() if message.numel()]
 
     def _receive_soon(self, slots: dict[int, Tensor], tag: int) -> Iterable[Wait]:
         """Receive messages, given by rank, in the background; the waits, called in order, return at the end."""
         pairs = [(slot, rank) for rank, slot in slots.items() if slot.numel()]
         received: list[Wait] = []
-        posted = in_background(
-            COURIER, lambda: received.extend(receive(slot, rank, self._group, tag) for slot, rank in pairs)
-        )
-        return chain((posted.result,), received)
+        posted = self._post(lambda: received.extend(self._start(receive, slot, rank, tag) for slot, rank in pairs))
+        return chain((posted,), received)
+
+    def _post(self, task: Callable[[], None]) -> Wait:
+        """Run a task that starts messages, after all earlier ones, without blocking the caller."""
+        return in_background(COURIER, task).result
+
+    def _start(self, message: Message, tensor: Tensor, rank: int, tag: int) -> Wait:
+        return message(tensor, rank, self._group, tag)
 
 
 def tags_of(role: int, key: int) -> tuple[int, int]:

@@ -28,10 +28,12 @@ from thunder.core.proxies import Proxy, TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
+UNPACKED = (prims.unpack_parameter, prims.unpack_buffer)
 
-def parameter_inputs(prologue: TraceCtx, computation: TraceCtx) -> dict[str, str]:
-    """The paths of the parameters among the inputs of the computation, by the names of their proxies."""
-    paths = {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym is prims.unpack_parameter}
+
+def module_inputs(prologue: TraceCtx, computation: TraceCtx) -> dict[str, str]:
+    """The paths of the module's parameters and buffers among the inputs of the computation, by their proxies' names."""
+    paths = {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym in UNPACKED}
     pairs = zip(prologue.output[0], computation.args, strict=True)
     return {comp.name: paths[pro.name] for pro, comp in pairs if pro.name in paths}
 
@@ -41,7 +43,7 @@ def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: Z
 
     Args:
         computation: the functional trace, before autodiff.
-        names: those of its inputs that are parameters, with their paths (:func:`parameter_inputs`).
+        names: those of its inputs that are the module's, with their paths (:func:`module_inputs`).
         executor: the model's executor.
 
     Raises:
@@ -53,7 +55,8 @@ def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: Z
     for name, proxy in proxies.items():
         _put_at_rest(proxy, inputs[name], executor)
     paths = {name: param.path for name, param in inputs.items()}
-    executor.program = Program(executor.plan, paths, synced=executor.runtime.synced)
+    others = {name: path for name, path in names.items() if path not in by_name}
+    executor.program = Program(executor.plan, paths, others, synced=executor.runtime.synced)
     new = from_trace(computation)
     full: dict[str, TensorProxy] = {}  # by path
     swap: dict[Any, Proxy] = {}  # by input

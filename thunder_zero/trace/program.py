@@ -14,12 +14,14 @@ class Program:
 
     Attributes:
         plan: the plan of each parameter; the schedule adds the parameters that are gathered once.
-        inputs: the inputs of the trace that are parameters, with their paths.
+        inputs: the inputs of the trace that are parameters of the plan, with their paths.
+        others: the inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
         trained: paths of the parameters that get a gradient from autodiff.
         synced: whether gradients are reduced; if not, they are deferred.
     """
 
     plan: Plan
     inputs: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, str] = field(default_factory=dict)
     trained: frozenset[str] = frozenset()
     synced: bool = True

@@ -113,27 +113,29 @@ class ZeroExecutor(OperatorExecutor):
         self.plan = plan
         self.program = Program(plan)
         self.runtime = runtime
-        register = self.register_operator
-        self.all_gather = register("zero_all_gather", meta=self._gather_meta, fn=_one(runtime.all_gather))
-        self.all_reduce = register("zero_all_reduce", meta=self._reduce_meta, fn=_one(runtime.reduce))
-        self.reduce_scatter = register("zero_reduce_scatter", meta=self._reduce_meta, fn=_one(runtime.reduce))
-        self.wait = register("zero_wait", meta=_wait_meta, fn=lambda handle: handle.wait()[0])
+        functions = functions_of(runtime, plan)
+
+        def register(name: str, meta: Callable[..., Any], tags: tuple[prims.OpTags, ...] = ()) -> Symbol:
+            return self.register_operator(name, meta=meta, fn=functions[name], tags=tags)
+
+        self.all_gather = register("zero_all_gather", self._gather_meta)
+        self.all_reduce = register("zero_all_reduce", self._reduce_meta)
+        self.reduce_scatter = register("zero_reduce_scatter", self._reduce_meta)
+        self.wait = register("zero_wait", _wait_meta)
         self.coalesced = {
-            self.all_gather: register("zero_all_gather_coalesced", meta=_no_meta, fn=runtime.all_gather),
-            self.all_reduce: register("zero_all_reduce_coalesced", meta=_no_meta, fn=runtime.reduce),
-            self.reduce_scatter: register("zero_reduce_scatter_coalesced", meta=_no_meta, fn=runtime.reduce),
-            self.wait: register("zero_wait_coalesced", meta=_no_meta, fn=lambda handle: handle.wait()),
+            single: register(f"{single.name}_coalesced", _no_meta)
+            for single in (self.all_gather, self.all_reduce, self.reduce_scatter, self.wait)
         }
-        self.defer = register("zero_defer_reduction", meta=self._defer_meta, fn=runtime.defer)
+        self.defer = register("zero_defer_reduction", self._defer_meta)
         tags = (prims.OpTags.DONT_DCE,)
-        self.enter = register("zero_enter", meta=_no_meta, fn=runtime.enter, tags=tags)
-        self.check_synced = register("zero_check_synced", meta=_no_meta, fn=runtime.check_synced, tags=tags)
-        self.apart = register("zero_apart", meta=_same_meta, fn=runtime.apart)
-        self.reduce_deferred = register("zero_reduce_deferred", meta=_no_meta, fn=runtime.reduce_deferred, tags=tags)
-        self.check_finite = register("zero_check_finite", meta=_no_meta, fn=runtime.check_finite, tags=tags)
-        self.land = register("zero_land", meta=_no_meta, fn=runtime.land, tags=tags)
-        self.cast = register("zero_cast", meta=self._synchronize_meta, fn=self._cast)
-        self.synchronize = register("zero_synchronize", meta=self._synchronize_meta, fn=None)
+        self.enter = register("zero_enter", _no_meta, tags)
+        self.check_synced = register("zero_check_synced", _no_meta, tags)
+        self.apart = register("zero_apart", _same_meta)
+        self.reduce_deferred = register("zero_reduce_deferred", _no_meta, tags)
+        self.check_finite = register("zero_check_finite", _no_meta, tags)
+        self.land = register("zero_land", _no_meta, tags)
+        self.cast = register("zero_cast", self._synchronize_meta)
+        self.synchronize = self.register_operator("zero_synchronize", meta=self._synchronize_meta, fn=None)
         self.register_implementation(
             self.synchronize,
             self.synchronize,
@@ -202,9 +204,6 @@ class ZeroExecutor(OperatorExecutor):
 
     # The lowering and the gradient of a synchronise.
 
-    def _cast(self, full: Tensor, path: str) -> Tensor:
-        return full.to(self.plan.by_name[path].compute_dtype)
-
     def lower_synchronize(self, shard: TensorProxy, path: str) -> TensorProxy:
         """Gather and wait, or cast a replicated parameter. If that needs no cast, its synchronise stays, and the
         schedule drops it."""
@@ -221,6 +220,28 @@ class ZeroExecutor(OperatorExecutor):
         else:
             prims.put_grad(shard, self.defer(grad, path))
         return full
+
+
+def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
+    """What the lines of a trace call, by the names of their symbols."""
+    return {
+        "zero_all_gather": _one(runtime.all_gather),
+        "zero_all_reduce": _one(runtime.reduce),
+        "zero_reduce_scatter": _one(runtime.reduce),
+        "zero_wait": lambda handle: handle.wait()[0],
+        "zero_all_gather_coalesced": runtime.all_gather,
+        "zero_all_reduce_coalesced": runtime.reduce,
+        "zero_reduce_scatter_coalesced": runtime.reduce,
+        "zero_wait_coalesced": lambda handle: handle.wait(),
+        "zero_defer_reduction": runtime.defer,
+        "zero_enter": runtime.enter,
+        "zero_check_synced": runtime.check_synced,
+        "zero_apart": runtime.apart,
+        "zero_reduce_deferred": runtime.reduce_deferred,
+        "zero_check_finite": runtime.check_finite,
+        "zero_land": runtime.land,
+        "zero_cast": lambda full, path: full.to(plan.by_name[path].compute_dtype),
+    }
 
 
 def _one(launch: Callable[[Sequence[Tensor], Sequence[str]], Any]) -> Callable[[Tensor, str], Any]:

@@ -1,0 +1,188 @@
+"""The models and settings whose memory is forecast and measured (``memory.py``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import thunder_zero as tz  # before thunder
+from examples.bench.model import Size, loss_of, make_batch, make_model
+
+from thunder.executors.torch_compile import torch_compile_ex
+
+SEQUENCES, TOKENS, VOCABULARY = 2, 128, 4096
+IMAGES, PIXELS, CLASSES = 4, 64, 100
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A model and what it is trained on.
+
+    Attributes:
+        model: makes it.
+        inputs: keyword arguments of forward; one batch.
+        loss: from what forward returns; closes over the targets.
+    """
+
+    model: Callable[[], nn.Module]
+    inputs: Callable[[], Mapping[str, Tensor]]
+    loss: Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A task, and how it is run.
+
+    Attributes:
+        task: a key of ``TASKS``.
+        policy: how it is sharded.
+        world_size: number of ranks.
+        fused: runs with ``torch_compile_ex``.
+        deferring: measures the second micro-batch under ``no_sync``.
+        training: False: forward alone, under ``torch.no_grad``.
+    """
+
+    task: str
+    policy: tz.Policy
+    world_size: int = 2
+    fused: bool = False
+    deferring: bool = False
+    training: bool = True
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of ``thunder.jit``."""
+        return {"executors": [torch_compile_ex]} if self.fused else {}
+
+
+def gpt_tokens() -> Mapping[str, Tensor]:
+    return {"tokens": make_batch(Size(), rank=0)[0]}
+
+
+def gpt_loss(logits: Tensor) -> Tensor:
+    return loss_of(logits, make_batch(Size(), rank=0)[1])
+
+
+class Checkpointed(nn.Module):
+    """A block whose activations backward computes again."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.block, x, use_reentrant=False)
+        return y
+
+
+def checkpointed_gpt() -> nn.Module:
+    model = make_model(Size())
+    model.blocks = nn.ModuleList(Checkpointed(block) for block in model.blocks)
+    return model
+
+
+def llama() -> nn.Module:
+    """A Llama of 4 layers, with tied embeddings and grouped-query attention."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=TOKENS,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    model: nn.Module = LlamaForCausalLM(config)
+    return model
+
+
+def llama_inputs() -> Mapping[str, Tensor]:
+    tokens = torch.randint(VOCABULARY, (SEQUENCES, TOKENS))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def vit() -> nn.Module:
+    """A vision transformer of 4 layers."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        intermediate_size=768,
+        image_size=PIXELS,
+        patch_size=8,
+        num_labels=CLASSES,
+    )
+    model: nn.Module = ViTForImageClassification(config)
+    return model
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm, and a connection around them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm_1 = nn.BatchNorm2d(outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm_2 = nn.BatchNorm2d(outputs)
+        self.around = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm_2(self.second(F.relu(self.norm_1(self.first(x)))))
+        return F.relu(y + self.around(x))
+
+
+class ResNet(nn.Module):
+    """Six residual blocks; takes images and returns logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        widths = ((64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1))
+        self.blocks = nn.Sequential(*(Residual(*width) for width in widths))
+        self.head = nn.Linear(256, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks(self.stem(images)).mean((2, 3)))
+        return logits
+
+
+def class_loss(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits, torch.arange(IMAGES))
+
+
+def images(name: str) -> Callable[[], Mapping[str, Tensor]]:
+    return lambda: {name: torch.randn(IMAGES, 3, PIXELS, PIXELS)}
+
+
+TASKS = {
+    "GPT": Task(lambda: make_model(Size()), gpt_tokens, gpt_loss),
+    "GPT, checkpointed": Task(checkpointed_gpt, gpt_tokens, gpt_loss),
+    "Llama": Task(llama, llama_inputs, lambda output: output["loss"]),
+    "ViT": Task(vit, images("pixel_values"), lambda output: class_loss(output["logits"])),
+    "ResNet": Task(ResNet, images("images"), class_loss),
+}
+BFLOAT16 = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+STAGES = (tz.ZERO1, tz.ZERO2, tz.ZERO3)
+CASES = (
+    *(Case("GPT", policy) for policy in STAGES),
+    Case("GPT", tz.ZERO3, world_size=3),
+    Case("GPT", tz.ZERO3, fused=True),
+    Case("GPT, checkpointed", tz.ZERO3),
+    Case("GPT", tz.ZERO2, deferring=True),
+    Case("GPT", replace(tz.ZERO3, mixed_precision=BFLOAT16)),
+    Case("GPT", tz.ZERO3, training=False),
+    *(Case(name, policy) for name in ("Llama", "ViT", "ResNet") for policy in STAGES),
+)

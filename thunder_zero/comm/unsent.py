@@ -1,0 +1,78 @@
+"""Transports that allocate what the real ones do and send nothing, for a forecast of memory.
+
+They are the real ones but for the calls that reach the backend, so that a buffer which is added there is forecast, too.
+They need neither ``torch.distributed`` to be initialised nor peers, and work on tensors without values (meta).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore, ProcessGroup
+
+from thunder_zero.comm.handle import BucketPart, Result
+from thunder_zero.comm.host_copies import HostCopies
+from thunder_zero.comm.hybrid import Hybrid
+from thunder_zero.comm.native import Grouped, OneByOne
+from thunder_zero.comm.pairwise import Exchange, Message, Wait
+from thunder_zero.comm.staging import Staging, needs_staging
+from thunder_zero.comm.transport import Alone, Transport
+from thunder_zero.plan import Plan
+
+
+class UnsentExchange(Exchange):
+    """gloo's transport without its messages and threads."""
+
+    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """Run it when its result is waited for."""
+        return start
+
+    def _post(self, task: Callable[[], None]) -> Wait:
+        task()
+        return lambda: None
+
+    def _start(self, message: Message, tensor: Tensor, rank: int, tag: int) -> Wait:
+        return lambda: tensor  # a message keeps its tensor alive until it is waited for
+
+
+class UnsentGrouped(Grouped):
+    """NCCL's transport without its collectives."""
+
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
+        return [BucketPart((lambda: calls,))]
+
+
+class UnsentOneByOne(OneByOne):
+    """The transport of other backends without its collectives."""
+
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
+        return [BucketPart((lambda: calls,))]
+
+
+UNSENT: Mapping[str, Callable[[ProcessGroup], Transport]] = {
+    "gloo": UnsentExchange,
+    "nccl": UnsentGrouped,
+    "mpi": UnsentOneByOne,
+}
+
+
+def unsent_transport(plan: Plan, backend: str) -> Transport:
+    """The transport of a model's rank, by the name of its backend: a key of ``UNSENT``.
+
+    The tensors that it gets and makes are on the meta device.
+    """
+    transport = _alone_or(UNSENT[backend], plan.world_size, plan.rank)
+    if plan.replicas > 1:
+        across = _alone_or(UNSENT[backend], plan.replicas, 0)
+        transport = Hybrid(transport, across, _alone_or(UNSENT[backend], plan.ranks, plan.rank), plan)
+    device = torch.device("meta")
+    if needs_staging(plan, device):
+        transport = Staging(transport, plan, device, HostCopies(device, offloaded=False))
+    return transport
+
+
+def _alone_or(kind: Callable[[ProcessGroup], Transport], world_size: int, rank: int) -> Transport:
+    return Alone() if world_size == 1 else kind(ProcessGroup(HashStore(), rank, world_size))

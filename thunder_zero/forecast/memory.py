@@ -1,0 +1,250 @@
+"""``tz.memory``: the memory of a training step, forecast from the traces that will run. Frozen data."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+
+from thunder_zero.comm.unsent import UNSENT
+from thunder_zero.compiled import Traces
+from thunder_zero.forecast.kinds import Holds
+from thunder_zero.forecast.optimizer import MakeOptimizer, optimizer_at_rest
+from thunder_zero.forecast.rehearsal import Rehearsal
+from thunder_zero.forecast.replay import OPTIMIZER_STEP, Loss, Replay, RunLine
+from thunder_zero.forecast.watch import Allocation, Watch
+from thunder_zero.policy import is_count
+from thunder_zero.report.line_meanings import SourceLine, rows
+from thunder_zero.schedule.timeline import Kind
+from thunder_zero.zero_module import traces_of
+
+from thunder.core.devices import DeviceType
+from thunder.core.module import ThunderModule
+from thunder.core.proxies import TensorProxy
+
+AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Memory that tensors share.
+
+    Attributes:
+        kind: what it holds.
+        nbytes: its size.
+        name: the path of a parameter, a gradient's parameter or a buffer, else the name of a value of the trace.
+        module: path of the module whose parameter was used last when it was allocated; "" if there was none.
+        line: the index in ``Memory.lines`` of the line that allocates it; -1 if it is there before the step.
+        freed: the index of the line that frees it; None if the step leaves it.
+    """
+
+    kind: Holds
+    nbytes: int
+    name: str
+    module: str
+    line: int
+    freed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLine:
+    """A line of the step.
+
+    Attributes:
+        half: "forward", "loss", "backward" or "optimizer step".
+        position: of a line of a trace: its position there, as in ``Op.source``; else -1.
+        code: its Python statement.
+        alive: bytes alive after it, by kind.
+        total: their sum.
+        highest: the most bytes alive while it runs, with those that it allocates and frees itself.
+    """
+
+    half: str
+    position: int
+    code: str
+    alive: Mapping[Holds, int] = field(repr=False)
+    total: int
+    highest: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one rank in one training step, in bytes of tensors' storages.
+
+    Attributes:
+        lines: in the order in which they run.
+        storages: in the order of their allocation.
+        at_rest: bytes alive between steps, without gradients.
+        peak: the most bytes alive in forward, the loss and backward, with ``reserve``.
+        optimizer_step: the most bytes alive in the optimizer's step, with ``reserve``; None without an optimizer, or if
+            gradients are deferred.
+        at_peak: the storages that are alive at the peak, largest first.
+        reserve: bytes that were added to every figure.
+        excluded: what the forecast leaves out, in words.
+    """
+
+    lines: tuple[MemoryLine, ...] = field(repr=False)
+    storages: tuple[Storage, ...] = field(repr=False)
+    at_rest: int
+    peak: int
+    optimizer_step: int | None
+    at_peak: tuple[Storage, ...] = field(repr=False)
+    reserve: int
+    excluded: tuple[str, ...]
+
+    @cached_property
+    def peak_line(self) -> MemoryLine:
+        """The line that runs at the peak."""
+        return max((line for line in self.lines if line.half != OPTIMIZER_STEP), key=lambda line: line.highest)
+
+    @cached_property
+    def by_kind(self) -> Mapping[Holds, int]:
+        """Bytes alive at the peak by kind, the most first; with ``reserve``, they add up to ``peak``."""
+        counts: Counter[Holds] = Counter()
+        for storage in self.at_peak:
+            counts[storage.kind] += storage.nbytes
+        return dict(counts.most_common())
+
+    @property
+    def curve(self) -> tuple[int, ...]:
+        """The most bytes alive in each line, with ``reserve``."""
+        return tuple(line.highest for line in self.lines)
+
+
+def memory(
+    model_or_traces: ThunderModule | Traces,
+    *,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    backend: str | None = None,
+    accumulating: bool = False,
+    reserve: int = 0,
+) -> Memory:
+    """Forecast the memory of a training step from the traces that will run. Nothing of the model is allocated.
+
+    Counts the storages of tensors, as torch's allocators do: neither Python, nor libraries, nor the backend's own
+    buffers. Each line runs on tensors without values, and each collective runs in the transport of the backend, which
+    then sends nothing. The first rank holds the most rows: trace rank 0 (the default) for the worst.
+
+    >>> traces = tz.trace(model, tokens, policy=3, world_size=8)
+    >>> tz.memory(traces, loss=lambda logits: loss_of(logits, targets), optimizer=torch.optim.AdamW).peak
+
+    Args:
+        model_or_traces: the result of :func:`thunder_zero.trace`, or a model with ZeroTransform that was called.
+        loss: from what forward returns to the loss, where the model does not compute it. The forecast assumes that the
+            training code keeps no output.
+        optimizer: a class of optimizers, or a function from parameters to an optimizer, such as
+            ``lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)``.
+        backend: "gloo" or "nccl", whose transports have different buffers; "mpi" for all others. Default: "nccl" if the
+            traces are for CUDA, else "gloo".
+        accumulating: earlier micro-batches under ``no_sync`` have left a deferred gradient of each parameter.
+        reserve: bytes to add to every figure, for what the forecast cannot see.
+
+    Raises:
+        TypeError: neither traces nor a model with ZeroTransform.
+        ValueError: there is no such backend; ``reserve`` is negative.
+        RuntimeError: the model was not called yet; a line reads a value, which a forecast does not have.
+    """
+    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    backend = _backend_of(traces) if backend is None else backend
+    _require(backend, reserve)
+    with Watch(Holds.PARAMETER) as watch:
+        runtime = Rehearsal(traces.plan, backend, synced=traces.synced)
+        for path, tensor in runtime.at_rest():
+            watch.see(tensor).name = path
+        for tensor in runtime.on_host():
+            watch.leaves(tensor)
+        stepping = None if optimizer is None else optimizer_at_rest(optimizer, runtime.shards, watch)
+        if accumulating:
+            watch.kind = Holds.DEFERRED
+            runtime.accumulate()
+        replay = Replay(traces, watch, runtime)
+        replay.step(loss)
+        peak, events = watch.highest, watch.events_at_highest
+        if stepping is not None and replay.gradients and traces.synced:
+            replay.step_optimizer(stepping)
+    storages = _storages(watch.allocations, replay.lines, _modules(replay))
+    lines = _lines(storages, replay.lines, reserve)
+    at_peak = [one for one, seen in zip(storages, watch.allocations, strict=True) if seen.alive_after(events)]
+    return Memory(
+        lines=lines,
+        storages=storages,
+        at_rest=sum(one.nbytes for one in storages if one.line < 0 and one.kind in AT_REST) + reserve,
+        peak=peak + reserve,
+        optimizer_step=lines[-1].highest if lines[-1].half == OPTIMIZER_STEP else None,
+        at_peak=tuple(sorted(at_peak, key=lambda one: -one.nbytes)),
+        reserve=reserve,
+        excluded=_excluded(traces, loss, optimizer),
+    )
+
+
+def _storages(
+    allocations: Sequence[Allocation], lines: Sequence[RunLine], modules: Sequence[str]
+) -> tuple[Storage, ...]:
+    ends = [line.events for line in lines]
+    found = []
+    for one in allocations:
+        at = one.line - 1  # line 0 of the watch is before the first
+        freed = None if one.freed is None else bisect_right(ends, one.freed)
+        module = modules[at] if at >= 0 else ""
+        freed = None if freed is None or freed == len(lines) else freed
+        found.append(Storage(one.kind, one.nbytes, one.name, module, at, freed))
+    return tuple(found)
+
+
+def _lines(storages: Sequence[Storage], lines: Sequence[RunLine], reserve: int) -> tuple[MemoryLine, ...]:
+    changes: list[Counter[Holds]] = [Counter() for _ in range(len(lines) + 1)]
+    for one in storages:
+        changes[max(one.line, 0)][one.kind] += one.nbytes
+        changes[len(lines) if one.freed is None else one.freed][one.kind] -= one.nbytes
+    alive: Counter[Holds] = Counter()
+    found = []
+    for line, change in zip(lines, changes, strict=False):
+        alive.update(change)
+        by_kind = {kind: alive[kind] for kind in Holds if alive[kind]}
+        total = sum(by_kind.values()) + reserve
+        found.append(MemoryLine(line.half, line.position, line.code, by_kind, total, line.highest + reserve))
+    return tuple(found)
+
+
+def _modules(replay: Replay) -> list[str]:
+    """For each line, the module whose parameter, or gradient of one, the lines of its half computed with last."""
+    modules: list[str] = []
+    for half, lines in groupby(replay.lines, key=lambda line: line.half):
+        trace = {"forward": replay.traces.forward, "backward": replay.traces.backward}.get(half)
+        sources = [SourceLine(line.code, line.position) for line in lines]
+        if trace is None:
+            modules += [""] * len(sources)
+            continue
+        sources.append(SourceLine("return", len(trace.bound_symbols) - 1))
+        now = ""
+        for row in rows(sources, replay.traces.timeline, backward=half == "backward")[:-1]:
+            if row.kind is Kind.COMPUTE and row.params:
+                now = row.params[0].rpartition(".")[0]
+            modules.append(now)
+    return modules
+
+
+def _backend_of(traces: Traces) -> str:
+    on_cuda = any(
+        arg.device.devicetype is DeviceType.CUDA for arg in traces.forward.args if isinstance(arg, TensorProxy)
+    )
+    return "nccl" if on_cuda else "gloo"
+
+
+def _require(backend: str, reserve: int) -> None:
+    if backend not in UNSENT:
+        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(map(repr, UNSENT))}")
+    if not is_count(reserve):
+        raise ValueError(f"reserve is {reserve!r}; give a number of bytes, 0 or more")
+
+
+def _excluded(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None) -> tuple[str, ...]:
+    is_needed = traces.backward is not None
+    return (
+        *(("the loss outside of the model: give loss=",) if loss is None and is_needed else ()),
+        *(("the optimizer's state and step: give optimizer=",) if optimizer is None and is_needed else ()),
+    )

@@ -1,0 +1,216 @@
+"""Runs the lines of the traces on tensors without values, one after the other, as a training step would.
+
+The lines are those that will run, so they allocate, view and delete what the step will. Between the halves Thunder
+hands forward's results to autograd, and what it saved to backward, which empties the lists that it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_zero.compiled import Traces
+from thunder_zero.forecast.kinds import Holds
+from thunder_zero.forecast.optimizer import take_step
+from thunder_zero.forecast.regions import run_region
+from thunder_zero.forecast.rehearsal import Rehearsal
+from thunder_zero.forecast.watch import META, Watch
+from thunder_zero.schedule.timeline import Kind, Op
+from thunder_zero.trace.symbols import functions_of
+
+from thunder.core import dtypes, prims
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
+from thunder.core.pytree import tree_map
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+
+Loss = Callable[[Any], Tensor]
+OPTIMIZER_STEP = "optimizer step"
+NOT_RUN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.COMMENT)
+# What the storages hold that a line of this kind allocates, until it is known better.
+DURING = {
+    Kind.GATHER: Holds.IN_FLIGHT,
+    Kind.REDUCE: Holds.IN_FLIGHT,
+    Kind.WAIT: Holds.IN_FLIGHT,
+    Kind.DEFER: Holds.DEFERRED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """One line that ran.
+
+    Attributes:
+        half: "forward", "loss", "backward" or "optimizer step".
+        position: of a line of a trace: its position there; else -1.
+        code: its Python statement.
+        highest: the most bytes alive while it ran.
+        events: allocations and frees until its end.
+    """
+
+    half: str
+    position: int
+    code: str
+    highest: int
+    events: int
+
+
+@dataclass
+class Replay:
+    """A step that runs line by line.
+
+    Attributes:
+        traces: of the program.
+        watch: sees what is allocated.
+        runtime: of the lines.
+        lines: those that ran so far.
+        gradients: those that backward returned, by the paths of their parameters.
+    """
+
+    traces: Traces
+    watch: Watch
+    runtime: Rehearsal
+    lines: list[RunLine] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    def step(self, loss: Loss | None) -> None:
+        """Run forward and, if there is a backward, the loss and backward."""
+        values = self._inputs()
+        self.watch.begin()
+        result, saved = self._forward(values)
+        values.clear()
+        if self.traces.backward is None:
+            return
+        cotangents = self._loss(result, loss)
+        result.clear()
+        names = [name for name, _ in self.traces.backward.siginfo().args]
+        values.update(zip(names, (saved, cotangents), strict=True))
+        self._run("backward", self.traces.backward, values)
+        self.gradients = {path: values[name] for path, name in self.traces.timeline.gradients}
+
+    def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step it with the gradients that backward returned, and drop them."""
+        self.watch.next_line()
+        self.watch.kind = Holds.TEMPORARY
+        take_step(optimizer, self.gradients, self.runtime.shards)
+        self.gradients.clear()
+        self._note(OPTIMIZER_STEP, -1, "optimizer.step()")
+
+    def _inputs(self) -> dict[str, Any]:
+        """The arguments of forward, by the names of their proxies."""
+        timeline, others = self.traces.timeline, self.traces.others
+        values: dict[str, Any] = {}
+        for proxy in self.traces.forward.args:
+            if isinstance(proxy, NumberProxy):
+                values[proxy.name] = proxy.value
+            elif path := timeline.inputs.get(proxy.name):
+                values[proxy.name] = self.runtime.shards[path]
+            elif isinstance(proxy, TensorProxy):
+                self.watch.kind = Holds.BUFFER if proxy.name in others else Holds.INPUT
+                tensor = torch.empty(proxy.shape, dtype=dtypes.to_torch_dtype(proxy.dtype), device=META)
+                self.watch.see(tensor).name = others.get(proxy.name, proxy.name)
+                values[proxy.name] = tensor
+        return values
+
+    def _forward(self, values: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+        """Run it; returns its outputs, as the epilogue gets them and flat, and the two lists for backward."""
+        returned = self._run("forward", self.traces.forward, values)
+        if self.traces.backward is None:
+            return [], []
+        result, (tensors, others) = returned
+        for tensor in tensors:
+            self._becomes(tensor, Holds.TEMPORARY, Holds.SAVED)
+        return [result["output"], result["flat_output"]], [list(tensors), list(others)]
+
+    def _loss(self, result: list[Any], loss: Loss | None) -> list[Tensor]:
+        """The gradients of forward's outputs: of the loss outside of the model, or of nobody knows what. Empties
+        ``result`` as soon as the training code would have dropped it."""
+        self.watch.next_line()
+        self.watch.kind = Holds.LOSS
+        output, flat = result
+        for tensor in flat:
+            self._becomes(tensor, Holds.TEMPORARY, Holds.LOSS)
+        leaves = {id(tensor): tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in flat}
+        trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
+        gradients: Sequence[Tensor | None] = [torch.empty_like(leaf) for leaf in trained]
+        if loss is not None:
+            output = tree_map(lambda leaf: leaves.get(id(leaf), leaf), output)
+            leaves.clear()
+            del flat
+            result.clear()
+            with torch.enable_grad():
+                value = loss(self._returned(output))
+            del output
+            gradients = torch.autograd.grad(value, trained, allow_unused=True)
+            del value
+        pairs = zip(trained, gradients, strict=True)
+        # autograd gives zeros to an output that the loss does not use
+        cotangents = [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in pairs]
+        self._note("loss", -1, "the loss and its gradient" if loss else "the gradients of the outputs")
+        return cotangents
+
+    def _returned(self, output: Sequence[Any]) -> Any:
+        """What the model returns, made of what the forward trace does; inputs that are handed on are left out."""
+        epilogue = self.traces.epilogue
+        if epilogue is None:
+            return output
+        names = [proxy.name for proxy in epilogue.args]
+        values = dict.fromkeys(names) | dict(zip(names[len(names) - len(output) :], output, strict=True))
+        return epilogue.python_callable(include_decorators=False)(*values.values())
+
+    def _run(self, half: str, trace: TraceCtx, values: dict[str, Any]) -> Any:
+        """Run the lines of a half; returns what it returns, and leaves its last values in ``values``."""
+        context = trace.python_ctx() | functions_of(self.runtime, self.traces.plan)
+        ops = {op.source[0]: op for op in self.traces.timeline.ops if op.backward is (half == "backward")}
+        with tracectx(trace):
+            for position, line in enumerate(trace.bound_symbols[:-1]):
+                if line.sym.id in NOT_RUN:
+                    continue
+                code = "\n".join(line.python(indent=0, print_depth=1))
+                context.update(line.object_ctx())  # printing names objects anew
+                op = ops.get(position)
+                self.watch.next_line()
+                self.watch.kind = DURING.get(op.kind, Holds.TEMPORARY) if op else Holds.TEMPORARY
+                self._execute(line, code, context, values)
+                if op is not None:
+                    self._learn(op, values)
+                self._note(half, position, code)
+        result = trace.bound_symbols[-1].args
+        return tree_map(
+            lambda leaf: values[leaf.name] if isinstance(leaf, Proxy) else leaf,
+            result[0] if len(result) == 1 else result,
+        )
+
+    def _execute(self, line: BoundSymbol, code: str, context: dict[str, Any], values: dict[str, Any]) -> None:
+        if line.sym.is_fusion:
+            run_region(line, values, self.watch.see)
+        else:
+            exec(code, context, values)
+
+    def _learn(self, op: Op, values: dict[str, Any]) -> None:
+        """What storages hold, from the line that made or took them."""
+        if op.kind is Kind.COMPUTE:
+            for name in op.writes:
+                self._becomes(values.get(name), Holds.TEMPORARY, Holds.TEMPORARY, name)
+        elif op.kind in (Kind.REDUCE, Kind.DEFER):
+            for name, path in zip(op.reads, op.params, strict=True):
+                self._becomes(values[name], Holds.TEMPORARY, Holds.FULL_GRADIENT, path)
+        elif op.kind is Kind.WAIT:
+            is_gather = self.traces.timeline.ends(op, Kind.GATHER)
+            for name, path in zip(op.writes, op.params, strict=True):
+                became = Holds.GATHERED if is_gather else Holds.REDUCED_GRADIENT
+                self._becomes(values[name], Holds.IN_FLIGHT, became, path)
+                if not is_gather and self.traces.plan.rests_on_host(self.traces.plan.by_name[path]):
+                    self.watch.leaves(values[name])
+
+    def _becomes(self, tensor: Any, was: Holds, now: Holds, name: str = "") -> None:
+        if isinstance(tensor, Tensor) and (allocation := self.watch.see(tensor)).kind is was:
+            allocation.kind = now
+            allocation.name = allocation.name or name
+
+    def _note(self, half: str, position: int, code: str) -> None:
+        self.lines.append(RunLine(half, position, code, self.watch.highest_in_line, self.watch.events))
