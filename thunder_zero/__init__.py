@@ -7,8 +7,9 @@ from thunder_zero.compiled import Traces
 from thunder_zero.convert.consolidate import consolidate
 from thunder_zero.convert.shard_safetensors import shard_safetensors
 from thunder_zero.dry_run import trace
+from thunder_zero.forecast.figures import Memory, MemoryLine, Storage
 from thunder_zero.forecast.kinds import Holds
-from thunder_zero.forecast.memory import Memory, MemoryLine, Storage, memory
+from thunder_zero.forecast.memory import memory
 from thunder_zero.measure import measure_times
 from thunder_zero.plan import Param, Plan, make_plan
 from thunder_zero.plugin import Recipe, Zero, zero

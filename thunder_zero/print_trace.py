@@ -9,6 +9,9 @@ from typing import IO
 from rich.console import Console
 
 from thunder_zero.compiled import Traces
+from thunder_zero.forecast.figures import Memory
+from thunder_zero.forecast.memory import memory
+from thunder_zero.forecast.replay import NoForecast
 from thunder_zero.report.line_meanings import Gap, Row, SourceLine, rows, select
 from thunder_zero.report.trace_printer import print_rows, print_total
 from thunder_zero.zero_module import traces_of
@@ -34,8 +37,9 @@ def print_trace(
     """Print the trace that runs, with the meaning of each line.
 
     A line gathers, waits, computes, frees or reduces. The columns on its right have the parameters, the bytes that this
-    rank sends, and the bytes of gathered parameters alive after the line. The last line sums up the printed lines.
-    Highlighted on a terminal; plain text of 100 columns elsewhere.
+    rank sends, and the bytes alive after the line: of gathered parameters, and of all tensors, as
+    :func:`thunder_zero.memory` forecasts them without a loss and an optimizer. The peak is marked. The last line sums
+    up the printed lines. Highlighted on a terminal; plain text of 100 columns elsewhere.
 
     >>> tz.print_trace(model, "forward", unit="blocks.0")
     >>> tz.print_trace(tz.traces_of(model, synced=False))  # the program under no_sync, with the bytes that it defers
@@ -56,29 +60,45 @@ def print_trace(
         raise ValueError(f"half is {half!r}; choose 'forward', 'backward' or 'both'")
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     console = Console(file=file)
+    forecast = _forecast(traces, console)
     printed: list[Row | Gap] = []
     for name in HALVES[half]:
         trace = traces.forward if name == "forward" else traces.backward
         if trace is None:
             console.print("# no backward: nothing here needs a gradient\n", highlight=False)
             continue
-        whole = rows(_lines(trace, name), traces.timeline, backward=name == "backward")
+        whole = rows(_lines(trace, name, forecast), traces.timeline, backward=name == "backward")
         shown = select(whole, traces.plan, unit, only_parameters=fold)
         print_rows(shown, traces.plan, name if traces.synced else f"{name} under no_sync", console)
         printed += shown
     print_total(printed, console)
 
 
-def _lines(trace: TraceCtx, half: str) -> Iterator[SourceLine]:
+def _forecast(traces: Traces, console: Console) -> Memory | None:
+    try:
+        return memory(traces)
+    except NoForecast as error:
+        console.print(f"# {error}\n", highlight=False, markup=False, soft_wrap=True)
+        return None
+
+
+def _lines(trace: TraceCtx, half: str, forecast: Memory | None) -> Iterator[SourceLine]:
     """The lines of a trace, without the comments that name its inputs.
 
     Only forward's lines get an origin: few lines of backward have one, and that is the origin of a line of forward.
     """
+    run = {line.position: line for line in forecast.lines if line.half == half} if forecast else {}
+    last = max(run, default=0)
     with tracectx(trace):
         for position, bsym in enumerate(trace.bound_symbols):
             code = "\n".join(bsym.python(indent=0, print_depth=1))
             if any(not line.startswith("#") for line in code.splitlines()):
-                yield SourceLine(code, position, _origin(bsym) if half == "forward" else "")
+                origin = _origin(bsym) if half == "forward" else ""
+                line = run.get(min(position, last))  # the return allocates nothing
+                is_peak = forecast is not None and line is forecast.peak_line and position <= last
+                yield SourceLine(
+                    code, position, origin, line and line.total, line.highest if line and is_peak else None
+                )
 
 
 def _origin(bsym: BoundSymbol) -> str:

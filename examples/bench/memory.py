@@ -36,7 +36,7 @@ MiB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Bytes at rest, at the peak of forward and backward, and at the peak of the optimizer's step (0: there is none)."""
+    """Bytes at rest, and at the peaks of forward and backward and of the optimizer's step (0: there is none)."""
 
     at_rest: int
     peak: int

@@ -78,7 +78,8 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("plugin.py",     NOT,    NOT,     IMPORT,  rooms("policy arguments refusals transform")),
     Room("dry_run.py",    IMPORT, NOT,     IMPORT,  DATA | rooms("trace runtime compiled transform")),
     Room("measure.py",    NOT,    NOT,     IMPORT,  DATA | rooms("schedule comm runtime zero_module")),
-    Room("forecast/",     IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report trace comm runtime compiled zero_module")),
+    Room("forecast/",     IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report trace comm runtime "
+                                                                 "compiled zero_module")),
     Room("print_trace.py",NOT,    NOT,     IMPORT,  rooms("report zero_module compiled forecast")),
     Room("lightning.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict arguments zero_module "
                                                                  "transform plugin")),

@@ -95,7 +95,7 @@ def printed(*shown: tuple[Row | Gap, ...], color: bool = False) -> str:
 
 
 def test_each_line_gets_kind_parameters_bytes_and_what_is_alive() -> None:
-    found = [(row.kind, row.params, row.sent, row.alive) for row in half(backward=False)]
+    found = [(row.kind, row.params, row.sent, row.gathered) for row in half(backward=False)]
     both = ("h.0.w", "h.0.b")
     # rank 0 of 4 owns 64 + 8 B of them, and sends those to 3 others
     assert found == [
@@ -127,7 +127,7 @@ def test_gradients_are_named_as_such() -> None:
 def test_backward_begins_with_what_forward_left() -> None:
     timeline = Timeline((TIMELINE.ops[0], op(Kind.COMPUTE, "gz", "gy", 3, backward=True)), {}, PLAN)
     lines = [SourceLine("unpack()", 0), SourceLine("gy = torch.sin(gz)", 3)]
-    assert [row.alive for row in rows(lines, timeline, backward=True)] == [288, 288]
+    assert [row.gathered for row in rows(lines, timeline, backward=True)] == [288, 288]
 
 
 def test_several_frees_of_one_line_are_one_row() -> None:
@@ -135,7 +135,7 @@ def test_several_frees_of_one_line_are_one_row() -> None:
         [TIMELINE.ops[0], op(Kind.FREE, "w", "", 2, "h.0.w"), op(Kind.FREE, "b", "", 2, "h.0.b")]
     )
     freed = rows([SourceLine(FORWARD[1], 1), SourceLine("del w, b", 2)], timeline, backward=False)[1]
-    assert (freed.kind, freed.params, freed.alive) == (Kind.FREE, ("h.0.w", "h.0.b"), 0)
+    assert (freed.kind, freed.params, freed.gathered) == (Kind.FREE, ("h.0.w", "h.0.b"), 0)
 
 
 def test_one_value_may_be_the_gradient_of_two_parameters() -> None:

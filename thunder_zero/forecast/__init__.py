@@ -1,4 +1,4 @@
-"""Forecasts the memory of a step from the traces that will run: runs their lines on tensors without values.
+"""Forecasts the memory of a step: runs the lines of its traces on tensors without values.
 
 ``memory.py`` is the door.
 """

@@ -1,20 +1,19 @@
-"""``tz.memory``: the memory of a training step, forecast from the traces that will run. Frozen data."""
+"""``tz.memory``: forecasts the memory of a training step from the traces that will run."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
 from itertools import groupby
 
 from thunder_zero.comm.unsent import UNSENT
 from thunder_zero.compiled import Traces
+from thunder_zero.forecast.figures import OPTIMIZER_STEP, Memory, MemoryLine, Storage
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.forecast.optimizer import MakeOptimizer, optimizer_at_rest
 from thunder_zero.forecast.rehearsal import Rehearsal
-from thunder_zero.forecast.replay import OPTIMIZER_STEP, Loss, Replay, RunLine
+from thunder_zero.forecast.replay import Loss, Replay, RunLine
 from thunder_zero.forecast.watch import Allocation, Watch
 from thunder_zero.policy import is_count
 from thunder_zero.report.line_meanings import SourceLine, rows
@@ -26,92 +25,6 @@ from thunder.core.module import ThunderModule
 from thunder.core.proxies import TensorProxy
 
 AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """Memory that tensors share.
-
-    Attributes:
-        kind: what it holds.
-        nbytes: its size.
-        name: the path of a parameter, a gradient's parameter or a buffer, else the name of a value of the trace.
-        module: path of the module whose parameter was used last when it was allocated; "" if there was none.
-        line: the index in ``Memory.lines`` of the line that allocates it; -1 if it is there before the step.
-        freed: the index of the line that frees it; None if the step leaves it.
-    """
-
-    kind: Holds
-    nbytes: int
-    name: str
-    module: str
-    line: int
-    freed: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryLine:
-    """A line of the step.
-
-    Attributes:
-        half: "forward", "loss", "backward" or "optimizer step".
-        position: of a line of a trace: its position there, as in ``Op.source``; else -1.
-        code: its Python statement.
-        alive: bytes alive after it, by kind.
-        total: their sum.
-        highest: the most bytes alive while it runs, with those that it allocates and frees itself.
-    """
-
-    half: str
-    position: int
-    code: str
-    alive: Mapping[Holds, int] = field(repr=False)
-    total: int
-    highest: int
-
-
-@dataclass(frozen=True)
-class Memory:
-    """The memory of one rank in one training step, in bytes of tensors' storages.
-
-    Attributes:
-        lines: in the order in which they run.
-        storages: in the order of their allocation.
-        at_rest: bytes alive between steps, without gradients.
-        peak: the most bytes alive in forward, the loss and backward, with ``reserve``.
-        optimizer_step: the most bytes alive in the optimizer's step, with ``reserve``; None without an optimizer, or if
-            gradients are deferred.
-        at_peak: the storages that are alive at the peak, largest first.
-        reserve: bytes that were added to every figure.
-        excluded: what the forecast leaves out, in words.
-    """
-
-    lines: tuple[MemoryLine, ...] = field(repr=False)
-    storages: tuple[Storage, ...] = field(repr=False)
-    at_rest: int
-    peak: int
-    optimizer_step: int | None
-    at_peak: tuple[Storage, ...] = field(repr=False)
-    reserve: int
-    excluded: tuple[str, ...]
-
-    @cached_property
-    def peak_line(self) -> MemoryLine:
-        """The line that runs at the peak."""
-        return max((line for line in self.lines if line.half != OPTIMIZER_STEP), key=lambda line: line.highest)
-
-    @cached_property
-    def by_kind(self) -> Mapping[Holds, int]:
-        """Bytes alive at the peak by kind, the most first; with ``reserve``, they add up to ``peak``."""
-        counts: Counter[Holds] = Counter()
-        for storage in self.at_peak:
-            counts[storage.kind] += storage.nbytes
-        return dict(counts.most_common())
-
-    @property
-    def curve(self) -> tuple[int, ...]:
-        """The most bytes alive in each line, with ``reserve``."""
-        return tuple(line.highest for line in self.lines)
 
 
 def memory(
@@ -146,29 +59,26 @@ def memory(
     Raises:
         TypeError: neither traces nor a model with ZeroTransform.
         ValueError: there is no such backend; ``reserve`` is negative.
-        RuntimeError: the model was not called yet; a line reads a value, which a forecast does not have.
+        RuntimeError: the model was not called yet; a line reads a value, which a forecast does not have
+            (:class:`thunder_zero.forecast.replay.NoForecast`).
     """
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     backend = _backend_of(traces) if backend is None else backend
     _require(backend, reserve)
     with Watch(Holds.PARAMETER) as watch:
-        runtime = Rehearsal(traces.plan, backend, synced=traces.synced)
-        for path, tensor in runtime.at_rest():
-            watch.see(tensor).name = path
-        for tensor in runtime.on_host():
-            watch.leaves(tensor)
-        stepping = None if optimizer is None else optimizer_at_rest(optimizer, runtime.shards, watch)
-        if accumulating:
-            watch.kind = Holds.DEFERRED
-            runtime.accumulate()
-        replay = Replay(traces, watch, runtime)
+        replay = _begun(traces, backend, optimizer, watch, accumulating=accumulating)
         replay.step(loss)
         peak, events = watch.highest, watch.events_at_highest
-        if stepping is not None and replay.gradients and traces.synced:
-            replay.step_optimizer(stepping)
-    storages = _storages(watch.allocations, replay.lines, _modules(replay))
+        replay.step_optimizer()
+    return _figures(replay, peak, events, reserve, _excluded(traces, loss, optimizer))
+
+
+def _figures(replay: Replay, peak: int, events: int, reserve: int, excluded: tuple[str, ...]) -> Memory:
+    """The figures of a step that ran; ``events`` is the number of allocations and frees until its peak."""
+    allocations = replay.watch.allocations
+    storages = _storages(allocations, replay.lines, _modules(replay))
     lines = _lines(storages, replay.lines, reserve)
-    at_peak = [one for one, seen in zip(storages, watch.allocations, strict=True) if seen.alive_after(events)]
+    at_peak = [one for one, seen in zip(storages, allocations, strict=True) if seen.alive_after(events)]
     return Memory(
         lines=lines,
         storages=storages,
@@ -177,8 +87,25 @@ def memory(
         optimizer_step=lines[-1].highest if lines[-1].half == OPTIMIZER_STEP else None,
         at_peak=tuple(sorted(at_peak, key=lambda one: -one.nbytes)),
         reserve=reserve,
-        excluded=_excluded(traces, loss, optimizer),
+        excluded=excluded,
     )
+
+
+def _begun(
+    traces: Traces, backend: str, optimizer: MakeOptimizer | None, watch: Watch, *, accumulating: bool
+) -> Replay:
+    """A step that is about to begin: all is there that rests in memory."""
+    runtime = Rehearsal(traces.plan, backend, synced=traces.synced)
+    for path, tensor in runtime.at_rest():
+        watch.see(tensor).name = path
+    for tensor in runtime.on_host():
+        watch.leaves(tensor)
+    on_device = runtime.trained_on_device()
+    stepping = optimizer_at_rest(optimizer, on_device, watch) if optimizer is not None and on_device else None
+    if accumulating:
+        watch.kind = Holds.DEFERRED
+        runtime.accumulate()
+    return Replay(traces, watch, runtime, stepping)
 
 
 def _storages(

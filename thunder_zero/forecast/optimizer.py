@@ -14,11 +14,10 @@ MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 def optimizer_at_rest(make: MakeOptimizer, shards: Mapping[str, nn.Parameter], watch: Watch) -> torch.optim.Optimizer:
-    """An optimizer of these shards that has made its state in a first step."""
-    trained = {path: shard for path, shard in shards.items() if shard.requires_grad}
-    optimizer = make(trained.values())
+    """An optimizer of these shards, by path, that has made its state in a first step."""
+    optimizer = make(shards.values())
     watch.kind = Holds.OPTIMIZER
-    take_step(optimizer, {path: torch.empty_like(shard) for path, shard in trained.items()}, shards)
+    take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
     return optimizer
 
 

@@ -1,4 +1,4 @@
-"""Runs a fused region by what is inside it: which of its values take memory, and when.
+"""Finds which values inside a fused region take memory, and when.
 
 A fuser computes pointwise operations where their results are read, so those take no memory. These do, by the rules of
 inductor (``torch_compile_ex``): results of kernels that are not fused (matmuls, say), what such a kernel reads, results

@@ -1,4 +1,4 @@
-"""The runtime of traces whose memory is forecast: the transports send nothing, and tensors have no values."""
+"""The runtime of traces whose memory is forecast: transports send nothing, tensors have no values."""
 
 from __future__ import annotations
 
@@ -65,6 +65,15 @@ class Rehearsal:
     def on_host(self) -> Iterator[Tensor]:
         """Those of them that rest in host memory instead (``cpu_offload``)."""
         return (self.shards[param.path] for param in self._plan.params if self._plan.rests_on_host(param))
+
+    def trained_on_device(self) -> dict[str, nn.Parameter]:
+        """The shards whose optimizer state rests on the device, by path."""
+        params = self._plan.params
+        return {
+            param.path: self.shards[param.path]
+            for param in params
+            if param.requires_grad and not self._plan.rests_on_host(param)
+        }
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start gathering."""

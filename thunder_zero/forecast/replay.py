@@ -1,4 +1,4 @@
-"""Runs the lines of the traces on tensors without values, one after the other, as a training step would.
+"""Runs the lines of the traces on tensors without values, as a training step would.
 
 The lines are those that will run, so they allocate, view and delete what the step will. Between the halves Thunder
 hands forward's results to autograd, and what it saved to backward, which empties the lists that it gets.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.compiled import Traces
+from thunder_zero.forecast.figures import OPTIMIZER_STEP
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.forecast.optimizer import take_step
 from thunder_zero.forecast.regions import run_region
@@ -29,7 +30,6 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 Loss = Callable[[Any], Tensor]
-OPTIMIZER_STEP = "optimizer step"
 NOT_RUN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.COMMENT)
 # What the storages hold that a line of this kind allocates, until it is known better.
 DURING = {
@@ -38,6 +38,10 @@ DURING = {
     Kind.WAIT: Holds.IN_FLIGHT,
     Kind.DEFER: Holds.DEFERRED,
 }
+
+
+class NoForecast(RuntimeError):
+    """A line cannot be run without values. The message has the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class Replay:
         traces: of the program.
         watch: sees what is allocated.
         runtime: of the lines.
+        optimizer: steps the shards after backward; None if it is left out.
         lines: those that ran so far.
         gradients: those that backward returned, by the paths of their parameters.
     """
@@ -74,6 +79,7 @@ class Replay:
     traces: Traces
     watch: Watch
     runtime: Rehearsal
+    optimizer: torch.optim.Optimizer | None
     lines: list[RunLine] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
@@ -92,11 +98,15 @@ class Replay:
         self._run("backward", self.traces.backward, values)
         self.gradients = {path: values[name] for path, name in self.traces.timeline.gradients}
 
-    def step_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step it with the gradients that backward returned, and drop them."""
+    def step_optimizer(self) -> None:
+        """Step the optimizer with the gradients that backward returned, if they are not deferred, and drop them."""
+        if self.optimizer is None or not self.gradients or not self.traces.synced:
+            return
         self.watch.next_line()
         self.watch.kind = Holds.TEMPORARY
-        take_step(optimizer, self.gradients, self.runtime.shards)
+        on_device = self.runtime.trained_on_device()
+        gradients = {path: gradient for path, gradient in self.gradients.items() if path in on_device}
+        take_step(self.optimizer, gradients, on_device)
         self.gradients.clear()
         self._note(OPTIMIZER_STEP, -1, "optimizer.step()")
 
@@ -162,6 +172,7 @@ class Replay:
         values = dict.fromkeys(names) | dict(zip(names[len(names) - len(output) :], output, strict=True))
         return epilogue.python_callable(include_decorators=False)(*values.values())
 
+    @torch.no_grad()
     def _run(self, half: str, trace: TraceCtx, values: dict[str, Any]) -> Any:
         """Run the lines of a half; returns what it returns, and leaves its last values in ``values``."""
         context = trace.python_ctx() | functions_of(self.runtime, self.traces.plan)
@@ -186,10 +197,16 @@ class Replay:
         )
 
     def _execute(self, line: BoundSymbol, code: str, context: dict[str, Any], values: dict[str, Any]) -> None:
-        if line.sym.is_fusion:
-            run_region(line, values, self.watch.see)
-        else:
-            exec(code, context, values)
+        try:
+            if line.sym.is_fusion:
+                run_region(line, values, self.watch.see)
+            else:
+                exec(code, context, values)
+        except (RuntimeError, NotImplementedError) as error:
+            raise NoForecast(
+                f"cannot forecast memory: a line does not run on tensors without values, {code.splitlines()[0]!r} "
+                f"({str(error).partition(chr(10))[0]}); measure the step instead"
+            ) from error
 
     def _learn(self, op: Op, values: dict[str, Any]) -> None:
         """What storages hold, from the line that made or took them."""

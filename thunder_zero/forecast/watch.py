@@ -1,4 +1,4 @@
-"""Watches when the storages of tensors without values are allocated and freed, while code runs on them.
+"""Watches when the storages of tensors without values are allocated and freed.
 
 A storage counts once, whatever views it: it is known by its own identity, and a weak reference tells when the last view
 of it is gone. The code may name any device, and may bring tensors with values; what it makes has none (meta device).

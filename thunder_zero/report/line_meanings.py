@@ -29,11 +29,15 @@ class SourceLine:
         code: its Python statement.
         position: its position in the trace of its half, as in ``Op.source``.
         origin: the line of the user's program that it comes from; "" if unknown.
+        alive: bytes of all tensors alive after it, as forecast; None if there is no forecast.
+        peak: the most bytes alive while it runs, if that is the peak of the step; else None.
     """
 
     code: str
     position: int
     origin: str = ""
+    alive: int | None = None
+    peak: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class Row:
         gradients: it handles the gradients of the parameters, not the parameters.
         sent: bytes that this rank sends; None if the line launches no collective.
         deferred: bytes of a full gradient that is held until a later backward reduces it.
-        alive: bytes of gathered parameters alive after the line.
+        gathered: bytes of gathered parameters alive after the line.
     """
 
     line: SourceLine
@@ -55,7 +59,7 @@ class Row:
     gradients: bool
     sent: int | None
     deferred: int
-    alive: int
+    gathered: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ def total(rows: Iterable[Row | Gap]) -> str:
     shown = [row for row in rows if isinstance(row, Row)]
     gathers, reduces = (sum(row.kind is kind for row in shown) for kind in LAUNCHES)
     sent = sum(row.sent or 0 for row in shown)
-    peak = max((row.alive for row in shown), default=0)
+    peak = max((row.gathered for row in shown), default=0)
     count = gathers + reduces
     deferred = sum(row.deferred for row in shown)
     return (
@@ -158,9 +162,9 @@ def _of_unit(rows: Sequence[Row], plan: Plan, unit: str) -> list[int]:
 
 
 def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """The parameters that each gathered value, and each value of the cone, depends on."""
+    """The parameters that each gathered value, each replicated input and each value of the cone depends on."""
     inside = cone(timeline)
-    params_in: dict[str, tuple[str, ...]] = {name: (timeline.inputs[name] or "",) for name in timeline.cast}
+    params_in: dict[str, tuple[str, ...]] = {name: (timeline.inputs[name] or "",) for name in timeline.replicated}
     for op in timeline.ops:
         if timeline.ends(op, Kind.GATHER):
             params_in.update((name, (path,)) for name, path in zip(op.writes, op.params, strict=True))

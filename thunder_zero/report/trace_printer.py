@@ -2,14 +2,17 @@
 
 ::
 
-    # forward, ZeRO-3, rank 0 of 4                     does    parameters             sent gathered
-    ft1 = zero_all_gather(t_w, 'h.0.w')                gather  h.0.w              1.50 KiB 2.00 KiB
+    # forward, ZeRO-3, rank 0 of 4               does    parameters        sent gathered    alive
+    ft1 = zero_all_gather(t_w, 'h.0.w')          gather  h.0.w         1.50 KiB 2.00 KiB 12.0 KiB
+
+The column of bytes alive is there if the lines have a forecast of memory.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 from rich.console import Console
@@ -46,18 +49,12 @@ def print_rows(rows: Sequence[Row | Gap], plan: Plan, half: str, console: Consol
         console: where to print; it decides about colours, and on a terminal about the width.
     """
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
-    code_width = width - KIND - PARAMETERS - 2 * BYTES - 4  # a space before each of the four
+    columns = _columns(rows, width)
     syntax = Syntax("", "python", theme="ansi_dark", background_color="default")
-    stage = STAGES[plan.policy.stage].name
-    copies = f", one of {plan.replicas} copies" if plan.replicas > 1 else ""
-    title = Text(f"# {half}, {stage}, rank {plan.rank} of {plan.world_size}{copies}")
-    title.pad_right(code_width - len(title))
-    title.append(f" {'does':{KIND}} {'parameters':{PARAMETERS}} {'sent':>{BYTES}} {'gathered':>{BYTES}}")
-    title.stylize("bold")
-    _print(console, title)
+    _print_title(plan, half, columns, console)
     if not rows:
         _print(console, Text("# this half does not use this unit", QUIET))
-    origin, alive = "", 0
+    origin, gathered = "", 0
     for row in rows:
         if isinstance(row, Gap):
             _print(console, Text(f"# ... {row.lines} {'line' if row.lines == 1 else 'lines'}", QUIET))
@@ -65,10 +62,42 @@ def print_rows(rows: Sequence[Row | Gap], plan: Plan, half: str, console: Consol
         if row.line.origin not in ("", origin):
             origin = row.line.origin
             _print(console, Text(clip(f"# {origin}", width), f"{QUIET} italic"))
-        for text in _lines(row, plan, syntax, code_width, changed=row.alive != alive):
+        for text in _lines(row, plan, syntax, columns, changed=row.gathered != gathered):
             _print(console, text)
-        alive = row.alive
+        if row.line.peak is not None:
+            _print(console, Text(f"# the peak of the step: {size(row.line.peak)} alive in the line above", "bold red"))
+        gathered = row.gathered
     console.print()
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Widths of columns; ``alive`` is 0 where there is no forecast of memory."""
+
+    code: int
+    parameters: int
+    alive: int
+
+
+def _columns(rows: Sequence[Row | Gap], width: int) -> Columns:
+    alive = BYTES if any(isinstance(row, Row) and row.line.alive is not None for row in rows) else 0
+    parameters = PARAMETERS - bool(alive)
+    spaces = 4 + bool(alive)  # one before each column but the first
+    return Columns(width - KIND - parameters - 2 * BYTES - alive - spaces, parameters, alive)
+
+
+def _print_title(plan: Plan, half: str, columns: Columns, console: Console) -> None:
+    """The heading of a half, on a line of its own if it is long, and the heads of the columns."""
+    copies = f", one of {plan.replicas} copies" if plan.replicas > 1 else ""
+    stage = STAGES[plan.policy.stage].name
+    title = Text(f"# {half}, {stage}, rank {plan.rank} of {plan.world_size}{copies}", "bold")
+    if len(title) > columns.code:
+        _print(console, title)
+        title = Text("#", "bold")
+    title.pad_right(columns.code - len(title))
+    title.append(f" {'does':{KIND}} {'parameters':{columns.parameters}} {'sent':>{BYTES}} {'gathered':>{BYTES}}")
+    title.append(f" {'alive':>{BYTES}}" if columns.alive else "")
+    _print(console, title)
 
 
 def print_total(rows: Sequence[Row | Gap], console: Console) -> None:
@@ -88,14 +117,14 @@ def size(nbytes: int) -> str:
     return f"{value:.{digits}f} {units[power]}"
 
 
-def _lines(row: Row, plan: Plan, syntax: Syntax, code_width: int, *, changed: bool) -> Iterator[Text]:
+def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, *, changed: bool) -> Iterator[Text]:
     """The lines of a row: code on the left, its meaning on the right; either side may need several lines.
 
     If nothing is sent, the parameters use that column too.
     """
-    code = syntax.highlight("\n".join(fold(row.line.code, code_width))).split("\n", allow_blank=False)
+    code = syntax.highlight("\n".join(fold(row.line.code, columns.code))).split("\n", allow_blank=False)
     sent = "" if row.sent is None else f" {size(row.sent):>{BYTES}}"
-    width = PARAMETERS + 1 + BYTES - len(sent)
+    width = columns.parameters + 1 + BYTES - len(sent)
     words = re.split(r"(?<= )", label(row.params, plan, gradients=row.gradients))
     parts = [part for word in words for part in (re.split(r"(?<=\.)", word) if len(word) > width else [word])]
     style = QUIET if row.kind is None or not row.params else STYLES[row.kind]
@@ -103,11 +132,12 @@ def _lines(row: Row, plan: Plan, syntax: Syntax, code_width: int, *, changed: bo
         first = number == 0
         text = left.copy() if left else Text()
         if params or first:
-            text.pad_right(code_width - len(text))
+            text.pad_right(columns.code - len(text))
             text.append(f" {row.kind if row.kind and first else '':{KIND}} {params:{width}}", style)
         if first:
             text.append(sent, "yellow")
-            text.append(f" {size(row.alive):>{BYTES}}", "bold" if changed else QUIET)
+            text.append(f" {size(row.gathered):>{BYTES}}", "bold" if changed else QUIET)
+            text.append("" if row.line.alive is None else f" {size(row.line.alive):>{BYTES}}", QUIET)
         yield text
 
 

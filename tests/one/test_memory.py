@@ -1,0 +1,233 @@
+"""Forecasts of memory (``tz.memory``) on one process: what is counted, and as what. Beside a measurement: tests/ranks.
+
+The bytes in comments are of float32: 4 a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from io import StringIO
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from tests.harness.errors import raised
+from thunder_zero import Holds
+from thunder_zero.forecast import replay, watch
+from thunder_zero.forecast.regions import Step, memory_of
+from thunder_zero.schedule.timeline import Work
+
+from thunder.executors.torch_compile import torch_compile_ex
+
+ROWS, WIDTH = 16, 64
+WEIGHT, ACTIVATION = WIDTH * WIDTH * 4, ROWS * WIDTH * 4
+
+
+class Net(nn.Module):
+    """Three layers without biases, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * self.scale)
+        return x
+
+
+@cache
+def traces_of(policy: tz.Policy, *, world_size: int = 2, synced: bool = True, fused: bool = False) -> tz.Traces:
+    with torch.device("meta"):
+        net = Net()
+    executors = [torch_compile_ex] if fused else None
+    x = torch.empty(ROWS, WIDTH)
+    return tz.trace(net, x, policy=policy, world_size=world_size, synced=synced, executors=executors)
+
+
+def peak_of(kind: Holds, memory: tz.Memory) -> int:
+    return max(line.alive.get(kind, 0) for line in memory.lines)
+
+
+@pytest.mark.slow
+def test_the_kinds_of_a_step_by_arithmetic() -> None:
+    memory = tz.memory(traces_of(tz.ZERO3), loss=lambda y: y.square().mean(), optimizer=torch.optim.AdamW)
+    shards = 3 * WEIGHT // 2
+    steps = 3 * 4  # each parameter's number of steps
+    assert memory.at_rest == shards + 2 * shards + steps + 4 * WIDTH  # two averages, the buffer
+    assert peak_of(Holds.PARAMETER, memory) == shards
+    assert peak_of(Holds.OPTIMIZER, memory) == 2 * shards + steps
+    assert peak_of(Holds.INPUT, memory) == ACTIVATION
+    assert peak_of(Holds.BUFFER, memory) == 4 * WIDTH
+    assert peak_of(Holds.GATHERED, memory) == 3 * WEIGHT
+    assert peak_of(Holds.FULL_GRADIENT, memory) == 3 * WEIGHT  # all are in flight, in one bucket
+    assert peak_of(Holds.REDUCED_GRADIENT, memory) == shards
+    assert memory.lines[-1].half == "optimizer step"
+    assert memory.optimizer_step is not None
+    assert memory.optimizer_step >= memory.at_rest + shards  # the gradients
+    assert memory.excluded == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
+def test_the_figures_agree_with_each_other(stage: int) -> None:
+    memory = tz.memory(traces_of(tz.Policy(stage)))
+    assert sum(memory.by_kind.values()) == memory.peak == max(memory.curve) == memory.peak_line.highest
+    assert [one.nbytes for one in memory.at_peak] == sorted((one.nbytes for one in memory.at_peak), reverse=True)
+    assert all(sum(line.alive.values()) == line.total <= line.highest for line in memory.lines)
+    full = stage < 2  # DDP and ZeRO-1 hold the model in full
+    assert memory.at_rest == (3 * WEIGHT if full else 3 * WEIGHT // 2) + 4 * WIDTH
+    left = [one for one in memory.storages if one.freed is None and one.kind is Holds.REDUCED_GRADIENT]
+    assert {one.name for one in left} == {f"layers.{number}.weight" for number in range(3)}
+    assert {one.module for one in memory.storages if one.kind is Holds.SAVED} <= {f"layers.{n}" for n in range(3)}
+    assert memory.excluded == (
+        "the loss outside of the model: give loss=",
+        "the optimizer's state and step: give optimizer=",
+    )
+    reserved = tz.memory(traces_of(tz.Policy(stage)), reserve=1000)
+    assert (reserved.peak, reserved.at_rest) == (memory.peak + 1000, memory.at_rest + 1000)
+
+
+@pytest.mark.slow
+def test_no_sync_holds_full_gradients() -> None:
+    first = tz.memory(traces_of(tz.ZERO3, synced=False))
+    second = tz.memory(traces_of(tz.ZERO3, synced=False), accumulating=True)
+    last = tz.memory(traces_of(tz.ZERO3), accumulating=True)
+    assert peak_of(Holds.DEFERRED, first) == peak_of(Holds.DEFERRED, second) == 3 * WEIGHT
+    assert first.lines[0].alive.get(Holds.DEFERRED, 0) == 0
+    assert second.lines[0].alive[Holds.DEFERRED] == last.lines[0].alive[Holds.DEFERRED] == 3 * WEIGHT
+    assert first.lines[-1].alive[Holds.DEFERRED] == second.lines[-1].alive[Holds.DEFERRED] == 3 * WEIGHT
+    assert Holds.DEFERRED not in last.lines[-1].alive  # added to the gradients that were reduced
+
+
+@pytest.mark.slow
+def test_offloaded_shards_take_no_memory_of_the_device() -> None:
+    policy = replace(tz.ZERO3, cpu_offload=True)
+    memory = tz.memory(traces_of(policy), backend="nccl", optimizer=torch.optim.AdamW)
+    assert memory.at_rest == 4 * WIDTH
+    assert Holds.PARAMETER not in memory.by_kind
+    assert not [one for one in memory.storages if one.kind is Holds.REDUCED_GRADIENT and one.freed is None]
+
+
+@pytest.mark.slow
+def test_backends_have_their_own_buffers() -> None:
+    """Three ranks do not divide 64 rows: NCCL's collectives need padded buffers, gloo's messages do not."""
+    gloo, nccl = (tz.memory(traces_of(tz.ZERO3, world_size=3), backend=backend) for backend in ("gloo", "nccl"))
+    padded = 3 * (66 * WIDTH * 4)
+    assert peak_of(Holds.GATHERED, gloo) == 3 * WEIGHT
+    assert peak_of(Holds.GATHERED, nccl) == padded
+    assert peak_of(Holds.IN_FLIGHT, nccl) >= padded  # copies of the gradients, padded
+
+
+@pytest.mark.slow
+def test_a_fused_region_is_what_is_inside_it() -> None:
+    plain, fused = tz.memory(traces_of(tz.ZERO3)), tz.memory(traces_of(tz.ZERO3, fused=True))
+    assert any("TorchCompile" in line.code for line in fused.lines)
+    assert peak_of(Holds.SAVED, fused) == peak_of(Holds.SAVED, plain)
+    # a product with the buffer is inlined, and linear's result is tanh's: a layer's temporary less at least
+    assert peak_of(Holds.TEMPORARY, fused) < peak_of(Holds.TEMPORARY, plain)
+    assert peak_of(Holds.GATHERED, fused) == peak_of(Holds.GATHERED, plain)
+
+
+def test_the_memory_of_a_region() -> None:
+    """matmul 1, two pointwise (2 inlined, 3 read by the next matmul), matmul 4, a pointwise output 5 in its place."""
+    steps = (
+        Step(Work.MATMUL, reads=(0,), makes={1: 8}),
+        Step(Work.POINTWISE, reads=(1,), makes={2: 8}),
+        Step(Work.POINTWISE, reads=(2, 1), makes={3: 8}),
+        Step(Work.MATMUL, reads=(3,), makes={4: 4}),
+        Step(Work.POINTWISE, reads=(4,), makes={5: 4}),
+    )
+    assert memory_of(steps, outputs=(5,)) == [
+        ([], {1: 8}, []),
+        ([], {}, []),
+        ([1], {3: 8}, []),  # the last to read 1, of the same size
+        ([], {4: 4}, [3]),
+        ([4], {5: 4}, []),
+    ]
+
+
+def test_a_reduction_takes_memory_if_its_result_is_smaller() -> None:
+    softmax = Step(Work.REDUCTION, reads=(1,), makes={2: 64})
+    total = Step(Work.REDUCTION, reads=(2,), makes={3: 4})
+    first = Step(Work.MATMUL, reads=(0,), makes={1: 64})
+    made = [made for _, made, _ in memory_of((first, softmax, total), outputs=())]
+    assert made == [{1: 64}, {}, {3: 4}]
+
+
+def twice(see: Callable[[watch.Watch, Tensor], Any]) -> Callable[[watch.Watch, Tensor], Any]:
+    """Every operation allocates its result twice."""
+
+    def planted(self: watch.Watch, tensor: Tensor) -> Any:
+        known = len(self.allocations)
+        found = see(self, tensor)
+        if len(self.allocations) > known:
+            self._count(found.nbytes)
+        return found
+
+    return planted
+
+
+def copied(see: Callable[[watch.Watch, Tensor], Any]) -> Callable[[watch.Watch, Tensor], Any]:
+    """Every view is a copy."""
+
+    def planted(self: watch.Watch, tensor: Tensor) -> Any:
+        if tensor._base is not None:
+            self._count(tensor.nbytes)
+        return see(self, tensor)
+
+    return planted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", [twice, copied])
+def test_a_planted_error_is_seen(plant: Callable[[Any], Any]) -> None:
+    """The arithmetic of the first test, and the sum over kinds, fail."""
+    with mock.patch.object(watch.Watch, "see", plant(watch.Watch.see)):
+        memory = tz.memory(traces_of(tz.ZERO3))
+    assert memory.peak > 1.03 * tz.memory(traces_of(tz.ZERO3)).peak
+    assert memory.peak != sum(memory.by_kind.values())
+
+
+@pytest.mark.slow
+def test_the_text_and_the_printed_trace_show_the_peak() -> None:
+    traces = traces_of(tz.ZERO3)
+    memory = tz.memory(traces)
+    text = str(memory).splitlines()
+    assert text[0].startswith("peak ")
+    assert any(line.endswith("KiB  full gradients") for line in text)
+    assert text[-1] == "left out: the optimizer's state and step: give optimizer="
+    out = StringIO()
+    tz.print_trace(traces, file=out)
+    lines = out.getvalue().splitlines()
+    assert lines[0].endswith(" sent gathered    alive")
+    (at,) = (number for number, line in enumerate(lines) if line.startswith("# the peak of the step: "))
+    assert lines[at - 1].strip()
+
+
+@pytest.mark.slow
+def test_what_cannot_be_forecast_is_refused() -> None:
+    traces = traces_of(tz.ZERO3)
+    with pytest.raises(ValueError, match="backend is 'tcp'; choose one of 'gloo', 'nccl', 'mpi'"):
+        tz.memory(traces, backend="tcp")
+    with pytest.raises(ValueError, match="reserve is -1; give a number of bytes, 0 or more"):
+        tz.memory(traces, reserve=-1)
+    with mock.patch.object(replay, "functions_of", return_value={"zero_enter": reads_a_value}):
+        message = raised(lambda: tz.memory(traces)).removeprefix("NoForecast: ")
+        out = StringIO()
+        tz.print_trace(traces, file=out)
+    assert message.startswith("cannot forecast memory: a line does not run on tensors without values, ")
+    assert message.endswith("measure the step instead")
+    assert out.getvalue().startswith("# cannot forecast memory: ")
+    assert out.getvalue().splitlines()[2].endswith(" sent gathered")
+
+
+def reads_a_value(half: str, schedule: str) -> Any:
+    return torch.empty((), device="meta").item()
