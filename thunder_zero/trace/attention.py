@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_zero.trace.symbols import dtype_name
+
 import thunder.core.dtypes as dtypes
 import thunder.torch as ltorch
 from thunder.core import prims
@@ -27,10 +29,10 @@ from thunder.extend import OperatorExecutor
 
 aten = torch.ops.aten
 LOGSUMEXP_DTYPES = {
-    torch.float32: torch.float32,
-    torch.float64: torch.float64,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
+    "float32": dtypes.float32,
+    "float64": dtypes.float64,
+    "bfloat16": dtypes.float32,
+    "float16": dtypes.float32,
 }
 DEVICES = (DeviceType.CPU, DeviceType.META)
 
@@ -90,9 +92,7 @@ class AttentionExecutor(OperatorExecutor):
         output, logsumexp = self.forward(query, key, value, attn_mask, is_causal, scale)
         grad = prims.get_grad(output)
         how = query, key, value, output, logsumexp, attn_mask
-        for given, its_grad in zip(
-            (query, key, value), self.backward(grad, *how, is_causal, scale), strict=True
-        ):
+        for given, its_grad in zip((query, key, value), self.backward(grad, *how, is_causal, scale), strict=True):
             prims.put_grad(given, its_grad)
         if attn_mask is not None and not dtypes.is_boolean_dtype(attn_mask.dtype):
             prims.put_grad(attn_mask, self.mask_backward(grad, *how, scale))
@@ -123,8 +123,8 @@ def is_flash(
         and dropout_p == 0
         and query.device.devicetype in DEVICES
         and all(tensor.device == query.device for tensor in tensors)
-        and _torch_dtype(query) in LOGSUMEXP_DTYPES
-        and _torch_dtype(key) == _torch_dtype(value) == _torch_dtype(query)
+        and dtype_name(query.dtype) in LOGSUMEXP_DTYPES
+        and dtype_name(key.dtype) == dtype_name(value.dtype) == dtype_name(query.dtype)
         and len(query.shape) == 4  # (batch, heads, length, width)
         and 0 not in (*query.shape, *key.shape)
         and tuple(key.shape) == tuple(value.shape)
@@ -136,21 +136,17 @@ def is_flash(
 def _fits(mask: TensorProxy, query: TensorProxy, key: TensorProxy) -> bool:
     full = (*query.shape[:3], key.shape[2])
     return (
-        _torch_dtype(mask) in (torch.bool, _torch_dtype(query))
+        dtype_name(mask.dtype) in ("bool", "float32", dtype_name(query.dtype))
         and len(mask.shape) in (2, 4)
         and all(given in (1, size) for given, size in zip(mask.shape, full[-len(mask.shape) :], strict=True))
     )
-
-
-def _torch_dtype(tensor: TensorProxy) -> torch.dtype | None:
-    return dtypes.to_torch_dtype(tensor.dtype)
 
 
 # Shapes and dtypes, for tracing.
 
 
 def _forward_meta(query: TensorProxy, *others: Any) -> tuple[TensorProxy, TensorProxy]:
-    dtype = dtypes.to_dtype(LOGSUMEXP_DTYPES[_torch_dtype(query)])
+    dtype = LOGSUMEXP_DTYPES[dtype_name(query.dtype)]
     logsumexp = TensorProxy(like=query, shape=tuple(query.shape[:3]), dtype=dtype, requires_grad=False)
     return TensorProxy(like=query), logsumexp
 
@@ -198,9 +194,9 @@ def _backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = map(_readable, (grad, query, key, value, output))
+    inputs = map(_readable, (query, key, value))
     grads: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *inputs, logsumexp, 0.0, is_causal, attn_mask=_added(mask, query.dtype), scale=scale
+        grad, *inputs, output, logsumexp, 0.0, is_causal, attn_mask=_added(mask, query.dtype), scale=scale
     )
     return grads
 
@@ -233,10 +229,9 @@ def _mask_backward(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     dtype = logsumexp.dtype
     grad, query, key, value, output = (tensor.to(dtype) for tensor in (grad, query, key, value, output))
-    scores = (query @ key.transpose(-2, -1)) * scale + mask
-    weights = (scores - logsumexp.unsqueeze(-1)).exp()
-    toward_weights = grad @ value.transpose(-2, -1) - (grad * output).sum(-1, keepdim=True)
-    return (weights * toward_weights).sum_to_size(mask.shape).to(mask.dtype)
+    weights = (query @ key.transpose(-2, -1)).mul_(scale).add_(mask).sub_(logsumexp.unsqueeze(-1)).exp_()
+    toward = (grad @ value.transpose(-2, -1)).sub_((grad * output).sum(-1, keepdim=True))
+    return weights.mul_(toward).sum_to_size(mask.shape).to(mask.dtype)
 
 
 attention_ex = AttentionExecutor()
