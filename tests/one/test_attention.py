@@ -163,6 +163,20 @@ def test_rows_that_are_not_contiguous_are_read_right() -> None:
     assert traced_lines(jitted) == [[FORWARD], [BACKWARD]]
 
 
+@pytest.mark.slow
+def test_an_empty_batch_runs_the_same_lines() -> None:
+    """Ranks with other batches run the same programs: where a mask is a parameter, backward gathers it again."""
+    query = torch.randn(0, HEADS, QUERIES, WIDTH, requires_grad=True)
+    mask = added(1, HEADS, QUERIES, QUERIES).requires_grad_()
+    case = Case(mask=mask)
+    jitted = case.jitted()
+    output = jitted(query, query, query, mask)
+    grad, its_grad = torch.autograd.grad(output, (query, mask), torch.ones_like(output))
+    assert output.shape == grad.shape == query.shape
+    assert torch.equal(its_grad, torch.zeros_like(mask))
+    assert traced_lines(jitted) == [[FORWARD], [BACKWARD, OF_MASK]]
+
+
 def proxy(*shape: int, device: str = "cpu") -> TensorProxy:
     return TensorProxy(shape=shape, device=Device(device), dtype=thunder.float32, requires_grad=False)
 
