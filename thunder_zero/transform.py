@@ -30,6 +30,7 @@ from thunder_zero.schedule.program_name import ProgramName
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.state_dict import hooks
 from thunder_zero.trace import named_members, refused_calls
+from thunder_zero.trace.attention import attention_ex
 from thunder_zero.trace.casts import cast_borders, cast_inputs
 from thunder_zero.trace.enter import with_enter
 from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
@@ -231,7 +232,9 @@ class ZeroTransform(Transform):
         executor = ZeroExecutor(plan, runtime)
         self._compiled = Compiled(executor)
         data = compile_data(model)
-        data.executors_list = (executor, ScheduleJointTrace(executor), *data.executors_list, RepairFusion(executor))
+        others = [other for other in data.executors_list if other != attention_ex]  # tz.Recipe has it, too
+        first = executor, ScheduleJointTrace(executor), attention_ex
+        data.executors_list = (*first, *others, RepairFusion(executor))
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:

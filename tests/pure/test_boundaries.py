@@ -75,7 +75,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("zero_module.py",IMPORT, NOT,     IMPORT,  rooms("runtime refusals compiled")),
     Room("transform.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("schedule trace comm runtime state_dict arguments "
                                                                  "refusals placement compiled zero_module")),
-    Room("plugin.py",     NOT,    NOT,     IMPORT,  rooms("policy arguments refusals transform")),
+    Room("plugin.py",     NOT,    NOT,     IMPORT,  rooms("policy trace arguments refusals transform")),
     Room("dry_run.py",    IMPORT, NOT,     IMPORT,  DATA | rooms("trace runtime compiled transform")),
     Room("measure.py",    NOT,    NOT,     IMPORT,  DATA | rooms("schedule comm runtime zero_module")),
     Room("forecast/",     IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report trace comm runtime "

@@ -19,7 +19,8 @@ from thunder.core.symbol import BoundSymbol
 # Names of Thunder's primitives, of the executors' symbols that replace them, and of composites that have kernels.
 NAMES = {
     Work.ATTENTION: """
-        scaled_dot_product_attention cudnn_sdpa_fwd cudnn_sdpa_bwd fa3_fwd fa3_bwd nv_sdpfa_fwd nv_sdpfa_bwd
+        scaled_dot_product_attention cpu_flash_attention cpu_flash_attention_backward cpu_flash_attention_mask_backward
+        cudnn_sdpa_fwd cudnn_sdpa_bwd fa3_fwd fa3_bwd nv_sdpfa_fwd nv_sdpfa_bwd
         sdpaex_grad_forward_scaled_dot_product_efficient_attention
         sdpaex_scaled_dot_product_efficient_attention_backward
         sdpafx_grad_forward_scaled_dot_product_efficient_attention
