@@ -96,9 +96,8 @@ def _lines(trace: TraceCtx, half: str, forecast: Memory | None) -> Iterator[Sour
                 origin = _origin(bsym) if half == "forward" else ""
                 line = run.get(min(position, last))  # the return allocates nothing
                 is_peak = forecast is not None and line is forecast.peak_line and position <= last
-                yield SourceLine(
-                    code, position, origin, line and line.total, line.highest if line and is_peak else None
-                )
+                peak = line.highest if line and is_peak else None
+                yield SourceLine(code, position, origin, line.total if line else None, peak)
 
 
 def _origin(bsym: BoundSymbol) -> str:
