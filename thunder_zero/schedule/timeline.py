@@ -83,7 +83,9 @@ class Op:
         backward: whether it runs in the backward half.
         repeatable: COMPUTE only: whether running it twice gives the same values and has no side effect (not random,
             nothing in place), so that backward may compute it again.
-        again: whether it is a copy that gathers or computes again what forward freed.
+        cheap: COMPUTE only: whether it is repeatable at little cost: views, pointwise work, reductions of rows.
+        updates: COMPUTE only: values whose memory it overwrites, or may share with what is overwritten.
+        again: whether it is a copy that gathers or computes again what forward freed, or did not save.
         source: positions of its lines in the lifted trace; several after bucketing. FREE: ().
         work: COMPUTE only: its class of work.
     """
@@ -97,6 +99,8 @@ class Op:
     again: bool = False
     source: tuple[int, ...] = ()
     work: Work = Work.NONE
+    cheap: bool = False
+    updates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
