@@ -1,4 +1,4 @@
-"""Finds the cheapest values to keep, from which all wanted ones can be computed again: a minimum cut."""
+"""Finds the fewest bytes to keep, from which all that is wanted can be computed: a minimum cut."""
 
 from __future__ import annotations
 

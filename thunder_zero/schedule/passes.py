@@ -10,7 +10,7 @@ from thunder_zero.schedule.recompute import recompute
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.sink_waits import sink_waits
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.schedule.verify import check_pass, check_schedule
+from thunder_zero.schedule.verify import check_pass, check_recompute, check_schedule
 
 PASSES = (
     gather_last_units_once,  # choose the last units that are gathered once, without raising the peak
@@ -33,8 +33,10 @@ def run(timeline: Timeline) -> Timeline:
     check_pass(lifted, lifted)
     *steps, last = PASSES
     for step in steps:
-        timeline = step(timeline)
+        before, timeline = timeline, step(timeline)
         check_pass(timeline, lifted)
+        if step is recompute:
+            check_recompute(timeline, before)
     timeline = last(timeline)
     check_schedule(timeline, lifted)
     return timeline

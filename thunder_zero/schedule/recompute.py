@@ -30,7 +30,7 @@ from functools import cached_property
 from thunder_zero.schedule.cone import cone, last_reads
 from thunder_zero.schedule.copies import copies, reads_renamed
 from thunder_zero.schedule.min_cut import cheapest_to_keep
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Work
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Work, overwritten
 
 
 def recompute(timeline: Timeline) -> Timeline:
@@ -106,14 +106,8 @@ class _Halves:
 
     @cached_property
     def overwritten(self) -> frozenset[str]:
-        """The values whose memory some operation overwrites, or may overwrite: they are read where they are."""
-        ops = self.timeline.ops
-        shares: dict[str, str] = {}  # value -> the first value that may have the same memory
-        for op in ops:
-            if op.work is Work.VIEW and op.reads:
-                shares.update(dict.fromkeys(op.writes, shares.get(op.reads[0], op.reads[0])))
-        gone = {shares.get(name, name) for op in ops for name in op.updates}
-        return frozenset(gone.union(name for name, first in shares.items() if first in gone))
+        """The values whose memory is overwritten: they are read where they are read now."""
+        return overwritten(self.timeline)
 
     @cached_property
     def fixed(self) -> frozenset[str]:
@@ -145,6 +139,7 @@ class _Halves:
             op.kind is Kind.COMPUTE
             and op.repeatable
             and (op.cheap or op.source[0] in self.copied)
+            and op.work not in (Work.RANDOM, Work.OTHER)
             and self.overwritten.isdisjoint(op.reads)
             and all(self.may_read(name) for name in op.reads if name in self.gathered)
         )

@@ -219,3 +219,13 @@ def gathered_bytes(timeline: Timeline) -> tuple[int, ...]:
         alive += full if op.kind is Kind.GATHER else -full if op.kind is Kind.FREE else 0
         counts.append(alive)
     return tuple(counts)
+
+
+def overwritten(timeline: Timeline) -> frozenset[str]:
+    """The values whose memory an operation overwrites, or may overwrite: what they were cannot be read later."""
+    shares: dict[str, str] = {}  # value -> the first value that may have the same memory
+    for op in timeline.ops:
+        if op.work is Work.VIEW and op.reads:
+            shares.update(dict.fromkeys(op.writes, shares.get(op.reads[0], op.reads[0])))
+    gone = {shares.get(name, name) for op in timeline.ops for name in op.updates}
+    return frozenset(gone.union(name for name, first in shares.items() if first in gone))
