@@ -27,10 +27,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from thunder_zero.plan import ROOT
 from thunder_zero.schedule.cone import cone, last_reads
 from thunder_zero.schedule.copies import copies, reads_renamed
 from thunder_zero.schedule.min_cut import cheapest_to_keep
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Work, overwritten
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
+from thunder_zero.schedule.units import NOT_AGAIN, Segments, is_vector, segments
 
 
 def recompute(timeline: Timeline) -> Timeline:
@@ -57,6 +59,13 @@ class _Halves:
     def writer(self) -> dict[str, int]:
         """The values of forward, each with the position of its writer."""
         return {name: at for at, op in enumerate(self.timeline.ops) if not op.backward for name in op.writes}
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The units, if only their borders are saved; otherwise nothing belongs to a unit."""
+        if self.timeline.plan.policy.recompute == "units":
+            return segments(self.timeline)
+        return Segments((), frozenset())
 
     @cached_property
     def gathered(self) -> dict[str, frozenset[str]]:
@@ -86,7 +95,8 @@ class _Halves:
             if not self.timeline.ends(op, Kind.GATHER):
                 continue
             for name, param in zip(op.writes, self.timeline.params_of(op), strict=True):
-                until = end if param.resident else last[name] + 1
+                may_stay = param.resident or (self.segments.unit_at and is_vector(param))
+                until = end if may_stay else last[name] + 1
                 if not op.backward:
                     by_path[param.path].append(name)
                     found[name] = range(at, until if param.gathered_once else 0)
@@ -114,7 +124,7 @@ class _Halves:
         """The memory of values of forward that other operations than computations of backward read."""
         ops = self.timeline.ops[:-1]
         return frozenset(
-            self.memory(name) for op in ops if op.backward and op.kind is not Kind.COMPUTE for name in op.reads
+            self.timeline.memory(name) for op in ops if op.backward and op.kind is not Kind.COMPUTE for name in op.reads
         )
 
     @cached_property
@@ -122,24 +132,14 @@ class _Halves:
         """Lines of forward that backward computes again anyway."""
         return frozenset(op.source[0] for op in self.timeline.ops if op.backward and op.again and op.source)
 
-    def memory(self, name: str) -> str:
-        """The value whose memory a value views, or itself."""
-        value = self.timeline.values.get(name)
-        return value.base or name if value else name
-
-    def nbytes(self, name: str) -> int:
-        """The bytes of a value."""
-        value = self.timeline.values.get(name)
-        return value.nbytes if value else 0
-
     def may_repeat(self, at: int) -> bool:
         """Whether the operation of forward at a position may be computed again in backward."""
         op = self.timeline.ops[at]
+        in_unit = self.segments.unit_at[at : at + 1] not in ((), (ROOT,))
         return (
             op.kind is Kind.COMPUTE
             and op.repeatable
-            and (op.cheap or op.source[0] in self.copied)
-            and op.work not in (Work.RANDOM, Work.OTHER)
+            and (op.cheap or (in_unit and op.work not in NOT_AGAIN) or op.source[0] in self.copied)
             and self.overwritten.isdisjoint(op.reads)
             and all(self.may_read(name) for name in op.reads if name in self.gathered)
         )
@@ -156,8 +156,11 @@ def _chain(halves: _Halves, refused: set[int]) -> dict[str, int]:
     """The values of forward to compute again where backward needs them, each with the position of its writer."""
     nodes, made_from, wanted = _graph(halves, refused)
     number = {memory: at for at, memory in enumerate(nodes)}
-    outputs = {halves.memory(name) for name in halves.timeline.ops[-1].reads}
-    nbytes = [halves.nbytes(memory) if memory in halves.writer else 0 for memory in nodes]
+    outputs = {halves.timeline.memory(name) for name in halves.timeline.ops[-1].reads}
+    saved = halves.segments.saved  # at the borders of units, whatever it weighs
+    nbytes = [
+        halves.timeline.nbytes(memory) if memory in halves.writer and memory not in saved else 0 for memory in nodes
+    ]
     endless = sum(nbytes) + 1
     for at, memory in enumerate(nodes):
         if memory in outputs and memory in halves.writer and memory not in wanted:
@@ -171,10 +174,10 @@ def _chain(halves: _Halves, refused: set[int]) -> dict[str, int]:
 def _is_computed(halves: _Halves, name: str, computed: set[str], nodes: Mapping[str, int]) -> bool:
     if name in halves.gathered:  # of the cone: what backward reads is there, the rest can be computed
         return name not in halves.read and halves.timeline.ops[halves.writer[name]].kind is Kind.COMPUTE
-    memory = halves.memory(name)
+    memory = halves.timeline.memory(name)
     if memory in computed or memory == name or memory not in nodes:
         return memory in computed
-    return name not in halves.read or halves.nbytes(name) > halves.nbytes(memory)  # a view of memory that is kept
+    return name not in halves.read or halves.timeline.nbytes(name) > halves.timeline.nbytes(memory)  # a view of memory that is kept
 
 
 def _graph(halves: _Halves, refused: set[int]) -> tuple[list[str], dict[str, set[str] | None], set[str]]:
@@ -184,9 +187,9 @@ def _graph(halves: _Halves, refused: set[int]) -> tuple[list[str], dict[str, set
         All of it in the order of forward; for each, what it is made from, or None; what backward reads.
     """
     wanted = {
-        halves.memory(name)
+        halves.timeline.memory(name)
         for name in halves.read
-        if name not in halves.gathered and name not in halves.overwritten and halves.memory(name) not in halves.gathered
+        if name not in halves.gathered and name not in halves.overwritten and halves.timeline.memory(name) not in halves.gathered
     }
     made_from: dict[str, set[str] | None] = {}
     todo = list(wanted)
@@ -196,9 +199,9 @@ def _graph(halves: _Halves, refused: set[int]) -> tuple[list[str], dict[str, set
             continue
         at = halves.writer.get(memory)
         made_from[memory] = None
-        if at is not None and at not in refused and memory not in halves.fixed and halves.may_repeat(at):
+        if memory not in halves.segments.saved and at is not None and at not in refused and memory not in halves.fixed and halves.may_repeat(at):
             reads = halves.timeline.ops[at].reads
-            made_from[memory] = {halves.memory(read) for read in reads if read not in halves.gathered}
+            made_from[memory] = {halves.timeline.memory(read) for read in reads if read not in halves.gathered}
             todo += made_from[memory] or ()
     nodes = sorted(made_from, key=lambda memory: (halves.writer.get(memory, -1), memory))
     return nodes, made_from, wanted

@@ -20,10 +20,12 @@ reads a new gather.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from thunder_zero.schedule.cone import cone, regathered
 from thunder_zero.schedule.copies import copies, reads_renamed
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.units import is_vector, runs, touches
 
 
 def regather(timeline: Timeline) -> Timeline:
@@ -33,16 +35,46 @@ def regather(timeline: Timeline) -> Timeline:
 
 def _again_in_backward(timeline: Timeline) -> Timeline:
     chain = {name: at for name, at in regathered(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
+    early = _needed_early(timeline, chain)
     values = dict(timeline.values)
     names: dict[str, str] = {}
     ops: list[Op] = []
-    for op in timeline.ops[:-1]:
+    for at, op in enumerate(timeline.ops[:-1]):
         if op.backward:
-            for read in op.reads:
+            for read in (*early.get(at, ()), *op.reads):
                 ops += copies(timeline, read, chain, names, values, backward=True)[0]
             op = reads_renamed(op, names)
         ops.append(op)
     return timeline.with_ops([*ops, timeline.ops[-1]], values)  # the return reads forward's outputs as they are
+
+
+def needed_again(timeline: Timeline, chain: Mapping[str, int]) -> set[str]:
+    """The values of ``chain``, forward's cone, that backward needs: those that it reads, and those they come from."""
+    needed: set[str] = set()
+    reads = [read for op in timeline.ops[:-1] if op.backward for read in op.reads]
+    while reads:
+        name = reads.pop()
+        if name in chain and name not in needed:
+            needed.add(name)
+            reads += timeline.ops[chain[name]].reads
+    return needed
+
+
+def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, list[str]]:
+    """If only the borders of units are saved: the gathered parameters of each unit that backward needs, and its biases,
+    where backward comes to the unit, so that it can be computed again. Independent of what will be."""
+    if timeline.plan.policy.recompute != "units" or not chain:
+        return {}
+    needed = needed_again(timeline, chain)
+    at = {unit: touch.at for unit, touch in touches(timeline, runs(timeline)).items()}
+    found: dict[int, list[str]] = {}
+    for op in timeline.ops:
+        if op.backward or not timeline.ends(op, Kind.GATHER):
+            continue
+        for name, param in zip(op.writes, timeline.params_of(op), strict=True):
+            if name in chain and param.unit in at and (name in needed or is_vector(param)):
+                found.setdefault(at[param.unit], []).append(name)
+    return found
 
 
 def _again_in_forward(timeline: Timeline) -> Timeline:

@@ -162,6 +162,16 @@ class Timeline:
         """Whether an operation is the WAIT that ends a launch of this kind (GATHER or REDUCE)."""
         return op.kind is Kind.WAIT and op.reads[0] in self.launches and self.launches[op.reads[0]].kind is kind
 
+    def memory(self, name: str) -> str:
+        """The value whose memory a value views, or itself."""
+        value = self.values.get(name)
+        return value.base or name if value else name
+
+    def nbytes(self, name: str) -> int:
+        """The bytes of a value's elements; 0 if it is not a tensor."""
+        value = self.values.get(name)
+        return value.nbytes if value else 0
+
     def with_ops(self, ops: Iterable[Op], values: Mapping[str, Value] | None = None) -> Timeline:
         """The same timeline with other operations (and further values)."""
         return replace(self, ops=tuple(ops), values={**self.values, **(values or {})})

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate, zip_longest
 
 from thunder_zero.schedule.cone import cone, last_reads, regathered, returned
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work, overwritten
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, overwritten
+from thunder_zero.schedule.units import NOT_AGAIN, is_vector
 
 MOST_NAMES = 8  # of an operation, in an error
 
@@ -339,14 +340,14 @@ def _check_computed_again(timeline: Timeline) -> None:
     for at, op in enumerate(timeline.ops):
         if not _is_recomputed(op) or any(name in inside for name in op.writes):
             continue
-        if policy == "none" or op.work in (Work.RANDOM, Work.OTHER) or not (op.cheap or policy == "units"):
+        if policy == "none" or not (op.cheap or (policy == "units" and op.work not in NOT_AGAIN)):
             raise _fail(timeline, at, f"is computed again, but recompute={policy!r} does not allow {op.work} work")
         if changed := [name for name in op.reads if name in gone]:
             raise _fail(timeline, at, f"is computed again from {changed[0]}, whose memory an operation overwrites")
 
 
 def _check_lives_no_longer(timeline: Timeline, before: Timeline) -> None:
-    """Backward reads no gathered parameter longer for what it computes again."""
+    """Backward reads no gathered parameter longer for the sake of what it computes again."""
     ends = _last_reads_by_others(before)
     for name, (at, until) in _last_reads_by_others(timeline).items():
         if until > ends[name][1]:
@@ -355,7 +356,8 @@ def _check_lives_no_longer(timeline: Timeline, before: Timeline) -> None:
 
 def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
     """For each gathered parameter that is not resident, the position of the last read, and the number of operations
-    before it that are no copies."""
+    before it that are no copies. Without biases, if only the borders of units are saved."""
+    units = timeline.plan.policy.recompute == "units"
     last = last_reads(timeline, cone(timeline))
     before = list(accumulate((not _is_recomputed(op) for op in timeline.ops), initial=0))
     return {
@@ -363,7 +365,7 @@ def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
         for op in timeline.ops
         if timeline.ends(op, Kind.GATHER)
         for name, param in zip(op.writes, timeline.params_of(op), strict=True)
-        if not param.resident
+        if not param.resident and not (units and is_vector(param))
     }
 
 
