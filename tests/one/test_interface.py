@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.errors import raised
 from thunder_zero import Kind, Op, Policy, Traces
-from thunder_zero.policy import RECOMPUTE
 from thunder_zero.comm.transport import Alone
 from thunder_zero.plan import make_plan
+from thunder_zero.policy import RECOMPUTE
 from thunder_zero.runtime import registry
 from thunder_zero.runtime.sharded_model import sharded_model
 

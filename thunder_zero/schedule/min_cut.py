@@ -35,8 +35,8 @@ def cheapest_to_keep(
 
 
 class _Network:
-    """A flow network. Value ``n`` is an edge of its bytes from node ``2n`` to ``2n + 1``; what it is made from, and what
-    makes it wanted, are edges that no cut can afford. Dinic's algorithm: all shortest paths at once, then longer ones.
+    """A flow network. Value ``n`` is an edge of its bytes from node ``2n`` to ``2n + 1``; edges for what it is made
+    from, and for being wanted, are too large for any cut. Dinic's algorithm: all shortest paths at once, then longer.
     """
 
     def __init__(

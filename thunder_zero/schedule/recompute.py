@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 
 from thunder_zero.plan import ROOT
 from thunder_zero.schedule.cone import cone, last_reads
@@ -58,7 +59,12 @@ class _Halves:
     @cached_property
     def writer(self) -> dict[str, int]:
         """The values of forward, each with the position of its writer."""
-        return {name: at for at, op in enumerate(self.timeline.ops) if not op.backward for name in op.writes}
+        return {name: at for at, op in enumerate(self.forward) for name in op.writes}
+
+    @cached_property
+    def forward(self) -> tuple[Op, ...]:
+        """The operations of forward."""
+        return tuple(takewhile(lambda op: not op.backward, self.timeline.ops))
 
     @cached_property
     def segments(self) -> Segments:
@@ -135,11 +141,11 @@ class _Halves:
     def may_repeat(self, at: int) -> bool:
         """Whether the operation of forward at a position may be computed again in backward."""
         op = self.timeline.ops[at]
-        in_unit = self.segments.unit_at[at : at + 1] not in ((), (ROOT,))
+        unit = self.segments.unit_at[at] if at < len(self.segments.unit_at) else ROOT
         return (
             op.kind is Kind.COMPUTE
             and op.repeatable
-            and (op.cheap or (in_unit and op.work not in NOT_AGAIN) or op.source[0] in self.copied)
+            and (op.cheap or (unit != ROOT and op.work not in NOT_AGAIN) or op.source[0] in self.copied)
             and self.overwritten.isdisjoint(op.reads)
             and all(self.may_read(name) for name in op.reads if name in self.gathered)
         )
@@ -147,7 +153,7 @@ class _Halves:
     def may_read(self, name: str) -> bool:
         """Whether backward has a value of forward's cone anyway, or can compute it again from what it has."""
         at = self.writer[name]
-        if not all(self.there[full] and self.there[full][-1] > at for full in self.gathered[name]):
+        if any(self.there[full].stop <= len(self.forward) for full in self.gathered[name]):
             return False
         return self.timeline.ops[at].kind is Kind.WAIT or name in self.read or self.may_repeat(at)
 
@@ -177,7 +183,8 @@ def _is_computed(halves: _Halves, name: str, computed: set[str], nodes: Mapping[
     memory = halves.timeline.memory(name)
     if memory in computed or memory == name or memory not in nodes:
         return memory in computed
-    return name not in halves.read or halves.timeline.nbytes(name) > halves.timeline.nbytes(memory)  # a view of memory that is kept
+    is_larger = halves.timeline.nbytes(name) > halves.timeline.nbytes(memory)  # an expanded view of memory that is kept
+    return is_larger or name not in halves.read
 
 
 def _graph(halves: _Halves, refused: set[int]) -> tuple[list[str], dict[str, set[str] | None], set[str]]:
@@ -189,7 +196,9 @@ def _graph(halves: _Halves, refused: set[int]) -> tuple[list[str], dict[str, set
     wanted = {
         halves.timeline.memory(name)
         for name in halves.read
-        if name not in halves.gathered and name not in halves.overwritten and halves.timeline.memory(name) not in halves.gathered
+        if name not in halves.gathered
+        and name not in halves.overwritten
+        and halves.timeline.memory(name) not in halves.gathered
     }
     made_from: dict[str, set[str] | None] = {}
     todo = list(wanted)
@@ -199,7 +208,8 @@ def _graph(halves: _Halves, refused: set[int]) -> tuple[list[str], dict[str, set
             continue
         at = halves.writer.get(memory)
         made_from[memory] = None
-        if memory not in halves.segments.saved and at is not None and at not in refused and memory not in halves.fixed and halves.may_repeat(at):
+        is_kept = memory in halves.segments.saved or memory in halves.fixed
+        if not is_kept and at is not None and at not in refused and halves.may_repeat(at):
             reads = halves.timeline.ops[at].reads
             made_from[memory] = {halves.timeline.memory(read) for read in reads if read not in halves.gathered}
             todo += made_from[memory] or ()

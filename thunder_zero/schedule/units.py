@@ -1,4 +1,4 @@
-"""Divides forward between units, and finds where backward comes to each: for ``Policy.recompute="units"``.
+"""Divides forward between units, for ``Policy.recompute="units"``.
 
 An operation belongs to the unit whose parameters it reads. Between the last of one unit and the first of the next lies
 the border, where the fewest bytes are alive::

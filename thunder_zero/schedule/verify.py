@@ -1,7 +1,7 @@
 """Proves that a timeline is right: after each pass, after the last one, and before it runs.
 
-These are ``check_pass``, ``check_recompute``, ``check_schedule`` and ``check``. Each raises on the first rule that a timeline breaks; each
-rule is one function below. They read sizes and orders only, in near-linear time.
+These are ``check_pass``, ``check_recompute``, ``check_schedule`` and ``check``. Each raises on the first rule that a
+timeline breaks; each rule is one function below. They read sizes and orders only, in near-linear time.
 """
 
 from __future__ import annotations

@@ -90,11 +90,10 @@ def is_cheap(bsym: BoundSymbol) -> bool:
 
 def _reduces_last(bsym: BoundSymbol) -> bool:
     """Whether a reduction is over the last dimensions, but not over all of them."""
-    tensor, dims, *_ = (*bsym.args, *bsym.kwargs.values(), None)
-    over = (dims,) if isinstance(dims, int) else tuple(dims or ())
-    rank = tensor.ndim
-    kept = rank - len(over)
-    return 0 < kept < rank and {dim % rank for dim in over} == set(range(kept, rank))
+    rank = bsym.args[0].ndim
+    dims = bsym.args[1] if len(bsym.args) > 1 else next(iter(bsym.kwargs.values()), None)
+    over = {dims % rank} if isinstance(dims, int) and rank else {dim % rank for dim in dims or ()}
+    return 0 < len(over) < rank and over == set(range(rank - len(over), rank))
 
 
 def updated_by(bsym: BoundSymbol) -> Iterator[Proxy]:
