@@ -163,10 +163,7 @@ def _chain(halves: _Halves, refused: set[int]) -> dict[str, int]:
     nodes, made_from, wanted = _graph(halves, refused)
     number = {memory: at for at, memory in enumerate(nodes)}
     outputs = {halves.timeline.memory(name) for name in halves.timeline.ops[-1].reads}
-    saved = halves.segments.saved  # at the borders of units, whatever it weighs
-    nbytes = [
-        halves.timeline.nbytes(memory) if memory in halves.writer and memory not in saved else 0 for memory in nodes
-    ]
+    nbytes = [halves.timeline.nbytes(memory) if memory in halves.writer else 0 for memory in nodes]
     endless = sum(nbytes) + 1
     for at, memory in enumerate(nodes):
         if memory in outputs and memory in halves.writer and memory not in wanted:
