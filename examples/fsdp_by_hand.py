@@ -51,7 +51,7 @@ class TwoLayers(nn.Module):
         self.down = nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(torch.tanh(self.up(x)))
+        y: Tensor = self.down(nn.functional.silu(self.up(x)))
         return y
 
 
@@ -139,6 +139,8 @@ def scheduled(timeline: tz.Timeline) -> tz.Timeline:
     for step in passes.PASSES:
         before, timeline = timeline, step(timeline)
         verify.check_pass(timeline, reference)
+        if step is passes.recompute:
+            verify.check_recompute(timeline, before)
         summary = (step.__doc__ or "").partition("\n")[0].replace("``", "")
         show(f"7. Pass {step.__name__}: {summary}", changes(before, timeline))
     verify.check_schedule(timeline, reference)

@@ -51,6 +51,7 @@ class Arguments(TypedDict, total=False):
     gather_per_unit: bool
     gather_last_units_once: bool
     gather_once_per_accumulation: bool
+    recompute: str
     cpu_offload: bool
     broadcast_from: int | None
     check_gradients: bool
@@ -99,9 +100,7 @@ def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy
     known = [field.name for field in fields(Policy)]
     for name, value in changes.items():
         if name not in known:
-            raise TypeError(
-                f"{name}={value!r} is not a field of thunder_zero.Policy; its fields are {', '.join(known)}"
-            )
+            raise TypeError(f"{name}={value!r} is not a field of Policy; its fields are {', '.join(known)}")
     if policy is None:
         return Policy(**changes)
     if isinstance(policy, bool) or not isinstance(policy, Policy | int):

@@ -47,6 +47,7 @@ PATHS = {  # fields of paths
     "ignored": "paths of parameters or submodules, such as ('router',)",
     "replicated": "patterns of paths of parameters or submodules, such as ('*.bias',)",
 }
+RECOMPUTE = ("none", "cheap", "units")
 SWITCHES = (
     "gather_per_unit",
     "gather_last_units_once",
@@ -91,6 +92,10 @@ class Policy:
         gather_once_per_accumulation: ZeRO-2 only: parameters gathered by a forward under ``no_sync`` stay gathered
             until the micro-batch that reduces has read them; they do not change in an accumulation (default False:
             each micro-batch gathers). Needs memory for the gathered model.
+        recompute: values of forward that backward computes again instead of saving them. ``"none"``: only those that
+            the module checkpoints. ``"cheap"`` (default): the results of pointwise operations, casts, norms, softmax
+            and other reductions of rows, as far as that saves memory. Gathers stay the same. ``"units"``: all but the
+            borders between units.
         cpu_offload: shards, gradients and optimizer state rest in host memory; each shard is copied to the device
             before its gather, its gradient back after the reduction (default False; on a CPU it only warns).
         broadcast_from: rank in the process group whose parameters and buffers all ranks take at
@@ -119,6 +124,7 @@ class Policy:
     gather_per_unit: bool = False
     gather_last_units_once: bool = True
     gather_once_per_accumulation: bool = False
+    recompute: str = "cheap"
     cpu_offload: bool = False
     broadcast_from: int | None = None
     check_gradients: bool = False
@@ -133,6 +139,8 @@ class Policy:
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute is {self.recompute!r}; choose one of {', '.join(map(repr, RECOMPUTE))}")
         for name, example in PATHS.items():
             paths = getattr(self, name)
             if not isinstance(paths, tuple) or not all(isinstance(path, str) for path in paths):

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from thunder_zero.layout import is_sharded
 from thunder_zero.plan import Param, Plan
-from thunder_zero.policy import STAGES, MiB, Policy
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Value
+from thunder_zero.policy import RECOMPUTE, STAGES, MiB, Policy
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Value, Work
+
+CHEAP_BITS = 12
 
 
 def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **fields: object) -> Param:
@@ -210,6 +212,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
         in_flight_bytes=draw(st.sampled_from((0, 16, 64, 200, MiB))),
         gather_per_unit=draw(st.booleans()),
         gather_last_units_once=draw(st.booleans()),
+        recompute=draw(st.sampled_from(RECOMPUTE)),
     )
     params = []
     for unit in range(draw(st.integers(1, 4))):
@@ -232,7 +235,20 @@ def timelines(draw: st.DrawFn) -> Timeline:
     often, seldom = st.integers(0, 2).map(bool), st.integers(0, 5).map(lambda number: number == 0)
     flags = st.tuples(often, st.booleans(), seldom, seldom)
     uses = [Use(path, draw(steps), *draw(flags)) for path in order]
-    return lifted(plan, uses, training=draw(often))
+    return with_cheap(lifted(plan, uses, training=draw(often)), draw(st.integers(0, (1 << CHEAP_BITS) - 1)))
+
+
+def with_cheap(timeline: Timeline, which: int) -> Timeline:
+    """The timeline in which some repeatable computations are cheap, by the bits of a number, and values that data has
+    gone into have various sizes."""
+    values = dict(timeline.values)
+    ops = []
+    for at, op in enumerate(timeline.ops):
+        is_work = op.kind is Kind.COMPUTE and op.repeatable
+        ops.append(replace(op, cheap=True, work=Work.POINTWISE) if is_work and which >> at % CHEAP_BITS & 1 else op)
+        for name in op.writes if is_work else ():
+            values[name] = Value(4 * (1 + at * (which | 1) % 5), "float32")
+    return timeline.with_ops(ops, values)
 
 
 def with_rank(timeline: Timeline, rank: int) -> Timeline:

@@ -112,6 +112,7 @@ def trains(model: Any) -> bool:
         ({"ignored": (1,)}, ValueError, ["ignored is (1,)", "a tuple of paths"]),
         ({"replicated": "*.bias"}, ValueError, ["replicated is '*.bias'", "a tuple of patterns", "('*.bias',)"]),
         ({"gather_once_per_accumulation": 1}, ValueError, ["gather_once_per_accumulation is 1", "True or False"]),
+        ({"recompute": True}, ValueError, ["recompute is True", "'none', 'cheap', 'units'"]),
         ({"in_flight_bytes": -2}, ValueError, ["in_flight_bytes is -2", "0 or more"]),
         ({"prefetch": -3}, ValueError, ["prefetch is -3", "0 or more"]),
         ({"broadcast_from": -1}, ValueError, ["broadcast_from is -1", "rank of the process group"]),

@@ -19,6 +19,7 @@ from tests.harness.errors import raised
 from thunder_zero import Kind, Op, Policy, Traces
 from thunder_zero.comm.transport import Alone
 from thunder_zero.plan import make_plan
+from thunder_zero.policy import RECOMPUTE
 from thunder_zero.runtime import registry
 from thunder_zero.runtime.sharded_model import sharded_model
 
@@ -322,6 +323,32 @@ def gather_last_units_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launches(textbook, Kind.GATHER, backward=True) == [(f"layers.{number}.weight",) for number in (0, 2, 1)]
 
 
+def recompute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What backward computes again: nothing, or all but linear layers, or all but the last layer."""
+
+    def again(policy: str) -> list[int]:
+        trace = tz.trace(Wide(), X, policy=replace(tz.ZERO3, recompute=policy), world_size=4).backward
+        assert trace is not None
+        names = [line.sym.name for line in trace.bound_symbols]
+        return [names.count(name) for name in ("exp", "linear")]
+
+    assert [again(policy) for policy in RECOMPUTE] == [[0, 0], [2, 0], [2, 1]]
+
+
+class Wide(nn.Module):
+    """Two units; backward reads both factors of each product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 7) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(x)
+            x = x + h.exp() * h
+        return x
+
+
 def thunder_free(model: Any) -> nn.Module:
     """A plain module with the model's values."""
     plain = Net()
@@ -434,6 +461,7 @@ SEEN = {
         gather_per_unit,
         gather_last_units_once,
         gather_once_per_accumulation,
+        recompute,
         cpu_offload,
         broadcast_from,
         check_gradients,

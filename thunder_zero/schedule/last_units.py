@@ -18,8 +18,9 @@ from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.cone import cone, regathered
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.prefetch import prefetch
-from thunder_zero.schedule.regather import regather
+from thunder_zero.schedule.regather import needed_again, regather
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
+from thunder_zero.schedule.units import runs, touches
 
 
 def gather_last_units_once(timeline: Timeline) -> Timeline:
@@ -74,10 +75,14 @@ def _affecting_the_peak(timeline: Timeline) -> list[Op]:
     inside = cone(timeline)
     waited = {name for op in timeline.ops if op.kind is Kind.WAIT for name in op.writes}
     feeding: set[str] = set()  # constants that the cone reads
+    touched: set[str] = set()  # values of a unit that backward reads first, where it gathers all of the unit
+    if timeline.plan.policy.recompute == "units":
+        touched = {touch.value for touch in touches(timeline, runs(timeline)).values()}
     ops = [timeline.ops[-1]]
     for op in reversed(timeline.ops[:-1]):
         makes = not feeding.isdisjoint(op.writes) or any(name in inside for name in op.writes)
-        if op.kind is not Kind.COMPUTE or makes or any(name in inside or name in waited for name in op.reads):
+        reads = any(name in inside or name in waited or name in touched for name in op.reads)
+        if op.kind is not Kind.COMPUTE or makes or reads or not touched.isdisjoint(op.writes):
             ops.append(op)
         if makes:
             feeding.update(op.reads)
@@ -96,13 +101,7 @@ def _runs_from_last(timeline: Timeline) -> list[frozenset[str]]:
     bias). The root unit comes in several runs: its head in the first, its embedding in the last.
     """
     chain = {name: at for name, at in regathered(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
-    needed: set[str] = set()
-    reads = [read for op in timeline.ops[:-1] if op.backward for read in op.reads]
-    while reads:
-        name = reads.pop()
-        if name in chain and name not in needed:
-            needed.add(name)
-            reads += timeline.ops[chain[name]].reads
+    needed = needed_again(timeline, chain)
     gathers = [op for op in reversed(timeline.ops) if op.kind is Kind.GATHER and not op.backward]
     runs = [list(run) for _, run in groupby(gathers, key=lambda op: timeline.params_of(op)[0].unit)]
     return [

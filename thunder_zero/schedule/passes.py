@@ -6,10 +6,11 @@ from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.last_units import gather_last_units_once
 from thunder_zero.schedule.prefetch import prefetch
+from thunder_zero.schedule.recompute import recompute
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.sink_waits import sink_waits
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.schedule.verify import check_pass, check_schedule
+from thunder_zero.schedule.verify import check_pass, check_recompute, check_schedule
 
 PASSES = (
     gather_last_units_once,  # choose the last units that are gathered once, without raising the peak
@@ -17,6 +18,7 @@ PASSES = (
     bucket,  # merge gathers, and reductions, of one unit and dtype
     prefetch,  # start gathers ahead of their use, within the bytes in flight
     sink_waits,  # end reductions late, within the bytes in flight
+    recompute,  # compute again in backward what is cheap, rather than save it; no collective moves any more
     free,  # free each gathered parameter after its last use; last, because now uses do not move any more
 )
 
@@ -31,8 +33,10 @@ def run(timeline: Timeline) -> Timeline:
     check_pass(lifted, lifted)
     *steps, last = PASSES
     for step in steps:
-        timeline = step(timeline)
+        before, timeline = timeline, step(timeline)
         check_pass(timeline, lifted)
+        if step is recompute:
+            check_recompute(timeline, before)
     timeline = last(timeline)
     check_schedule(timeline, lifted)
     return timeline

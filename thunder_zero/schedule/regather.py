@@ -21,12 +21,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 
 from thunder_zero.schedule.cone import cone, regathered
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
-
-NOT_A_TENSOR = Value(0, "")
+from thunder_zero.schedule.copies import copies, reads_renamed
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.units import is_vector, runs, touches
 
 
 def regather(timeline: Timeline) -> Timeline:
@@ -36,16 +35,46 @@ def regather(timeline: Timeline) -> Timeline:
 
 def _again_in_backward(timeline: Timeline) -> Timeline:
     chain = {name: at for name, at in regathered(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
+    early = _needed_early(timeline, chain)
     values = dict(timeline.values)
     names: dict[str, str] = {}
     ops: list[Op] = []
-    for op in timeline.ops[:-1]:
+    for at, op in enumerate(timeline.ops[:-1]):
         if op.backward:
-            for read in op.reads:
-                ops += _copies(timeline, read, chain, names, values, backward=True)
-            op = _reads_renamed(op, names)
+            for read in (*early.get(at, ()), *op.reads):
+                ops += copies(timeline, read, chain, names, values, backward=True)[0]
+            op = reads_renamed(op, names)
         ops.append(op)
     return timeline.with_ops([*ops, timeline.ops[-1]], values)  # the return reads forward's outputs as they are
+
+
+def needed_again(timeline: Timeline, chain: Mapping[str, int]) -> set[str]:
+    """The values of ``chain``, forward's cone, that backward needs: those that it reads, and those they come from."""
+    needed: set[str] = set()
+    reads = [read for op in timeline.ops[:-1] if op.backward for read in op.reads]
+    while reads:
+        name = reads.pop()
+        if name in chain and name not in needed:
+            needed.add(name)
+            reads += timeline.ops[chain[name]].reads
+    return needed
+
+
+def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, list[str]]:
+    """If only the borders of units are saved: the gathered parameters of each unit that backward needs, and its biases,
+    where backward comes to the unit, so that it can be computed again. Independent of what will be."""
+    if timeline.plan.policy.recompute != "units" or not chain:
+        return {}
+    needed = needed_again(timeline, chain)
+    at = {unit: touch.at for unit, touch in touches(timeline, runs(timeline)).items()}
+    found: dict[int, list[str]] = {}
+    for op in timeline.ops:
+        if op.backward or not timeline.ends(op, Kind.GATHER):
+            continue
+        for name, param in zip(op.writes, timeline.params_of(op), strict=True):
+            if name in chain and param.unit in at and (name in needed or is_vector(param)):
+                found.setdefault(at[param.unit], []).append(name)
+    return found
 
 
 def _again_in_forward(timeline: Timeline) -> Timeline:
@@ -72,10 +101,10 @@ def _again_in_forward(timeline: Timeline) -> Timeline:
             if unit not in copied or copied[unit][0] != others:
                 copied[unit] = others, {}
             names = copied[unit][1]
-            ops += _copies(timeline, read, chains[unit], names, values, backward=False)
+            ops += copies(timeline, read, chains[unit], names, values, backward=False)[0]
             renamed[read] = names[read]
         born |= {name: gathers.total() - gathers[unit_of[name]] for name in op.writes if name in unit_of}
-        ops.append(_reads_renamed(op, renamed))
+        ops.append(reads_renamed(op, renamed))
     return timeline.with_ops([*ops, timeline.ops[-1]], values)
 
 
@@ -99,46 +128,3 @@ def _chains_by_unit(timeline: Timeline) -> dict[str, dict[str, int]]:
                     unit_of[name] = unit
                     chains.setdefault(unit, {})[name] = at
     return chains
-
-
-def _copies(
-    timeline: Timeline,
-    value: str,
-    chain: Mapping[str, int],
-    names: dict[str, str],
-    values: dict[str, Value],
-    *,
-    backward: bool,
-) -> list[Op]:
-    """Copies of the operations of ``chain`` that lead to ``value`` and have no copies in ``names`` yet, in order.
-
-    Adds the names of the copied values to ``names``, and their sizes to ``values``.
-    """
-    positions: set[int] = set()
-    needed = [value]
-    while needed:
-        name = needed.pop()
-        if name in chain and name not in names and chain[name] not in positions:
-            positions.add(chain[name])
-            needed += timeline.ops[chain[name]].reads
-    copies = []
-    for at in sorted(positions):
-        op = timeline.ops[at]
-        for name in op.writes:
-            names[name] = _unused(f"{name}_again", values)
-            values[names[name]] = values.get(name, NOT_A_TENSOR).copied(names)
-        writes = tuple(names[name] for name in op.writes)
-        copies.append(replace(_reads_renamed(op, names), writes=writes, backward=backward, again=True))
-    return copies
-
-
-def _reads_renamed(op: Op, names: Mapping[str, str]) -> Op:
-    reads = tuple(names.get(read, read) for read in op.reads)
-    return op if reads == op.reads else replace(op, reads=reads)
-
-
-def _unused(name: str, values: Mapping[str, Value]) -> str:
-    number = 1
-    while (candidate := name if number == 1 else f"{name}{number}") in values:
-        number += 1
-    return candidate

@@ -83,7 +83,9 @@ class Op:
         backward: whether it runs in the backward half.
         repeatable: COMPUTE only: whether running it twice gives the same values and has no side effect (not random,
             nothing in place), so that backward may compute it again.
-        again: whether it is a copy that gathers or computes again what forward freed.
+        cheap: COMPUTE only: whether it is repeatable at little cost: views, pointwise work, reductions of rows.
+        updates: COMPUTE only: values whose memory it overwrites, or may share with what is overwritten.
+        again: whether it is a copy that gathers or computes again what forward freed, or did not save.
         source: positions of its lines in the lifted trace; several after bucketing. FREE: ().
         work: COMPUTE only: its class of work.
     """
@@ -97,6 +99,8 @@ class Op:
     again: bool = False
     source: tuple[int, ...] = ()
     work: Work = Work.NONE
+    cheap: bool = False
+    updates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,16 @@ class Timeline:
         """Whether an operation is the WAIT that ends a launch of this kind (GATHER or REDUCE)."""
         return op.kind is Kind.WAIT and op.reads[0] in self.launches and self.launches[op.reads[0]].kind is kind
 
+    def memory(self, name: str) -> str:
+        """The value whose memory a value views, or itself."""
+        value = self.values.get(name)
+        return value.base or name if value else name
+
+    def nbytes(self, name: str) -> int:
+        """The bytes of a value's elements; 0 if it is not a tensor."""
+        value = self.values.get(name)
+        return value.nbytes if value else 0
+
     def with_ops(self, ops: Iterable[Op], values: Mapping[str, Value] | None = None) -> Timeline:
         """The same timeline with other operations (and further values)."""
         return replace(self, ops=tuple(ops), values={**self.values, **(values or {})})
@@ -215,3 +229,13 @@ def gathered_bytes(timeline: Timeline) -> tuple[int, ...]:
         alive += full if op.kind is Kind.GATHER else -full if op.kind is Kind.FREE else 0
         counts.append(alive)
     return tuple(counts)
+
+
+def overwritten(timeline: Timeline) -> frozenset[str]:
+    """The values whose memory an operation overwrites, or may overwrite: what they were cannot be read later."""
+    shares: dict[str, str] = {}  # value -> the first value that may have the same memory
+    for op in timeline.ops:
+        if op.work is Work.VIEW and op.reads:
+            shares.update(dict.fromkeys(op.writes, shares.get(op.reads[0], op.reads[0])))
+    gone = {shares.get(name, name) for op in timeline.ops for name in op.updates}
+    return frozenset(gone.union(name for name, first in shares.items() if first in gone))

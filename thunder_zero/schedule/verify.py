@@ -1,16 +1,18 @@
 """Proves that a timeline is right: after each pass, after the last one, and before it runs.
 
-These are ``check_pass``, ``check_schedule`` and ``check``. Each raises on the first rule that a timeline breaks; each
-rule is one function below. They read sizes and orders only, in near-linear time.
+These are ``check_pass``, ``check_recompute``, ``check_schedule`` and ``check``. Each raises on the first rule that a
+timeline breaks; each rule is one function below. They read sizes and orders only, in near-linear time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from itertools import accumulate, zip_longest
 
 from thunder_zero.schedule.cone import cone, last_reads, regathered, returned
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, overwritten
+from thunder_zero.schedule.units import NOT_AGAIN, is_vector
 
 MOST_NAMES = 8  # of an operation, in an error
 
@@ -50,6 +52,22 @@ def check_pass(timeline: Timeline, lifted: Timeline) -> None:
     _check_results(timeline, [path for path, _ in lifted.gradients])
     inside = cone(timeline)
     _check_frees(timeline, inside, last_reads(timeline, inside))
+
+
+def check_recompute(timeline: Timeline, before: Timeline) -> None:
+    """Prove that computing again in backward, instead of saving, changed nothing else.
+
+    Args:
+        timeline: what the pass returned.
+        before: what it was given. All operations but copies must be the same, in the same order: what is computed again
+            depends on the shapes of inputs, and ranks whose inputs differ must launch the same.
+
+    Raises:
+        ScheduleError: the first rule that does not hold.
+    """
+    _check_others_stay(timeline, before)
+    _check_computed_again(timeline)
+    _check_lives_no_longer(timeline, before)
 
 
 def check_schedule(timeline: Timeline, lifted: Timeline) -> None:
@@ -296,6 +314,59 @@ def _check_copies(timeline: Timeline) -> None:
     for at, op in enumerate(timeline.ops):
         if op.again and not (op.kind is Kind.GATHER or op.repeatable or timeline.ends(op, Kind.GATHER)):
             raise _fail(timeline, at, "is done again, but is neither a gather, its wait nor a repeatable computation")
+
+
+def _is_recomputed(op: Op) -> bool:
+    return op.kind is Kind.COMPUTE and op.backward and op.again
+
+
+def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
+    """All operations but copies are those of before: what they do, with which parameters, and in which order."""
+
+    def others(of: Timeline) -> list[tuple[int, Op]]:
+        return [(at, op) for at, op in enumerate(of.ops) if not _is_recomputed(op)]
+
+    for (at, op), (_, was) in zip_longest(others(timeline), others(before), fillvalue=(len(timeline.ops) - 1, None)):
+        if op is None or was is None or (op.kind, op.params, op.source) != (was.kind, was.params, was.source):
+            expected = "nothing" if was is None else " ".join((was.kind, *was.params))
+            raise _fail(timeline, at, f"stands where the order without recomputing has {expected}")
+
+
+def _check_computed_again(timeline: Timeline) -> None:
+    """What backward computes again, apart from the cone, is of a kind that the policy allows, and reads values that
+    nothing overwrites."""
+    policy, inside = timeline.plan.policy.recompute, cone(timeline)
+    gone = overwritten(timeline)
+    for at, op in enumerate(timeline.ops):
+        if not _is_recomputed(op) or any(name in inside for name in op.writes):
+            continue
+        if policy == "none" or not (op.cheap or (policy == "units" and op.work not in NOT_AGAIN)):
+            raise _fail(timeline, at, f"is computed again, but recompute={policy!r} does not allow {op.work} work")
+        if changed := [name for name in op.reads if name in gone]:
+            raise _fail(timeline, at, f"is computed again from {changed[0]}, whose memory an operation overwrites")
+
+
+def _check_lives_no_longer(timeline: Timeline, before: Timeline) -> None:
+    """Backward reads no gathered parameter longer for the sake of what it computes again."""
+    ends = _last_reads_by_others(before)
+    for name, (at, until) in _last_reads_by_others(timeline).items():
+        if until > ends[name][1]:
+            raise _fail(timeline, at, f"reads {name} for a copy, after all that read it without recomputing")
+
+
+def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
+    """For each gathered parameter that is not resident, the position of the last read, and the number of operations
+    before it that are no copies. Without biases, if only the borders of units are saved."""
+    units = timeline.plan.policy.recompute == "units"
+    last = last_reads(timeline, cone(timeline))
+    before = list(accumulate((not _is_recomputed(op) for op in timeline.ops), initial=0))
+    return {
+        name: (last[name], before[last[name]])
+        for op in timeline.ops
+        if timeline.ends(op, Kind.GATHER)
+        for name, param in zip(op.writes, timeline.params_of(op), strict=True)
+        if not param.resident and not (units and is_vector(param))
+    }
 
 
 def _check_frees(timeline: Timeline, inside: Mapping[str, int], last: Mapping[str, int]) -> None:

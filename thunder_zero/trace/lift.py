@@ -13,11 +13,18 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from thunder_zero.schedule.cone import frees_of_gathered
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
 from thunder_zero.schedule.verify import ScheduleError
 from thunder_zero.trace.program import Program
 from thunder_zero.trace.symbols import ZeroExecutor, dtype_name
-from thunder_zero.trace.work_classes import VIEWS, draws_random_numbers, symbol_names, work_of
+from thunder_zero.trace.work_classes import (
+    VIEWS,
+    draws_random_numbers,
+    is_cheap,
+    symbol_names,
+    updated_by,
+    work_of,
+)
 
 from thunder.core import prims
 from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
@@ -104,8 +111,7 @@ def _ops(line: TraceLine, position: int, backward: bool, executor: ZeroExecutor)
     if bsym.sym.id in PREAMBLE or bsym.sym in (clear_mutable_collection, executor.enter):
         return
     reads, writes = tuple(read_by(line)), tuple(written_by(line))
-    kind, repeatable, work = Kind.COMPUTE, False, Work.NONE
-    paths: tuple[str, ...] = ()
+    kind, paths = Kind.COMPUTE, tuple[str, ...]()
     if bsym.sym.id is prims.PrimIDs.DEL:
         kind = Kind.FREE
     elif single := executor.launches.get(bsym.sym.name):
@@ -116,9 +122,16 @@ def _ops(line: TraceLine, position: int, backward: bool, executor: ZeroExecutor)
         kind = Kind.WAIT
     elif bsym.sym == executor.defer:
         kind, paths = Kind.DEFER, (bsym.args[1],)
-    else:
-        repeatable, work = _is_repeatable(bsym), work_of(bsym)
-    yield Op(kind, reads, writes, paths, backward, repeatable, source=(position,), work=work)
+    op = Op(kind, reads, writes, paths, backward, source=(position,))
+    yield _with_work(op, bsym) if kind is Kind.COMPUTE else op
+
+
+def _with_work(op: Op, bsym: BoundSymbol) -> Op:
+    """A computation, with what its line says of its work."""
+    repeatable = _is_repeatable(bsym)
+    updates = () if repeatable else tuple(dict.fromkeys(proxy.name for proxy in updated_by(bsym)))
+    cheap = repeatable and is_cheap(bsym)
+    return replace(op, repeatable=repeatable, work=work_of(bsym), cheap=cheap, updates=updates)
 
 
 def _require_right_symbol(single: Symbol, paths: Sequence[str], executor: ZeroExecutor) -> None:

@@ -14,6 +14,8 @@ import torch
 
 from thunder_zero.schedule.timeline import Work
 
+from thunder.core import prims
+from thunder.core.proxies import Proxy
 from thunder.core.symbol import BoundSymbol
 
 # Names of Thunder's primitives, of the executors' symbols that replace them, and of composites that have kernels.
@@ -59,6 +61,8 @@ NAMES = {
 WORK = {name: work for work, names in NAMES.items() for name in names.split()}
 MAY_COPY = {"flatten", "reshape", "torch_prims_reshape_impl", "unfold", "update_aliases"}  # strides decide
 VIEWS = {name for name, work in WORK.items() if work is Work.VIEW} - MAY_COPY
+NOT_CHEAP = {"device_put", "empty", "update_aliases"}  # of POINTWISE and VIEW work
+OF_ROWS = {"amax", "amin", "prod", "sum", "var", "var_mean", "argmax", "argmin", "cumsum"}  # the dims come second
 HEAVIEST_FIRST = {work: number for number, work in enumerate(Work)}
 
 
@@ -73,6 +77,34 @@ def work_of(bsym: BoundSymbol) -> Work:
     if draws_random_numbers(name):
         return Work.RANDOM
     return min(map(work_of, bsym.subsymbols), key=HEAVIEST_FIRST.__getitem__, default=Work.OTHER)
+
+
+def is_cheap(bsym: BoundSymbol) -> bool:
+    """Whether a line does pointwise work, makes views, or reduces the last dimensions, and nothing else."""
+    name = bsym.sym.name
+    if WORK.get(name) in (Work.POINTWISE, Work.VIEW):
+        return name not in NOT_CHEAP
+    if bsym.subsymbols:
+        return all(map(is_cheap, bsym.subsymbols))
+    return name in OF_ROWS and _reduces_last(bsym)
+
+
+def _reduces_last(bsym: BoundSymbol) -> bool:
+    """Whether a reduction is over the last dimensions, but not over all of them."""
+    rank = bsym.args[0].ndim
+    dims = bsym.args[1] if len(bsym.args) > 1 else next(iter(bsym.kwargs.values()), None)
+    over = {dims % rank} if isinstance(dims, int) and rank else {dim % rank for dim in dims or ()}
+    return 0 < len(over) < rank and over == set(range(rank - len(over), rank))
+
+
+def updated_by(bsym: BoundSymbol) -> Iterator[Proxy]:
+    """The tensors that a line writes to in place, or that share memory with those."""
+    if bsym.sym.name == "copy_":
+        yield bsym.args[1]
+    elif bsym.sym.name == "update_aliases" or prims.OpTags.IN_PLACE in (bsym.sym.tags or ()):
+        yield from bsym.flat_proxy_args
+    for inner in bsym.subsymbols:
+        yield from updated_by(inner)
 
 
 def symbol_names(bsym: BoundSymbol) -> Iterator[str]:

@@ -1,0 +1,277 @@
+"""Computes values of forward again in backward instead of saving them: ``Policy.recompute``.
+
+Backward reads values of forward. Those that can be computed again from others that it reads, or from fewer bytes, are
+not saved; their operations are copied right before the first operation of backward that needs them::
+
+    compute h  <- x, w                      compute h  <- x, w
+    compute a  <- h                         compute a  <- h
+    compute b  <- a                         compute b  <- a
+    ... backward ...               -->      ... backward ...
+                                            compute a_again <- h
+                                            compute b_again <- a_again
+    compute gw <- g, b                      compute gw <- g, b_again
+    compute gh <- g, a                      compute gh <- g, a_again
+
+What is saved is a minimum cut: the fewest bytes from which the rest can be computed again by cheap operations
+(``Op.cheap``). Values that view the same memory count once; inputs count nothing, since the caller has them.
+
+A copy may read a gathered parameter only while backward has it anyway, so that no gather starts earlier or for it, and
+none is freed later. The pass runs after all passes that place collectives: what it chooses depends on the shapes of
+inputs, the launches do not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+
+from thunder_zero.plan import ROOT
+from thunder_zero.schedule.cone import cone, last_reads
+from thunder_zero.schedule.copies import copies, reads_renamed
+from thunder_zero.schedule.min_cut import cheapest_to_keep
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
+from thunder_zero.schedule.units import NOT_AGAIN, Segments, is_vector, segments
+
+
+def recompute(timeline: Timeline) -> Timeline:
+    """Computes again in backward what the policy allows, so that the fewest bytes are saved."""
+    if timeline.plan.policy.recompute == "none" or not timeline.ops[-2:-1] or not timeline.ops[-2].backward:
+        return timeline
+    halves = _Halves(timeline)
+    refused: set[int] = set()  # positions of operations that would read a parameter that is not there
+    while True:
+        placement = _Placement(halves, _chain(halves, refused))
+        placement.run()
+        if not placement.refused:
+            return timeline.with_ops(placement.ops, placement.values)
+        refused |= placement.refused
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """What the pass needs to know of a timeline."""
+
+    timeline: Timeline
+
+    @cached_property
+    def writer(self) -> dict[str, int]:
+        """The values of forward, each with the position of its writer."""
+        return {name: at for at, op in enumerate(self.forward) for name in op.writes}
+
+    @cached_property
+    def forward(self) -> tuple[Op, ...]:
+        """The operations of forward."""
+        return tuple(takewhile(lambda op: not op.backward, self.timeline.ops))
+
+    @cached_property
+    def segments(self) -> Segments:
+        """The units, if only their borders are saved; otherwise nothing belongs to a unit."""
+        if self.timeline.plan.policy.recompute == "units":
+            return segments(self.timeline)
+        return Segments((), frozenset())
+
+    @cached_property
+    def gathered(self) -> dict[str, frozenset[str]]:
+        """The values of forward's cone, each with the gathered parameters (values) that it is computed from."""
+        ops, found = self.timeline.ops, dict[str, frozenset[str]]()
+        for name, at in self._cone.items():
+            if ops[at].backward:
+                break
+            if ops[at].kind is Kind.WAIT:
+                found[name] = frozenset((name,))
+            else:
+                found[name] = frozenset[str]().union(*(found.get(read, frozenset()) for read in ops[at].reads))
+        return found
+
+    @cached_property
+    def _cone(self) -> dict[str, int]:
+        return cone(self.timeline)
+
+    @cached_property
+    def there(self) -> dict[str, range]:
+        """The gathered parameters (values of forward), each with the positions where backward has it anyway."""
+        last = last_reads(self.timeline, self._cone)
+        end = len(self.timeline.ops)
+        found: dict[str, range] = {}
+        by_path: defaultdict[str, list[str]] = defaultdict(list)
+        for at, op in enumerate(self.timeline.ops):
+            if not self.timeline.ends(op, Kind.GATHER):
+                continue
+            for name, param in zip(op.writes, self.timeline.params_of(op), strict=True):
+                may_stay = param.resident or (self.segments.unit_at and is_vector(param))
+                until = end if may_stay else last[name] + 1
+                if not op.backward:
+                    by_path[param.path].append(name)
+                    found[name] = range(at, until if param.gathered_once else 0)
+                else:
+                    found.update(dict.fromkeys(by_path[param.path], range(at, until)))
+        return found
+
+    @cached_property
+    def read(self) -> dict[str, int]:
+        """The values of forward that computations of backward read, each with the position of the first."""
+        found: dict[str, int] = {}
+        for at, op in enumerate(self.timeline.ops[:-1]):
+            for name in op.reads if op.backward and op.kind is Kind.COMPUTE else ():
+                if name in self.writer:
+                    found.setdefault(name, at)
+        return found
+
+    @cached_property
+    def overwritten(self) -> frozenset[str]:
+        """The values whose memory is overwritten: they are read where they are read now."""
+        return overwritten(self.timeline)
+
+    @cached_property
+    def fixed(self) -> frozenset[str]:
+        """The memory of values of forward that other operations than computations of backward read."""
+        ops = self.timeline.ops[:-1]
+        return frozenset(
+            self.timeline.memory(name) for op in ops if op.backward and op.kind is not Kind.COMPUTE for name in op.reads
+        )
+
+    @cached_property
+    def copied(self) -> frozenset[int]:
+        """Lines of forward that backward computes again anyway."""
+        return frozenset(op.source[0] for op in self.timeline.ops if op.backward and op.again and op.source)
+
+    def may_repeat(self, at: int) -> bool:
+        """Whether the operation of forward at a position may be computed again in backward."""
+        op = self.timeline.ops[at]
+        unit = self.segments.unit_at[at] if at < len(self.segments.unit_at) else ROOT
+        return (
+            op.kind is Kind.COMPUTE
+            and op.repeatable
+            and (op.cheap or (unit != ROOT and op.work not in NOT_AGAIN) or op.source[0] in self.copied)
+            and self.overwritten.isdisjoint(op.reads)
+            and all(self.may_read(name) for name in op.reads if name in self.gathered)
+        )
+
+    def may_read(self, name: str) -> bool:
+        """Whether backward has a value of forward's cone anyway, or can compute it again from what it has."""
+        at = self.writer[name]
+        if any(self.there[full].stop <= len(self.forward) for full in self.gathered[name]):
+            return False
+        return self.timeline.ops[at].kind is Kind.WAIT or name in self.read or self.may_repeat(at)
+
+
+def _chain(halves: _Halves, refused: set[int]) -> dict[str, int]:
+    """The values of forward to compute again where backward needs them, each with the position of its writer."""
+    nodes, made_from, wanted = _graph(halves, refused)
+    number = {memory: at for at, memory in enumerate(nodes)}
+    outputs = {halves.timeline.memory(name) for name in halves.timeline.ops[-1].reads}
+    nbytes = [halves.timeline.nbytes(memory) if memory in halves.writer else 0 for memory in nodes]
+    endless = sum(nbytes) + 1
+    for at, memory in enumerate(nodes):
+        if memory in outputs and memory in halves.writer and memory not in wanted:
+            nbytes[at] = endless  # the caller may overwrite its outputs, so save none that backward did not read
+    parents = [None if made is None else {number[memory] for memory in made} for made in map(made_from.get, nodes)]
+    _, again = cheapest_to_keep(nbytes, parents, {number[memory] for memory in wanted})
+    computed = {nodes[at] for at in again}
+    return {name: at for name, at in halves.writer.items() if _is_computed(halves, name, computed, number)}
+
+
+def _is_computed(halves: _Halves, name: str, computed: set[str], nodes: Mapping[str, int]) -> bool:
+    if name in halves.gathered:  # of the cone: what backward reads is there, the rest can be computed
+        return name not in halves.read and halves.timeline.ops[halves.writer[name]].kind is Kind.COMPUTE
+    memory = halves.timeline.memory(name)
+    if memory in computed or memory == name or memory not in nodes:
+        return memory in computed
+    is_larger = halves.timeline.nbytes(name) > halves.timeline.nbytes(memory)  # an expanded view of memory that is kept
+    return is_larger or name not in halves.read
+
+
+def _graph(halves: _Halves, refused: set[int]) -> tuple[list[str], dict[str, set[str] | None], set[str]]:
+    """The memory that backward reads, and all memory from which that can be computed again.
+
+    Returns:
+        All of it in the order of forward; for each, what it is made from, or None; what backward reads.
+    """
+    wanted = {
+        halves.timeline.memory(name)
+        for name in halves.read
+        if name not in halves.gathered
+        and name not in halves.overwritten
+        and halves.timeline.memory(name) not in halves.gathered
+    }
+    made_from: dict[str, set[str] | None] = {}
+    todo = list(wanted)
+    while todo:
+        memory = todo.pop()
+        if memory in made_from:
+            continue
+        at = halves.writer.get(memory)
+        made_from[memory] = None
+        is_kept = memory in halves.segments.saved or memory in halves.fixed
+        if not is_kept and at is not None and at not in refused and halves.may_repeat(at):
+            reads = halves.timeline.ops[at].reads
+            made_from[memory] = {halves.timeline.memory(read) for read in reads if read not in halves.gathered}
+            todo += made_from[memory] or ()
+    nodes = sorted(made_from, key=lambda memory: (halves.writer.get(memory, -1), memory))
+    return nodes, made_from, wanted
+
+
+class _Placement:
+    """Puts the copies of a chain where backward first needs them."""
+
+    def __init__(self, halves: _Halves, chain: Mapping[str, int]) -> None:
+        self.halves = halves
+        self.chain = chain
+        self.ops: list[Op] = []
+        self.values = dict(halves.timeline.values)
+        self.refused: set[int] = set()
+        self.names: dict[str, str] = {}  # value of forward -> its copy in backward
+        self.dropped: dict[str, str] = {}  # copy that another pass made later -> ours
+        self.full: defaultdict[str, list[str]] = defaultdict(list)  # parameter -> its gathered values in forward
+        self.lines: dict[int, tuple[str, ...]] = {}  # line -> what it writes in forward
+
+    def run(self) -> None:
+        """Put the copies; ``refused`` has the operations that would read a parameter that is not there."""
+        timeline = self.halves.timeline
+        for at, op in enumerate(timeline.ops[:-1]):
+            if op.backward:
+                self._backward(at, op)
+            else:
+                self._forward(op)
+        self.ops.append(timeline.ops[-1])
+
+    def _forward(self, op: Op) -> None:
+        self.ops.append(op)
+        if op.kind is Kind.COMPUTE:
+            self.lines.setdefault(op.source[0], op.writes)
+        elif self.halves.timeline.ends(op, Kind.GATHER):
+            for path, name in zip(op.params, op.writes, strict=True):
+                self.full[path].append(name)
+
+    def _backward(self, at: int, op: Op) -> None:
+        op = reads_renamed(op, self.dropped)
+        if self.halves.timeline.ends(op, Kind.GATHER):
+            for path, name in zip(op.params, op.writes, strict=True):
+                self.names.update(dict.fromkeys(self.full[path], name))
+        elif op.again and op.kind is Kind.COMPUTE:
+            originals = self.lines[op.source[0]]
+            if originals[0] in self.names:
+                self.dropped.update((name, self.names[of]) for of, name in zip(originals, op.writes, strict=True))
+                return
+            self._copy_reads(at, op)
+            op = reads_renamed(op, self.names)
+            self.names.update(zip(originals, op.writes, strict=True))
+        elif op.kind is Kind.COMPUTE:
+            self._copy_reads(at, op)
+            op = reads_renamed(op, self.names)
+        self.ops.append(op)
+
+    def _copy_reads(self, at: int, op: Op) -> None:
+        halves = self.halves
+        for name in op.reads:
+            if name not in self.chain or name in self.names:
+                continue
+            new, positions = copies(halves.timeline, name, self.chain, self.names, self.values, backward=True)
+            self.ops += new
+            for position in positions:
+                reads = halves.timeline.ops[position].reads
+                if any(at not in halves.there[full] for read in reads for full in halves.gathered.get(read, ())):
+                    self.refused.add(position)
