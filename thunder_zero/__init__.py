@@ -7,6 +7,7 @@ from thunder_zero.compiled import Traces
 from thunder_zero.convert.consolidate import consolidate
 from thunder_zero.convert.shard_safetensors import shard_safetensors
 from thunder_zero.dry_run import trace
+from thunder_zero.fit import DoesNotFit, fit
 from thunder_zero.forecast.figures import Memory, MemoryLine, Storage
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.forecast.memory import memory
@@ -30,6 +31,7 @@ __all__ = [
     "ZERO1",
     "ZERO2",
     "ZERO3",
+    "DoesNotFit",
     "Holds",
     "Kind",
     "Loaded",
@@ -52,6 +54,7 @@ __all__ = [
     "check",
     "clip_grad_norm_",
     "consolidate",
+    "fit",
     "full_state_dict",
     "global_mean",
     "load",

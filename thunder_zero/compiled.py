@@ -28,6 +28,7 @@ class Traces:
         synced: whether gradients are reduced; if not, they are deferred (``no_sync``).
         others: inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
         epilogue: Thunder's trace that makes what the model returns from what the forward trace does.
+        lifted: the timeline before it was scheduled.
     """
 
     forward: TraceCtx = field(repr=False)
@@ -37,6 +38,7 @@ class Traces:
     synced: bool = True
     others: Mapping[str, str] = field(default_factory=dict)
     epilogue: TraceCtx | None = field(default=None, repr=False)
+    lifted: Timeline | None = field(default=None, repr=False)
 
     @property
     def forward_timeline(self) -> Timeline:
@@ -68,7 +70,14 @@ class Compiled:
         program = self.program_of(entry)
         timeline = lift_halves(forward, backward, self.executor, program)
         return Traces(
-            forward, backward, timeline, program.plan, program.synced, program.others, entry.epilogue_traces[-1]
+            forward,
+            backward,
+            timeline,
+            program.plan,
+            synced=program.synced,
+            others=program.others,
+            epilogue=entry.epilogue_traces[-1],
+            lifted=program.lifted,
         )
 
     def program_of(self, entry: Any) -> Program:

@@ -129,6 +129,12 @@ class Plan:
         """Paths of the units, in the order of their first parameters."""
         return tuple(dict.fromkeys(param.unit for param in self.params))
 
+    @cached_property
+    def recomputed(self) -> frozenset[str]:
+        """Paths of the units of which only the borders are saved from forward to backward."""
+        chosen = self.units if self.policy.recompute == "units" else self.policy.recompute_units
+        return frozenset(chosen) - {ROOT}
+
     def shard_shape(self, param: Param) -> tuple[int, ...]:
         """Shape of the optimizer's parameter: this rank's rows with padding, or the full shape."""
         return layout.shard_shape(param.shape, self.world_size, self.rank) if param.sharded else param.shape
@@ -226,13 +232,12 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
                 f"unit_of names {unit!r}, which is not a submodule of {type(module).__name__}; return paths as "
                 f"named_modules() has them"
             )
-    return Plan(
-        policy,
-        world_size,
-        rank,
-        tuple(_plan_param(param, tuple(paths), policy, _unit_of(paths[0], units)) for param, paths in names.items()),
-        replicas,
+    params = tuple(
+        _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units)) for param, paths in names.items()
     )
+    plan = Plan(policy, world_size, rank, params, replicas)
+    _require_units(plan, module)
+    return plan
 
 
 def _require_world(world_size: int, rank: int, replicas: int) -> None:
@@ -242,6 +247,16 @@ def _require_world(world_size: int, rank: int, replicas: int) -> None:
         raise ValueError(f"rank is {rank}; with world_size={world_size} it must be 0 to {world_size - 1}")
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}; give the number of copies of the sharded model, at least 1")
+
+
+def _require_units(plan: Plan, module: nn.Module) -> None:
+    for field in ("recompute_units", "keep_units"):
+        for path in getattr(plan.policy, field):
+            if path == ROOT or path not in plan.units:
+                raise ValueError(
+                    f"{field} names {path!r}, which is no unit of {type(module).__name__}; its units are "
+                    f"{', '.join(repr(unit) for unit in plan.units if unit != ROOT) or 'none'}"
+                )
 
 
 def _require_there(ignored: tuple[str, ...], there: set[str], module: nn.Module) -> None:
@@ -291,7 +306,7 @@ def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, uni
         unit=unit,
         sharded=sharded,
         resident=sharded and stage.resident,
-        gathered_once=not sharded or stage.gathered_once,
+        gathered_once=not sharded or stage.gathered_once or unit in policy.keep_units,
         gather_per_unit=sharded and not stage.gathered_once and policy.gather_per_unit,
     )
 

@@ -46,6 +46,8 @@ COUNTS = {  # fields that count something, with their units
 PATHS = {  # fields of paths
     "ignored": "paths of parameters or submodules, such as ('router',)",
     "replicated": "patterns of paths of parameters or submodules, such as ('*.bias',)",
+    "keep_units": "paths of units, such as ('blocks.3',)",
+    "recompute_units": "paths of units, such as ('blocks.0',)",
 }
 RECOMPUTE = ("none", "cheap", "units")
 SWITCHES = (
@@ -96,6 +98,10 @@ class Policy:
             the module checkpoints. ``"cheap"`` (default): the results of pointwise operations, casts, norms, softmax
             and other reductions of rows, as far as that saves memory. Gathers stay the same. ``"units"``: all but the
             borders between units.
+        recompute_units: paths of units of which only the borders are saved, whatever ``recompute`` says for the others
+            (default none).
+        keep_units: ZeRO-3 only: paths of units that forward does not free, which saves them a gather, beside those that
+            ``gather_last_units_once`` chooses (default none).
         cpu_offload: shards, gradients and optimizer state rest in host memory; each shard is copied to the device
             before its gather, its gradient back after the reduction (default False; on a CPU it only warns).
         broadcast_from: rank in the process group whose parameters and buffers all ranks take at
@@ -125,6 +131,8 @@ class Policy:
     gather_last_units_once: bool = True
     gather_once_per_accumulation: bool = False
     recompute: str = "cheap"
+    recompute_units: tuple[str, ...] = ()
+    keep_units: tuple[str, ...] = ()
     cpu_offload: bool = False
     broadcast_from: int | None = None
     check_gradients: bool = False

@@ -76,8 +76,9 @@ def _affecting_the_peak(timeline: Timeline) -> list[Op]:
     waited = {name for op in timeline.ops if op.kind is Kind.WAIT for name in op.writes}
     feeding: set[str] = set()  # constants that the cone reads
     touched: set[str] = set()  # values of a unit that backward reads first, where it gathers all of the unit
-    if timeline.plan.policy.recompute == "units":
-        touched = {touch.value for touch in touches(timeline, runs(timeline)).values()}
+    if recomputed := timeline.plan.recomputed:
+        found = touches(timeline, runs(timeline))
+        touched = {touch.value for unit, touch in found.items() if unit in recomputed}
     ops = [timeline.ops[-1]]
     for op in reversed(timeline.ops[:-1]):
         makes = not feeding.isdisjoint(op.writes) or any(name in inside for name in op.writes)

@@ -38,7 +38,11 @@ from thunder_zero.schedule.units import NOT_AGAIN, Segments, is_vector, segments
 
 def recompute(timeline: Timeline) -> Timeline:
     """Computes again in backward what the policy allows, so that the fewest bytes are saved."""
-    if timeline.plan.policy.recompute == "none" or not timeline.ops[-2:-1] or not timeline.ops[-2].backward:
+    if (
+        (timeline.plan.policy.recompute == "none" and not timeline.plan.recomputed)
+        or not timeline.ops[-2:-1]
+        or not timeline.ops[-2].backward
+    ):
         return timeline
     halves = _Halves(timeline)
     refused: set[int] = set()  # positions of operations that would read a parameter that is not there
@@ -69,7 +73,7 @@ class _Halves:
     @cached_property
     def segments(self) -> Segments:
         """The units, if only their borders are saved; otherwise nothing belongs to a unit."""
-        if self.timeline.plan.policy.recompute == "units":
+        if self.timeline.plan.recomputed:
             return segments(self.timeline)
         return Segments((), frozenset())
 
@@ -101,7 +105,7 @@ class _Halves:
             if not self.timeline.ends(op, Kind.GATHER):
                 continue
             for name, param in zip(op.writes, self.timeline.params_of(op), strict=True):
-                may_stay = param.resident or (self.segments.unit_at and is_vector(param))
+                may_stay = param.resident or (param.unit in self.timeline.plan.recomputed and is_vector(param))
                 until = end if may_stay else last[name] + 1
                 if not op.backward:
                     by_path[param.path].append(name)
@@ -145,7 +149,11 @@ class _Halves:
         return (
             op.kind is Kind.COMPUTE
             and op.repeatable
-            and (op.cheap or (unit != ROOT and op.work not in NOT_AGAIN) or op.source[0] in self.copied)
+            and (
+                (op.cheap and self.timeline.plan.policy.recompute != "none")
+                or (unit != ROOT and op.work not in NOT_AGAIN)
+                or op.source[0] in self.copied
+            )
             and self.overwritten.isdisjoint(op.reads)
             and all(self.may_read(name) for name in op.reads if name in self.gathered)
         )

@@ -63,10 +63,11 @@ def needed_again(timeline: Timeline, chain: Mapping[str, int]) -> set[str]:
 def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, list[str]]:
     """If only the borders of units are saved: the gathered parameters of each unit that backward needs, and its biases,
     where backward comes to the unit, so that it can be computed again. Independent of what will be."""
-    if timeline.plan.policy.recompute != "units" or not chain:
+    recomputed = timeline.plan.recomputed
+    if not recomputed or not chain:
         return {}
     needed = needed_again(timeline, chain)
-    at = {unit: touch.at for unit, touch in touches(timeline, runs(timeline)).items()}
+    at = {unit: touch.at for unit, touch in touches(timeline, runs(timeline)).items() if unit in recomputed}
     found: dict[int, list[str]] = {}
     for op in timeline.ops:
         if op.backward or not timeline.ends(op, Kind.GATHER):

@@ -92,7 +92,7 @@ class Segments:
     """Forward, cut at the borders between runs.
 
     Attributes:
-        unit_at: for each operation of forward, its unit.
+        unit_at: for each operation of forward, its unit; the root for units that are not computed again whole.
         saved: the memory that is alive at the borders and that units have computed.
     """
 
@@ -113,7 +113,7 @@ def segments(timeline: Timeline) -> Segments:
     ends = [*cuts, sum(not op.backward for op in timeline.ops[:-1])]
     unit_at: list[str] = []
     for run, end in zip(found, ends, strict=False):
-        unit_at += [run.unit] * (end - len(unit_at))
+        unit_at += [run.unit if run.unit in timeline.plan.recomputed else ROOT] * (end - len(unit_at))
     saved = {
         memory
         for memory, at in written.items()

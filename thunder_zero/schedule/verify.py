@@ -335,12 +335,12 @@ def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
 def _check_computed_again(timeline: Timeline) -> None:
     """What backward computes again, apart from the cone, is of a kind that the policy allows, and reads values that
     nothing overwrites."""
-    policy, inside = timeline.plan.policy.recompute, cone(timeline)
+    policy, whole, inside = timeline.plan.policy.recompute, timeline.plan.recomputed, cone(timeline)
     gone = overwritten(timeline)
     for at, op in enumerate(timeline.ops):
         if not _is_recomputed(op) or any(name in inside for name in op.writes):
             continue
-        if policy == "none" or not (op.cheap or (policy == "units" and op.work not in NOT_AGAIN)):
+        if not ((op.cheap and policy != "none") or (whole and op.work not in NOT_AGAIN)):
             raise _fail(timeline, at, f"is computed again, but recompute={policy!r} does not allow {op.work} work")
         if changed := [name for name in op.reads if name in gone]:
             raise _fail(timeline, at, f"is computed again from {changed[0]}, whose memory an operation overwrites")
@@ -357,7 +357,7 @@ def _check_lives_no_longer(timeline: Timeline, before: Timeline) -> None:
 def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
     """For each gathered parameter that is not resident, the position of the last read, and the number of operations
     before it that are no copies. Without biases, if only the borders of units are saved."""
-    units = timeline.plan.policy.recompute == "units"
+    whole = timeline.plan.recomputed
     last = last_reads(timeline, cone(timeline))
     before = list(accumulate((not _is_recomputed(op) for op in timeline.ops), initial=0))
     return {
@@ -365,7 +365,7 @@ def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
         for op in timeline.ops
         if timeline.ends(op, Kind.GATHER)
         for name, param in zip(op.writes, timeline.params_of(op), strict=True)
-        if not param.resident and not (units and is_vector(param))
+        if not param.resident and not (param.unit in whole and is_vector(param))
     }
 
 

@@ -47,7 +47,7 @@ class ScheduleJointTrace(JointPass):
         lifted = lift(trace, self.executor)
         timeline = passes.run(lifted)
         trained = frozenset(path for path, _ in lifted.gradients)
-        self.executor.program = replace(self.executor.program, plan=timeline.plan, trained=trained)
+        self.executor.program = replace(self.executor.program, plan=timeline.plan, trained=trained, lifted=lifted)
         return emit(trace, timeline, self.executor)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from thunder_zero.plan import Plan
+from thunder_zero.schedule.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Program:
         others: the inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
         trained: paths of the parameters that get a gradient from autodiff.
         synced: whether gradients are reduced; if not, they are deferred.
+        lifted: the timeline before the first pass; None before the schedule is made.
     """
 
     plan: Plan
@@ -25,3 +27,4 @@ class Program:
     others: Mapping[str, str] = field(default_factory=dict)
     trained: frozenset[str] = frozenset()
     synced: bool = True
+    lifted: Timeline | None = field(default=None, repr=False)

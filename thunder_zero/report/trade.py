@@ -1,0 +1,54 @@
+"""Prints what each further part of memory saves: a table with bars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from thunder_zero.report.trace_printer import size
+
+BAR = 24  # columns of the longest bar
+
+
+@dataclass(frozen=True, slots=True)
+class Trade:
+    """One choice of the trade between memory and work.
+
+    Attributes:
+        peak: bytes at the peak of a step.
+        sent: bytes that a rank sends in a step.
+        flops: estimated FLOPs of work done again.
+        cost: of both, in bytes on the wire.
+        kept: number of units that stay gathered.
+        again: number of units that are computed again whole.
+        in_flight_bytes: of the policy.
+        chosen: whether it is the answer.
+    """
+
+    peak: int
+    sent: int
+    flops: float
+    cost: float
+    kept: int
+    again: int
+    in_flight_bytes: int
+    chosen: bool = False
+
+
+def print_trade(rows: Sequence[Trade], console: Console) -> None:
+    """Print the choices, least memory first; the bars show the cost of each."""
+    table = Table(title="what memory saves", box=None, title_justify="left")
+    for name in ("peak", "sent", "done again", "units kept", "again", "in flight"):
+        table.add_column(name, justify="right")
+    table.add_column("cost")
+    most = max((row.cost for row in rows), default=0) or 1
+    for row in rows:
+        bar = "█" * max(round(BAR * row.cost / most), 1)
+        flops = f"{row.flops / 1e9:.2f} GFLOP" if row.flops else ""
+        counts = (str(row.kept), str(row.again), size(row.in_flight_bytes))
+        mark = " <- chosen" if row.chosen else ""
+        table.add_row(size(row.peak), size(row.sent), flops, *counts, bar + mark, style="bold" if row.chosen else "")
+    console.print(table)

@@ -1,0 +1,160 @@
+"""Evaluates a policy on a lifted timeline: bytes alive, bytes sent and work done again, by unit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod, sqrt
+
+from thunder_zero.plan import ROOT, Plan
+from thunder_zero.policy import Policy
+from thunder_zero.schedule.alive import alive_bytes, lifetimes
+from thunder_zero.schedule.cone import cone
+from thunder_zero.schedule.passes import PASSES
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Work
+
+FLOPS_PER_BYTE = 1000.0  # what a byte on the wire costs; about FLOP/s over B/s of an H100 with NVLink, or of gloo
+LAUNCH_BYTES = 128 << 10  # what a launch costs beside its bytes: about a millisecond of 1 Gbit/s
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A lifted timeline under a policy.
+
+    Attributes:
+        lifted: before any pass.
+        policy: that its schedule follows.
+    """
+
+    lifted: Timeline
+    policy: Policy
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The schedule."""
+        timeline = replace(self.lifted, plan=under(self.lifted.plan, self.policy))
+        for step in PASSES:
+            timeline = step(timeline)
+        return timeline
+
+    @cached_property
+    def alive(self) -> tuple[int, ...]:
+        """Bytes alive at each operation."""
+        return alive_bytes(self.timeline)
+
+    @cached_property
+    def peak(self) -> int:
+        """The most bytes alive."""
+        return max(self.alive)
+
+    @cached_property
+    def sent(self) -> int:
+        """Bytes that the rank sends."""
+        return sum(map(self.timeline.bytes_sent, self.timeline.ops))
+
+    @cached_property
+    def flops(self) -> float:
+        """FLOPs of work that is done again."""
+        return sum(self._flops_again)
+
+    @cached_property
+    def cost(self) -> float:
+        """Of gathers, reductions and work done again, in bytes on the wire."""
+        return sum(self._costs)
+
+    @cached_property
+    def units(self) -> tuple[str, ...]:
+        """The units whose gradients backward makes, in the order of forward; not the root."""
+        return tuple(reversed(self._ends))
+
+    @cached_property
+    def _ends(self) -> dict[str, int]:
+        """For each unit, where backward launches, or defers, the last of its gradients; in the order of backward."""
+        last: dict[str, int] = {}
+        for at, op in enumerate(self.timeline.ops):
+            if op.kind in (Kind.REDUCE, Kind.DEFER):
+                last.update((param.unit, at) for param in self.timeline.params_of(op) if param.unit != ROOT)
+        return dict(sorted(last.items(), key=lambda end: end[1]))
+
+    @cached_property
+    def segments(self) -> dict[str, range]:
+        """For each unit, its operations in backward; the root has those after the last unit's."""
+        begin = self._forward
+        found: dict[str, range] = {}
+        for unit, end in self._ends.items():
+            found[unit] = range(begin, end + 1)
+            begin = end + 1
+        return found | {ROOT: range(begin, len(self.timeline.ops))}
+
+    @cached_property
+    def _forward(self) -> int:
+        return sum(not op.backward for op in self.timeline.ops[:-1])
+
+    @cached_property
+    def left(self) -> dict[str, int]:
+        """For each unit, the bytes that forward has left for its backward."""
+        born, last = lifetimes(self.timeline)
+        unit_at = {at: unit for unit, positions in self.segments.items() for at in positions}
+        counts: Counter[str] = Counter()
+        for memory, at in born.items():
+            if at < self._forward <= last[memory]:
+                counts[unit_at[last[memory]]] += self.timeline.nbytes(memory)
+        return {unit: counts[unit] for unit in self.units}
+
+    def costs_of(self, unit: str) -> float:
+        """The cost of what backward does for a unit beside its own computations."""
+        return sum(self._costs[at] for at in self.segments[unit]) + self._gathers[unit]
+
+    @cached_property
+    def _gathers(self) -> Counter[str]:
+        """For each unit, the cost of its gathers, which may start before its backward."""
+        found: Counter[str] = Counter()
+        for op in self.timeline.ops:
+            if op.kind is Kind.GATHER and op.backward:
+                found[self.timeline.params_of(op)[0].unit] += self.timeline.bytes_sent(op) + LAUNCH_BYTES
+        return found
+
+    @cached_property
+    def _costs(self) -> tuple[float, ...]:
+        """Of each operation."""
+        return tuple(
+            self.timeline.bytes_sent(op)
+            + LAUNCH_BYTES * bool(op.kind in (Kind.GATHER, Kind.REDUCE))
+            + flops / FLOPS_PER_BYTE
+            for op, flops in zip(self.timeline.ops, self._flops_again, strict=True)
+        )
+
+    @cached_property
+    def _flops_again(self) -> tuple[float, ...]:
+        inside = cone(self.timeline)
+        return tuple(
+            flops_of(op, self.timeline) if op.again and op.kind is Kind.COMPUTE and op.writes[0] not in inside else 0.0
+            for op in self.timeline.ops
+        )
+
+
+def under(plan: Plan, policy: Policy) -> Plan:
+    """A plan of the same parameters with another policy, which differs in its choices of units and bytes only."""
+    params = tuple(
+        replace(param, gathered_once=param.gathered_once or param.unit in policy.keep_units) for param in plan.params
+    )
+    return replace(plan, policy=policy, params=params)
+
+
+def flops_of(op: Op, timeline: Timeline) -> float:
+    """An estimate from sizes alone. A product of (M, K) and (K, N) takes 2 M N K: two for the root of the three sizes'
+    product. Attention and convolutions count as products, everything else once for each element that is written."""
+    written = max((_numel(name, timeline) for name in op.writes), default=0)
+    if op.work not in (Work.MATMUL, Work.ATTENTION, Work.CONVOLUTION):
+        return float(written)
+    first, second, *_ = sorted((_numel(name, timeline) for name in op.reads), reverse=True) + [1, 1]
+    return 2.0 * sqrt(prod((first, second, written)))
+
+
+def _numel(name: str, timeline: Timeline) -> int:
+    value = timeline.values.get(name)
+    return value.nbytes // ITEMSIZES.get(value.dtype, 4) if value else 0
+
+
+ITEMSIZES = {"float64": 8, "int64": 8, "bfloat16": 2, "float16": 2, "bool": 1, "uint8": 1, "int8": 1}  # else 4 bytes
