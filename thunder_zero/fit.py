@@ -89,7 +89,8 @@ def fit(
         traces = trace(module, *args, policy=candidate, world_size=ranks, **kwargs)
         return traces, memory(traces, reserve=reserve, **figures)
 
-    return on_rank_0("tz.fit", lambda: _decided(forecast, asked, memory_bytes, Console(file=file))).policy(asked)
+    console = Console(file=file, width=100)
+    return on_rank_0("tz.fit", lambda: _decided(forecast, asked, memory_bytes, console)).policy(asked)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ class Plan:
 
     @cached_property
     def recomputed(self) -> frozenset[str]:
-        """Paths of the units of which only the borders are saved from forward to backward."""
+        """Paths of the units that backward computes again whole: only their borders are saved."""
         chosen = self.units if self.policy.recompute == "units" else self.policy.recompute_units
         return frozenset(chosen) - {ROOT}
 

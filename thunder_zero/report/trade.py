@@ -10,7 +10,7 @@ from rich.table import Table
 
 from thunder_zero.report.trace_printer import size
 
-BAR = 24  # columns of the longest bar
+BAR = 16  # columns of the longest bar
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,18 @@ class Trade:
 
 
 def print_trade(rows: Sequence[Trade], console: Console) -> None:
-    """Print the choices, least memory first; the bars show the cost of each."""
-    table = Table(title="what memory saves", box=None, title_justify="left")
-    for name in ("peak", "sent", "done again", "units kept", "again", "in flight"):
-        table.add_column(name, justify="right")
-    table.add_column("cost")
-    most = max((row.cost for row in rows), default=0) or 1
+    """Print the choices, least memory first, with the cost of each over the least; the bars show the difference."""
+    table = Table(box=None)
+    for name in ("peak", "sent", "done again", "units kept", "again", "in flight", "cost"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    costs = [row.cost for row in rows]
+    least, spread = min(costs, default=0), max(costs, default=0) - min(costs, default=0)
     for row in rows:
-        bar = "█" * max(round(BAR * row.cost / most), 1)
+        bar = "█" * max(round(BAR * (row.cost - least) / (spread or 1)), 1)
         flops = f"{row.flops / 1e9:.2f} GFLOP" if row.flops else ""
         counts = (str(row.kept), str(row.again), size(row.in_flight_bytes))
+        cost = f"{row.cost / (least or 1):.2f}"
         mark = " <- chosen" if row.chosen else ""
-        table.add_row(size(row.peak), size(row.sent), flops, *counts, bar + mark, style="bold" if row.chosen else "")
+        table.add_row(size(row.peak), size(row.sent), flops, *counts, cost, bar + mark)
     console.print(table)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from thunder_zero.schedule.timeline import Kind, Timeline
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 
 
 def alive_bytes(timeline: Timeline) -> tuple[int, ...]:
@@ -27,14 +27,12 @@ def lifetimes(timeline: Timeline) -> tuple[dict[str, int], dict[str, int]]:
     """For each memory that operations write: the position where it is allocated, and the last where it is needed."""
     born: dict[str, int] = {}
     last: dict[str, int] = {}
-    launched = {
-        op.writes[0]: at for at, op in enumerate(timeline.ops) if op.writes and op.writes[0] in timeline.launches
-    }
+    launched = {op.writes[0]: at for at, op in enumerate(timeline.ops) if op.kind in LAUNCHES}
     forward = sum(not op.backward for op in timeline.ops[:-1])
     resident = {path for path, param in timeline.plan.by_name.items() if param.resident}
     for at, op in enumerate(timeline.ops):
         start = launched[op.reads[0]] if op.kind is Kind.WAIT else at
-        for name in op.writes if op.kind not in (Kind.GATHER, Kind.REDUCE) else ():
+        for name in op.writes if op.kind not in LAUNCHES else ():
             if timeline.memory(name) == name and not (timeline.ends(op, Kind.GATHER) and op.params[0] in resident):
                 born[name] = start
                 last[name] = at

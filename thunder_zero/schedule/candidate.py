@@ -12,7 +12,7 @@ from thunder_zero.policy import Policy
 from thunder_zero.schedule.alive import alive_bytes, lifetimes
 from thunder_zero.schedule.cone import cone
 from thunder_zero.schedule.passes import PASSES
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Work
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
 
 FLOPS_PER_BYTE = 1000.0  # what a byte on the wire costs; about FLOP/s over B/s of an H100 with NVLink, or of gloo
 LAUNCH_BYTES = 128 << 10  # what a launch costs beside its bytes: about a millisecond of 1 Gbit/s
@@ -119,9 +119,7 @@ class Candidate:
     def _costs(self) -> tuple[float, ...]:
         """Of each operation."""
         return tuple(
-            self.timeline.bytes_sent(op)
-            + LAUNCH_BYTES * bool(op.kind in (Kind.GATHER, Kind.REDUCE))
-            + flops / FLOPS_PER_BYTE
+            self.timeline.bytes_sent(op) + LAUNCH_BYTES * (op.kind in LAUNCHES) + flops / FLOPS_PER_BYTE
             for op, flops in zip(self.timeline.ops, self._flops_again, strict=True)
         )
 
@@ -148,7 +146,7 @@ def flops_of(op: Op, timeline: Timeline) -> float:
     written = max((_numel(name, timeline) for name in op.writes), default=0)
     if op.work not in (Work.MATMUL, Work.ATTENTION, Work.CONVOLUTION):
         return float(written)
-    first, second, *_ = sorted((_numel(name, timeline) for name in op.reads), reverse=True) + [1, 1]
+    first, second, *_ = [*sorted((_numel(name, timeline) for name in op.reads), reverse=True), 1, 1]
     return 2.0 * sqrt(prod((first, second, written)))
 
 
