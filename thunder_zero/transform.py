@@ -44,6 +44,7 @@ from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx, TraceTag, is_tracing
 from thunder.core.transform_common import Transform
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+from thunder.extend import FusionExecutor
 
 CONNECTED = (ThunderOutputFunction._backward_cls, ThunderFunction._backward_cls)  # their nodes lead to our backward
 
@@ -231,7 +232,10 @@ class ZeroTransform(Transform):
         executor = ZeroExecutor(plan, runtime)
         self._compiled = Compiled(executor)
         data = compile_data(model)
-        data.executors_list = (executor, ScheduleJointTrace(executor), *data.executors_list, RepairFusion(executor))
+        fusers = tuple(other for other in data.executors_list if isinstance(other, FusionExecutor))
+        schedule = ScheduleJointTrace(executor)
+        repair = RepairFusion(executor, schedule, fusers)
+        data.executors_list = (executor, schedule, *data.executors_list, repair)
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:

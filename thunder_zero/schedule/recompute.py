@@ -29,7 +29,7 @@ from functools import cached_property
 from itertools import takewhile
 
 from thunder_zero.plan import ROOT
-from thunder_zero.schedule.cone import cone, last_reads
+from thunder_zero.schedule.cone import cone, last_reads, regathered
 from thunder_zero.schedule.copies import copies, reads_renamed
 from thunder_zero.schedule.min_cut import cheapest_to_keep
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
@@ -48,6 +48,15 @@ def recompute(timeline: Timeline) -> Timeline:
         if not placement.refused:
             return timeline.with_ops(placement.ops, placement.values)
         refused |= placement.refused
+
+
+def saved_bytes(timeline: Timeline) -> int:
+    """Bytes that forward computes or gathers and backward reads: of each memory once, without parameters that backward
+    gathers again, or must (``repair_fusion.py``)."""
+    again = regathered(timeline, cone(timeline))
+    forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in again}
+    read = {name for op in timeline.ops[:-1] if op.backward for name in op.reads}
+    return sum(map(timeline.nbytes, {timeline.memory(name) for name in read & forward}))
 
 
 @dataclass(frozen=True)
