@@ -111,7 +111,7 @@ def test_copies_come_right_before_their_first_reader() -> None:
         ("k <- \nh <-* x\na <- h k\n--\ngw <- g a h k", {}, {"h"}),  # a constant
         ("a <- x\n--\ngw <- g a", {}, set()),  # the caller has the input
         ("h <-* x\ne <-/ h\n--\ngw <- g e", {"e": 80}, {"h"}),  # an expanded view
-        ("h <-* x\ne <-/ h\n--\ngw <- g e", {"h": 80}, {"e"}),  # a part keeps all of h
+        ("h <-* x\ne <-/ h\n--\ngw <- g e", {"h": 80}, {"h"}),  # a part keeps all of h
         ("h <-* x\ns <-/ h\na <- s\n--\ngw <- g a", {"h": 80, "a": 9}, {"a"}),
         ("h <-* x\na <- h\nb <- h\n--\ngw <- g a b", {"h": 15}, {"h"}),  # 15 rather than 8 + 8
         ("h <-* x\na <- h\nb <- h\n--\ngw <- g a b", {"h": 16}, {"a", "b"}),  # alike: no work is done again

@@ -187,10 +187,7 @@ def _is_computed(halves: _Halves, name: str, computed: set[str], nodes: Mapping[
     if name in halves.gathered:  # of the cone: what backward reads is there, the rest can be computed
         return name not in halves.read and halves.timeline.ops[halves.writer[name]].kind is Kind.COMPUTE
     memory = halves.timeline.memory(name)
-    if memory in computed or memory == name or memory not in nodes:
-        return memory in computed
-    is_larger = halves.timeline.nbytes(name) > halves.timeline.nbytes(memory)  # an expanded view of memory that is kept
-    return is_larger or name not in halves.read
+    return memory in computed or (memory in nodes and memory != name)  # a view of what is saved, which costs nothing
 
 
 def _graph(halves: _Halves, refused: set[int]) -> tuple[list[str], dict[str, set[str] | None], set[str]]:
