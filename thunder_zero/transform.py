@@ -27,7 +27,7 @@ from thunder_zero.runtime.placeholders import is_traced
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule import verify
 from thunder_zero.schedule.program_name import ProgramName
-from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.state_dict import hooks
 from thunder_zero.trace import named_members, refused_calls
 from thunder_zero.trace.casts import cast_borders, cast_inputs
@@ -210,7 +210,7 @@ class ZeroTransform(Transform):
                 executor.runtime.agree_on_schedule(program, [str(error)])
             raise
         for program, half in programs.items():
-            executor.runtime.agree_on_schedule(program, schedule_lines(timeline, half))
+            executor.runtime.agree_on_schedule(program, collective_lines(timeline, half))
 
     def transform_state_dict_for_submodule(
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
@@ -257,6 +257,13 @@ def proved_timeline(forward: TraceCtx, backward: TraceCtx | None, executor: Zero
 
 
 def schedule_lines(timeline: Timeline, backward: bool) -> list[str]:
-    """What one half does with parameters, in order, such as ``gather h.0.w, h.0.b``; ranks compare it."""
+    """What one half does with parameters, in order, such as ``gather h.0.w, h.0.b``."""
     ops = [op for op in timeline.ops if op.params and op.backward is backward]
     return [f"{op.kind} {', '.join(op.params)}" for op in ops]
+
+
+def collective_lines(timeline: Timeline, backward: bool) -> list[str]:
+    """The same without frees: ranks compare it. With ``recompute="units"`` the shapes of a rank's inputs decide what it
+    computes again, and so where it frees a bias."""
+    ops = timeline.with_ops(op for op in timeline.ops if op.kind is not Kind.FREE)
+    return schedule_lines(ops, backward)

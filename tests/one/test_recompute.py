@@ -18,7 +18,7 @@ import thunder_zero as tz
 from examples.gpt import GPT, GPTConfig
 from thunder_zero.policy import RECOMPUTE
 from thunder_zero.trace.work_classes import is_cheap, updated_by
-from thunder_zero.transform import schedule_lines
+from thunder_zero.transform import collective_lines, schedule_lines
 
 import thunder
 import thunder.torch as ltorch
@@ -192,7 +192,8 @@ def test_launches_do_not_depend_on_shapes(mode: str) -> None:
     )
     assert len(saved(narrow)) != len(saved(square)), "the cuts differ"
     for backward in (False, True):
-        lines = [schedule_lines(traces.timeline, backward) for traces in (narrow, square)]
+        lines_of_half = collective_lines if mode == "units" else schedule_lines  # with frees
+        lines = [lines_of_half(traces.timeline, backward) for traces in (narrow, square)]
         assert [line for line in lines[0] if "gather" in line or "reduce" in line]
         assert lines[0] == lines[1]
 
