@@ -27,7 +27,7 @@ from thunder_zero.runtime.placeholders import is_traced
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule import verify
 from thunder_zero.schedule.program_name import ProgramName
-from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.state_dict import hooks
 from thunder_zero.trace import named_members, refused_calls
 from thunder_zero.trace.attention import attention_ex
@@ -45,6 +45,7 @@ from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx, TraceTag, is_tracing
 from thunder.core.transform_common import Transform
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+from thunder.extend import FusionExecutor
 
 CONNECTED = (ThunderOutputFunction._backward_cls, ThunderFunction._backward_cls)  # their nodes lead to our backward
 
@@ -210,7 +211,7 @@ class ZeroTransform(Transform):
                 executor.runtime.agree_on_schedule(program, [str(error)])
             raise
         for program, half in programs.items():
-            executor.runtime.agree_on_schedule(program, schedule_lines(timeline, half))
+            executor.runtime.agree_on_schedule(program, collective_lines(timeline, half))
 
     def transform_state_dict_for_submodule(
         self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
@@ -233,8 +234,9 @@ class ZeroTransform(Transform):
         self._compiled = Compiled(executor)
         data = compile_data(model)
         others = [other for other in data.executors_list if other != attention_ex]  # tz.Recipe has it, too
-        first = executor, ScheduleJointTrace(executor), attention_ex
-        data.executors_list = (*first, *others, RepairFusion(executor))
+        schedule = ScheduleJointTrace(executor)
+        repair = RepairFusion(executor, schedule, tuple(one for one in others if isinstance(one, FusionExecutor)))
+        data.executors_list = (executor, schedule, attention_ex, *others, repair)
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:
@@ -256,6 +258,13 @@ def proved_timeline(forward: TraceCtx, backward: TraceCtx | None, executor: Zero
 
 
 def schedule_lines(timeline: Timeline, backward: bool) -> list[str]:
-    """What one half does with parameters, in order, such as ``gather h.0.w, h.0.b``; ranks compare it."""
+    """What one half does with parameters, in order, such as ``gather h.0.w, h.0.b``."""
     ops = [op for op in timeline.ops if op.params and op.backward is backward]
     return [f"{op.kind} {', '.join(op.params)}" for op in ops]
+
+
+def collective_lines(timeline: Timeline, backward: bool) -> list[str]:
+    """The same without frees: ranks compare it. With ``recompute="units"`` the shapes of a rank's inputs decide what it
+    computes again, and so where it frees a bias."""
+    ops = timeline.with_ops(op for op in timeline.ops if op.kind is not Kind.FREE)
+    return schedule_lines(ops, backward)

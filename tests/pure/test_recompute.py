@@ -20,7 +20,7 @@ from thunder_zero.schedule.min_cut import cheapest_to_keep
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.recompute import recompute
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work, gathered_bytes
-from thunder_zero.schedule.verify import ScheduleError, check_recompute
+from thunder_zero.schedule.verify import ScheduleError, check_recompute, check_schedule
 
 CHEAP, UNITS = Policy(stage=3), Policy(stage=3, recompute="units")
 WORK = {"": Work.POINTWISE, "*": Work.MATMUL, "?": Work.OTHER, "~": Work.RANDOM, "/": Work.VIEW}
@@ -111,7 +111,7 @@ def test_copies_come_right_before_their_first_reader() -> None:
         ("k <- \nh <-* x\na <- h k\n--\ngw <- g a h k", {}, {"h"}),  # a constant
         ("a <- x\n--\ngw <- g a", {}, set()),  # the caller has the input
         ("h <-* x\ne <-/ h\n--\ngw <- g e", {"e": 80}, {"h"}),  # an expanded view
-        ("h <-* x\ne <-/ h\n--\ngw <- g e", {"h": 80}, {"e"}),  # a part keeps all of h
+        ("h <-* x\ne <-/ h\n--\ngw <- g e", {"h": 80}, {"h"}),  # a part keeps all of h
         ("h <-* x\ns <-/ h\na <- s\n--\ngw <- g a", {"h": 80, "a": 9}, {"a"}),
         ("h <-* x\na <- h\nb <- h\n--\ngw <- g a b", {"h": 15}, {"h"}),  # 15 rather than 8 + 8
         ("h <-* x\na <- h\nb <- h\n--\ngw <- g a b", {"h": 16}, {"a", "b"}),  # alike: no work is done again
@@ -343,6 +343,14 @@ def test_no_copy_of_what_draws_passes_the_proof_of_a_pass(monkeypatch: pytest.Mo
         with pytest.raises(ScheduleError, match=sentence):
             run(program(FAULTY, replace(CHEAP, gather_last_units_once=False)))
         monkeypatch.undo()
+
+
+def test_a_gather_for_copies_alone_is_refused() -> None:
+    timeline = program(TWO_UNITS, replace(UNITS, gather_last_units_once=False))
+    after = run(timeline)
+    cheap = replace(after.plan, policy=replace(after.plan.policy, recompute="cheap"))
+    with pytest.raises(ScheduleError, match=r"gathers v\.bias in backward, which only copies read"):
+        check_schedule(replace(after, plan=cheap), timeline)
 
 
 # The minimum cut

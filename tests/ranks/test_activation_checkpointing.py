@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -29,11 +30,13 @@ from tests.harness.models import (
 )
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import of_tier, only
+from thunder_zero.policy import RECOMPUTE
 from thunder_zero.schedule.timeline import Kind, gathered_bytes
 
 import thunder.torch as ltorch
 
 STAGES, BLOCKS, STEPS = (0, 1, 2, 3), 2, 3
+VECTORS = BLOCKS * sum(path.endswith("bias") for path, _ in Block().named_parameters()) + 1  # the first norm's weight
 
 
 class Net(nn.Module):
@@ -156,6 +159,27 @@ def test_training_equals_one_process(ranks_pool: RanksPool) -> None:
             assert sent == foreseen, name
             for path, weight in right.state_dict().items():
                 assert error(weights[path], weight) < 1e-5, (name, path)
+
+
+def run_modes(rank: int, world_size: int) -> dict[tuple[int, str], tuple[int, dict[str, Tensor]]]:
+    found = {}
+    for stage, mode in product((2, 3), RECOMPUTE):
+        model = sharded(fresh(Net, False), tz.Policy(stage=stage, recompute=mode, gather_last_units_once=stage == 2))
+        train(model, [batch(rank)])
+        gathers = [op for op in tz.traces_of(model).timeline.ops if op.kind is Kind.GATHER]
+        found[stage, mode] = sum(len(op.params) for op in gathers), tz.full_state_dict(model)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_recomputing_trains_alike_bit_for_bit(ranks_pool: RanksPool, world_size: int) -> None:
+    for found in ranks_pool.run(world_size, run_modes):
+        for (stage, mode), (gathered, weights) in found.items():
+            plain, right = found[stage, "none"]
+            assert gathered - plain == (VECTORS if (stage, mode) == (3, "units") else 0)
+            for path, weight in weights.items():
+                assert torch.equal(weight, right[path]), (stage, mode, path)
 
 
 # Random numbers

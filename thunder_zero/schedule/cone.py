@@ -62,6 +62,18 @@ def regathered(timeline: Timeline, inside: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
+def needed_again(timeline: Timeline, chain: Mapping[str, int]) -> set[str]:
+    """The values of ``chain``, forward's cone, that backward needs: those that it reads, and those they come from."""
+    needed: set[str] = set()
+    reads = [read for op in timeline.ops[:-1] if op.backward for read in op.reads]
+    while reads:
+        name = reads.pop()
+        if name in chain and name not in needed:
+            needed.add(name)
+            reads += timeline.ops[chain[name]].reads
+    return needed
+
+
 def last_reads(timeline: Timeline, inside: Mapping[str, int]) -> dict[str, int]:
     """For each value of the cone ``inside``, the last position where its memory is still needed.
 

@@ -15,10 +15,10 @@ from itertools import groupby
 
 from thunder_zero.plan import Plan
 from thunder_zero.schedule.bucket import bucket
-from thunder_zero.schedule.cone import cone, regathered
+from thunder_zero.schedule.cone import cone, needed_again, regathered
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.prefetch import prefetch
-from thunder_zero.schedule.regather import needed_again, regather
+from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
 from thunder_zero.schedule.units import runs, touches
 

@@ -29,7 +29,7 @@ from functools import cached_property
 from itertools import takewhile
 
 from thunder_zero.plan import ROOT
-from thunder_zero.schedule.cone import cone, last_reads
+from thunder_zero.schedule.cone import cone, last_reads, regathered
 from thunder_zero.schedule.copies import copies, reads_renamed
 from thunder_zero.schedule.min_cut import cheapest_to_keep
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
@@ -52,6 +52,15 @@ def recompute(timeline: Timeline) -> Timeline:
         if not placement.refused:
             return timeline.with_ops(placement.ops, placement.values)
         refused |= placement.refused
+
+
+def saved_bytes(timeline: Timeline) -> int:
+    """Bytes that forward computes or gathers and backward reads: of each memory once, without parameters that backward
+    gathers again, or must (``repair_fusion.py``)."""
+    again = regathered(timeline, cone(timeline))
+    forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in again}
+    read = {name for op in timeline.ops[:-1] if op.backward for name in op.reads}
+    return sum(map(timeline.nbytes, {timeline.memory(name) for name in read & forward}))
 
 
 @dataclass(frozen=True)
@@ -186,10 +195,7 @@ def _is_computed(halves: _Halves, name: str, computed: set[str], nodes: Mapping[
     if name in halves.gathered:  # of the cone: what backward reads is there, the rest can be computed
         return name not in halves.read and halves.timeline.ops[halves.writer[name]].kind is Kind.COMPUTE
     memory = halves.timeline.memory(name)
-    if memory in computed or memory == name or memory not in nodes:
-        return memory in computed
-    is_larger = halves.timeline.nbytes(name) > halves.timeline.nbytes(memory)  # an expanded view of memory that is kept
-    return is_larger or name not in halves.read
+    return memory in computed or (memory in nodes and memory != name)  # a view of what is saved, which costs nothing
 
 
 def _graph(halves: _Halves, refused: set[int]) -> tuple[list[str], dict[str, set[str] | None], set[str]]:

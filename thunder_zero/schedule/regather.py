@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from thunder_zero.schedule.cone import cone, regathered
+from thunder_zero.schedule.cone import cone, needed_again, regathered
 from thunder_zero.schedule.copies import copies, reads_renamed
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.schedule.units import is_vector, runs, touches
@@ -46,18 +46,6 @@ def _again_in_backward(timeline: Timeline) -> Timeline:
             op = reads_renamed(op, names)
         ops.append(op)
     return timeline.with_ops([*ops, timeline.ops[-1]], values)  # the return reads forward's outputs as they are
-
-
-def needed_again(timeline: Timeline, chain: Mapping[str, int]) -> set[str]:
-    """The values of ``chain``, forward's cone, that backward needs: those that it reads, and those they come from."""
-    needed: set[str] = set()
-    reads = [read for op in timeline.ops[:-1] if op.backward for read in op.reads]
-    while reads:
-        name = reads.pop()
-        if name in chain and name not in needed:
-            needed.add(name)
-            reads += timeline.ops[chain[name]].reads
-    return needed
 
 
 def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, list[str]]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate, zip_longest
 
-from thunder_zero.schedule.cone import cone, last_reads, regathered, returned
+from thunder_zero.plan import ROOT
+from thunder_zero.schedule.cone import cone, last_reads, needed_again, regathered, returned
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, overwritten
 from thunder_zero.schedule.units import NOT_AGAIN, is_vector
 
@@ -81,6 +83,7 @@ def check_schedule(timeline: Timeline, lifted: Timeline) -> None:
     _check_making(timeline)
     _check_results(timeline, [path for path, _ in lifted.gradients])
     _check_lifetimes(timeline)
+    _check_gathered_for(timeline, lifted)
 
 
 def _check_communication(timeline: Timeline) -> None:
@@ -434,6 +437,21 @@ def _check_gathered_again(timeline: Timeline) -> None:
                 why = "is gathered once" if param.gathered_once else "needs one gather in each half"
                 raise _fail(timeline, at, f"gathers {param.path} again after op {gathered[half]}; it {why}")
             gathered[half] = at
+
+
+def _check_gathered_for(timeline: Timeline, lifted: Timeline) -> None:
+    """Backward gathers what its own operations read, and nothing for the sake of what it computes again, but for biases
+    of units if only their borders are saved."""
+    before = replace(lifted, plan=timeline.plan)
+    chain = {name: at for name, at in regathered(before, cone(before)).items() if not before.ops[at].backward}
+    needed = needed_again(before, chain)
+    waits = (op for op in before.ops if before.ends(op, Kind.GATHER))
+    read = {path for op in waits for path, name in zip(op.params, op.writes, strict=True) if name in needed}
+    units = timeline.plan.policy.recompute == "units"
+    for at, op in enumerate(timeline.ops):
+        for param in timeline.params_of(op) if op.kind is Kind.GATHER and op.backward else ():
+            if param.path not in read and not (units and is_vector(param) and param.unit != ROOT):
+                raise _fail(timeline, at, f"gathers {param.path} in backward, which only copies read")
 
 
 def _check_saved(timeline: Timeline, inside: Mapping[str, int]) -> None:

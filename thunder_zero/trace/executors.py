@@ -7,10 +7,14 @@ order of lines decides what is fused. Neither of our two executors fuses anythin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from types import FunctionType
 
 from thunder_zero.schedule import passes
+from thunder_zero.schedule.recompute import saved_bytes
 from thunder_zero.schedule.repair_fusion import repair_fusion
+from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.trace.emit import emit
 from thunder_zero.trace.lift import is_joint, lift, proxies_in
 from thunder_zero.trace.symbols import ZeroExecutor
@@ -39,6 +43,7 @@ class ScheduleJointTrace(JointPass):
 
     def __init__(self, executor: ZeroExecutor) -> None:
         super().__init__("thunder_zero_schedule", executor)
+        self.scheduled: TraceCtx | None = None  # the latest joint trace, before fusion
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         """The joint trace, scheduled by the passes (:mod:`thunder_zero.schedule.passes`)."""
@@ -48,26 +53,51 @@ class ScheduleJointTrace(JointPass):
         timeline = passes.run(lifted)
         trained = frozenset(path for path, _ in lifted.gradients)
         self.executor.program = replace(self.executor.program, plan=timeline.plan, trained=trained, lifted=lifted)
-        return emit(trace, timeline, self.executor)
+        self.scheduled = emit(trace, timeline, self.executor)
+        return self.scheduled
 
 
 class RepairFusion(JointPass):
     """Repairs the schedule after the fusers; the last executor.
 
     Thunder's rematerialisation may make a fused region of backward recompute from an input of a region of forward, and
-    that input may be a gathered parameter.
+    that input may be a gathered parameter. It weighs a tensor by its dtype alone, so it may also make forward save
+    more bytes than were scheduled: then the fusers run once more without it, and what saves less is taken.
     """
 
-    def __init__(self, executor: ZeroExecutor) -> None:
+    def __init__(self, executor: ZeroExecutor, schedule: ScheduleJointTrace, fusers: Sequence[FusionExecutor]) -> None:
         super().__init__("thunder_zero_repair_fusion", executor)
+        self.schedule = schedule
+        self.fusers = fusers
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         """The fused joint trace, repaired (:mod:`thunder_zero.schedule.repair_fusion`)."""
+        scheduled = self.schedule.scheduled
+        self.schedule.scheduled = None
         if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
             return trace
-        timeline = replace(lift(trace, self.executor), plan=self.executor.program.plan)
+        timeline = self._lifted(trace)
+        if scheduled is not None and saved_bytes(timeline) > saved_bytes(self._lifted(scheduled)):
+            for fuser in self.fusers:
+                scheduled = fused_only(fuser, scheduled)
+            other = self._lifted(scheduled)
+            if saved_bytes(other) < saved_bytes(timeline):
+                trace, timeline = scheduled, other
         repaired = repair_fusion(timeline)
         return trace if repaired is timeline else emit(trace, repaired, self.executor)
+
+    def _lifted(self, trace: TraceCtx) -> Timeline:
+        return replace(lift(trace, self.executor), plan=self.executor.program.plan)
+
+
+def fused_only(fuser: FusionExecutor, trace: TraceCtx) -> TraceCtx:
+    """The trace after a fuser's pass, without Thunder's rematerialisation, which such a pass calls by this name. Runs
+    the pass's code with other globals: a patch of its module would change other models too."""
+    code = type(fuser).fusion_pass
+    names = {**code.__globals__, "rematerialize": lambda trace: trace}
+    only = FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
+    fused: TraceCtx = only(fuser, trace)
+    return fused
 
 
 def drop_replicas(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:

@@ -1,0 +1,283 @@
+"""What the traces of real modules save and compute again, and that the numbers stay the same, bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from examples.gpt import GPT, GPTConfig
+from thunder_zero.policy import RECOMPUTE
+from thunder_zero.trace.work_classes import is_cheap, updated_by
+from thunder_zero.transform import collective_lines, schedule_lines
+
+import thunder
+import thunder.torch as ltorch
+from thunder.executors.torch_compile import torch_compile_ex
+from thunder.extend import add_default_executor, remove_default_executor
+
+pytestmark = pytest.mark.slow
+
+TEXTBOOK = replace(tz.ZERO3, gather_last_units_once=False)
+
+
+def saved(traces: tz.Traces) -> list[tuple[int, ...]]:
+    """Shapes of the tensors that forward saves for backward, without parameters and inputs."""
+    result = traces.forward.bound_symbols[-1].args[1][0]
+    written = {name for op in traces.forward_timeline.ops if op.kind is tz.Kind.COMPUTE for name in op.writes}
+    return sorted(tuple(proxy.shape) for proxy in result if proxy.name in written)
+
+
+# Numbers
+
+
+class BatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)) for _ in range(2)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Dropouts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Perceptron() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.3)), 0.5)
+
+
+class InPlace(nn.Module):
+    """Overwrites a value after another was computed from it, and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(x) * 2
+            a, b = h.tanh(), h[:, 1:].sigmoid()
+            h.mul_(3)
+            x = a.exp() * h.tanh() + b.exp().sum(1, keepdim=True)
+        return x
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "GPT": (lambda: GPT(GPTConfig(2, 8, 2, 4)), lambda: torch.randint(0, 256, (2, 4))),
+    "batch norm": (BatchNorm, lambda: torch.randn(2, 3, 4, 4)),
+    "dropout": (Dropouts, lambda: torch.randn(2, 3, 4)),
+    "in place": (InPlace, lambda: torch.randn(3, 4)),
+}
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def results(name: str, policy: tz.Policy) -> list[Tensor]:
+    """The output, the gradients and the buffers after two steps."""
+    make, inputs = MODELS[name]
+    torch.manual_seed(0)
+    module, x = make(), inputs()
+    model: Any = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
+    torch.manual_seed(1)
+    for _ in range(2):
+        y = model(x)
+        y.square().mean().backward()
+    return [y.detach(), *(param.grad for param in model.parameters()), *(buffer.clone() for buffer in model.buffers())]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(("name", "stage"), [*((name, 3) for name in MODELS), *(("dropout", n) for n in range(3))])
+def test_the_numbers_stay_the_same_bit_for_bit(name: str, stage: int) -> None:
+    for one, other in pairwise(results(name, tz.Policy(stage=stage, recompute=mode)) for mode in RECOMPUTE):
+        assert len(one) > 4
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine.isfinite().all()
+            assert torch.equal(mine, theirs)
+
+
+# What is saved
+
+
+def test_a_gpt_saves_less_and_less() -> None:
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    with torch.device("meta"):
+        module = GPT(GPTConfig(2, 8, 2, 6))
+    none, cheap, units = (
+        saved(tz.trace(module, tokens, policy=replace(TEXTBOOK, recompute=mode), world_size=2)) for mode in RECOMPUTE
+    )
+    assert len(cheap) <= len(none) / 2
+    x, wide = (2, 6, 8), (2, 6, 32)
+    assert Counter(none)[wide] == 8, "the perceptrons save all parts of their GELU"
+    assert Counter(cheap)[wide] == 2, "only what enters it"
+    assert set(units) - {(6,)} == {x}
+    assert Counter(units)[x] == 4, "what enters each block and the last norm; what that returns, since it has a bias"
+
+
+def test_gathers_are_those_without_recomputing() -> None:
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    with torch.device("meta"):
+        module = GPT(GPTConfig(2, 8, 2, 6))
+
+    def lines(policy: tz.Policy) -> list[str]:
+        timeline = tz.trace(module, tokens, policy=policy, world_size=2).timeline
+        return [line for backward in (False, True) for line in schedule_lines(timeline, backward)]
+
+    for policy in (tz.ZERO3, TEXTBOOK, tz.ZERO2, replace(TEXTBOOK, bucket_bytes=2000, prefetch=1)):
+        none, cheap = (lines(replace(policy, recompute=mode)) for mode in ("none", "cheap"))
+        assert none == cheap
+    plain, units = (Counter(gathered(lines(replace(TEXTBOOK, recompute=mode)))) for mode in ("none", "units"))
+    in_blocks = {path for path, _ in module.named_parameters() if path.startswith("blocks")}
+    assert units - plain == Counter({path for path in in_blocks if "bias" in path})
+    assert plain - units == Counter()
+
+
+def gathered(lines: list[str]) -> list[str]:
+    """The parameters of the gathers, each as often as it is gathered."""
+    return [path for line in lines if line.startswith("gather ") for path in line.removeprefix("gather ").split(", ")]
+
+
+class Outer(nn.Module):
+    """Each layer saves ``len(x) * len(y)`` numbers, or ``4 * (len(x) + len(y))`` from which they can be computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]) for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for first, second in zip(self.a, self.b, strict=True):
+            a, b = first(x), second(y)
+            table = (a[:, None] + b[None]).sum(-1).exp()
+            x, y = a + table.mean(1, keepdim=True), b + table.mean(0)[:, None]
+        return x.sum() + y.sum()
+
+
+@pytest.mark.parametrize("mode", ["cheap", "units"])
+def test_launches_do_not_depend_on_shapes(mode: str) -> None:
+    policy = replace(TEXTBOOK, recompute=mode)
+    module = Outer()
+    narrow, square = (
+        tz.trace(module, torch.zeros(rows, 4), torch.zeros(64, 4), policy=policy, world_size=2) for rows in (1, 64)
+    )
+    assert len(saved(narrow)) != len(saved(square)), "the cuts differ"
+    for backward in (False, True):
+        lines_of_half = collective_lines if mode == "units" else schedule_lines  # with frees
+        lines = [lines_of_half(traces.timeline, backward) for traces in (narrow, square)]
+        assert [line for line in lines[0] if "gather" in line or "reduce" in line]
+        assert lines[0] == lines[1]
+
+
+# Fusers
+
+
+@pytest.fixture
+def torch_compile() -> Iterator[None]:
+    add_default_executor(torch_compile_ex)
+    yield
+    remove_default_executor(torch_compile_ex)
+
+
+class Slices(nn.Module):
+    """Backward needs two columns, made from a wide tensor: Thunder would save that one, as one is fewer than two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 64), nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        u, v = h[:, :1].exp() * 2, h[:, 1:2].exp()
+        return self.b(x * 1.5).sum(-1, keepdim=True) * u * v
+
+
+@pytest.mark.usefixtures("torch_compile")
+@pytest.mark.parametrize("mode", ["none", "cheap"])
+def test_thunders_rematerialisation_is_off_where_it_saves_more_bytes(mode: str) -> None:
+    traces = tz.trace(Slices(), torch.zeros(16, 8), policy=tz.Policy(recompute=mode), world_size=2)
+    assert any(line.sym.is_fusion for line in traces.forward.bound_symbols)
+    assert (16, 64) not in saved(traces)
+
+
+@pytest.mark.usefixtures("torch_compile")
+def test_thunders_rematerialisation_stays_on_where_it_saves_fewer() -> None:
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    with torch.device("meta"):
+        module = GPT(GPTConfig(2, 8, 2, 6))
+    shapes = saved(tz.trace(module, tokens, policy=TEXTBOOK, world_size=2))
+    assert Counter(shapes)[2, 6, 32] == 2
+
+
+# Lines
+
+
+def lines_of(function: Callable[..., Any], *args: Tensor) -> list[Any]:
+    trace = thunder.trace()(function, *args)
+    return [line for line in trace.bound_symbols if line.sym.name not in ("unpack_trivial", "python_return")]
+
+
+X = torch.zeros(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: ltorch.gelu(x), True),
+        (lambda x: ltorch.to(x, torch.bfloat16), True),
+        (lambda x: ltorch.transpose(x, 0, 1), True),
+        (lambda x: ltorch.softmax(x, -1), True),
+        (lambda x: ltorch.log_softmax(x, 2), True),
+        (lambda x: ltorch.layer_norm(x, (4,)), True),
+        (lambda x: ltorch.layer_norm(x, (3, 4)), True),
+        (lambda x: ltorch.sum(x, -1), True),
+        (lambda x: ltorch.amax(x, (1, 2)), True),
+        (lambda x: ltorch.softmax(x, 1), False),
+        (lambda x: ltorch.sum(x, (0, 2)), False),
+        (lambda x: ltorch.sum(x), False),
+        (lambda x: ltorch.var_mean(x, (0, 1)), False),
+        (lambda x: ltorch.matmul(x, ltorch.transpose(x, 1, 2)), False),
+        (lambda x: ltorch.dropout(x, 0.5), False),
+        (lambda x: ltorch.embedding(ltorch.to(x, torch.int64), x[0]), False),
+        (lambda x: ltorch.max_pool1d(x, 2), False),
+    ],
+)
+def test_what_is_cheap(function: Callable[[Any], Any], expected: bool) -> None:
+    assert all(map(is_cheap, lines_of(function, X))) == expected
+
+
+def test_what_is_overwritten() -> None:
+    (line,) = lines_of(lambda x, y: ltorch.copy_(x, y), X, X)
+    assert "x" in [proxy.name for proxy in updated_by(line)]
+    timeline = tz.trace(BatchNorm(), torch.zeros(2, 3, 4, 4), policy=tz.DDP, world_size=2).timeline
+    changed = {name for op in timeline.ops for name in op.updates}
+    assert {name for name in timeline.inputs if "running" in name} <= changed
