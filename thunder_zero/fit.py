@@ -7,6 +7,7 @@ the bytes. The difference from the exact forecast (``tz.memory``) of one compila
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,14 +23,13 @@ from thunder_zero.forecast.figures import Memory
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.forecast.memory import memory
 from thunder_zero.plan import ROOT
-from thunder_zero.policy import STAGES, ZERO3, MiB, Policy, is_count
+from thunder_zero.policy import STAGES, ZERO3, Policy, is_count
 from thunder_zero.report.trace_printer import size
 from thunder_zero.report.trade import Trade, print_trade
 from thunder_zero.schedule.budget import Choice, cheapest
 from thunder_zero.schedule.candidate import Candidate
 from thunder_zero.schedule.timeline import Timeline
 
-SIZES = tuple((bucket * MiB, 2 * bucket * MiB) for bucket in (16, 8, 4, 2, 1))  # bytes of a bucket, in flight
 COMPILATIONS = 3  # that confirm a choice
 CORRECTIONS = 8  # of a choice whose parts add up to more than it was chosen for
 STEPS = 7  # of the printed trade
@@ -147,9 +147,14 @@ class Search:
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Bytes of a bucket and in flight: those that were asked for, and smaller ones."""
+        """Bytes of a bucket and in flight: those that were asked for, and smaller ones: two units, one, nothing."""
         most = self.asked.bucket_bytes, self.asked.in_flight_bytes
-        return (most, *(size for size in SIZES if size[0] < most[0] and size[1] < most[1]))
+        counts: Counter[str] = Counter()
+        for param in self.lifted.plan.params:
+            counts[param.unit] += max(param.full_bytes, param.grad_bytes)
+        largest = max(counts.values())
+        smaller = ((min(most[0], in_flight // 2), in_flight) for in_flight in (2 * largest, largest, 0))
+        return (most, *(sizes for sizes in smaller if sizes[1] < most[1]))
 
     def _best_of(self, sizes: tuple[int, int], target: int) -> Choices | None:
         units = self._units(sizes)

@@ -447,10 +447,10 @@ def _check_gathered_for(timeline: Timeline, lifted: Timeline) -> None:
     needed = needed_again(before, chain)
     waits = (op for op in before.ops if before.ends(op, Kind.GATHER))
     read = {path for op in waits for path, name in zip(op.params, op.writes, strict=True) if name in needed}
-    units = timeline.plan.policy.recompute == "units"
+    whole = timeline.plan.recomputed
     for at, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER and op.backward else ():
-            if param.path not in read and not (units and is_vector(param) and param.unit != ROOT):
+            if param.path not in read and not (param.unit in whole and is_vector(param)):
                 raise _fail(timeline, at, f"gathers {param.path} in backward, which only copies read")
 
 

@@ -1,0 +1,89 @@
+"""The cheapest choices of units that fit into memory, beside all choices; and the estimate of bytes alive."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.harness.small_timelines import model
+from thunder_zero.policy import Policy
+from thunder_zero.schedule.alive import alive_bytes
+from thunder_zero.schedule.budget import Choice, cheapest
+from thunder_zero.schedule.candidate import Candidate, flops_of
+from thunder_zero.schedule.passes import run
+from thunder_zero.schedule.timeline import Kind, Op, Value, Work
+
+UNITS = 10
+CHOICES = st.builds(Choice, left=st.integers(0, 9), peak=st.integers(0, 20), cost=st.integers(0, 9))
+
+
+def fits(chosen: tuple[Choice, ...], budget: int) -> bool:
+    return all(sum(one.left for one in chosen[:at]) + choice.peak <= budget for at, choice in enumerate(chosen))
+
+
+def least_cost(units: list[list[Choice]], budget: int) -> float | None:
+    costs = (sum(choice.cost for choice in chosen) for chosen in product(*units) if fits(chosen, budget))
+    return min(costs, default=None)
+
+
+@given(st.lists(st.lists(CHOICES, min_size=2, max_size=2), min_size=UNITS, max_size=UNITS), st.integers(0, 120))
+def test_no_worse_than_exhaustive_search_on_ten_units(units: list[list[Choice]], budget: int) -> None:
+    expected, numbers = least_cost(units, budget), cheapest(units, budget)
+    if expected is None or numbers is None:
+        assert expected is None
+        assert numbers is None
+        return
+    chosen = tuple(choices[number] for choices, number in zip(units, numbers, strict=True))
+    assert fits(chosen, budget)
+    assert sum(choice.cost for choice in chosen) == expected
+
+
+def test_more_memory_never_costs_more() -> None:
+    save, again = Choice(left=8, peak=10, cost=0), Choice(left=1, peak=12, cost=5)
+    costs = []
+    for budget in range(12, 90):
+        numbers = cheapest([[save, again]] * UNITS, budget)
+        costs.append(sum(numbers or ()) * 5 if numbers else None)
+    found = [cost for cost in costs if cost is not None]
+    assert costs[0] is None
+    assert found == sorted(found, reverse=True)
+    assert found[-1] == 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_bytes_alive_of_a_schedule(stage: int) -> None:
+    """Two units of 8 x 8 numbers, 256 bytes each; the other values have 8 bytes."""
+    timeline = run(model(Policy(stage, gather_last_units_once=False, prefetch=0, in_flight_bytes=0), "a.w", "b.w"))
+    alive = alive_bytes(timeline)
+    gathers = [at for at, op in enumerate(timeline.ops) if op.kind is Kind.GATHER]
+    full = timeline.full_bytes(timeline.ops[gathers[0]])
+    assert alive[gathers[0]] == full
+    both = 2 if stage == 2 else 1  # ZeRO-2 holds both when the second is gathered
+    assert both * full <= alive[gathers[1]] < both * full + 100
+    assert len(gathers) == (2 if stage == 2 else 4)
+
+
+def test_a_candidate_by_unit() -> None:
+    lifted = model(Policy(gather_last_units_once=False, prefetch=0, in_flight_bytes=0), "a.w", "b.w", "c.w")
+    plain = Candidate(lifted, lifted.plan.policy)
+    units = plain.units
+    assert len(units) == 3
+    assert [len(plain.segments[unit]) > 0 for unit in units] == [True] * 3
+    assert max(plain.alive) == plain.peak
+    kept = Candidate(lifted, Policy(gather_last_units_once=False, prefetch=0, in_flight_bytes=0, keep_units=units))
+    assert kept.sent < plain.sent  # no second gather
+    assert kept.cost < plain.cost
+    assert all(kept.left[unit] > plain.left[unit] for unit in units)  # but the parameter stays
+    assert plain.flops == kept.flops == 0
+
+
+def test_the_flops_of_a_product() -> None:
+    """(2, 3) times (3, 5): 2 x 2 x 3 x 5."""
+    timeline = model(Policy(), "a.w")
+    values = {"x": Value(24, "float32"), "w": Value(30, "bfloat16"), "y": Value(40, "float32")}
+    op = Op(Kind.COMPUTE, ("x", "w"), ("y",), work=Work.MATMUL)
+    assert flops_of(op, timeline.with_ops((op,), values)) == pytest.approx(60)
+    assert flops_of(Op(Kind.COMPUTE, ("x",), ("y",), work=Work.POINTWISE), timeline.with_ops((), values)) == 10

@@ -1,0 +1,71 @@
+"""``tz.fit`` on several ranks: rank 0 decides for all, and the measured peak is within the budget."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from examples.tensor_memory import added_at_peak, bytes_held
+from tests.harness.errors import raised
+from tests.harness.models import sharded
+from tests.harness.ranks import RanksPool
+
+pytestmark = pytest.mark.slow
+
+WIDTH, ROWS, BLOCKS = 128, 128, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.nn.functional.gelu(self.up(x)))
+        return y
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def fit(rank: int, world_size: int, shares: tuple[float, ...]) -> dict[str, Any]:
+    x = torch.randn(ROWS, WIDTH)
+    plain = tz.memory(tz.trace(net(), x, world_size=world_size), loss=loss_of).peak
+    refusal = raised(lambda: tz.fit(net(), (x,), memory_bytes=1000, file=StringIO()))
+    found = []
+    for share in shares:
+        budget = int(share * plain)
+        policy = tz.fit(net(), (x,), memory_bytes=budget, loss=loss_of, file=StringIO())
+        found.append((policy, budget, peak_of(policy, x)))
+    return {"refusal": refusal, "found": found}
+
+
+def peak_of(policy: tz.Policy, x: Tensor) -> int:
+    model = sharded(net(), policy)
+
+    def step() -> None:
+        loss_of(model(x)).backward()
+
+    step()
+    model.zero_grad()
+    return bytes_held([*model.parameters(), x]) + added_at_peak(step, torch.device("cpu"))
+
+
+def test_all_ranks_have_rank_0s_policy_which_fits(ranks_pool: RanksPool) -> None:
+    first, second = ranks_pool.run(2, fit, (0.85, 1.2))
+    assert [policy for policy, *_ in first["found"]] == [policy for policy, *_ in second["found"]]
+    assert first["refusal"] == second["refusal"]
+    assert first["refusal"].startswith("DoesNotFit: no policy fits into 0.98 KiB")
+    for _, budget, peak in (*first["found"], *second["found"]):
+        assert peak <= budget
