@@ -32,6 +32,7 @@ from thunder_zero.schedule.timeline import Timeline
 
 COMPILATIONS = 3  # that confirm a choice
 CORRECTIONS = 8  # of a choice whose parts add up to more than it was chosen for
+TRIES = 24  # of cheaper choices for single units
 STEPS = 7  # of the printed trade
 
 Forecast = Callable[[Policy], tuple[Traces, Memory]]
@@ -102,6 +103,11 @@ class Choices:
     bucket_bytes: int
     in_flight_bytes: int
 
+    def name_of(self, unit: str) -> str:
+        """The name of the choice of a unit."""
+        parts = ("keep" * (unit in self.keep_units), "again" * (unit in self.recompute_units))
+        return " ".join(filter(None, parts))
+
     def policy(self, asked: Policy) -> Policy:
         """The policy that was asked for, with these choices."""
         return replace(
@@ -167,9 +173,25 @@ class Search:
             choices = _choices(names, sizes)
             excess = self.candidate(choices).peak - target
             if excess <= 0:
-                return choices
+                return self._improved(choices, units, target)
             aim -= excess
         return None
+
+    def _improved(self, choices: Choices, units: list[tuple[str, list[Choice]]], target: int) -> Choices:
+        """The choices, with cheaper ones for single units while they fit: the sum of parts is never less than the
+        whole, but may be more."""
+        names = {unit: choices.name_of(unit) for unit, _ in units if unit != ROOT}
+        tries = TRIES
+        for unit, possible in units:
+            for choice in sorted(possible, key=lambda one: one.cost):
+                if unit == ROOT or choice.name == names[unit] or not tries:
+                    break
+                tries -= 1
+                other = _choices(names | {unit: choice.name}, (choices.bucket_bytes, choices.in_flight_bytes))
+                is_cheaper = self.candidate(other).cost < self.candidate(choices).cost
+                if is_cheaper and self.candidate(other).peak <= target:
+                    choices, names = other, names | {unit: choice.name}
+        return choices
 
     def _units(self, sizes: tuple[int, int]) -> list[tuple[str, list[Choice]]]:
         """For each unit, in the order of forward, what each choice leaves, needs and costs, if all units choose alike;
@@ -224,8 +246,12 @@ def _trade(search: Search, beside: int, best: Choices) -> Iterator[Trade]:
     least, most = search.least, search.candidate(cheapest_of_all).peak
     targets = [least + (most - least) * step // (STEPS - 1) for step in range(STEPS)]
     found = dict.fromkeys(choices for target in targets if (choices := search.best(target)) is not None)
+    cost = float("inf")
     for choices in sorted({*found, best}, key=lambda choices: search.candidate(choices).peak):
         one = search.candidate(choices)
+        if one.cost >= cost and choices != best:
+            continue
+        cost = one.cost
         yield Trade(
             peak=one.peak + beside,
             sent=one.sent,

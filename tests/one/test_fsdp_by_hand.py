@@ -136,12 +136,12 @@ def code_lines(shown: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "launches", "saved"),
-    [("15.", "4 gathers, 4 reductions", "(3, 5)"), ("16.", "3 gathers, 2 reductions", "(2, 5)")],
+    [("15.", "4 gathers, 4 reductions", "(3, 5), (6, 5)"), ("16.", "3 gathers, 2 reductions", "(2, 5)")],
 )
 def test_two_ranks_compute_the_plain_modules_numbers(
     on_ranks: dict[str, str], step: str, launches: str, saved: str
 ) -> None:
-    """As lowered, forward saves the full down.weight; in ZeRO-3's order, a shard of it."""
+    """As lowered, forward saves the full down.weight and two values of its activation; scheduled, a shard and one."""
     _, *ranks = re.split(r"^rank \d", section(on_ranks, step), flags=re.MULTILINE)
     assert len(ranks) == 2
     for text in ranks:

@@ -254,6 +254,7 @@ X = torch.zeros(2, 3, 4)
     [
         (lambda x: ltorch.gelu(x), True),
         (lambda x: ltorch.to(x, torch.bfloat16), True),
+        (lambda x: ltorch.to(x, "meta"), False),
         (lambda x: ltorch.transpose(x, 0, 1), True),
         (lambda x: ltorch.softmax(x, -1), True),
         (lambda x: ltorch.log_softmax(x, 2), True),

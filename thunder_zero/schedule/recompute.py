@@ -49,7 +49,7 @@ def recompute(timeline: Timeline) -> Timeline:
     while True:
         placement = _Placement(halves, _chain(halves, refused))
         placement.run()
-        if not placement.refused:
+        if placement.refused <= refused:
             return timeline.with_ops(placement.ops, placement.values)
         refused |= placement.refused
 

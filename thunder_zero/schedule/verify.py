@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate, zip_longest
 
-from thunder_zero.plan import ROOT
 from thunder_zero.schedule.cone import cone, last_reads, needed_again, regathered, returned
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, overwritten
 from thunder_zero.schedule.units import NOT_AGAIN, is_vector

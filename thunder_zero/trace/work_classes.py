@@ -83,7 +83,7 @@ def is_cheap(bsym: BoundSymbol) -> bool:
     """Whether a line does pointwise work, makes views, or reduces the last dimensions, and nothing else."""
     name = bsym.sym.name
     if WORK.get(name) in (Work.POINTWISE, Work.VIEW):
-        return name not in NOT_CHEAP
+        return NOT_CHEAP.isdisjoint(symbol_names(bsym))
     if bsym.subsymbols:
         return all(map(is_cheap, bsym.subsymbols))
     return name in OF_ROWS and _reduces_last(bsym)
