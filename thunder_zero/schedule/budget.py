@@ -1,4 +1,4 @@
-"""Chooses for each unit what to keep from forward to backward, so that a step fits into memory at the least cost.
+"""Chooses what each unit keeps for backward, so that a step fits into memory at the least cost.
 
 When backward comes to a unit, all earlier ones still hold what they left for backward. So the choices of units a, b, c,
 in the order of forward, fit if::
