@@ -141,7 +141,7 @@ def code_lines(shown: str) -> list[str]:
 def test_two_ranks_compute_the_plain_modules_numbers(
     on_ranks: dict[str, str], step: str, launches: str, saved: str
 ) -> None:
-    """As lowered, forward saves the full down.weight and two values of its activation; scheduled, a shard and one."""
+    """As lowered, forward saves the full down.weight and two values of silu; as scheduled, a shard and one."""
     _, *ranks = re.split(r"^rank \d", section(on_ranks, step), flags=re.MULTILINE)
     assert len(ranks) == 2
     for text in ranks:
