@@ -183,7 +183,10 @@ class Replay:
             self._becomes(tensor, Holds.TEMPORARY, Holds.LOSS)
         root = torch.empty(0, device=META, requires_grad=True)
         with torch.enable_grad():
-            return {id(each): _Given.apply(root, each) if each.is_floating_point() else each for each in flat}
+            return {
+                id(each): _Given.apply(root, each) if each.is_floating_point() else each  # type: ignore[no-untyped-call]
+                for each in flat
+            }
 
     def _returned(self, output: Sequence[Any]) -> Any:
         """What the model returns, made of what the forward trace does; inputs that are handed on are left out."""
