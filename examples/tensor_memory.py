@@ -1,6 +1,6 @@
-"""Counts bytes of tensors: those held at rest, and the most alive at one time in a training step.
+"""Counts bytes of tensors: those held at rest, and those that a training step, or each part of one, adds to them.
 
-Both count tensors' memory, not the process's: they leave out Python, torch's libraries and gloo's buffers. The peak
+All count tensors' memory, not the process's: they leave out Python, torch's libraries and gloo's buffers. The peak
 has the tensors of all threads, and so those of the transport.
 """
 
@@ -10,14 +10,18 @@ import ctypes
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+MARK = "part of the step: "
 
 
 def bytes_held(tensors: Iterable[Tensor]) -> int:
@@ -29,20 +33,43 @@ def bytes_held(tensors: Iterable[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Bytes that a step adds to those alive before it: at the end of one of its parts, and at most during it."""
+
+    at_end: int
+    highest: int
+
+
 def added_at_peak(step: Callable[[], object], device: torch.device) -> int:
     """Run ``step`` once; return the most bytes alive at one time, less those alive before it."""
+    return added_in_parts({"step": step}, device)["step"].highest
+
+
+def added_in_parts(parts: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, Added]:
+    """Run the parts of a step, one after the other; return what each adds to the bytes alive before the first."""
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        return torch.cuda.max_memory_allocated(device) - before
+        return _added_on_cuda(parts, device)
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else it prints its start and stop
     with counting_all_threads(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
+        for name, run in parts.items():
+            with record_function(MARK + name):
+                run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.json"
         profiler.export_chrome_trace(str(path))
-        return highest_added(json.loads(path.read_text())["traceEvents"])
+        return added_by_mark(json.loads(path.read_text())["traceEvents"])
+
+
+def _added_on_cuda(parts: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, Added]:
+    before = torch.cuda.memory_allocated(device)
+    found = {}
+    for name, run in parts.items():
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        now, highest = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        found[name] = Added(now - before, highest - before)
+    return found
 
 
 @contextmanager
@@ -58,9 +85,20 @@ def counting_all_threads() -> Iterator[None]:
         flag.value = False
 
 
-def highest_added(events: list[dict[str, Any]]) -> int:
-    """The highest total after one of the profiler's memory events, less the total before the first of them."""
+def added_by_mark(events: Iterable[dict[str, Any]]) -> dict[str, Added]:
+    """What each marked part adds, from the profiler's events: marks, and totals after each allocation and free."""
+    marks = [event for event in events if event["name"].startswith(MARK)]
     changes = [event for event in events if event["name"] == "[memory]"]
     changes.sort(key=lambda event: (event["ts"], event["args"]["Ev Idx"]))  # the index alone orders each thread's
     totals = [int(event["args"]["Total Allocated"]) for event in changes]
-    return max(totals) - (totals[0] - int(changes[0]["args"]["Bytes"])) if totals else 0
+    times = [event["ts"] for event in changes]
+    marks.sort(key=lambda mark: mark["ts"])
+    starts = [bisect_left(times, mark["ts"]) for mark in marks]
+    first = starts[0] if starts else 0
+    before = totals[first] - int(changes[first]["args"]["Bytes"]) if first < len(changes) else 0
+    found, now = {}, before
+    for mark, start, end in zip(marks, starts, [*starts[1:], len(totals)], strict=True):
+        during = [now, *totals[start:end]]
+        now = during[-1]
+        found[mark["name"].removeprefix(MARK)] = Added(now - before, max(during) - before)
+    return found

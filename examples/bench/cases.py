@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz  # before thunder
 from examples.bench.model import Size, loss_of, make_batch, make_model
+from examples.gpt import GPT, GPTConfig
 
 from thunder.executors.torch_compile import torch_compile_ex
 
@@ -46,6 +49,7 @@ class Case:
         fused: runs with ``torch_compile_ex``.
         deferring: measures the second micro-batch under ``no_sync``.
         training: False: forward alone, under ``torch.no_grad``.
+        peer: a key of ``PEERS``, which trains the same and is measured beside it; "" for none.
     """
 
     task: str
@@ -54,6 +58,19 @@ class Case:
     fused: bool = False
     deferring: bool = False
     training: bool = True
+    peer: str = ""
+
+    @property
+    def words(self) -> str:
+        """What is special about it, such as "GPT, stage 3, 3 ranks"; a name in tables and data files."""
+        special = {
+            f"{self.world_size} ranks": self.world_size != 2,
+            "torch_compile_ex": self.fused,
+            "bfloat16": self.policy.mixed_precision != tz.MixedPrecision(),
+            "no_sync": self.deferring,
+            "forward alone": not self.training,
+        }
+        return ", ".join((self.task, f"stage {self.policy.stage}", *(word for word, holds in special.items() if holds)))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -61,12 +78,18 @@ class Case:
         return {"executors": [torch_compile_ex]} if self.fused else {}
 
 
-def gpt_tokens() -> Mapping[str, Tensor]:
-    return {"tokens": make_batch(Size(), rank=0)[0]}
+def small_gpt() -> nn.Module:
+    """A GPT of 4 blocks that knows bytes only."""
+    torch.manual_seed(0)
+    return GPT(GPTConfig(SMALL.blocks, SMALL.width, SMALL.heads, SMALL.tokens))
 
 
-def gpt_loss(logits: Tensor) -> Tensor:
-    return loss_of(logits, make_batch(Size(), rank=0)[1])
+def tokens_of(size: Size) -> Callable[[], Mapping[str, Tensor]]:
+    return lambda: {"tokens": make_batch(size, rank=0)[0]}
+
+
+def next_token_loss(size: Size) -> Callable[[Tensor], Tensor]:
+    return lambda logits: loss_of(logits, make_batch(size, rank=0)[1])
 
 
 class Checkpointed(nn.Module):
@@ -85,6 +108,22 @@ def checkpointed_gpt() -> nn.Module:
     model = make_model(Size())
     model.blocks = nn.ModuleList(Checkpointed(block) for block in model.blocks)
     return model
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    """Shard a GPT by blocks; parameters are freed after forward and after backward."""
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def fsdp2_checkpointed(model: nn.Module) -> nn.Module:
+    """The same, and backward computes every block again."""
+    blocks = model.get_submodule("blocks")
+    for name, block in list(blocks.named_children()):
+        blocks.register_module(name, checkpoint_wrapper(block.block if isinstance(block, Checkpointed) else block))
+    return fsdp2(model)
 
 
 def llama() -> nn.Module:
@@ -167,20 +206,27 @@ def images(name: str) -> Callable[[], Mapping[str, Tensor]]:
     return lambda: {name: torch.randn(IMAGES, 3, PIXELS, PIXELS)}
 
 
+BENCH, SMALL = Size(), Size(blocks=4, width=256, heads=4, vocabulary=256)
 TASKS = {
-    "GPT": Task(lambda: make_model(Size()), gpt_tokens, gpt_loss),
-    "GPT, checkpointed": Task(checkpointed_gpt, gpt_tokens, gpt_loss),
+    "small GPT": Task(small_gpt, tokens_of(SMALL), next_token_loss(SMALL)),
+    "GPT": Task(lambda: make_model(BENCH), tokens_of(BENCH), next_token_loss(BENCH)),
+    "GPT, checkpointed": Task(checkpointed_gpt, tokens_of(BENCH), next_token_loss(BENCH)),
     "Llama": Task(llama, llama_inputs, lambda output: output["loss"]),
     "ViT": Task(vit, images("pixel_values"), lambda output: class_loss(output["logits"])),
     "ResNet": Task(ResNet, images("images"), class_loss),
 }
+PEERS = {"FSDP2": fsdp2, "FSDP2, checkpoint_wrapper": fsdp2_checkpointed}
 BFLOAT16 = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 STAGES = (tz.ZERO1, tz.ZERO2, tz.ZERO3)
 CASES = (
-    *(Case("GPT", policy) for policy in STAGES),
+    *(Case("small GPT", policy) for policy in STAGES[:2]),
+    Case("small GPT", tz.ZERO3, peer="FSDP2"),
+    Case("small GPT", tz.ZERO3, fused=True),
+    *(Case("GPT", policy) for policy in STAGES[:2]),
+    Case("GPT", tz.ZERO3, peer="FSDP2"),
     Case("GPT", tz.ZERO3, world_size=3),
     Case("GPT", tz.ZERO3, fused=True),
-    Case("GPT, checkpointed", tz.ZERO3),
+    Case("GPT, checkpointed", tz.ZERO3, peer="FSDP2, checkpoint_wrapper"),
     Case("GPT", tz.ZERO2, deferring=True),
     Case("GPT", replace(tz.ZERO3, mixed_precision=BFLOAT16)),
     Case("GPT", tz.ZERO3, training=False),

@@ -1,149 +1,94 @@
-"""Forecasts the peak memory of training steps, and measures it: a table of both.
+"""Forecasts the memory of training steps, measures it, and writes both into docs/memory.md.
 
-    python -m examples.bench.memory                 # all cases, about 20 minutes on two cores
-    python -m examples.bench.memory GPT ResNet      # these models only
+    python -m examples.bench.memory                 # everything on the page: about 30 minutes on two cores
+    python -m examples.bench.memory GPT ResNet      # the rows of these models; the others stay
+    python -m examples.bench.memory --no-rows       # all but the rows: workspaces, curves and the printed example
+    python -m examples.bench.memory --page          # the page again from docs/memory.json, nothing measured
 
-The forecast (``tz.memory``) runs in this process, on the meta device. The measurement runs on as many processes as the
-case has ranks, on gloo, and reads the record of torch's allocator (``tensor_memory.py``): the bytes at rest, and those
-that a step adds to them at its peak. They share no code. The figures are those of rank 0, which has the most rows.
+``step_memory.py`` forecasts and measures, ``memory_table.py`` has the data file and the tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import tempfile
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import io
+import platform
+import re
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import astuple, replace
+from importlib.metadata import version
+from time import perf_counter
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
-from torch import multiprocessing
 
-import thunder_zero as tz  # before thunder
 from examples.bench.cases import CASES, TASKS, Case
-from examples.tensor_memory import added_at_peak, bytes_held
+from examples.bench.memory_table import PAGE, Data, Row, merged, mib, percent, read_data, write
+from examples.bench.step_memory import Peaks, forecast, measure, peak_of_peer
+from examples.bench.workspaces import measured_workspaces
 
-import thunder
-
-CPU = torch.device("cpu")
-MiB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Peaks:
-    """Bytes at rest, and at the peaks of forward and backward and of the optimizer's step (0: there is none)."""
-
-    at_rest: int
-    peak: int
-    optimizer_step: int
+console = Console(highlight=False)
 
 
-def forecast(case: Case) -> Peaks:
-    """The peaks of rank 0, without processes and without values."""
-    task = TASKS[case.task]
-    with torch.device("meta"):
-        model = task.model()
-    model.train(case.training)
-    with nullcontext() if case.training else torch.no_grad():
-        traces = tz.trace(
-            model,
-            **task.inputs(),
-            policy=case.policy,
-            world_size=case.world_size,
-            synced=not case.deferring,
-            **case.options,
-        )
-    memory = tz.memory(traces, loss=task.loss, optimizer=torch.optim.AdamW, accumulating=case.deferring)
-    return Peaks(memory.at_rest, memory.peak, memory.optimizer_step or 0)
+def row_of(case: Case) -> Row:
+    """Forecast a case and measure it, and its peer."""
+    memory = forecast(case)
+    expected = Peaks(memory.at_rest, memory.peak, memory.optimizer_step or 0)
+    found = measure(case).peaks
+    pairs = zip(astuple(found), astuple(expected), strict=True)
+    peer = peak_of_peer(case) if case.peer else None
+    return Row(case.words, versions(), *pairs, peer=peer)
 
 
-def measure(case: Case) -> Peaks:
-    """The peaks of rank 0 in a step of real processes, after one that warms up."""
-    with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(train, (case, folder), nprocs=case.world_size)
-        return Peaks(**json.loads((Path(folder) / "peaks.json").read_text()))
+def measure_rows(cases: Sequence[Case], data: Data) -> Data:
+    """Measure these cases; the file and the page have each row as soon as it is there."""
+    order = [case.words for case in CASES]
+    for number, case in enumerate(cases, 1):
+        console.print(f"{number:2} of {len(cases)}  {case.words:36}", style="dim", end=" ")
+        begin = perf_counter()
+        row = row_of(case)
+        peer = "" if row.peer is None else f", {case.peer} {mib(row.peer)}"
+        seconds = perf_counter() - begin
+        console.print(f"{mib(row.peak[0])} MiB, forecast {percent(row.off)}{peer}  ({seconds:.0f} s)", style="dim")
+        data = replace(data, rows=merged(data.rows, [row], order))
+        write(data)
+    return data
 
 
-def train(rank: int, case: Case, folder: str) -> None:
-    """One rank: take two steps, and count in the second."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), case.world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size)
-    torch.manual_seed(0)
-    task = TASKS[case.task]
-    model = thunder.jit(task.model().train(case.training), transforms=[tz.ZeroTransform(case.policy)], **case.options)
-    optimizer = torch.optim.AdamW(model.parameters())
-    inputs = task.inputs()
-
-    def forward_and_backward() -> None:
-        if case.training:
-            task.loss(model(**inputs)).backward()
-        else:
-            with torch.no_grad():
-                model(**inputs)
-
-    forward_and_backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    held = [*model.parameters(), *model.buffers(), *inputs.values()]
-    held += [value for state in optimizer.state.values() for value in state.values()]
-    at_rest = bytes_held(held)
-    with model.no_sync() if case.deferring else nullcontext():
-        if case.deferring:
-            forward_and_backward()
-            at_rest += sum(param.grad_bytes for param in tz.traces_of(model).plan.params)
-        peak = added_at_peak(forward_and_backward, CPU)
-    step = 0
-    if case.training and not case.deferring:
-        gradients = sum(param.grad.nbytes for param in model.parameters() if param.grad is not None)
-        step = at_rest + gradients + added_at_peak(optimizer.step, CPU)
-    if rank == 0:
-        found = Peaks(at_rest, at_rest + peak, step)
-        Path(folder, "peaks.json").write_text(json.dumps(asdict(found)))
-    dist.barrier()
-    dist.destroy_process_group()
+def printed_by_the_page() -> str:
+    """What the page's program prints."""
+    (program,) = re.findall(r"<!-- program -->\n```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    out = io.StringIO()
+    with redirect_stdout(out):
+        exec(compile(program, str(PAGE), "exec"), {"__name__": "page"})
+    return out.getvalue().rstrip("\n")
 
 
-def words(case: Case) -> str:
-    """What is special about a case."""
-    policy = case.policy
-    special = {
-        f"{case.world_size} ranks": case.world_size != 2,
-        "torch_compile_ex": case.fused,
-        "bfloat16": policy.mixed_precision != tz.MixedPrecision(),
-        "no_sync": case.deferring,
-        "forward alone": not case.training,
-    }
-    return ", ".join((case.task, f"stage {policy.stage}", *(word for word, is_true in special.items() if is_true)))
+def versions() -> str:
+    """Those that figures depend on."""
+    about = {"torch": torch.__version__, "Thunder": version("lightning-thunder"), "Python": platform.python_version()}
+    return ", ".join(f"{name} {number}" for name, number in about.items())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", default=tuple(TASKS), help="models (all)")
-    parser.add_argument("--save", type=Path, help="writes the figures into this file, as JSON")
+    parser.add_argument("tasks", nargs="*", metavar="model", help=f"one of {', '.join(TASKS)} (all)")
+    parser.add_argument("--no-rows", action="store_true", help="leaves the rows of the models as they are")
+    parser.add_argument("--page", action="store_true", help="measures nothing")
     options = parser.parse_args()
     if unknown := [name for name in options.tasks if name not in TASKS]:
         parser.error(f"there is no model {unknown[0]!r}; choose from {', '.join(TASKS)}")
-    console = Console()
-    table = Table("MiB", "at rest", "forecast", "peak", "forecast", "off by", "optimizer step", "forecast")
-    rows = []
-    for case in [case for case in CASES if case.task in options.tasks]:
-        console.print(words(case), style="dim", end=" ")
-        expected, found = forecast(case), measure(case)
-        off = expected.peak / found.peak - 1
-        console.print(f"{off:+.2%}", style="dim")
-        rows.append({"case": words(case), "forecast": asdict(expected), "measured": asdict(found)})
-        figures = zip(asdict(found).values(), asdict(expected).values(), strict=True)
-        (rest, peak, step) = ([f"{part / MiB:.1f}" if part else "" for part in pair] for pair in figures)
-        table.add_row(words(case), *rest, *peak, f"{off:+.2%}", *step)
-    console.print(table)
-    if options.save:
-        options.save.write_text(json.dumps(rows, indent=1) + "\n")
+    data = read_data()
+    if not (options.no_rows or options.page):
+        data = measure_rows([case for case in CASES if case.task in (options.tasks or TASKS)], data)
+    if not (options.tasks or options.page):
+        data = replace(data, workspaces=measured_workspaces(), workspace_versions=versions())
+        data = replace(data, example=printed_by_the_page())
+        from examples.bench.memory_curves import draw_curves  # not in the ranks, which import this module, too
+
+        draw_curves()
+    write(data)
 
 
 if __name__ == "__main__":

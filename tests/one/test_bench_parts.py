@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples.bench import gpu, run
+from examples.bench import gpu, memory_table, run
 from examples.bench.contestants import contestants
 from examples.bench.held import alive, held_bytes
+from examples.bench.memory_table import Workspace, merged, misses, read_data, with_tables, write
 from examples.bench.model import Size, floor_bytes, make_batch, make_model, model_bytes, spared_bytes
 from examples.bench.overhead import added, summary
 from examples.bench.plot import save_plot
@@ -241,3 +242,52 @@ def test_the_bench_of_a_gpu_runs_on_the_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "runs/report.md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in lines if line.startswith("| ")][2:] == ["| zero2", "| zero3", "| fsdp2"]
+
+
+MEASURED = memory_table.Row(
+    "GPT, stage 3",
+    "torch 2",
+    at_rest=(2 << 20, 2 << 20),
+    peak=(100 << 20, 99 << 20),
+    optimizer_step=(0, 0),
+    peer=3 << 20,
+)
+MEMORY_PAGE = "".join(
+    f"<!-- {name}: python -m examples.bench.memory -->\nold\n<!-- end of {name} -->\ntext\n"
+    for name in ("measurements", "misses", "workspaces", "output")
+)
+
+
+def test_the_memory_page_has_the_figures_of_its_data_file() -> None:
+    page = memory_table.PAGE.read_text()
+    assert with_tables(page, read_data()) == page, "run python -m examples.bench.memory --page"
+
+
+@pytest.mark.slow
+def test_the_memory_tables(tmp_path: Path) -> None:
+    stepped = replace(MEASURED, case="ViT, stage 1", peak=(1000, 1000), optimizer_step=(2 << 20, 4 << 20), peer=None)
+    data = memory_table.Data((MEASURED, stepped), (Workspace("gelu", "[2, 3]", 1 << 20, 1 << 19),), "torch 2", "peak 3")
+    page, path = tmp_path / "memory.md", tmp_path / "memory.json"
+    page.write_text(MEMORY_PAGE)
+    write(data, path, page)
+    assert read_data(path) == data
+    assert read_data(tmp_path / "missing.json") == memory_table.Data()
+    text = page.read_text()
+    assert "old" not in text
+    assert "| GPT, stage 3 | 2.0 | 2.0 | 100.0 | 99.0 | -1.00 % | | | | 3.0 |\n" in text
+    assert "| ViT, stage 1 | 2.0 | 2.0 | 0.0 | 0.0 | 0.00 % | 2.0 | 4.0 | +100.00 % | |\n\ntorch 2.\n" in text
+    assert "- GPT, stage 3: -1.00 %, 1.00 MiB below the measured peak\n- ViT, stage 1: 0.00 %, to the byte\n" in text
+    assert "| --- | --- | ---: | ---: |\n| gelu | [2, 3] | 1.00 | 0.50 |\n" in text
+    assert "```\npeak 3\n```\n<!-- end of output -->" in text
+    with pytest.raises(ValueError, match="no place for workspaces"):
+        with_tables(MEMORY_PAGE.replace("workspaces", "others"), data)
+
+
+@pytest.mark.slow
+def test_new_rows_replace_those_of_their_cases() -> None:
+    fused, newer = replace(MEASURED, case="GPT, stage 3, fused"), replace(MEASURED, versions="torch 3", peak=(100, 103))
+    gone = replace(MEASURED, case="a case of before")
+    order = ("GPT, stage 1", fused.case, MEASURED.case)
+    assert merged((gone, MEASURED, fused), (newer,), order) == (fused, newer)
+    assert memory_table.versions_of((fused, newer, fused)) == "torch 2; torch 3."
+    assert misses((fused, newer)) == "- GPT, stage 3: +3.00 %, 3 B above the measured peak\n"

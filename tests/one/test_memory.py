@@ -96,6 +96,18 @@ def test_the_figures_agree_with_each_other(stage: int) -> None:
 
 
 @pytest.mark.slow
+def test_the_loss_holds_the_output_no_longer_than_it_reads_it() -> None:
+    """log_softmax saves its result alone: its gradient needs the result, the mean's gradient, and a place."""
+    with torch.device("meta"):
+        layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    traces = tz.trace(layer, torch.empty(ROWS, WIDTH), policy=tz.DDP, world_size=2)
+    memory = tz.memory(traces, loss=lambda y: torch.log_softmax(y, -1).mean())
+    (at,) = (number for number, line in enumerate(memory.lines) if line.half == "loss")
+    without_output = memory.lines[at - 1].total - ACTIVATION
+    assert 3 * ACTIVATION <= memory.lines[at].highest - without_output <= 3 * ACTIVATION + 64  # and scalars
+
+
+@pytest.mark.slow
 def test_no_sync_holds_full_gradients() -> None:
     first = tz.memory(traces_of(tz.ZERO3, synced=False))
     second = tz.memory(traces_of(tz.ZERO3, synced=False), accumulating=True)

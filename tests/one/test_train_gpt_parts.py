@@ -11,7 +11,7 @@ import torch
 
 from examples.gpt import GPT, GPTConfig
 from examples.stdlib_text import Shape, Text, load_text, stdlib_files, train_batch, validation_batches
-from examples.tensor_memory import added_at_peak, bytes_held, highest_added
+from examples.tensor_memory import MARK, Added, added_at_peak, added_by_mark, added_in_parts, bytes_held
 
 CPU = torch.device("cpu")
 
@@ -123,8 +123,29 @@ def test_memory_events_in_order_of_time() -> None:
         {"name": "[memory]", "ts": at, "args": {"Ev Idx": index, "Bytes": by, "Total Allocated": total}}
         for at, index, by, total in changes
     ]
-    assert highest_added([*events, {"name": "aten::add", "ts": 1.0, "args": {}}]) == 32
-    assert highest_added([]) == 0
+    events += [{"name": MARK + name, "ts": at} for name, at in (("first", 4.9), ("idle", 6.2), ("last", 6.4))]
+    assert added_by_mark([*events, {"name": "aten::add", "ts": 1.0, "args": {}}]) == {
+        "first": Added(24, 24),
+        "idle": Added(24, 24),
+        "last": Added(26, 32),
+    }
+    assert added_by_mark([{"name": MARK + "step", "ts": 1.0}]) == {"step": Added(0, 0)}
+
+
+@pytest.mark.slow
+def test_what_each_part_of_a_step_adds() -> None:
+    kept: list[torch.Tensor] = []
+
+    def backward() -> None:
+        kept.append(torch.empty(300))  # 1,200 bytes
+        kept.pop(0)
+
+    parts = {"forward": lambda: kept.append(torch.empty(1000)), "backward": backward, "optimizer": kept.clear}
+    assert added_in_parts(parts, CPU) == {
+        "forward": Added(4000, 4000),
+        "backward": Added(1200, 5200),
+        "optimizer": Added(0, 1200),
+    }
 
 
 def test_what_other_threads_allocate_and_free_counts() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from thunder_zero.compiled import Traces
 from thunder_zero.forecast.figures import OPTIMIZER_STEP
@@ -42,6 +43,14 @@ DURING = {
 
 class NoForecast(RuntimeError):
     """A line cannot be run without values. The message has the line."""
+
+
+class _Given(torch.autograd.Function):
+    """An output of forward as the loss gets it. Its gradient can be asked for when nobody holds it any more."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, output: Tensor) -> Tensor:
+        return output.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,26 +151,42 @@ class Replay:
         self.watch.next_line()
         self.watch.kind = Holds.LOSS
         output, flat = result
-        for tensor in flat:
-            self._becomes(tensor, Holds.TEMPORARY, Holds.LOSS)
-        leaves = {id(tensor): tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in flat}
-        trained = [leaf for leaf in leaves.values() if leaf.requires_grad]
-        gradients: Sequence[Tensor | None] = [torch.empty_like(leaf) for leaf in trained]
-        if loss is not None:
-            output = tree_map(lambda leaf: leaves.get(id(leaf), leaf), output)
-            leaves.clear()
-            del flat
-            result.clear()
+        result.clear()
+        given = self._given(flat)
+        trained = [tensor for tensor in given.values() if tensor.requires_grad]
+        shapes = [(tensor.shape, tensor.dtype) for tensor in trained]
+        gradients: Sequence[Tensor | None]
+        if loss is None:
+            gradients = [torch.empty_like(tensor) for tensor in trained]
+        else:
+            edges = [get_gradient_edge(tensor) for tensor in trained]
+            output = tree_map(lambda leaf: given.get(id(leaf), leaf), output)
+            given.clear()
+            del flat, trained  # the training code holds the output alone
             with torch.enable_grad():
                 value = loss(self._returned(output))
             del output
-            gradients = torch.autograd.grad(value, trained, allow_unused=True)
+            gradients = torch.autograd.grad(value, edges, allow_unused=True)
             del value
-        pairs = zip(trained, gradients, strict=True)
+        pairs = zip(shapes, gradients, strict=True)
         # autograd gives zeros to an output that the loss does not use
-        cotangents = [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in pairs]
+        cotangents = [
+            torch.zeros(shape, dtype=dtype, device=META) if gradient is None else gradient
+            for (shape, dtype), gradient in pairs
+        ]
         self._note("loss", -1, "the loss and its gradient" if loss else "the gradients of the outputs")
         return cotangents
+
+    def _given(self, flat: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Forward's outputs as the loss gets them, by their identities."""
+        for tensor in flat:
+            self._becomes(tensor, Holds.TEMPORARY, Holds.LOSS)
+        root = torch.empty(0, device=META, requires_grad=True)
+        with torch.enable_grad():
+            return {
+                id(each): _Given.apply(root, each) if each.is_floating_point() else each  # type: ignore[no-untyped-call]
+                for each in flat
+            }
 
     def _returned(self, output: Sequence[Any]) -> Any:
         """What the model returns, made of what the forward trace does; inputs that are handed on are left out."""

@@ -1,9 +1,9 @@
 """Estimates the bytes alive at each operation of a timeline, to compare schedules.
 
-``tz.memory`` forecasts exactly. Memory is alive from the operation that writes it to the last one that reads it or a view of it, and with collectives
+Memory is alive from the operation that writes it to the last one that reads it or a view of it, and with collectives
 from the launch to the wait: the buffer of a gathered parameter or of a reduced gradient, and the gradients that a
 reduction reads. What is there before the step counts nothing, nor do the loss, buffers of transports, and what an
-operation allocates and frees by itself.
+operation allocates and frees by itself: ``tz.memory`` has all of it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,191 @@
+"""The data file of the memory bench (docs/memory.json), and the tables that docs/memory.md has of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MiB, KiB = 1 << 20, 1 << 10
+DOCS = Path(__file__).parents[2] / "docs"
+DATA, PAGE = DOCS / "memory.json", DOCS / "memory.md"
+HEADERS = (
+    *("model and setting", "at rest", "forecast", "peak", "forecast", "off by"),
+    *("optimizer's step", "forecast", "off by", "FSDP2's peak"),
+)
+HIDING = ("operator", "inputs", "results, MiB", "hidden, MiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A case, in bytes of rank 0; each pair is what was measured and the forecast.
+
+    Attributes:
+        case: its words.
+        versions: of Python, torch and Thunder.
+        at_rest: parameters, buffers and optimizer state.
+        peak: in forward, the loss and backward.
+        optimizer_step: its peak; zeros if it is not measured.
+        peer: FSDP2's measured peak; None if it was not asked for.
+    """
+
+    case: str
+    versions: str
+    at_rest: tuple[int, int]
+    peak: tuple[int, int]
+    optimizer_step: tuple[int, int]
+    peer: int | None = None
+
+    @property
+    def model(self) -> str:
+        """The words before the stage."""
+        return self.case.partition(", stage")[0]
+
+    @property
+    def off(self) -> float:
+        """The share of the measured peak by which the forecast is above it."""
+        return self.peak[1] / self.peak[0] - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Bytes of an operator's results, and the most that it allocates besides and shows nobody."""
+
+    operator: str
+    inputs: str
+    results: int
+    hidden: int
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """All that the page is made of; ``example`` is what its program prints."""
+
+    rows: tuple[Row, ...] = ()
+    workspaces: tuple[Workspace, ...] = ()
+    workspace_versions: str = ""
+    example: str = ""
+
+
+def read_data(path: Path = DATA) -> Data:
+    """Read the file; empty if there is none."""
+    if not path.exists():
+        return Data()
+    found: dict[str, Any] = json.loads(path.read_text())
+    rows = tuple(
+        Row(**row | {key: tuple(row[key]) for key in ("at_rest", "peak", "optimizer_step")}) for row in found["rows"]
+    )
+    workspaces = tuple(Workspace(**each) for each in found["workspaces"])
+    return Data(rows, workspaces, found["workspace_versions"], found["example"])
+
+
+def write(data: Data, path: Path = DATA, page: Path = PAGE) -> None:
+    """Write the file, and put its tables into the page."""
+    values = asdict(data)
+    lists = {
+        key: "[\n" + ",\n".join(f"  {json.dumps(each)}" for each in value) + "\n ]"
+        for key, value in values.items()
+        if isinstance(value, tuple)
+    }
+    parts = [f" {json.dumps(key)}: {lists.get(key) or json.dumps(value)}" for key, value in values.items()]
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    page.write_text(with_tables(page.read_text(), data))
+
+
+def merged(old: Iterable[Row], new: Iterable[Row], order: Sequence[str]) -> tuple[Row, ...]:
+    """The rows of the cases in ``order``, new ones in place of old ones; rows of no case are dropped."""
+    rows = {row.case: row for row in (*old, *new)}
+    return tuple(rows[case] for case in order if case in rows)
+
+
+def with_tables(text: str, data: Data) -> str:
+    """The page's text with what its marked places shall hold.
+
+    Raises:
+        ValueError: a place is missing.
+    """
+    for name, body in places(data).items():
+        head, begin, rest = text.partition(f"<!-- {name}: python -m examples.bench.memory -->\n")
+        _, end, tail = rest.partition(f"<!-- end of {name} -->")
+        if not (begin and end):
+            raise ValueError(f"the page has no place for {name}")
+        text = head + begin + body + end + tail
+    return text
+
+
+def places(data: Data) -> Mapping[str, str]:
+    """What each marked place of the page holds."""
+    return {
+        "measurements": markdown(HEADERS, map(cells, data.rows)) + f"\n{versions_of(data.rows)}\n",
+        "misses": misses(data.rows),
+        "workspaces": markdown(HIDING, map(workspace_cells, data.workspaces)) + f"\n{data.workspace_versions}.\n",
+        "output": f"```\n{data.example}\n```\n",
+    }
+
+
+def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; columns of numbers stand right."""
+    body = list(rows)
+    marks = ["---" if any(_is_text(row[place]) for row in body) else "---:" for place in range(len(headers))]
+    return "".join(
+        "|" + "".join(f" {cell} |" if cell else " |" for cell in row) + "\n" for row in (headers, marks, *body)
+    )
+
+
+def _is_text(cell: str) -> bool:
+    return any(map(str.isalpha, cell)) or cell.startswith("[")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """One line of the table, under HEADERS."""
+    step = row.optimizer_step
+    return (
+        row.case,
+        *map(mib, row.at_rest),
+        *map(mib, row.peak),
+        percent(row.off),
+        *(mib(nbytes) if nbytes else "" for nbytes in step),
+        percent(step[1] / step[0] - 1) if step[0] else "",
+        "" if row.peer is None else mib(row.peer),
+    )
+
+
+def workspace_cells(one: Workspace) -> tuple[str, ...]:
+    """One line of the table, under HIDING."""
+    return (one.operator, one.inputs, f"{one.results / MiB:.2f}", f"{one.hidden / MiB:.2f}")
+
+
+def misses(rows: Iterable[Row]) -> str:
+    """For each model, the row whose forecast is farthest off, and by how many bytes."""
+    worst: dict[str, Row] = {}
+    for row in rows:
+        if row.model not in worst or abs(row.off) > abs(worst[row.model].off):
+            worst[row.model] = row
+    lines = sorted(worst.values(), key=lambda row: -abs(row.off))
+    return "".join(f"- {row.case}: {percent(row.off)}, {_distance(row)}\n" for row in lines)
+
+
+def _distance(row: Row) -> str:
+    off = row.peak[1] - row.peak[0]
+    if not off:
+        return "to the byte"
+    much = f"{abs(off) / MiB:.2f} MiB" if abs(off) >= MiB / 10 else f"{abs(off):,} B"
+    return f"{much} {'above' if off > 0 else 'below'} the measured peak"
+
+
+def versions_of(rows: Iterable[Row]) -> str:
+    """The versions that measured the rows, each once."""
+    return "; ".join(dict.fromkeys(row.versions for row in rows)) + "."
+
+
+def mib(nbytes: int) -> str:
+    """Such as "35.9"."""
+    return f"{nbytes / MiB:.1f}"
+
+
+def percent(share: float) -> str:
+    """Such as "-1.7 %"; no sign for nothing."""
+    text = f"{share:+.2%}".replace("%", " %")
+    return "0.00 %" if text[1:] == "0.00 %" else text
