@@ -29,7 +29,7 @@ from thunder_zero.report.timeline_text import format_timeline
 from thunder_zero.schedule import passes, verify
 from thunder_zero.schedule.timeline import gathered_bytes
 from thunder_zero.trace.emit import emit
-from thunder_zero.trace.insert import insert_synchronize, parameter_inputs
+from thunder_zero.trace.insert import insert_synchronize, module_inputs
 from thunder_zero.trace.lift import lift, lift_halves
 from thunder_zero.trace.symbols import DryRuntime, ZeroExecutor
 
@@ -100,7 +100,7 @@ def show_shards(plan: tz.Plan) -> None:
 
 def synchronised(prologue: TraceCtx, computation: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     computation = wrap_return_value_together_with_arguments(computation)  # autodiff needs both
-    return insert_synchronize(computation, parameter_inputs(prologue, computation), executor)
+    return insert_synchronize(computation, module_inputs(prologue, computation), executor)
 
 
 # 4. Thunder differentiates the trace. The gradient rule of synchronise turns it into a gather and a wait in forward,
@@ -299,7 +299,7 @@ def one_process() -> None:
     prologue, computation = functional_trace(jitted, x)
     show("1. The functional trace: parameters are arguments", code(computation))
     show_shards(plan)
-    paths = list(parameter_inputs(prologue, computation).values())
+    paths = list(module_inputs(prologue, computation).values())
     # Thunder's functions look up the executors, and so our gradient rule, in the current compilation.
     with compile_data_and_stats(thunder.compile_data(jitted), thunder.compile_stats(jitted)):
         trace = synchronised(prologue, computation, executor)

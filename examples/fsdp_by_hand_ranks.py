@@ -37,7 +37,7 @@ import thunder_zero as tz
 from thunder_zero import layout
 from thunder_zero.schedule import passes
 from thunder_zero.trace.emit import emit
-from thunder_zero.trace.insert import parameter_inputs
+from thunder_zero.trace.insert import module_inputs
 from thunder_zero.trace.lift import lift
 from thunder_zero.trace.symbols import DryRuntime, ZeroExecutor
 
@@ -95,7 +95,7 @@ class Traces:
 def traces_of(module: nn.Module, x: Tensor, executor: ZeroExecutor) -> Traces:
     jitted = thunder.jit(module, executors=[executor])
     prologue, computation = functional_trace(jitted, x)
-    paths = list(parameter_inputs(prologue, computation).values())
+    paths = list(module_inputs(prologue, computation).values())
     with compile_data_and_stats(thunder.compile_data(jitted), thunder.compile_stats(jitted)):
         trace = lowered(joint(synchronised(prologue, computation, executor)), executor)
         in_order = in_order_of_zero3(trace, executor)
