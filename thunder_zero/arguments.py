@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
@@ -100,7 +101,9 @@ def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy
     known = [field.name for field in fields(Policy)]
     for name, value in changes.items():
         if name not in known:
-            raise TypeError(f"{name}={value!r} is not a field of Policy; its fields are {', '.join(known)}")
+            near = get_close_matches(name.lower(), known, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "; thunder_zero.Policy lists its fields"
+            raise TypeError(f"{name}={value!r} is not a field of Policy{hint}")
     if policy is None:
         return Policy(**changes)
     if isinstance(policy, bool) or not isinstance(policy, Policy | int):

@@ -326,13 +326,29 @@ def gather_last_units_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def recompute(monkeypatch: pytest.MonkeyPatch) -> None:
     """What backward computes again: nothing, or all but linear layers, or all but the last layer."""
 
-    def again(policy: str) -> list[int]:
-        trace = tz.trace(Wide(), X, policy=replace(tz.ZERO3, recompute=policy), world_size=4).backward
-        assert trace is not None
-        names = [line.sym.name for line in trace.bound_symbols]
-        return [names.count(name) for name in ("exp", "linear")]
+    assert [again(recompute=policy) for policy in RECOMPUTE] == [[0, 0], [2, 0], [2, 1]]
 
-    assert [again(policy) for policy in RECOMPUTE] == [[0, 0], [2, 0], [2, 1]]
+
+def again(**fields: Any) -> list[int]:
+    """How many exp and how many linear layers backward computes."""
+    trace = tz.trace(Wide(), X, policy=replace(tz.ZERO3, **fields), world_size=4).backward
+    assert trace is not None
+    names = [line.sym.name for line in trace.bound_symbols]
+    return [names.count(name) for name in ("exp", "linear")]
+
+
+def recompute_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two units is computed again, the first is saved."""
+    assert again(recompute="none", recompute_units=("layers.1",)) == [1, 1]
+
+
+def keep_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A unit that is kept is not gathered again."""
+    textbook = replace(tz.ZERO3, gather_last_units_once=False)
+    kept = traced(replace(textbook, keep_units=("layers.1",)))
+    assert ("layers.1.weight",) in launches(traced(textbook), Kind.GATHER, backward=True)
+    assert ("layers.1.weight",) not in launches(kept, Kind.GATHER, backward=True)
+    assert "layers.1.weight" in kept.plan.gathered_once
 
 
 class Wide(nn.Module):
@@ -462,6 +478,8 @@ SEEN = {
         gather_last_units_once,
         gather_once_per_accumulation,
         recompute,
+        recompute_units,
+        keep_units,
         cpu_offload,
         broadcast_from,
         check_gradients,
