@@ -338,8 +338,8 @@ def again(**fields: Any) -> list[int]:
 
 
 def recompute_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two units is computed again, the first is saved."""
-    assert again(recompute="none", recompute_units=("layers.1",)) == [1, 1]
+    """The second of two units is computed again, from what the first linear layer gives: the border is there."""
+    assert again(recompute="none", recompute_units=("layers.1",)) == [2, 1]
 
 
 def keep_units(monkeypatch: pytest.MonkeyPatch) -> None:
