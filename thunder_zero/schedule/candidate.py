@@ -80,7 +80,7 @@ class Candidate:
     @cached_property
     def segments(self) -> dict[str, range]:
         """For each unit, its operations in backward; the root has those after the last unit's."""
-        begin = self._forward
+        begin = self.forward
         found: dict[str, range] = {}
         for unit, end in self._ends.items():
             found[unit] = range(begin, end + 1)
@@ -88,7 +88,8 @@ class Candidate:
         return found | {ROOT: range(begin, len(self.timeline.ops))}
 
     @cached_property
-    def _forward(self) -> int:
+    def forward(self) -> int:
+        """The number of operations of forward."""
         return sum(not op.backward for op in self.timeline.ops[:-1])
 
     @cached_property
@@ -98,7 +99,7 @@ class Candidate:
         unit_at = {at: unit for unit, positions in self.segments.items() for at in positions}
         counts: Counter[str] = Counter()
         for memory, at in born.items():
-            if at < self._forward <= last[memory]:
+            if at < self.forward <= last[memory]:
                 counts[unit_at[last[memory]]] += self.timeline.nbytes(memory)
         return {unit: counts[unit] for unit in self.units}
 
