@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -71,7 +72,8 @@ class Step:
 def step_of(memory: tz.Memory) -> Step:
     """The lines of a forecast side by side."""
     lines = memory.lines
-    edges, borders = [0.0], {}
+    edges = [0.0]
+    borders: dict[str, float] = {}
     alive: dict[Holds, list[float]] = {kind: [] for kind in COLORS}
     for number, line in enumerate(lines):
         borders.setdefault(line.half, edges[-1])
@@ -148,8 +150,8 @@ def draw(panel: Axes, step: Step, points: Sequence[tuple[float, float]]) -> None
     panel.plot(
         *zip(*points, strict=True), "o", markersize=6, color="white", markeredgecolor=INK, clip_on=False, zorder=5
     )
-    place = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
-    white = {"facecolor": "white", "linewidth": 0, "pad": 0.5}
+    white: dict[str, Any] = {"facecolor": "white", "linewidth": 0, "pad": 0.5}
+    place: dict[str, Any] = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
     panel.annotate("peak", points[PEAK], color=INK, fontsize=9, bbox=white, **place)
     for half, at in step.borders.items():
         if at:

@@ -70,12 +70,17 @@ class Measured:
 
 def forecast(case: Case) -> tz.Memory:
     """Rank 0's memory, without processes and without values."""
+    return forecast_of(case, traces_of(case))
+
+
+def traces_of(case: Case) -> tz.Traces:
+    """Rank 0's traces."""
     task = TASKS[case.task]
     with torch.device("meta"):
         model = task.model()
     model.train(case.training)
     with nullcontext() if case.training else torch.no_grad():
-        traces = tz.trace(
+        return tz.trace(
             model,
             **task.inputs(),
             policy=case.policy,
@@ -83,7 +88,12 @@ def forecast(case: Case) -> tz.Memory:
             synced=not case.deferring,
             **case.options,
         )
-    return tz.memory(traces, loss=task.loss, optimizer=torch.optim.AdamW, accumulating=case.deferring)
+
+
+def forecast_of(case: Case, traces: tz.Traces) -> tz.Memory:
+    """The memory of a step with these traces."""
+    loss = TASKS[case.task].loss
+    return tz.memory(traces, loss=loss, optimizer=torch.optim.AdamW, accumulating=case.deferring)
 
 
 def peak_of_peer(case: Case) -> int:
