@@ -15,7 +15,7 @@ import matplotlib
 import thunder_zero as tz  # before thunder
 from examples.bench.cases import Case
 from examples.bench.memory_table import DOCS, MiB
-from examples.bench.step_memory import BACKWARD, FORWARD, LOSS, OPTIMIZER, Measured, forecast, measure
+from examples.bench.step_memory import BACKWARD, FORWARD, LOSS, OPTIMIZER, PASSES, Measured, forecast, measure
 from thunder_zero import Holds
 
 matplotlib.use("Agg")  # draws into a file, without a screen
@@ -89,7 +89,7 @@ def points_of(step: Step, measured: Measured) -> list[tuple[float, float]]:
     """What was measured, in MiB, at the line of the forecast that it belongs to: ends of parts, and highest bytes."""
     before = measured.at_rest + measured.inputs
     parts = measured.parts
-    top = max((FORWARD, LOSS, BACKWARD), key=lambda part: parts[part].highest)
+    top = max(PASSES, key=lambda part: parts[part].highest)
     peak = max(range(len(step.highest)), key=lambda line: step.highest[line] if _in_passes(step, line) else 0)
     return [
         (0.0, before / MiB),

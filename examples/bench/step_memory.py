@@ -29,6 +29,7 @@ import thunder
 CPU = torch.device("cpu")
 PEER_RUNS = 3
 FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer step"
+PASSES = (FORWARD, LOSS, BACKWARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Measured:
     def peaks(self) -> Peaks:
         """Those of the step."""
         step = self.parts.get(OPTIMIZER)
-        added = max(part.highest for name, part in self.parts.items() if name != OPTIMIZER)
+        added = max(part.highest for name, part in self.parts.items() if name in PASSES)
         return Peaks(self.at_rest, self.at_rest + self.inputs + added, self.at_rest + step.highest if step else 0)
 
 
@@ -92,6 +93,8 @@ def traces_of(case: Case) -> tz.Traces:
 
 def forecast_of(case: Case, traces: tz.Traces) -> tz.Memory:
     """The memory of a step with these traces."""
+    if not case.training:
+        return tz.memory(traces)
     loss = TASKS[case.task].loss
     return tz.memory(traces, loss=loss, optimizer=torch.optim.AdamW, accumulating=case.deferring)
 

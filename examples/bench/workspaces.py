@@ -48,10 +48,10 @@ def measured_workspaces() -> tuple[Workspace, ...]:
 
 
 def largest(found: Iterable[Workspace]) -> tuple[Workspace, ...]:
-    """The ``MOST`` largest of each operator and dtype, largest first."""
-    kept: dict[tuple[str, str], list[Workspace]] = {}
+    """The ``MOST`` largest of each operator, largest first."""
+    kept: dict[str, list[Workspace]] = {}
     for one in sorted(found, key=lambda one: -one.hidden):
-        alike = kept.setdefault((one.operator, one.inputs.partition("[")[0]), [])
+        alike = kept.setdefault(one.operator, [])
         if len(alike) < MOST:
             alike.append(one)
     return tuple(one for alike in kept.values() for one in alike)
@@ -69,7 +69,9 @@ def workspaces_of(case: Case) -> dict[tuple[str, str], Workspace]:
     lines = {}
     for half, trace in (("forward", traces.forward), ("backward", traces.backward)):
         for position, line in computing(traces, half, trace):
-            lines[line.sym.name, shapes(line)] = (shown[half, position], runner(line, trace))
+            key = (operator(line), shapes(line))
+            if key not in lines:
+                lines[key] = (shown[half, position], runner(line, trace))
     parts = {str(number): run for number, (_, run) in enumerate(lines.values())}
     with torch.no_grad():
         for run in parts.values():
@@ -110,22 +112,27 @@ def random_like(proxy: TensorProxy) -> Tensor:
     return torch.randn(proxy.shape).to(dtype) if dtype.is_floating_point else torch.zeros(proxy.shape, dtype=dtype)
 
 
+def operator(line: BoundSymbol) -> str:
+    """Its name, with the floating-point dtype if it is not float32: "linear, bfloat16"."""
+    kinds = {dtypes.to_torch_dtype(proxy.dtype) for proxy in line.flat_proxy_args if isinstance(proxy, TensorProxy)}
+    names = sorted(str(kind).removeprefix("torch.") for kind in kinds if kind.is_floating_point)
+    return ", ".join((line.sym.name, *(name for name in names if name != "float32")))
+
+
 def shapes(line: BoundSymbol) -> str:
-    """Such as "[4, 3, 64, 64], [64, 3, 3, 3] → [4, 64, 64, 64]"; other dtypes than float32 are named."""
+    """Such as "[4, 3, 64, 64], [64, 3, 3, 3] → [4, 64, 64, 64]"."""
     given, made = (
         ", ".join(alike([str(list(proxy.shape)) for proxy in proxies if isinstance(proxy, TensorProxy)]))
         for proxies in (line.flat_proxy_args, line.flat_proxy_outs)
     )
-    kinds = {dtypes.to_torch_dtype(proxy.dtype) for proxy in line.flat_proxy_args if isinstance(proxy, TensorProxy)}
-    words = [str(kind).removeprefix("torch.") for kind in kinds if kind.is_floating_point and kind != torch.float32]
-    return " ".join((*words, f"{given} → {made}"))
+    return f"{given} → {made}"
 
 
 def alike(words: Iterable[str]) -> Iterator[str]:
-    """Equal neighbours as one: "3 of [2, 8]"."""
+    """Equal neighbours as one: "3 x [2, 8]"."""
     for word, group in groupby(words):
         count = len(list(group))
-        yield word if count == 1 else f"{count} of {word}"
+        yield word if count == 1 else f"{count} x {word}"
 
 
 def main() -> None:
