@@ -8,7 +8,7 @@ on, on one thread. Hidden is the most that it adds at one time, less what the fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -68,10 +68,11 @@ def workspaces_of(case: Case) -> dict[tuple[str, str], Workspace]:
         before = line.total
     lines = {}
     for half, trace in (("forward", traces.forward), ("backward", traces.backward)):
+        context = trace.python_ctx()
         for position, line in computing(traces, half, trace):
             key = (operator(line), shapes(line))
             if key not in lines:
-                lines[key] = (shown[half, position], runner(line, trace))
+                lines[key] = (shown[half, position], runner(line, context))
     parts = {str(number): run for number, (_, run) in enumerate(lines.values())}
     with torch.no_grad():
         for run in parts.values():
@@ -94,14 +95,14 @@ def computing(traces: tz.Traces, half: str, trace: TraceCtx) -> Iterator[tuple[i
             yield position, line
 
 
-def runner(line: BoundSymbol, trace: TraceCtx) -> Callable[[], None]:
-    """Runs a line on random values, and drops its results."""
+def runner(line: BoundSymbol, context: Mapping[str, Any]) -> Callable[[], None]:
+    """Runs a line of a trace with this context on random values, and drops its results."""
     code = compile("\n".join(line.python(indent=0, print_depth=1)), line.sym.name, "exec")
-    context = trace.python_ctx() | line.object_ctx()
+    names = {**context, **line.object_ctx()}
     values = {proxy.name: random_like(proxy) for proxy in line.flat_proxy_args if isinstance(proxy, TensorProxy)}
 
     def run() -> None:
-        exec(code, context, dict(values))
+        exec(code, names, dict(values))
 
     return run
 
