@@ -1,7 +1,7 @@
 """Forecasts the memory of training steps, measures it, and writes both into docs/memory.md.
 
-    python -m examples.bench.memory                 # everything on the page: about 30 minutes on two cores
-    python -m examples.bench.memory GPT ResNet      # the rows of these models; the others stay
+    python -m examples.bench.memory                 # everything on the page: 30 to 60 minutes on two cores
+    python -m examples.bench.memory ResNet "GPT, stage 3"       # the rows of these models and cases; the others stay
     python -m examples.bench.memory --no-rows       # all but the rows: workspaces, curves and the printed example
     python -m examples.bench.memory --page          # the page again from docs/memory.json, nothing measured
 
@@ -16,7 +16,7 @@ import platform
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from dataclasses import astuple, replace
+from dataclasses import replace
 from importlib.metadata import version
 from time import perf_counter
 
@@ -25,7 +25,7 @@ from rich.console import Console
 
 from examples.bench.cases import CASES, TASKS, Case
 from examples.bench.memory_table import PAGE, Data, Row, merged, mib, percent, read_data, write
-from examples.bench.step_memory import Peaks, forecast, measure, peak_of_peer
+from examples.bench.step_memory import forecast, measure, peak_of_peer
 from examples.bench.workspaces import measured_workspaces
 
 console = Console(highlight=False)
@@ -34,11 +34,15 @@ console = Console(highlight=False)
 def row_of(case: Case) -> Row:
     """Forecast a case and measure it, and its peer."""
     memory = forecast(case)
-    expected = Peaks(memory.at_rest, memory.peak, memory.optimizer_step or 0)
     found = measure(case).peaks
-    pairs = zip(astuple(found), astuple(expected), strict=True)
-    peer = peak_of_peer(case) if case.peer else None
-    return Row(case.words, versions(), *pairs, peer=peer)
+    return Row(
+        case.words,
+        versions(),
+        at_rest=(found.at_rest, memory.at_rest),
+        peak=(found.peak, memory.peak),
+        optimizer_step=(found.optimizer_step, memory.optimizer_step or 0),
+        peer=peak_of_peer(case) if case.peer else None,
+    )
 
 
 def measure_rows(cases: Sequence[Case], data: Data) -> Data:
@@ -73,16 +77,19 @@ def versions() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", metavar="model", help=f"one of {', '.join(TASKS)} (all)")
+    parser.add_argument("names", nargs="*", metavar="name", help=f"a model ({', '.join(TASKS)}) or a row's name (all)")
     parser.add_argument("--no-rows", action="store_true", help="leaves the rows of the models as they are")
     parser.add_argument("--page", action="store_true", help="measures nothing")
     options = parser.parse_args()
-    if unknown := [name for name in options.tasks if name not in TASKS]:
-        parser.error(f"there is no model {unknown[0]!r}; choose from {', '.join(TASKS)}")
+    cases = [case for case in CASES if not options.names or {case.task, case.words} & set(options.names)]
+    if unknown := set(options.names) - {name for case in cases for name in (case.task, case.words)}:
+        parser.error(
+            f"there is no {min(unknown)!r}; choose from {'; '.join((*TASKS, *(case.words for case in CASES)))}"
+        )
     data = read_data()
     if not (options.no_rows or options.page):
-        data = measure_rows([case for case in CASES if case.task in (options.tasks or TASKS)], data)
-    if not (options.tasks or options.page):
+        data = measure_rows(cases, data)
+    if not (options.names or options.page):
         data = replace(data, workspaces=measured_workspaces(), workspace_versions=versions())
         data = replace(data, example=printed_by_the_page())
         from examples.bench.memory_curves import draw_curves  # not in the ranks, which import this module, too

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 import thunder_zero as tz  # before thunder
 from examples.bench.cases import Case
 from examples.bench.memory_table import DOCS, MiB
-from examples.bench.step_memory import BACKWARD, FORWARD, LOSS, OPTIMIZER, Measured, forecast, measure
+from examples.bench.step_memory import BACKWARD, FORWARD, LOSS, OPTIMIZER, PASSES, Measured, forecast, measure
 from thunder_zero import Holds
 
 matplotlib.use("Agg")  # draws into a file, without a screen
@@ -71,7 +72,8 @@ class Step:
 def step_of(memory: tz.Memory) -> Step:
     """The lines of a forecast side by side."""
     lines = memory.lines
-    edges, borders = [0.0], {}
+    edges = [0.0]
+    borders: dict[str, float] = {}
     alive: dict[Holds, list[float]] = {kind: [] for kind in COLORS}
     for number, line in enumerate(lines):
         borders.setdefault(line.half, edges[-1])
@@ -87,7 +89,7 @@ def points_of(step: Step, measured: Measured) -> list[tuple[float, float]]:
     """What was measured, in MiB, at the line of the forecast that it belongs to: ends of parts, and highest bytes."""
     before = measured.at_rest + measured.inputs
     parts = measured.parts
-    top = max((FORWARD, LOSS, BACKWARD), key=lambda part: parts[part].highest)
+    top = max(PASSES, key=lambda part: parts[part].highest)
     peak = max(range(len(step.highest)), key=lambda line: step.highest[line] if _in_passes(step, line) else 0)
     return [
         (0.0, before / MiB),
@@ -148,8 +150,8 @@ def draw(panel: Axes, step: Step, points: Sequence[tuple[float, float]]) -> None
     panel.plot(
         *zip(*points, strict=True), "o", markersize=6, color="white", markeredgecolor=INK, clip_on=False, zorder=5
     )
-    place = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
-    white = {"facecolor": "white", "linewidth": 0, "pad": 0.5}
+    white: dict[str, Any] = {"facecolor": "white", "linewidth": 0, "pad": 0.5}
+    place: dict[str, Any] = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
     panel.annotate("peak", points[PEAK], color=INK, fontsize=9, bbox=white, **place)
     for half, at in step.borders.items():
         if at:

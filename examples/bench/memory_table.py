@@ -15,7 +15,7 @@ HEADERS = (
     *("model and setting", "at rest", "forecast", "peak", "forecast", "off by"),
     *("optimizer's step", "forecast", "off by", "FSDP2's peak"),
 )
-HIDING = ("operator", "inputs", "results, MiB", "hidden, MiB")
+HIDING = ("operator", "inputs → results", "shown, MiB", "hidden, MiB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Bytes of an operator's results, and the most that it allocates besides and shows nobody."""
+    """Bytes that the forecast has for an operator, and those that it allocates besides and shows nobody."""
 
     operator: str
     inputs: str
-    results: int
+    shown: int
     hidden: int
 
 
@@ -154,7 +154,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def workspace_cells(one: Workspace) -> tuple[str, ...]:
     """One line of the table, under HIDING."""
-    return (one.operator, one.inputs, f"{one.results / MiB:.2f}", f"{one.hidden / MiB:.2f}")
+    return (one.operator, one.inputs, f"{one.shown / MiB:.2f}", f"{one.hidden / MiB:.2f}")
 
 
 def misses(rows: Iterable[Row]) -> str:

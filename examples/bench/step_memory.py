@@ -29,6 +29,7 @@ import thunder
 CPU = torch.device("cpu")
 PEER_RUNS = 3
 FORWARD, LOSS, BACKWARD, OPTIMIZER = "forward", "loss", "backward", "optimizer step"
+PASSES = (FORWARD, LOSS, BACKWARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +65,23 @@ class Measured:
     def peaks(self) -> Peaks:
         """Those of the step."""
         step = self.parts.get(OPTIMIZER)
-        added = max(part.highest for name, part in self.parts.items() if name != OPTIMIZER)
+        added = max(part.highest for name, part in self.parts.items() if name in PASSES)
         return Peaks(self.at_rest, self.at_rest + self.inputs + added, self.at_rest + step.highest if step else 0)
 
 
 def forecast(case: Case) -> tz.Memory:
     """Rank 0's memory, without processes and without values."""
+    return forecast_of(case, traces_of(case))
+
+
+def traces_of(case: Case) -> tz.Traces:
+    """Rank 0's traces."""
     task = TASKS[case.task]
     with torch.device("meta"):
         model = task.model()
     model.train(case.training)
     with nullcontext() if case.training else torch.no_grad():
-        traces = tz.trace(
+        return tz.trace(
             model,
             **task.inputs(),
             policy=case.policy,
@@ -83,7 +89,14 @@ def forecast(case: Case) -> tz.Memory:
             synced=not case.deferring,
             **case.options,
         )
-    return tz.memory(traces, loss=task.loss, optimizer=torch.optim.AdamW, accumulating=case.deferring)
+
+
+def forecast_of(case: Case, traces: tz.Traces) -> tz.Memory:
+    """The memory of a step with these traces."""
+    if not case.training:
+        return tz.memory(traces)
+    loss = TASKS[case.task].loss
+    return tz.memory(traces, loss=loss, optimizer=torch.optim.AdamW, accumulating=case.deferring)
 
 
 def peak_of_peer(case: Case) -> int:

@@ -2,119 +2,138 @@
 
     python -m examples.bench.workspaces             # prints them; examples/bench/memory.py writes them into the page
 
-Each operator of the models in ``cases.py`` runs once to warm up and once on one thread, with the allocator's record on.
-Hidden is the most that is added at one time, less the operator's results.
+Each line of a case's traces that computes runs on random values, once to warm up and once with the allocator's record
+on, on one thread. Hidden is the most that it adds at one time, less what the forecast has for the line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from examples.bench.cases import IMAGES, PIXELS, SEQUENCES, TOKENS, VOCABULARY
+import thunder_zero as tz  # before thunder
+from examples.bench.cases import BFLOAT16, Case
 from examples.bench.memory_table import HIDING, Workspace, workspace_cells
-from examples.tensor_memory import added_at_peak, bytes_held
+from examples.bench.step_memory import forecast_of, traces_of
+from examples.tensor_memory import added_in_parts
+
+from thunder.core import dtypes
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
 
 CPU = torch.device("cpu")
-WIDTH, HEADS = 512, 8  # of the bench's GPT
-CONVOLUTIONS = (  # channels in and out, kernel, stride, pixels: those of the ResNet
-    *((3, 64, 3, 1, PIXELS), (64, 64, 3, 1, PIXELS), (64, 64, 1, 1, PIXELS)),
-    *((64, 128, 3, 2, PIXELS), (64, 128, 1, 2, PIXELS), (128, 128, 3, 1, PIXELS // 2)),
-    *((128, 256, 3, 2, PIXELS // 2), (256, 256, 3, 1, PIXELS // 4)),
+CASES = (
+    Case("ResNet", tz.ZERO3),
+    Case("GPT", tz.ZERO3),
+    Case("GPT", tz.Policy(stage=3, mixed_precision=BFLOAT16)),
 )
-Operator = tuple[str, str, Callable[[], Any]]
+LEAST = 1 << 16  # bytes; smaller workspaces are left out
+MOST = 4  # of each operator and dtype are listed
 
 
 def measured_workspaces() -> tuple[Workspace, ...]:
-    """Those of all operators, in this process."""
+    """Those of the cases, the largest of each operator and dtype."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.no_grad():
-            return tuple(measure(*each) for each in (*convolutions(), *linears(), *attentions(), *others()))
+        found = {key: one for case in CASES for key, one in workspaces_of(case).items()}
     finally:
         torch.set_num_threads(threads)
+    return largest(found.values())
 
 
-def measure(name: str, inputs: str, run: Callable[[], Any]) -> Workspace:
-    """One operator."""
-    run()
-    kept: list[Any] = []
-    added = added_at_peak(lambda: kept.append(run()), CPU)
-    results = kept if isinstance(kept[0], Tensor) else kept[0]
-    shown = bytes_held(result for result in results if isinstance(result, Tensor))
-    return Workspace(name, inputs, shown, added - shown)
+def largest(found: Iterable[Workspace]) -> tuple[Workspace, ...]:
+    """The ``MOST`` largest of each operator, largest first."""
+    kept: dict[str, list[Workspace]] = {}
+    for one in sorted(found, key=lambda one: -one.hidden):
+        alike = kept.setdefault(one.operator, [])
+        if len(alike) < MOST:
+            alike.append(one)
+    return tuple(one for alike in kept.values() for one in alike)
 
 
-def convolutions() -> Iterator[Operator]:
-    """Forward and backward of each."""
-    for inputs, outputs, kernel, stride, pixels in CONVOLUTIONS:
-        x, weight = torch.randn(IMAGES, inputs, pixels, pixels), torch.randn(outputs, inputs, kernel, kernel)
-        yield from convolution(x, weight, stride, kernel // 2)
+def workspaces_of(case: Case) -> dict[tuple[str, str], Workspace]:
+    """Those of a case's lines that hide something, by operator and shapes."""
+    traces = traces_of(case)
+    memory = forecast_of(case, traces)
+    shown: dict[tuple[str, int], int] = {}
+    before = 0
+    for line in memory.lines:
+        shown[line.half, line.position] = line.highest - before
+        before = line.total
+    lines = {}
+    for half, trace in (("forward", traces.forward), ("backward", traces.backward)):
+        context = trace.python_ctx()
+        for position, line in computing(traces, half, trace):
+            key = (operator(line), shapes(line))
+            if key not in lines:
+                lines[key] = (shown[half, position], runner(line, context))
+    parts = {str(number): run for number, (_, run) in enumerate(lines.values())}
+    with torch.no_grad():
+        for run in parts.values():
+            run()
+        added = added_in_parts(parts, CPU)
+    now, found = 0, {}
+    for (key, (visible, _)), one in zip(lines.items(), added.values(), strict=True):
+        hidden = one.highest - now - visible
+        now = one.at_end
+        if hidden >= LEAST:
+            found[key] = Workspace(*key, visible, hidden)
+    return found
 
 
-def convolution(x: Tensor, weight: Tensor, stride: int, padding: int) -> Iterator[Operator]:
-    def forward() -> Tensor:
-        return F.conv2d(x, weight, None, stride, padding)
-
-    gradient = torch.randn_like(forward())
-
-    def backward() -> Any:
-        sizes = ((stride, stride), (padding, padding), (1, 1), False, (0, 0), 1, (True, True, False))
-        return torch.ops.aten.convolution_backward(gradient, x, weight, None, *sizes)
-
-    words = f"{shape(x)}, weight {shape(weight)}, stride {stride}"
-    yield "convolution", words, forward
-    yield "convolution, backward", words, backward
+def computing(traces: tz.Traces, half: str, trace: TraceCtx) -> Iterator[tuple[int, BoundSymbol]]:
+    """The lines of a trace that compute, and are no fused region, with their positions."""
+    ops = {op.source[0]: op for op in traces.timeline.ops if op.backward is (half == "backward")}
+    for position, line in enumerate(trace.bound_symbols[:-1]):
+        if position in ops and ops[position].kind is tz.Kind.COMPUTE and line.flat_outs and not line.sym.is_fusion:
+            yield position, line
 
 
-def linears() -> Iterator[Operator]:
-    """Products with weights of the GPT's blocks, in both dtypes."""
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=dtype)
-        up, bias = torch.randn(4 * WIDTH, WIDTH, dtype=dtype), torch.randn(4 * WIDTH, dtype=dtype)
-        head = torch.randn(VOCABULARY, WIDTH, dtype=dtype)
-        y = torch.randn(SEQUENCES * TOKENS, 4 * WIDTH, dtype=dtype)
-        kind = str(dtype).removeprefix("torch.")
-        yield "linear", f"{kind} {shape(x)}, weight {shape(up)}, bias", lambda x=x, w=up, b=bias: F.linear(x, w, b)
-        yield "linear", f"{kind} {shape(x)}, weight {shape(head)}", lambda x=x, w=head: F.linear(x, w)
-        rows = x.flatten(0, 1)
-        yield "matmul", f"{kind} {shape(y.t())}, {shape(rows)}", lambda y=y, x=rows: torch.matmul(y.t(), x)
+def runner(line: BoundSymbol, context: Mapping[str, Any]) -> Callable[[], None]:
+    """Runs a line of a trace with this context on random values, and drops its results."""
+    code = compile("\n".join(line.python(indent=0, print_depth=1)), line.sym.name, "exec")
+    names = {**context, **line.object_ctx()}
+    values = {proxy.name: random_like(proxy) for proxy in line.flat_proxy_args if isinstance(proxy, TensorProxy)}
+
+    def run() -> None:
+        exec(code, names, dict(values))
+
+    return run
 
 
-def attentions() -> Iterator[Operator]:
-    """torch's flash attention for CPUs, with the GPT's heads."""
-    q = torch.randn(SEQUENCES, HEADS, TOKENS, WIDTH // HEADS)
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    out, logsumexp = forward(q, q, q, 0.0, True)
-    yield "flash attention", f"queries {shape(q)}", lambda: forward(q, q, q, 0.0, True)
-    yield "flash attention, backward", f"queries {shape(q)}", lambda: backward(q, q, q, q, out, logsumexp, 0.0, True)
+def random_like(proxy: TensorProxy) -> Tensor:
+    """Random values; zeros for whole numbers, which may be indices."""
+    dtype: Any = dtypes.to_torch_dtype(proxy.dtype)
+    return torch.randn(proxy.shape).to(dtype) if dtype.is_floating_point else torch.zeros(proxy.shape, dtype=dtype)
 
 
-def others() -> Iterator[Operator]:
-    """Operators of other classes."""
-    x = torch.randn(SEQUENCES, TOKENS, WIDTH)
-    pixels = torch.randn(IMAGES, 64, PIXELS, PIXELS)
-    logits, tokens = torch.randn(SEQUENCES * TOKENS, VOCABULARY), torch.randint(VOCABULARY, (SEQUENCES, TOKENS))
-    yield "embedding, backward", f"gradient {shape(x)}", lambda: embedding_backward(x, tokens)
-    yield "gelu", shape(x), lambda: F.gelu(x)
-    yield "softmax", shape(logits), lambda: torch.softmax(logits, -1)
-    yield "sum of channels", shape(pixels), lambda: pixels.sum((0, 2, 3))
-    yield "var_mean of channels", shape(pixels), lambda: torch.var_mean(pixels, (0, 2, 3), correction=0)
+def operator(line: BoundSymbol) -> str:
+    """Its name, with the floating-point dtype if it is not float32: "linear, bfloat16"."""
+    kinds = {dtypes.to_torch_dtype(proxy.dtype) for proxy in line.flat_proxy_args if isinstance(proxy, TensorProxy)}
+    names = sorted(str(kind).removeprefix("torch.") for kind in kinds if kind.is_floating_point)
+    return ", ".join((line.sym.name, *(name for name in names if name != "float32")))
 
 
-def embedding_backward(gradient: Tensor, tokens: Tensor) -> Any:
-    return torch.ops.aten.embedding_backward(gradient, tokens, VOCABULARY, -1, False, False)
+def shapes(line: BoundSymbol) -> str:
+    """Such as "[4, 3, 64, 64], [64, 3, 3, 3] → [4, 64, 64, 64]"."""
+    given, made = (
+        ", ".join(alike([str(list(proxy.shape)) for proxy in proxies if isinstance(proxy, TensorProxy)]))
+        for proxies in (line.flat_proxy_args, line.flat_proxy_outs)
+    )
+    return f"{given} → {made}"
 
 
-def shape(tensor: Tensor) -> str:
-    """Such as "[2, 128, 512]"."""
-    return str(list(tensor.shape))
+def alike(words: Iterable[str]) -> Iterator[str]:
+    """Equal neighbours as one: "3 x [2, 8]"."""
+    for word, group in groupby(words):
+        count = len(list(group))
+        yield word if count == 1 else f"{count} x {word}"
 
 
 def main() -> None:

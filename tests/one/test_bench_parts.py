@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import thunder_zero as tz  # before thunder
 from examples.bench import gpu, memory_table, run
 from examples.bench.contestants import contestants
 from examples.bench.held import alive, held_bytes
@@ -34,6 +35,7 @@ from examples.bench.report import (
     title,
     to_json,
 )
+from examples.tensor_memory import Added
 from tests.harness.ranks import ROOT, example_environment
 
 DATA = Path(__file__).parents[2] / "docs/bench.json"
@@ -291,3 +293,36 @@ def test_new_rows_replace_those_of_their_cases() -> None:
     assert merged((gone, MEASURED, fused), (newer,), order) == (fused, newer)
     assert memory_table.versions_of((fused, newer, fused)) == "torch 2; torch 3."
     assert misses((fused, newer)) == "- GPT, stage 3: +3.00 %, 3 B above the measured peak\n"
+
+
+@pytest.mark.slow
+def test_the_largest_workspaces_of_each_operator() -> None:
+    from examples.bench.workspaces import MOST, alike, largest
+
+    many = [Workspace("convolution", str(number), 0, number) for number in range(MOST + 2)]
+    kept = largest([Workspace("linear", "", 0, 1), *many])
+    assert [one.hidden for one in kept] == [*range(MOST + 1, 1, -1), 1]
+    assert list(alike(["[2]", "[2]", "[3]"])) == ["2 x [2]", "[3]"]
+
+
+@pytest.mark.slow
+def test_the_curves_have_the_measured_points(tmp_path: Path) -> None:
+    from examples.bench.memory_curves import points_of as points
+    from examples.bench.memory_curves import save, step_of
+    from examples.bench.step_memory import BACKWARD, FORWARD, LOSS, OPTIMIZER, Measured
+
+    with torch.device("meta"):
+        layer = torch.nn.Linear(64, 64)
+    steps = {}
+    for stage in range(4):
+        traces = tz.trace(layer, torch.empty(8, 64), policy=tz.Policy(stage), world_size=2)
+        memory = tz.memory(traces, loss=lambda y: y.square().mean(), optimizer=torch.optim.AdamW)
+        parts = {FORWARD: Added(10, 20), LOSS: Added(20, 20), BACKWARD: Added(30, 5000), OPTIMIZER: Added(40, 50)}
+        steps[stage] = (memory, Measured(memory.at_rest, 2048, parts))
+        peak = memory.curve.index(memory.peak)
+        step, found = step_of(memory), points(step_of(memory), steps[stage][1])
+        assert [round(y * memory_table.MiB) - memory.at_rest for _, y in found] == [2048, 2058, 7048, 2078, 50]
+        assert step.edges[peak] < found[2][0] < step.edges[peak + 1]
+        assert (found[1][0], found[3][0]) == (step.borders[LOSS], step.borders[OPTIMIZER])
+    save(steps, tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").stat().st_size > 10_000

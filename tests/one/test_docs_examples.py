@@ -54,6 +54,17 @@ def test_the_examples_run(alone: None, capsys: pytest.CaptureFixture[str]) -> No
     assert "is never waited for" in printed or "under way" in printed
 
 
+@pytest.mark.slow
+def test_the_forecast_of_the_memory_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bytes at rest are arithmetic; names of values and the peak may differ between versions."""
+    page = DOCS / "memory.md"
+    (program,) = blocks(page)
+    exec(compile(program, str(page), "exec"), {"__name__": "page"})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("peak ")
+    assert printed[-1] in page.read_text().splitlines(), "run python -m examples.bench.memory --no-rows"
+
+
 def test_the_features_run(alone: None, tmp_path: Path) -> None:
     """One after the other, with a model, an input and a loss of the reader's."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
