@@ -66,6 +66,7 @@ class Case:
         special = {
             f"{self.world_size} ranks": self.world_size != 2,
             "torch_compile_ex": self.fused,
+            f"recompute {self.policy.recompute}": self.policy.recompute != tz.ZERO3.recompute,
             "bfloat16": self.policy.mixed_precision != tz.MixedPrecision(),
             "no_sync": self.deferring,
             "forward alone": not self.training,
@@ -218,12 +219,17 @@ TASKS = {
 PEERS = {"FSDP2": fsdp2, "FSDP2, checkpoint_wrapper": fsdp2_checkpointed}
 BFLOAT16 = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 STAGES = (tz.ZERO1, tz.ZERO2, tz.ZERO3)
+NONE, UNITS = replace(tz.ZERO3, recompute="none"), replace(tz.ZERO3, recompute="units")
 CASES = (
     *(Case("small GPT", policy) for policy in STAGES[:2]),
     Case("small GPT", tz.ZERO3, peer="FSDP2"),
+    Case("small GPT", NONE),
+    Case("small GPT", UNITS, peer="FSDP2, checkpoint_wrapper"),
     Case("small GPT", tz.ZERO3, fused=True),
     *(Case("GPT", policy) for policy in STAGES[:2]),
     Case("GPT", tz.ZERO3, peer="FSDP2"),
+    Case("GPT", NONE),
+    Case("GPT", UNITS, peer="FSDP2, checkpoint_wrapper"),
     Case("GPT", tz.ZERO3, world_size=3),
     Case("GPT", tz.ZERO3, fused=True),
     Case("GPT, checkpointed", tz.ZERO3, peer="FSDP2, checkpoint_wrapper"),
