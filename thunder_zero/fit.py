@@ -19,10 +19,14 @@ from thunder_zero.dry_run import trace
 from thunder_zero.forecast.figures import Memory
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.forecast.memory import memory
+from thunder_zero.forecast.optimizer import MakeOptimizer
+from thunder_zero.forecast.replay import Loss
 from thunder_zero.policy import ZERO3, Policy, is_count
 from thunder_zero.report.trace_printer import size
 from thunder_zero.report.trade import Trade, print_trade
-from thunder_zero.schedule.search import Choices, Search
+from thunder_zero.schedule.search import Beside, Choices, Search
+
+from thunder.extend import Executor
 
 COMPILATIONS = 3  # that confirm a choice
 STEPS = 7  # of the printed trade
@@ -42,18 +46,19 @@ def fit(
     world_size: int | None = None,
     policy: Policy | int = ZERO3,
     file: IO[str] | None = None,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    backend: str | None = None,
+    executors: Sequence[Executor] | None = None,
+    replicas: int = 1,
     reserve: int = 0,
-    **figures: Any,
 ) -> Policy:
     """The policy whose forecast peak fits into ``memory_bytes`` and whose step costs least.
 
-    Decides for each unit whether it stays gathered from forward to backward (``Policy.keep_units``) and whether it is
-    computed again whole (``Policy.recompute_units``), and for all the bytes of buckets and in flight. The cost is the
-    bytes that a rank sends, with a thousand FLOPs of work done again as much as a byte. Prints what further memory
-    would save. Under ``torchrun`` every rank calls it, and rank 0 decides.
-
-    >>> policy = tz.fit(model, (tokens,), memory_bytes=40 << 30, world_size=8, optimizer=torch.optim.AdamW)
-    >>> model = thunder.jit(model, transforms=[tz.ZeroTransform(policy)])
+    Chooses the units that stay gathered (``Policy.keep_units``) and those that are computed again whole
+    (``Policy.recompute_units``), and the bytes of buckets and in flight. The cost is the bytes that a rank sends, with
+    1,000 FLOPs of work done again as much as a byte. Prints what further memory would save. Under ``torchrun`` every
+    rank calls it, and rank 0 decides.
 
     Args:
         module: a plain module; it may be on the meta device.
@@ -63,69 +68,86 @@ def fit(
         policy: what else to ask for, such as the stage (default: ZeRO-3).
         file: where to print; the standard output if None.
         reserve: bytes that the forecast cannot see.
-        figures: ``loss``, ``optimizer`` and ``backend`` of :func:`thunder_zero.memory`.
+        loss, optimizer, backend: as for :func:`thunder_zero.memory`.
+        executors, replicas: as for :func:`thunder_zero.trace`.
 
     Raises:
         DoesNotFit: no policy fits; a ValueError.
         ValueError: ``memory_bytes`` or ``world_size`` is not a number of bytes, or of ranks.
     """
-    if not is_count(memory_bytes) or not memory_bytes:
-        raise ValueError(f"memory_bytes is {memory_bytes!r}; give a number of bytes, such as 40 << 30")
-    asked = policy if isinstance(policy, Policy) else Policy(policy)
-    args = () if isinstance(inputs, Mapping) else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    kwargs = dict(inputs) if isinstance(inputs, Mapping) else {}
+    asked, args, kwargs = _checked(memory_bytes, policy, inputs)
     ranks = ranks_of_default_group() if world_size is None else world_size
     if ranks is None:
         raise ValueError("world_size is None, and there is no process group; give the number of ranks")
 
     def forecast(candidate: Policy) -> tuple[Traces, Memory]:
-        traces = trace(module, *args, policy=candidate, world_size=ranks, **kwargs)
-        return traces, memory(traces, reserve=reserve, **figures)
+        traces = trace(
+            module, *args, policy=candidate, world_size=ranks, replicas=replicas, executors=executors, **kwargs
+        )
+        return traces, memory(traces, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
 
     console = Console(file=file, width=100)
     return on_rank_0("tz.fit", lambda: _decided(forecast, asked, memory_bytes, console)).policy(asked)
 
 
+def _checked(
+    memory_bytes: int, policy: Policy | int, inputs: Tensor | Sequence[Any] | Mapping[str, Any]
+) -> tuple[Policy, tuple[Any, ...], dict[str, Any]]:
+    """The policy, and the positional and keyword arguments of forward."""
+    if not is_count(memory_bytes) or not memory_bytes:
+        raise ValueError(f"memory_bytes is {memory_bytes!r}; give a number of bytes, such as 40 << 30")
+    asked = policy if isinstance(policy, Policy) else Policy(policy)
+    if isinstance(inputs, Mapping):
+        return asked, (), dict(inputs)
+    return asked, (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {}
+
+
 def _decided(forecast: Forecast, asked: Policy, memory_bytes: int, console: Console) -> Choices:
-    """Search, and confirm by compilations; print the trade."""
-    traces, exact = forecast(asked)
+    """Search, and confirm by compilations, each of which corrects the estimate; print the trade."""
+    traces, as_asked = forecast(asked)
     if traces.lifted is None or traces.backward is None:
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
     search = Search(traces.lifted, asked)
-    asked_for = Choices(asked.keep_units, asked.recompute_units, asked.bucket_bytes, asked.in_flight_bytes)
-    beside = exact.peak - search.candidate(asked_for).peak  # what the estimate leaves out
-    stepping = exact.optimizer_step or 0
-    target = memory_bytes - beside
-    best: Choices | None = None
+    first = Choices(asked.keep_units, asked.recompute_units, asked.bucket_bytes, asked.in_flight_bytes)
+    peaks = {first: as_asked.peak}  # exact ones
+    besides = {first.sizes: as_asked.peak - search.candidate(first).peak}
+
+    def beside(sizes: tuple[int, int]) -> int:
+        """What the estimate leaves out: at rest, the loss, and buffers of transports, which depend on buckets."""
+        return besides.get(sizes, besides[first.sizes])
+
     for _ in range(COMPILATIONS):
-        best = search.best(target) if stepping <= memory_bytes else None
-        if best is None:
-            raise DoesNotFit(_refusal(search, exact, beside, memory_bytes))
-        peak = forecast(best.policy(asked))[1].peak
-        if peak <= memory_bytes:
+        choices = search.best(memory_bytes, beside) or search.least(beside)
+        if choices in peaks:
             break
-        target -= peak - memory_bytes
-    else:
-        raise DoesNotFit(_refusal(search, exact, beside, memory_bytes))
-    print_trade(list(_trade(search, beside, best)), console)
+        peaks[choices] = forecast(choices.policy(asked))[1].peak
+        besides[choices.sizes] = peaks[choices] - search.candidate(choices).peak
+    fitting = [choices for choices, peak in peaks.items() if peak <= memory_bytes]
+    if not fitting or (as_asked.optimizer_step or 0) > memory_bytes:
+        raise DoesNotFit(_refusal(as_asked, min(peaks.values()), memory_bytes, offloads=asked.cpu_offload))
+    best = min(fitting, key=lambda choices: search.candidate(choices).cost)
+    print_trade(list(_trade(search, beside, best, peaks)), console)
     return best
 
 
-def _trade(search: Search, beside: int, best: Choices) -> Iterator[Trade]:
-    """Choices from the least memory to the least cost, with the one that was made."""
-    cheapest_of_all = search.best(sys.maxsize)
-    assert cheapest_of_all is not None
-    least, most = search.least, search.candidate(cheapest_of_all).peak
+def _trade(search: Search, beside: Beside, best: Choices, peaks: Mapping[Choices, int]) -> Iterator[Trade]:
+    """Choices from the least memory to the least cost, with the one that was made; exact peaks where there are some."""
+
+    def peak_of(choices: Choices) -> int:
+        return peaks.get(choices, search.candidate(choices).peak + beside(choices.sizes))
+
+    cheapest_of_all = search.best(sys.maxsize, beside) or best
+    least, most = peak_of(search.least(beside)), peak_of(cheapest_of_all)
     targets = [least + (most - least) * step // (STEPS - 1) for step in range(STEPS)]
-    found = dict.fromkeys(choices for target in targets if (choices := search.best(target)) is not None)
+    found = {choices for target in targets if (choices := search.best(target, beside)) is not None}
     cost = float("inf")
-    for choices in sorted({*found, best}, key=lambda choices: search.candidate(choices).peak):
+    for choices in sorted({*found, best}, key=lambda choices: (peak_of(choices), search.candidate(choices).cost)):
         one = search.candidate(choices)
         if one.cost >= cost and choices != best:
             continue
-        cost = one.cost
+        cost = min(cost, one.cost)
         yield Trade(
-            peak=one.peak + beside,
+            peak=peak_of(choices),
             sent=one.sent,
             flops=one.flops,
             cost=one.cost,
@@ -136,20 +158,22 @@ def _trade(search: Search, beside: int, best: Choices) -> Iterator[Trade]:
         )
 
 
-def _refusal(search: Search, exact: Memory, beside: int, memory_bytes: int) -> str:
+def _refusal(as_asked: Memory, least: int, memory_bytes: int, *, offloads: bool) -> str:
     """What is missing, what makes the peak, and what would help."""
-    step = exact.optimizer_step or 0
-    least = max(search.least + beside, step)
-    kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(exact.by_kind.items())[:3])
-    at = exact.by_kind
+    least = max(least, as_asked.optimizer_step or 0)
+    where = " (in the optimizer's step)" if least == as_asked.optimizer_step else ""
+    at = as_asked.by_kind
+    kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(at.items())[:3])
     sharded = sum(at.get(kind, 0) for kind in (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT))
     batch = sum(at.get(kind, 0) for kind in (Holds.SAVED, Holds.TEMPORARY, Holds.LOSS))
-    helps = [f"twice the ranks (about {size(sharded // 2)} less)", f"half the batch (up to {size(batch // 2)} less)"]
-    if not search.asked.cpu_offload:
-        helps.append(f"cpu_offload on GPUs ({size(sharded)} less)")
+    helps = {
+        "twice the ranks": sharded // 2,
+        "half the batch": batch // 2,
+        "cpu_offload on GPUs": 0 if offloads else sharded,
+    }
+    offers = ", ".join(f"{what} (about {size(nbytes)} less)" for what, nbytes in helps.items() if nbytes)
     return (
-        f"no policy fits into {size(memory_bytes)}: the least that a step takes is {size(least)}, "
-        f"{size(max(least - memory_bytes, 0))} more, with all units computed again and none kept"
-        f"{'' if step < least else ' (its peak is in the optimizer)'}; the peak as asked for, {size(exact.peak)}, has "
-        f"{kinds}; what would help: {', '.join(helps)}"
+        f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(least)}{where}, "
+        f"{size(least - memory_bytes)} more, with units computed again and nothing kept or in flight where that helps; "
+        f"the peak as asked for, {size(as_asked.peak)}, has {kinds}; what would help: {offers}"
     )

@@ -11,7 +11,7 @@ from rich.console import Console
 from thunder_zero.compiled import Traces
 from thunder_zero.forecast.figures import Memory
 from thunder_zero.forecast.memory import memory
-from thunder_zero.forecast.replay import NoForecast
+from thunder_zero.forecast.watch import NoForecast
 from thunder_zero.report.line_meanings import Gap, Row, SourceLine, rows, select
 from thunder_zero.report.trace_printer import print_rows, print_total
 from thunder_zero.zero_module import traces_of

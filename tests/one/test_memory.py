@@ -231,6 +231,14 @@ def test_what_cannot_be_forecast_is_refused() -> None:
         tz.memory(traces, backend="tcp")
     with pytest.raises(ValueError, match="reserve is -1; give a number of bytes, 0 or more"):
         tz.memory(traces, reserve=-1)
+    with pytest.raises(TypeError, match=r"optimizer is of type SGD; give a class, such as torch.optim.AdamW"):
+        tz.memory(traces, optimizer=torch.optim.SGD([torch.ones(1, requires_grad=True)]))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=r"cannot forecast the optimizer: .*; leave out fused=True"):
+        tz.memory(traces, optimizer=lambda params: torch.optim.AdamW(params, fused=True))
+    with pytest.raises(TypeError, match=r"loss= returned \(16, 64\); return a tensor of one number"):
+        tz.memory(traces, loss=lambda y: y.square())
+    with pytest.raises(RuntimeError, match=r"cannot forecast the loss: .*; give one that reads no value"):
+        tz.memory(traces, loss=lambda y: y.sum() * y.sum().item())
     with mock.patch.object(replay, "functions_of", return_value={"zero_enter": reads_a_value}):
         message = raised(lambda: tz.memory(traces)).removeprefix("NoForecast: ")
         out = StringIO()

@@ -80,7 +80,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("measure.py",    NOT,    NOT,     IMPORT,  DATA | rooms("schedule comm runtime zero_module")),
     Room("forecast/",     IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report trace comm runtime "
                                                                  "compiled zero_module")),
-    Room("fit.py",        IMPORT,  NOT,     NOT,     DATA | rooms("schedule report comm compiled dry_run forecast")),
+    Room("fit.py",        IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report comm compiled dry_run forecast")),
     Room("print_trace.py",NOT,    NOT,     IMPORT,  rooms("report zero_module compiled forecast")),
     Room("lightning.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict arguments zero_module "
                                                                  "transform plugin")),

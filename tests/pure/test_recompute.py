@@ -109,7 +109,8 @@ def test_copies_come_right_before_their_first_reader() -> None:
         ("h <-* x\nm <-~ h\nd <- h m\n--\ngw <- g d", {}, {"d"}),
         ("h <-* x\nm <-~ h\nd <- h m\n--\ngw <- g d h", {"m": 2}, {"h", "m"}),  # the mask is kept
         ("k <- \nh <-* x\na <- h k\n--\ngw <- g a h k", {}, {"h"}),  # a constant
-        ("a <- x\n--\ngw <- g a", {}, set()),  # the caller has the input
+        ("a <- x\n--\ngw <- g a", {}, {"a"}),  # the caller may have dropped the input
+        ("a <- x\n--\ngw <- g a x", {}, set()),  # backward has it anyway
         ("h <-* x\ne <-/ h\n--\ngw <- g e", {"e": 80}, {"h"}),  # an expanded view
         ("h <-* x\ne <-/ h\n--\ngw <- g e", {"h": 80}, {"h"}),  # a part keeps all of h
         ("h <-* x\ns <-/ h\na <- s\n--\ngw <- g a", {"h": 80, "a": 9}, {"a"}),
@@ -155,9 +156,9 @@ NORM = """
     [
         (3, {"recompute": "none", "gather_last_units_once": False}, {"h", "n", "b"}, {"u.w", "u.v"}),
         (3, {"gather_last_units_once": False}, {"h", "b"}, {"u.w", "u.v"}),  # backward has the weight, not the bias
-        (3, {"gather_last_units_once": False, "recompute": "units"}, set(), {"u.w", "u.v", "u.bias"}),
+        (3, {"gather_last_units_once": False, "recompute": "units"}, {"h"}, {"u.w", "u.v", "u.bias"}),
         (2, {}, {"h", "b"}, set()),  # forward has freed the bias
-        (2, {"recompute": "units"}, set(), set()),
+        (2, {"recompute": "units"}, {"h"}, set()),
         (1, {}, {"h"}, set()),
         (0, {}, {"h"}, set()),
     ],

@@ -60,7 +60,7 @@ def memory(
         TypeError: neither traces nor a model with ZeroTransform.
         ValueError: there is no such backend; ``reserve`` is negative.
         RuntimeError: the model was not called yet; a line reads a value, which a forecast does not have
-            (:class:`thunder_zero.forecast.replay.NoForecast`).
+            (:class:`thunder_zero.forecast.watch.NoForecast`).
     """
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     backend = _backend_of(traces) if backend is None else backend
@@ -101,7 +101,9 @@ def _begun(
     for tensor in runtime.on_host():
         watch.leaves(tensor)
     on_device = runtime.trained_on_device()
-    stepping = optimizer_at_rest(optimizer, on_device, watch) if optimizer is not None and on_device else None
+    stepping = None
+    if optimizer is not None and on_device:
+        stepping = optimizer_at_rest(optimizer, on_device, watch, on_cuda=backend == "nccl")
     if accumulating:
         watch.kind = Holds.DEFERRED
         runtime.accumulate()

@@ -8,16 +8,37 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.forecast.kinds import Holds
-from thunder_zero.forecast.watch import Watch
+from thunder_zero.forecast.watch import NoForecast, Watch
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
-def optimizer_at_rest(make: MakeOptimizer, shards: Mapping[str, nn.Parameter], watch: Watch) -> torch.optim.Optimizer:
-    """An optimizer of these shards, by path, that has made its state in a first step."""
-    optimizer = make(shards.values())
+def optimizer_at_rest(
+    make: MakeOptimizer, shards: Mapping[str, nn.Parameter], watch: Watch, *, on_cuda: bool
+) -> torch.optim.Optimizer:
+    """An optimizer of these shards, by path, that has made its state in a first step.
+
+    Raises:
+        TypeError: not a class of optimizers, nor a function that makes one.
+        NoForecast: it does not run without values.
+    """
+    if isinstance(make, torch.optim.Optimizer) or not callable(make):
+        raise TypeError(
+            f"optimizer is of type {type(make).__name__}; give a class, such as torch.optim.AdamW, or a function from "
+            f"parameters to an optimizer: lambda params: torch.optim.SGD(params, 0.1)"
+        )
     watch.kind = Holds.OPTIMIZER
-    take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
+    try:
+        optimizer = make(shards.values())
+        for group in optimizer.param_groups:
+            if on_cuda and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True  # torch's choice on CUDA; of meta tensors it does not know better
+        take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise NoForecast(
+            f"cannot forecast the optimizer: it does not run on tensors without values "
+            f"({str(error).partition(chr(10))[0]}); leave out fused=True, or give its bytes as reserve="
+        ) from error
     return optimizer
 
 

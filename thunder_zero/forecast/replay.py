@@ -20,7 +20,7 @@ from thunder_zero.forecast.kinds import Holds
 from thunder_zero.forecast.optimizer import take_step
 from thunder_zero.forecast.regions import run_region
 from thunder_zero.forecast.rehearsal import Rehearsal
-from thunder_zero.forecast.watch import META, Watch
+from thunder_zero.forecast.watch import META, NoForecast, Watch
 from thunder_zero.schedule.timeline import Kind, Op
 from thunder_zero.trace.symbols import functions_of
 
@@ -39,10 +39,6 @@ DURING = {
     Kind.WAIT: Holds.IN_FLIGHT,
     Kind.DEFER: Holds.DEFERRED,
 }
-
-
-class NoForecast(RuntimeError):
-    """A line cannot be run without values. The message has the line."""
 
 
 class _Given(torch.autograd.Function):
@@ -163,8 +159,7 @@ class Replay:
             output = tree_map(lambda leaf: given.get(id(leaf), leaf), output)
             given.clear()
             del flat, trained  # the training code holds the output alone
-            with torch.enable_grad():
-                value = loss(self._returned(output))
+            value = _value_of(loss, self._returned(output))
             del output
             gradients = torch.autograd.grad(value, edges, allow_unused=True)
             del value
@@ -256,3 +251,27 @@ class Replay:
 
     def _note(self, half: str, position: int, code: str) -> None:
         self.lines.append(RunLine(half, position, code, self.watch.highest_in_line, self.watch.events))
+
+
+@torch.enable_grad()
+def _value_of(loss: Loss, output: Any) -> Tensor:
+    """The loss of an output.
+
+    Raises:
+        NoForecast: it reads a value.
+        TypeError: it is not one number with a gradient.
+    """
+    try:
+        value = loss(output)
+    except (RuntimeError, NotImplementedError) as error:
+        raise NoForecast(
+            f"cannot forecast the loss: it does not run on tensors without values "
+            f"({str(error).partition(chr(10))[0]}); give one that reads no value (.item(), if, a boolean mask), or none"
+        ) from error
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(
+            f"loss= returned {what}; return a tensor of one number that depends on what forward returns, and leave "
+            f"backward() to the forecast"
+        )
+    return value

@@ -20,6 +20,10 @@ from thunder_zero.forecast.kinds import Holds
 META = torch.device("meta")
 
 
+class NoForecast(RuntimeError):
+    """Something does not run on tensors without values. The message says what."""
+
+
 @dataclass(slots=True)
 class Allocation:
     """A storage from its allocation to its end.

@@ -13,7 +13,8 @@ not saved; their operations are copied right before the first operation of backw
     compute gh <- g, a                      compute gh <- g, a_again
 
 What is saved is a minimum cut: the fewest bytes from which the rest can be computed again by cheap operations
-(``Op.cheap``). Values that view the same memory count once; inputs count nothing, since the caller has them.
+(``Op.cheap``). Values that view the same memory count once. Parameters count nothing, nor do inputs that backward reads
+anyway; other inputs do, since the caller may have dropped them.
 
 A copy may read a gathered parameter only while backward has it anyway, so that no gather starts earlier or for it, and
 none is freed later. The pass runs after all passes that place collectives: what it chooses depends on the shapes of
@@ -147,6 +148,12 @@ class _Halves:
         )
 
     @cached_property
+    def kept_anyway(self) -> frozenset[str]:
+        """The inputs that are there in backward in any case: parameters, and what backward reads as it is."""
+        read = {name for op in self.timeline.ops[:-1] if op.backward for name in op.reads}
+        return frozenset(name for name, path in self.timeline.inputs.items() if path is not None or name in read)
+
+    @cached_property
     def copied(self) -> frozenset[int]:
         """Lines of forward that backward computes again anyway."""
         return frozenset(op.source[0] for op in self.timeline.ops if op.backward and op.again and op.source)
@@ -180,7 +187,7 @@ def _chain(halves: _Halves, refused: set[int]) -> dict[str, int]:
     nodes, made_from, wanted = _graph(halves, refused)
     number = {memory: at for at, memory in enumerate(nodes)}
     outputs = {halves.timeline.memory(name) for name in halves.timeline.ops[-1].reads}
-    nbytes = [halves.timeline.nbytes(memory) if memory in halves.writer else 0 for memory in nodes]
+    nbytes = [0 if memory in halves.kept_anyway else halves.timeline.nbytes(memory) for memory in nodes]
     endless = sum(nbytes) + 1
     for at, memory in enumerate(nodes):
         if memory in outputs and memory in halves.writer and memory not in wanted:

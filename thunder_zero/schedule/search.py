@@ -7,7 +7,7 @@ the schedule of what it chose is evaluated as it is. Where that needs more bytes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,6 +16,8 @@ from thunder_zero.policy import STAGES, Policy
 from thunder_zero.schedule.budget import Choice, cheapest
 from thunder_zero.schedule.candidate import Candidate
 from thunder_zero.schedule.timeline import Timeline
+
+Beside = Callable[[tuple[int, int]], int]  # from bytes of a bucket and in flight
 
 CORRECTIONS = 8  # of a choice whose parts add up to more than it was chosen for
 TRIES = 24  # of cheaper choices for single units
@@ -29,6 +31,11 @@ class Choices:
     recompute_units: tuple[str, ...]
     bucket_bytes: int
     in_flight_bytes: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a bucket and in flight."""
+        return self.bucket_bytes, self.in_flight_bytes
 
     def name_of(self, unit: str) -> str:
         """The name of the choice of a unit."""
@@ -66,17 +73,25 @@ class Search:
             self.evaluated[choices] = Candidate(self.lifted, choices.policy(self.asked))
         return self.evaluated[choices]
 
-    def best(self, target: int) -> Choices | None:
-        """The cheapest choices with at most ``target`` bytes alive, and among equals those with the largest buckets."""
-        found = [choices for sizes in self.sizes if (choices := self._best_of(sizes, target)) is not None]
+    def best(self, memory_bytes: int, beside: Beside) -> Choices | None:
+        """The cheapest choices that take at most ``memory_bytes``, and among equals those with the largest buckets.
+
+        Args:
+            memory_bytes: that a step may take.
+            beside: what it takes besides the bytes that the estimate counts.
+        """
+        found = [
+            choices
+            for sizes in self.sizes
+            if (choices := self._best_of(sizes, memory_bytes - beside(sizes))) is not None
+        ]
         return min(found, key=lambda choices: self.candidate(choices).cost, default=None)
 
-    @cached_property
-    def least(self) -> int:
-        """The fewest bytes alive that any choice was found to need."""
-        most_again = self.candidate(_choices({}, self.sizes[-1])).units
-        tried = (_choices(dict.fromkeys(most_again, name), sizes) for name in ("", "again") for sizes in self.sizes)
-        return min(self.candidate(choices).peak for choices in tried)
+    def least(self, beside: Beside) -> Choices:
+        """Of the choices that are alike for all units, and not kept, the one that takes the fewest bytes."""
+        units = self.candidate(_choices({}, self.sizes[0])).units
+        tried = [_choices(dict.fromkeys(units, name), sizes) for name in ("", "again") for sizes in self.sizes]
+        return min(tried, key=lambda choices: self.candidate(choices).peak + beside(choices.sizes))
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, int], ...]:
@@ -113,7 +128,7 @@ class Search:
                 if unit == ROOT or choice.name == names[unit] or not tries:
                     break
                 tries -= 1
-                other = _choices(names | {unit: choice.name}, (choices.bucket_bytes, choices.in_flight_bytes))
+                other = _choices(names | {unit: choice.name}, choices.sizes)
                 is_cheaper = self.candidate(other).cost < self.candidate(choices).cost
                 if is_cheaper and self.candidate(other).peak <= target:
                     choices, names = other, names | {unit: choice.name}
