@@ -38,18 +38,19 @@ class UnsentExchange(Exchange):
         return lambda: tensor  # a message keeps its tensor alive until it is waited for
 
 
-class UnsentGrouped(Grouped):
+class _NotLaunched:
+    """In front of a transport over the backend's collectives: starts none of them."""
+
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
+        return [BucketPart((lambda: calls,))]
+
+
+class UnsentGrouped(_NotLaunched, Grouped):
     """NCCL's transport without its collectives."""
 
-    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
-        return [BucketPart((lambda: calls,))]
 
-
-class UnsentOneByOne(OneByOne):
+class UnsentOneByOne(_NotLaunched, OneByOne):
     """The transport of other backends without its collectives."""
-
-    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
-        return [BucketPart((lambda: calls,))]
 
 
 UNSENT: Mapping[str, Callable[[ProcessGroup], Transport]] = {

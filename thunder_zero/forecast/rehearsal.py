@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.unsent import unsent_transport
+from thunder_zero.forecast.watch import META
 from thunder_zero.plan import Plan
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.calls import sum_and_cast
@@ -17,8 +18,6 @@ from thunder_zero.runtime.memory import lay_out
 from thunder_zero.runtime.resident import ResidentParameters
 from thunder_zero.runtime.versions import Versions
 from thunder_zero.schedule.program_name import ProgramName
-
-META = torch.device("meta")
 
 
 class Rehearsal:

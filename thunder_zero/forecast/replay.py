@@ -97,7 +97,6 @@ class Replay:
         if self.traces.backward is None:
             return
         cotangents = self._loss(result, loss)
-        result.clear()
         names = [name for name, _ in self.traces.backward.siginfo().args]
         values.update(zip(names, (saved, cotangents), strict=True))
         self._run("backward", self.traces.backward, values)
