@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 
 import thunder_zero as tz
 
@@ -58,11 +59,15 @@ def test_the_examples_run(alone: None, capsys: pytest.CaptureFixture[str]) -> No
 def test_the_forecast_of_the_memory_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """The bytes at rest are arithmetic; names of values and the peak may differ between versions."""
     page = DOCS / "memory.md"
-    (program,) = blocks(page)
-    exec(compile(program, str(page), "exec"), {"__name__": "page"})
+    program, fit = blocks(page)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(program, str(page), "exec"), names)
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("peak ")
     assert printed[-1] in page.read_text().splitlines(), "run python -m examples.bench.memory --no-rows"
+    loss = lambda logits: F.cross_entropy(logits.flatten(0, 1), names["targets"].flatten())  # noqa: E731
+    exec(compile(fit, str(page), "exec"), names | {"loss": loss})
+    assert "<- chosen" in capsys.readouterr().out
 
 
 def test_the_features_run(alone: None, tmp_path: Path) -> None:
