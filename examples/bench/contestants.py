@@ -10,10 +10,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -78,8 +80,9 @@ def build_thunder(size: Size, compiled: bool) -> tuple[nn.Module, Step]:
     return trains(thunder.jit(make_model(size), **executors(compiled)))
 
 
-def build_zero(size: Size, stage: int, compiled: bool, gather_last_units_once: bool = True) -> tuple[nn.Module, Step]:
-    transform = tz.ZeroTransform(stage=stage, gather_last_units_once=gather_last_units_once)
+def build_zero(size: Size, stage: int, compiled: bool, **choices: Any) -> tuple[nn.Module, Step]:
+    """The package with further fields of ``tz.Policy``."""
+    transform = tz.ZeroTransform(stage=stage, **choices)
     return trains(thunder.jit(make_model(size), transforms=[transform], **executors(compiled)))
 
 
@@ -99,7 +102,12 @@ def build_ddp(size: Size, compiled: bool) -> tuple[nn.Module, Step]:
 
 
 def build_fsdp2(
-    size: Size, reshard: bool, fair: bool = False, scatter: bool = False, compiled: bool = False
+    size: Size,
+    reshard: bool,
+    fair: bool = False,
+    scatter: bool = False,
+    compiled: bool = False,
+    checkpointed: bool = False,
 ) -> tuple[nn.Module, Step]:
     """FSDP2 on each block and on the root.
 
@@ -107,8 +115,12 @@ def build_fsdp2(
         reshard: frees the blocks' parameters after forward, but not the root's, which is FSDP2's default.
         fair: gathers in the background, two blocks ahead; without it nothing overlaps on a CPU.
         scatter: with the reduce-scatter below instead of gloo's, which is an all-reduce.
+        compiled: compiles each block.
+        checkpointed: backward computes each block again.
     """
     model = with_compiled_blocks(make_model(size), compiled)
+    if checkpointed:
+        model.blocks = nn.Sequential(*(checkpoint_wrapper(block) for block in model.blocks))
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
@@ -186,7 +198,8 @@ def build_deepspeed(size: Size, stage: int) -> tuple[nn.Module, Step]:
 
 def contestants() -> dict[str, Contestant]:
     """All contestants by name, in the order of the tables; ``+tc`` compiles with torch.compile, ``+rs`` uses the
-    reduce-scatter above, ``-regather`` gathers everything again for backward."""
+    reduce-scatter above, ``-regather`` gathers everything again for backward, ``-none`` and ``-units`` name
+    ``tz.Policy.recompute``, ``+ck`` checkpoints each block."""
     found = [
         Contestant("eager", None, ALONE, build_eager),
         Contestant("thunder", None, ALONE, partial(build_thunder, compiled=False)),
@@ -208,6 +221,16 @@ def contestants() -> dict[str, Contestant]:
         for word, compiled in (("", False), ("+tc", True))
     ]
     found += [
+        Contestant(
+            f"zero3-{recompute}{word}",
+            3,
+            f"thunder_zero 3, recompute {recompute}",
+            partial(zero, compiled=compiled, recompute=recompute),
+        )
+        for recompute in ("none", "units")
+        for word, compiled in (("", False), ("+tc", True))
+    ]
+    found += [
         Contestant("ddp", 0, "torch DDP", partial(build_ddp, compiled=False)),
         Contestant("ddp+tc", 0, "torch DDP", partial(build_ddp, compiled=True)),
     ]
@@ -218,6 +241,9 @@ def contestants() -> dict[str, Contestant]:
             Contestant(f"fsdp2-{word}-fair", stage, f"FSDP2 {word}", partial(fsdp2, fair=True)),
             Contestant(f"fsdp2-{word}-fair+tc", stage, f"FSDP2 {word}", partial(fsdp2, fair=True, compiled=True)),
             Contestant(f"fsdp2-{word}-fair+rs", stage, f"FSDP2 {word}+rs", partial(fsdp2, fair=True, scatter=True)),
+            Contestant(
+                f"fsdp2-{word}-fair+ck", stage, f"FSDP2 {word}+ck", partial(fsdp2, fair=True, checkpointed=True)
+            ),
         ]
     found += [
         Contestant("thunder-ddp", 0, "thunder.distributed ddp", build_thunder_ddp),
