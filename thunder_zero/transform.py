@@ -35,6 +35,7 @@ from thunder_zero.trace.casts import cast_borders, cast_inputs
 from thunder_zero.trace.enter import with_enter
 from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.trace.insert import insert_synchronize, module_inputs, shard_checks
+from thunder_zero.trace.kernels import kernels_ex
 from thunder_zero.trace.lift import lift_halves
 from thunder_zero.trace.random_lines import draw_once
 from thunder_zero.trace.symbols import Runtime, ZeroExecutor
@@ -45,6 +46,7 @@ from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx, TraceTag, is_tracing
 from thunder.core.transform_common import Transform
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+from thunder.executors.torch_compile import torch_compile_xentropy_ex
 from thunder.extend import FusionExecutor
 
 CONNECTED = (ThunderOutputFunction._backward_cls, ThunderFunction._backward_cls)  # their nodes lead to our backward
@@ -235,8 +237,11 @@ class ZeroTransform(Transform):
         data = compile_data(model)
         others = [other for other in data.executors_list if other != attention_ex]  # tz.Recipe has it, too
         schedule = ScheduleJointTrace(executor)
-        repair = RepairFusion(executor, schedule, tuple(one for one in others if isinstance(one, FusionExecutor)))
-        data.executors_list = (executor, schedule, attention_ex, *others, repair)
+        fusers = tuple(one for one in others if isinstance(one, FusionExecutor))
+        repair = RepairFusion(executor, schedule, fusers)
+        fuses_all = any(fuser != torch_compile_xentropy_ex for fuser in fusers)  # and so makes better ones
+        kernels = () if fuses_all else (kernels_ex,)
+        data.executors_list = (executor, schedule, attention_ex, *kernels, *others, repair)
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:

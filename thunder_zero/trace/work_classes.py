@@ -36,8 +36,9 @@ NAMES = {
         index_put index_select copy_with_setitem copy_with_setitem_impl sort argsort topk
         torch.ops.aten.embedding_backward""",
     Work.REDUCTION: """
-        amax amin prod sum var var_mean std argmax argmin cumsum softmax log_softmax logsumexp layer_norm batch_norm
-        group_norm instance_norm nll_loss adaptive_avg_pool2d max_pool1d max_pool2d max_pool3d max_pool2d_with_indices
+        amax amin prod sum var var_mean std argmax argmin cumsum softmax softmax_backward log_softmax logsumexp
+        layer_norm native_layer_norm layer_norm_backward batch_norm group_norm instance_norm nll_loss
+        adaptive_avg_pool2d max_pool1d max_pool2d max_pool3d max_pool2d_with_indices
         max_pool2d_with_indices_backward max_pool3d_with_indices max_pool3d_with_indices_backward
         torch.ops.aten._adaptive_avg_pool2d_backward torch.ops.aten._log_softmax_backward_data
         torch_nll_loss_backward_impl""",
@@ -47,9 +48,10 @@ NAMES = {
     Work.POINTWISE: """
         abs acos acosh add asin asinh atan atan2 atanh bitcast bitwise_and bitwise_left_shift bitwise_not bitwise_or
         bitwise_right_shift bitwise_xor cat ceil clone contiguous convert_element_type copy_ copysign cos cosh
-        device_put digamma div empty eq erf erfc erfcinv erfinv exp exp2 expm1 flip floor fmod frexp full ge gt iota
-        isfinite le lerp lgamma log log10 log1p log2 lt maximum minimum mul ndtri ne neg nextafter pad pow
-        reciprocal remainder repeat round rsqrt sign signbit sin sinh sqrt stack stride_order sub tan tanh
+        device_put digamma div empty eq erf erfc erfcinv erfinv exp exp2 expm1 flip floor fmod frexp full ge gelu
+        gelu_backward gt iota isfinite le lerp lgamma log log10 log1p log2 lt maximum minimum mul ndtri ne neg nextafter
+        pad pow reciprocal remainder repeat round rsqrt sign signbit silu silu_backward sin sinh sqrt stack stride_order
+        sub tan tanh
         tensor_from_sequence to torch.ops.aten.log_sigmoid_backward torch_div_prim_impl torch_erfcinv_impl
         torch_pad_prim_impl torch_stride_order_prim_impl trunc where zero_cast zeta""",
     Work.VIEW: """
@@ -62,7 +64,18 @@ WORK = {name: work for work, names in NAMES.items() for name in names.split()}
 MAY_COPY = {"flatten", "reshape", "torch_prims_reshape_impl", "unfold", "update_aliases"}  # strides decide
 VIEWS = {name for name, work in WORK.items() if work is Work.VIEW} - MAY_COPY
 NOT_CHEAP = {"device_put", "empty", "update_aliases"}  # of POINTWISE and VIEW work
-OF_ROWS = {"amax", "amin", "prod", "sum", "var", "var_mean", "argmax", "argmin", "cumsum"}  # the dims come second
+OF_ROWS = {
+    "amax",
+    "amin",
+    "prod",
+    "sum",
+    "var",
+    "var_mean",
+    "argmax",
+    "argmin",
+    "cumsum",
+    "softmax",
+}  # dims come second
 HEAVIEST_FIRST = {work: number for number, work in enumerate(Work)}
 
 
@@ -86,7 +99,7 @@ def is_cheap(bsym: BoundSymbol) -> bool:
         return NOT_CHEAP.isdisjoint(symbol_names(bsym))
     if bsym.subsymbols:
         return all(map(is_cheap, bsym.subsymbols))
-    return name in OF_ROWS and _reduces_last(bsym)
+    return name == "native_layer_norm" or (name in OF_ROWS and _reduces_last(bsym))
 
 
 def _reduces_last(bsym: BoundSymbol) -> bool:

@@ -1,0 +1,227 @@
+"""GELU, SiLU, softmax and layer norm as one operator each way, where no executor fuses.
+
+Thunder's autodiff decomposes them into pointwise lines and reductions, for a fuser. Where there is none, each of these
+lines passes over memory, and backward reads many of their results. Here, each way is one of eager torch's operators::
+
+    y = torch.nn.functional.gelu(x)                gx = gelu_backward(gy, x, 'none')
+    y = torch.nn.functional.silu(x)                gx = silu_backward(gy, x)
+    y = torch.softmax(x, -1)                       gx = softmax_backward(gy, y, -1)
+    (y, m, r) = layer_norm(x, (8,), w, b, 1e-05)   (gx, gw, gb) = layer_norm_backward(gy, x, (8,), m, r, w)
+
+Backward of a layer norm does not read the bias. ``m`` and ``r`` are the mean of each row, and the reciprocal of its
+standard deviation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import thunder.core.dtypes as dtypes
+import thunder.torch as ltorch
+from thunder.core import prims
+from thunder.core.devices import DeviceType
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.extend import OperatorExecutor
+
+aten = torch.ops.aten
+HALF = (dtypes.bfloat16, dtypes.float16)
+
+
+class KernelExecutor(OperatorExecutor):
+    """Claims GELU, SiLU, softmax and layer norm."""
+
+    def __init__(self) -> None:
+        super().__init__("thunder_zero_kernels")
+        register = self.register_operator
+        self.gelu = register("gelu", meta=_like, fn=_gelu)
+        self.gelu_backward = register("gelu_backward", meta=_like, fn=_gelu_backward)
+        self.silu = register("silu", meta=_like, fn=F.silu)
+        self.silu_backward = register("silu_backward", meta=_like, fn=aten.silu_backward)
+        self.softmax = register("softmax", meta=_like, fn=torch.softmax)
+        self.softmax_backward = register("softmax_backward", meta=_like, fn=_softmax_backward)
+        self.norm = register("native_layer_norm", meta=_norm_meta, fn=_norm)
+        self.norm_backward = register("layer_norm_backward", meta=_norm_backward_meta, fn=_norm_backward)
+        self._claim(ltorch.gelu, _is_gelu, self.lower_gelu, self.grad_of_gelu)
+        self._claim(ltorch.silu, _is_silu, self.lower_silu, self.grad_of_silu)
+        self._claim(ltorch._softmax, _is_softmax, self.lower_softmax, self.grad_of_softmax)
+        self._claim(ltorch.layer_norm, _is_norm, self.lower_norm, self.grad_of_norm)
+
+    def _claim(self, symbol: Any, checker: Callable[..., bool], lower: Callable[..., Any], grad: Any) -> None:
+        self.register_implementation(symbol, checker=checker, execution_transform=lower, grad_transform=grad)
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        """Never. Without this method Thunder would search the subsymbols of every line."""
+        return False
+
+    # Thunder calls a line's two functions with the line's own arguments. Each result of ``grad_of`` is forward's.
+
+    def lower_gelu(self, a: TensorProxy, /, *, approximate: str = "none") -> TensorProxy:
+        y: TensorProxy = self.gelu(a, approximate)
+        return y
+
+    def grad_of_gelu(self, a: TensorProxy, /, *, approximate: str = "none") -> TensorProxy:
+        y: TensorProxy = self.gelu(a, approximate)
+        prims.put_grad(a, self.gelu_backward(prims.get_grad(y), a, approximate))
+        return y
+
+    def lower_silu(self, a: TensorProxy, /, inplace: bool = False) -> TensorProxy:
+        y: TensorProxy = self.silu(a)
+        return y
+
+    def grad_of_silu(self, a: TensorProxy, /, inplace: bool = False) -> TensorProxy:
+        y: TensorProxy = self.silu(a)
+        prims.put_grad(a, self.silu_backward(prims.get_grad(y), a))
+        return y
+
+    def lower_softmax(self, a: TensorProxy, /, dim: int, *, dtype: dtypes.dtype | None = None) -> TensorProxy:
+        y: TensorProxy = self.softmax(a, dim)
+        return y
+
+    def grad_of_softmax(self, a: TensorProxy, /, dim: int, *, dtype: dtypes.dtype | None = None) -> TensorProxy:
+        y: TensorProxy = self.softmax(a, dim)
+        prims.put_grad(a, self.softmax_backward(prims.get_grad(y), y, dim))
+        return y
+
+    def lower_norm(
+        self,
+        a: TensorProxy,
+        /,
+        normalized_shape: Sequence[int],
+        weight: TensorProxy | None = None,
+        bias: TensorProxy | None = None,
+        eps: float = 1e-5,
+    ) -> TensorProxy:
+        y: TensorProxy = self.norm(a, _full_shape(normalized_shape, weight, bias), weight, bias, eps)[0]
+        return y
+
+    def grad_of_norm(
+        self,
+        a: TensorProxy,
+        /,
+        normalized_shape: Sequence[int],
+        weight: TensorProxy | None = None,
+        bias: TensorProxy | None = None,
+        eps: float = 1e-5,
+    ) -> TensorProxy:
+        shape = _full_shape(normalized_shape, weight, bias)
+        y, mean, rstd = self.norm(a, shape, weight, bias, eps)
+        given = a, weight, bias
+        needed = tuple(tensor is not None for tensor in given)
+        grads = self.norm_backward(prims.get_grad(y), a, shape, mean, rstd, weight, needed)
+        for tensor, grad in zip((tensor for tensor in given if tensor is not None), grads, strict=True):
+            prims.put_grad(tensor, grad)
+        return y
+
+
+def _full_shape(
+    normalized_shape: Sequence[int], weight: TensorProxy | None, bias: TensorProxy | None
+) -> tuple[int, ...]:
+    """``normalized_shape``, which the module may have read from a shard."""
+    full = next((tensor.shape for tensor in (weight, bias) if tensor is not None), normalized_shape)
+    return tuple(full)
+
+
+# Whether a line is claimed.
+
+
+def _is_gelu(a: TensorProxy, /, *, approximate: str = "none") -> bool:
+    return _is_float(a) and approximate in ("none", "tanh")
+
+
+def _is_silu(a: TensorProxy, /, inplace: bool = False) -> bool:
+    return _is_float(a) and not inplace
+
+
+def _is_softmax(a: TensorProxy, /, dim: int, *, dtype: dtypes.dtype | None = None) -> bool:
+    return _is_float(a) and a.ndim > 0 and (dtype is None or ltorch.to_dtype(dtype) == a.dtype)
+
+
+def _is_norm(
+    a: TensorProxy,
+    /,
+    normalized_shape: Sequence[int],
+    weight: TensorProxy | None = None,
+    bias: TensorProxy | None = None,
+    eps: float = 1e-5,
+) -> bool:
+    others = [tensor for tensor in (weight, bias) if tensor is not None]
+    return _is_float(a) and all(tensor.dtype == a.dtype and tensor.device == a.device for tensor in others)
+
+
+def _is_float(a: TensorProxy) -> bool:
+    return isinstance(a, TensorProxy) and dtypes.is_float_dtype(a.dtype)
+
+
+# Shapes and dtypes, for tracing.
+
+
+def _like(a: TensorProxy, *others: Any) -> TensorProxy:
+    return TensorProxy(like=a)
+
+
+def _norm_meta(a: TensorProxy, shape: tuple[int, ...], *others: Any) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
+    rows = (*a.shape[: a.ndim - len(shape)], *(1 for _ in shape))
+    on_cuda = a.device.devicetype is DeviceType.CUDA
+    dtype = dtypes.float32 if on_cuda and a.dtype in HALF else a.dtype
+    mean, rstd = (TensorProxy(like=a, shape=rows, dtype=dtype, requires_grad=False) for _ in range(2))
+    return TensorProxy(like=a), mean, rstd
+
+
+def _norm_backward_meta(
+    grad: TensorProxy,
+    a: TensorProxy,
+    shape: tuple[int, ...],
+    mean: TensorProxy,
+    rstd: TensorProxy,
+    weight: TensorProxy | None,
+    needed: tuple[bool, bool, bool],
+) -> tuple[TensorProxy, ...]:
+    shapes = tuple(a.shape), shape, shape
+    return tuple(TensorProxy(like=a, shape=one) for one, is_needed in zip(shapes, needed, strict=True) if is_needed)
+
+
+# What the lines call.
+
+
+def _gelu(a: Tensor, approximate: str) -> Tensor:
+    return F.gelu(a, approximate=approximate)
+
+
+def _gelu_backward(grad: Tensor, a: Tensor, approximate: str) -> Tensor:
+    result: Tensor = aten.gelu_backward(grad, a, approximate=approximate)
+    return result
+
+
+def _softmax_backward(grad: Tensor, y: Tensor, dim: int) -> Tensor:
+    result: Tensor = aten._softmax_backward_data(grad, y, dim, y.dtype)
+    return result
+
+
+def _norm(
+    a: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    results: tuple[Tensor, Tensor, Tensor] = aten.native_layer_norm(a, shape, weight, bias, eps)
+    return results
+
+
+def _norm_backward(
+    grad: Tensor,
+    a: Tensor,
+    shape: tuple[int, ...],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    needed: tuple[bool, bool, bool],
+) -> tuple[Tensor, ...]:
+    like_bias = weight if needed[2] else None  # torch reads its shape and dtype only
+    grads = aten.native_layer_norm_backward(grad, a, shape, mean, rstd, weight, like_bias, needed)
+    return tuple(given for given in grads if given is not None)
+
+
+kernels_ex = KernelExecutor()
