@@ -47,7 +47,7 @@ class Arguments(TypedDict, total=False):
     mixed_precision: MixedPrecision
     bucket_bytes: int
     prefetch: int
-    in_flight_bytes: int
+    in_flight_bytes: int | None
     times: Times | None
     gather_per_unit: bool
     gather_last_units_once: bool

@@ -108,7 +108,7 @@ def _decided(forecast: Forecast, asked: Policy, memory_bytes: int, console: Cons
     if traces.lifted is None or traces.backward is None:
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
     search = Search(traces.lifted, asked)
-    first = Choices(asked.keep_units, asked.recompute_units, asked.bucket_bytes, asked.in_flight_bytes)
+    first = Choices(asked.keep_units, asked.recompute_units, *search.sizes[0])
     peaks = {first: as_asked.peak}  # exact ones
     besides = {first.sizes: as_asked.peak - search.candidate(first).peak}
 

@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from thunder_zero import layout
-from thunder_zero.policy import STAGES, Policy
+from thunder_zero.policy import STAGES, MiB, Policy
 from thunder_zero.precision import MixedPrecision
 
 if TYPE_CHECKING:
@@ -128,6 +128,17 @@ class Plan:
     def units(self) -> tuple[str, ...]:
         """Paths of the units, in the order of their first parameters."""
         return tuple(dict.fromkeys(param.unit for param in self.params))
+
+    @cached_property
+    def in_flight_bytes(self) -> int:
+        """The bound of the bytes in flight: the policy's, or else two of the largest units, 4 to 32 MiB."""
+        if self.policy.in_flight_bytes is not None:
+            return self.policy.in_flight_bytes
+        counts: Counter[str] = Counter()
+        for param in self.params:
+            counts[param.unit] += max(param.full_bytes, param.grad_bytes)
+        largest = max((nbytes for unit, nbytes in counts.items() if unit != ROOT), default=counts[ROOT])
+        return min(max(2 * largest, 4 * MiB), 32 * MiB)
 
     @cached_property
     def recomputed(self) -> frozenset[str]:

@@ -82,8 +82,8 @@ class Policy:
             each gather right before its use).
         in_flight_bytes: bounds the bytes in flight: gathers start ahead of their use while the gathered bytes stay
             within it, and reductions stay in flight while the gradients that they still read, and those that backward
-            is making, do (bytes, default 32 MiB; 0 starts each gather right before its use). One collective may
-            always be in flight, however large.
+            is making, do (bytes; default None: two of the largest units, 4 to 32 MiB; 0 starts each gather right
+            before its use). One collective may always be in flight, however large.
         times: measured times (:func:`thunder_zero.measure_times`). With them a gather starts after the latest earlier
             wait from which it still ends before compute needs it, if the wire carries one collective after the other.
             They replace ``prefetch``; ``in_flight_bytes`` still applies (default None).
@@ -125,7 +125,7 @@ class Policy:
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     bucket_bytes: int = 16 * MiB
     prefetch: int = 2
-    in_flight_bytes: int = 32 * MiB
+    in_flight_bytes: int | None = None
     times: Times | None = None
     gather_per_unit: bool = False
     gather_last_units_once: bool = True
@@ -142,8 +142,9 @@ class Policy:
         if not is_count(self.stage) or self.stage >= len(STAGES):
             raise ValueError(f"stage is {self.stage!r}; choose 0 (DDP), 1, 2 or 3 (ZeRO-1, ZeRO-2, ZeRO-3)")
         for name, unit in COUNTS.items():
-            if not is_count(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; give a number of {unit}, 0 or more")
+            count = getattr(self, name)
+            if not is_count(count) and not (count is None and name == "in_flight_bytes"):
+                raise ValueError(f"{name} is {count!r}; give a number of {unit}, 0 or more")
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")

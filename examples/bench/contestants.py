@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -200,59 +200,43 @@ def contestants() -> dict[str, Contestant]:
     """All contestants by name, in the order of the tables; ``+tc`` compiles with torch.compile, ``+rs`` uses the
     reduce-scatter above, ``-regather`` gathers everything again for backward, ``-none`` and ``-units`` name
     ``tz.Policy.recompute``, ``+ck`` checkpoints each block."""
-    found = [
+    alone = [
         Contestant("eager", None, ALONE, build_eager),
         Contestant("thunder", None, ALONE, partial(build_thunder, compiled=False)),
         Contestant("thunder+tc", None, ALONE, partial(build_thunder, compiled=True)),
     ]
-    for stage in range(4):
-        zero = partial(build_zero, stage=stage)
-        found += [
-            Contestant(f"zero{stage}", stage, f"thunder_zero {stage}", partial(zero, compiled=False)),
-            Contestant(f"zero{stage}+tc", stage, f"thunder_zero {stage}", partial(zero, compiled=True)),
-        ]
-    found += [
-        Contestant(
-            f"zero3-regather{word}",
-            3,
-            "thunder_zero 3, all gathered again",
-            partial(zero, compiled=compiled, gather_last_units_once=False),
-        )
-        for word, compiled in (("", False), ("+tc", True))
+    return {contestant.name: contestant for contestant in (*alone, *ours(), *peers())}
+
+
+def ours() -> Iterator[Contestant]:
+    """This package, with Thunder's default executors and with torch.compile."""
+    rows: list[tuple[str, int, str, dict[str, Any]]] = [
+        *((f"zero{stage}", stage, f"thunder_zero {stage}", {}) for stage in range(4)),
+        ("zero3-regather", 3, "thunder_zero 3, all gathered again", {"gather_last_units_once": False}),
+        *((f"zero3-{how}", 3, f"thunder_zero 3, recompute {how}", {"recompute": how}) for how in ("none", "units")),
     ]
-    found += [
-        Contestant(
-            f"zero3-{recompute}{word}",
-            3,
-            f"thunder_zero 3, recompute {recompute}",
-            partial(zero, compiled=compiled, recompute=recompute),
-        )
-        for recompute in ("none", "units")
-        for word, compiled in (("", False), ("+tc", True))
-    ]
-    found += [
-        Contestant("ddp", 0, "torch DDP", partial(build_ddp, compiled=False)),
-        Contestant("ddp+tc", 0, "torch DDP", partial(build_ddp, compiled=True)),
-    ]
+    for name, stage, group, choices in rows:
+        zero = partial(build_zero, stage=stage, **choices)
+        yield Contestant(name, stage, group, partial(zero, compiled=False))
+        yield Contestant(f"{name}+tc", stage, group, partial(zero, compiled=True))
+
+
+def peers() -> Iterator[Contestant]:
+    """Other libraries; DeepSpeed where it is installed."""
+    yield Contestant("ddp", 0, "torch DDP", partial(build_ddp, compiled=False))
+    yield Contestant("ddp+tc", 0, "torch DDP", partial(build_ddp, compiled=True))
     for stage, word, reshard in ((2, "keep", False), (3, "reshard", True)):
         fsdp2 = partial(build_fsdp2, reshard=reshard)
-        found += [
-            Contestant(f"fsdp2-{word}", stage, f"FSDP2 {word}", fsdp2),
-            Contestant(f"fsdp2-{word}-fair", stage, f"FSDP2 {word}", partial(fsdp2, fair=True)),
-            Contestant(f"fsdp2-{word}-fair+tc", stage, f"FSDP2 {word}", partial(fsdp2, fair=True, compiled=True)),
-            Contestant(f"fsdp2-{word}-fair+rs", stage, f"FSDP2 {word}+rs", partial(fsdp2, fair=True, scatter=True)),
-            Contestant(
-                f"fsdp2-{word}-fair+ck", stage, f"FSDP2 {word}+ck", partial(fsdp2, fair=True, checkpointed=True)
-            ),
-        ]
-    found += [
-        Contestant("thunder-ddp", 0, "thunder.distributed ddp", build_thunder_ddp),
-        Contestant("thunder-fsdp2", 2, "thunder.distributed fsdp", partial(build_thunder_fsdp, strategy="ZERO2")),
-        Contestant("thunder-fsdp3", 3, "thunder.distributed fsdp", partial(build_thunder_fsdp, strategy="ZERO3")),
-    ]
+        name, group = f"fsdp2-{word}", f"FSDP2 {word}"
+        yield Contestant(name, stage, group, fsdp2)
+        yield Contestant(f"{name}-fair", stage, group, partial(fsdp2, fair=True))
+        yield Contestant(f"{name}-fair+tc", stage, group, partial(fsdp2, fair=True, compiled=True))
+        yield Contestant(f"{name}-fair+rs", stage, f"{group}+rs", partial(fsdp2, fair=True, scatter=True))
+        yield Contestant(f"{name}-fair+ck", stage, f"{group}+ck", partial(fsdp2, fair=True, checkpointed=True))
+    yield Contestant("thunder-ddp", 0, "thunder.distributed ddp", build_thunder_ddp)
+    for stage, strategy in ((2, "ZERO2"), (3, "ZERO3")):
+        fsdp = partial(build_thunder_fsdp, strategy=strategy)
+        yield Contestant(f"thunder-fsdp{stage}", stage, "thunder.distributed fsdp", fsdp)
     if importlib.util.find_spec("deepspeed"):
-        found += [
-            Contestant(f"deepspeed{stage}", stage, f"DeepSpeed {stage}", partial(build_deepspeed, stage=stage))
-            for stage in (2, 3)
-        ]
-    return {contestant.name: contestant for contestant in found}
+        for stage in (2, 3):
+            yield Contestant(f"deepspeed{stage}", stage, f"DeepSpeed {stage}", partial(build_deepspeed, stage=stage))

@@ -96,7 +96,7 @@ class Search:
     @cached_property
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Bytes of a bucket and in flight: those that were asked for, and smaller ones: two units, one, nothing."""
-        most = self.asked.bucket_bytes, self.asked.in_flight_bytes
+        most = self.asked.bucket_bytes, self.lifted.plan.in_flight_bytes
         counts: Counter[str] = Counter()
         for param in self.lifted.plan.params:
             counts[param.unit] += max(param.full_bytes, param.grad_bytes)

@@ -266,7 +266,7 @@ def _check_in_flight(timeline: Timeline) -> None:
     """Gathers in flight, and reductions in flight, stay within the bounds. A single one may exceed them, and so may one
     that is waited for immediately."""
     policy = timeline.plan.policy
-    bound, prefetch = policy.in_flight_bytes, policy.prefetch
+    bound, prefetch = timeline.plan.in_flight_bytes, policy.prefetch
     under_way: Counter[Kind] = Counter()
     launches: Counter[Kind] = Counter()
     for at, op in enumerate(timeline.ops):
@@ -289,7 +289,7 @@ def _check_in_flight(timeline: Timeline) -> None:
 def _check_making(timeline: Timeline) -> None:
     """Full gradients in flight, and those that are being made for the next reductions, stay within the bound, unless
     nothing is in flight while they are made. Holds before fusion only: a fuser makes several gradients at once."""
-    bound = timeline.plan.policy.in_flight_bytes
+    bound = timeline.plan.in_flight_bytes
     written = {name: at for at, op in enumerate(timeline.ops) for name in op.writes}
     begun: Counter[int] = Counter()
     for at, op in enumerate(timeline.ops):
