@@ -197,6 +197,24 @@ def test_the_plan_is_the_same_for_all_ranks() -> None:
 
 
 @pytest.mark.parametrize(
+    ("width", "blocks", "policy", "expected"),
+    [
+        (1 << 10, 2, ZERO3, 16 << 20),  # two of the largest units, of 8 MiB
+        (1 << 11, 2, ZERO3, 32 << 20),  # the most
+        (1 << 5, 2, ZERO3, 4 << 20),  # the least
+        (1 << 10, 0, ZERO3, 16 << 20),  # a root of 8 MiB alone
+        (1 << 10, 2, Policy(in_flight_bytes=7), 7),
+    ],
+)
+def test_the_bytes_in_flight(width: int, blocks: int, policy: Policy, expected: int) -> None:
+    with torch.device("meta"):
+        module = nn.Module()
+        module.head = nn.Linear(width, 2 * width, bias=False)
+        module.blocks = nn.ModuleList(nn.Linear(width, 2 * width, bias=False) for _ in range(blocks))
+    assert make_plan(module, policy, 2, 0).in_flight_bytes == expected
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((0, 0), "world_size is 0; give the number of ranks"),

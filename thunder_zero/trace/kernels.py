@@ -150,8 +150,9 @@ def _is_norm(
     bias: TensorProxy | None = None,
     eps: float = 1e-5,
 ) -> bool:
-    others = [tensor for tensor in (weight, bias) if tensor is not None]
-    return _is_float(a) and all(tensor.dtype == a.dtype and tensor.device == a.device for tensor in others)
+    if weight is None:
+        return _is_float(a) and bias is None
+    return _is_float(a) and all(other is None or other.dtype == a.dtype for other in (weight, bias))
 
 
 def _is_float(a: TensorProxy) -> bool:
