@@ -137,8 +137,7 @@ class Plan:
         counts: Counter[str] = Counter()
         for param in self.params:
             counts[param.unit] += max(param.full_bytes, param.grad_bytes)
-        largest = max((nbytes for unit, nbytes in counts.items() if unit != ROOT), default=counts[ROOT])
-        return min(max(2 * largest, 4 * MiB), 32 * MiB)
+        return min(max(2 * max(counts.values()), 4 * MiB), 32 * MiB)
 
     @cached_property
     def recomputed(self) -> frozenset[str]:
