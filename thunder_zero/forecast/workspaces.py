@@ -171,7 +171,12 @@ def _backend(given: Tensor, weight: Tensor, how: Sequence[Any]) -> str:
 
 
 def _columns(
-    wanted: str, image: Sequence[int], features: Sequence[int], weight: Tensor, stride: Sequence[int], padding: Sequence[int]
+    wanted: str,
+    image: Sequence[int],
+    features: Sequence[int],
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
 ) -> int:
     """The image unfolded, for a result or a weight; a 1x1 convolution of all elements reads the image as it is."""
     is_whole = prod(weight.shape[2:]) == 1 and set(stride) == {1} and set(padding) == {0}

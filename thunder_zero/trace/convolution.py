@@ -31,7 +31,9 @@ from thunder.executors.torchex import ex as torch_ex
 from thunder.extend import OperatorExecutor
 
 aten = torch.ops.aten
-TRANSPOSED = tuple(ltorch._torch_to_thunder_function_map[each] for each in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d))
+TRANSPOSED = tuple(
+    ltorch._torch_to_thunder_function_map[each] for each in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+)
 How = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, tuple[int, ...], int]
 Numbers = int | Sequence[int]
 
@@ -162,8 +164,12 @@ def _weight_gradient(
 
 
 def _empty_like_what_made(grad: Tensor, given: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A weight of which torch reads the shape and the order of dimensions, from which it chooses its kernel: channels
-    are last in what a convolution returns if they are so in its input or its weight."""
+    """A weight of which torch reads the shape and the order of dimensions, from which it chooses its kernel.
+
+    Channels are last in what a convolution returns if they are so in its input or its weight, and in its gradient if
+    nothing after it changes the order. Where something does, a weight of a resident parameter with channels last, of an
+    input without, is the one case whose gradient has other bits than eager's.
+    """
     orders = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = orders.get(grad.ndim)
     is_last = last is not None and any(
