@@ -31,8 +31,8 @@ from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.state_dict import hooks
 from thunder_zero.trace import named_members, refused_calls
 from thunder_zero.trace.attention import attention_ex
-from thunder_zero.trace.convolution import convolution_ex
 from thunder_zero.trace.casts import cast_borders, cast_inputs
+from thunder_zero.trace.convolution import convolution_ex
 from thunder_zero.trace.enter import with_enter
 from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.trace.insert import insert_synchronize, module_inputs, shard_checks
