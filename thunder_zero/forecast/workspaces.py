@@ -1,4 +1,4 @@
-"""Bytes that torch's convolutions on CPUs allocate inside and free before they return: copies in other layouts.
+"""What convolutions on CPUs allocate inside and free before they return: copies in other layouts.
 
 oneDNN computes with channels in blocks of as many float32 as a vector register holds: 16 with AVX-512, 8 with AVX2.
 So torch copies what a convolution reads, lets oneDNN write a third copy, and copies that into the result. What oneDNN
