@@ -1,4 +1,4 @@
-"""The gradients of a convolution by torch's own operator, in place of Thunder's padded and flipped convolutions.
+"""Gradients of convolutions by torch's own operator, in place of Thunder's padded convolutions.
 
 Thunder's autodiff writes a convolution's gradients as convolutions of other sizes, with padded copies of the input and
 of the gradient, and those of a transposed one by running its forward again. Here each is one line, which calls torch's
