@@ -8,6 +8,7 @@ from thunder_zero.arguments import Arguments, check_arguments
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
 from thunder_zero.trace.attention import attention_ex
+from thunder_zero.trace.convolution import convolution_ex
 from thunder_zero.transform import ZeroTransform
 
 import thunder
@@ -61,7 +62,7 @@ class Zero(Plugin):
 
 
 class Recipe(ThunderRecipe):
-    """Thunder's default executors, on any machine, behind ours for attention on the CPU.
+    """Thunder's default executors, on any machine, behind ours for attention and convolutions.
 
     Thunder 0.2.6's own default recipe puts None in the list of executors where nvFuser is missing.
     """
@@ -70,8 +71,8 @@ class Recipe(ThunderRecipe):
         super().__init__(plugins=None)
 
     def setup_executors(self) -> list[Executor]:
-        """Thunder's default executors, behind ours for attention on the CPU."""
-        return [attention_ex, *thunder.get_default_executors()]
+        """Thunder's default executors, behind ours for attention and convolutions."""
+        return [attention_ex, convolution_ex, *thunder.get_default_executors()]
 
     def add_plugins(self, plugins: list[Plugin]) -> None:
         """Replace the plugins: a recipe used for a second module must not keep those of the first."""

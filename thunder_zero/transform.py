@@ -32,6 +32,7 @@ from thunder_zero.state_dict import hooks
 from thunder_zero.trace import named_members, refused_calls
 from thunder_zero.trace.attention import attention_ex
 from thunder_zero.trace.casts import cast_borders, cast_inputs
+from thunder_zero.trace.convolution import convolution_ex
 from thunder_zero.trace.enter import with_enter
 from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.trace.insert import insert_synchronize, module_inputs, shard_checks
@@ -235,13 +236,14 @@ class ZeroTransform(Transform):
         executor = ZeroExecutor(plan, runtime)
         self._compiled = Compiled(executor)
         data = compile_data(model)
-        others = [other for other in data.executors_list if other != attention_ex]  # tz.Recipe has it, too
+        ours = (attention_ex, convolution_ex)
+        others = [other for other in data.executors_list if other not in ours]  # tz.Recipe has them, too
         schedule = ScheduleJointTrace(executor)
         fusers = tuple(one for one in others if isinstance(one, FusionExecutor))
         repair = RepairFusion(executor, schedule, fusers)
         fuses_all = any(fuser != torch_compile_xentropy_ex for fuser in fusers)  # and so makes better ones
         kernels = () if fuses_all else (kernels_ex,)
-        data.executors_list = (executor, schedule, attention_ex, *kernels, *others, repair)
+        data.executors_list = (executor, schedule, *ours, *kernels, *others, repair)
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:

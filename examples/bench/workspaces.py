@@ -1,4 +1,4 @@
-"""Measures what operators of torch allocate inside and show nobody: workspaces, which no forecast can see.
+"""Measures what operators of torch allocate inside and show nobody: workspaces, as far as the forecast misses them.
 
     python -m examples.bench.workspaces             # prints them; examples/bench/memory.py writes them into the page
 

@@ -19,4 +19,5 @@ class Holds(StrEnum):
     DEFERRED = "deferred gradients"
     IN_FLIGHT = "buffers of collectives"
     LOSS = "outputs and loss"
+    WORKSPACE = "workspaces"
     TEMPORARY = "temporaries"

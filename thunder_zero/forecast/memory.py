@@ -65,7 +65,7 @@ def memory(
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     backend = _backend_of(traces) if backend is None else backend
     _require(backend, reserve)
-    with Watch(Holds.PARAMETER) as watch:
+    with Watch(Holds.PARAMETER, on_cpu=backend != "nccl") as watch:
         replay = _begun(traces, backend, optimizer, watch, accumulating=accumulating)
         replay.step(loss)
         peak, events = watch.highest, watch.events_at_highest

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from thunder_zero.forecast.kinds import Holds
+from thunder_zero.forecast.workspaces import hidden_bytes
 
 META = torch.device("meta")
 
@@ -54,6 +55,7 @@ class Watch(TorchDispatchMode):
 
     Attributes:
         kind: what new storages hold, until somebody knows better.
+        on_cpu: the operators are those for CPUs, whose workspaces count.
         line: the number of the line that runs.
         now: bytes alive.
         highest_in_line: the most bytes alive since the line began.
@@ -63,9 +65,10 @@ class Watch(TorchDispatchMode):
         allocations: all storages, in the order of their allocation.
     """
 
-    def __init__(self, kind: Holds) -> None:
+    def __init__(self, kind: Holds, *, on_cpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kind = kind
+        self.on_cpu = on_cpu
         self.line = self.now = self.highest_in_line = self.highest = self.events = self.events_at_highest = 0
         self.allocations: list[Allocation] = []
         self._alive: dict[int, Allocation] = {}
@@ -79,6 +82,8 @@ class Watch(TorchDispatchMode):
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 self.see(tensor)
+        if self.on_cpu and (nbytes := hidden_bytes(func, args, out)):
+            self._passing(nbytes, f"of {func.overloadpacket.__name__}")
         return out
 
     def see(self, tensor: Tensor) -> Allocation:
@@ -98,6 +103,14 @@ class Watch(TorchDispatchMode):
         if gone.freed is None:
             gone.freed = self.events
             self._count(-gone.nbytes)
+
+    def _passing(self, nbytes: int, name: str) -> None:
+        """An operator allocates these beside its results, and frees them."""
+        self.allocations.append(
+            Allocation(nbytes, self.line, self.events, Holds.WORKSPACE, freed=self.events + 1, name=name)
+        )
+        self._count(nbytes)
+        self._count(-nbytes)
 
     def next_line(self) -> None:
         """Another line begins."""

@@ -27,7 +27,9 @@ NAMES = {
         sdpaex_scaled_dot_product_efficient_attention_backward
         sdpafx_grad_forward_scaled_dot_product_efficient_attention
         sdpafx_scaled_dot_product_efficient_attention_backward""",
-    Work.CONVOLUTION: "convolution convolution_backward conv1d conv2d conv3d",
+    Work.CONVOLUTION: """
+        convolution convolution_backward convolution_input_gradient convolution_weight_gradient conv1d conv2d conv3d
+        conv_transpose1d conv_transpose2d conv_transpose3d""",
     Work.MATMUL: """
         matmul linear addmm baddbmm bmm dot einsum mm mv outer te_functional_linear_bwd te_functional_linear_fwd
         _grouped_mm torch.linalg.multi_dot""",
