@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from thunder_zero import layout
 from thunder_zero.report.timeline_text import format_timeline
-from thunder_zero.schedule import passes, verify
+from thunder_zero.schedule import passes, verify, verify_recompute
 from thunder_zero.schedule.timeline import gathered_bytes
 from thunder_zero.trace.emit import emit
 from thunder_zero.trace.insert import insert_synchronize, module_inputs
@@ -140,7 +140,7 @@ def scheduled(timeline: tz.Timeline) -> tz.Timeline:
         before, timeline = timeline, step(timeline)
         verify.check_pass(timeline, reference)
         if step is passes.recompute:
-            verify.check_recompute(timeline, before)
+            verify_recompute.check_recompute(timeline, before)
         summary = (step.__doc__ or "").partition("\n")[0].replace("``", "")
         show(f"7. Pass {step.__name__}: {summary}", changes(before, timeline))
     verify.check_schedule(timeline, reference)

@@ -60,7 +60,8 @@ def trace(
 
     Args:
         module: a plain module. If it is on the meta device, the traces are those of a run on the CPU, and only shapes
-            and dtypes of tensors among the arguments count.
+            and dtypes of tensors among the arguments count. Traces for CUDA need a module on a CUDA device: which
+            kernels attention and a fuser take there is asked of the device.
         args, kwargs: the arguments of its forward.
         policy: how to shard: a :class:`~thunder_zero.Policy`, or a stage 0-3.
         world_size: number of ranks that share one copy of the model.

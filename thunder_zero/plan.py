@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from thunder_zero import layout
-from thunder_zero.policy import STAGES, MiB, Policy
+from thunder_zero.policy import STAGES, MiB, Policy, is_count
 from thunder_zero.precision import MixedPrecision
 
 if TYPE_CHECKING:
@@ -251,12 +251,12 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
 
 
 def _require_world(world_size: int, rank: int, replicas: int) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; give the number of ranks, at least 1")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank}; with world_size={world_size} it must be 0 to {world_size - 1}")
-    if replicas < 1:
-        raise ValueError(f"replicas is {replicas}; give the number of copies of the sharded model, at least 1")
+    if not (is_count(world_size) and world_size):
+        raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
+    if not (is_count(rank) and rank < world_size):
+        raise ValueError(f"rank is {rank!r}; with world_size={world_size} it must be 0 to {world_size - 1}")
+    if not (is_count(replicas) and replicas):
+        raise ValueError(f"replicas is {replicas!r}; give the number of copies of the sharded model, at least 1")
 
 
 def _require_units(plan: Plan, module: nn.Module) -> None:

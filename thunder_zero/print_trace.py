@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from rich.console import Console
 
 from thunder_zero.compiled import Traces
-from thunder_zero.forecast.figures import Memory
-from thunder_zero.forecast.memory import memory
+from thunder_zero.forecast.figures import Memory, outside_of_the_peak
+from thunder_zero.forecast.memory import memory as forecast_of
+from thunder_zero.forecast.same_traces import require_of
 from thunder_zero.forecast.watch import NoForecast
 from thunder_zero.report.line_meanings import Gap, Row, SourceLine, rows, select
-from thunder_zero.report.trace_printer import print_rows, print_total
+from thunder_zero.report.trace_printer import print_rows, print_total, size
 from thunder_zero.zero_module import traces_of
 
 import thunder
@@ -33,15 +34,17 @@ def print_trace(
     *,
     unit: str | None = None,
     fold: bool = False,
+    memory: Memory | None = None,
 ) -> None:
     """Print the trace that runs, with the meaning of each line.
 
     A line gathers, waits, computes, frees or reduces. The columns on its right have the parameters, the bytes that this
     rank sends, and the bytes alive after the line: of gathered parameters, and of all tensors, as
-    :func:`thunder_zero.memory` forecasts them without a loss and an optimizer. The peak is marked. The last line sums
-    up the printed lines. Highlighted on a terminal; plain text of 100 columns elsewhere.
+    :func:`thunder_zero.memory` forecasts them, without a loss and an optimizer unless ``memory`` has them. The peak is
+    marked. The last line sums up the printed lines. Highlighted on a terminal; plain text of 100 columns elsewhere.
 
     >>> tz.print_trace(model, "forward", unit="blocks.0")
+    >>> tz.print_trace(traces, memory=tz.memory(traces, loss=loss, optimizer=torch.optim.AdamW))
     >>> tz.print_trace(tz.traces_of(model, synced=False))  # the program under no_sync, with the bytes that it defers
 
     Args:
@@ -50,33 +53,47 @@ def print_trace(
         file: where to print; the standard output if None.
         unit: print only the lines where this unit computes, and its collectives.
         fold: print only the lines that handle or read a parameter, and the number of the others.
+        memory: a forecast of these traces to show, with its figures at rest and in the optimizer's step.
 
     Raises:
-        ValueError: there is no such half or unit.
+        ValueError: there is no such half or unit; ``memory`` is a forecast of other traces.
         RuntimeError: the model was not called yet.
-        TypeError: not a model with ZeroTransform.
+        TypeError: not a model with ZeroTransform; ``memory`` is no forecast.
     """
     if half not in HALVES:
         raise ValueError(f"half is {half!r}; choose 'forward', 'backward' or 'both'")
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     console = Console(file=file)
-    forecast = _forecast(traces, console)
+    if memory is not None:
+        require_of(memory, traces)
+    forecast = memory or _forecast(traces, console)
     printed: list[Row | Gap] = []
     for name in HALVES[half]:
-        trace = traces.forward if name == "forward" else traces.backward
-        if trace is None:
-            console.print("# no backward: nothing here needs a gradient\n", highlight=False)
-            continue
-        whole = rows(_lines(trace, name, forecast), traces.timeline, backward=name == "backward")
-        shown = select(whole, traces.plan, unit, only_parameters=fold)
-        print_rows(shown, traces.plan, name if traces.synced else f"{name} under no_sync", console)
-        printed += shown
+        printed += _print_half(name, traces, forecast, console, unit=unit, fold=fold)
+    for line in outside_of_the_peak(memory) if memory else ():
+        console.print(f"# {line}", highlight=False, markup=False, soft_wrap=True)
     print_total(printed, console)
+
+
+def _print_half(
+    half: str, traces: Traces, forecast: Memory | None, console: Console, *, unit: str | None, fold: bool
+) -> Sequence[Row | Gap]:
+    """Print it, and return its rows."""
+    trace = traces.forward if half == "forward" else traces.backward
+    if trace is None:
+        console.print("# no backward: nothing here needs a gradient\n", highlight=False)
+        return ()
+    whole = rows(_lines(trace, half, forecast), traces.timeline, backward=half == "backward")
+    shown = select(whole, traces.plan, unit, only_parameters=fold)
+    print_rows(shown, traces.plan, half if traces.synced else f"{half} under no_sync", console)
+    if forecast is not None and (half, forecast.peak_line.half) == ("forward", "loss"):
+        console.print(f"# the peak of the step: {size(forecast.peak)} alive in the loss\n", highlight=False)
+    return shown
 
 
 def _forecast(traces: Traces, console: Console) -> Memory | None:
     try:
-        return memory(traces)
+        return forecast_of(traces)
     except NoForecast as error:
         console.print(f"# {error}\n", highlight=False, markup=False, soft_wrap=True)
         return None

@@ -15,6 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
+from examples.bench.attention import measured
+from examples.bench.model import Size, make_model
 from tests.harness.models import error, fresh, saved, sharded
 from tests.harness.tiers import only
 from thunder_zero.schedule.timeline import Work
@@ -363,3 +365,15 @@ def test_recipe_and_transform_bring_the_executor_once() -> None:
     model = thunder.compile(Net(), plugins=[tz.Zero(stage=2)], recipe=tz.Recipe())
     model(X)
     assert list(thunder.compile_data(model).executors_list).count(attention_ex) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("group")
+def test_the_bench_counts_what_attention_saves() -> None:
+    """Decomposed, it saves a tensor of 2 * 2 * 128 * 128 floats, which are 0.25 MiB."""
+    size = Size(blocks=1, width=16, heads=2, vocabulary=16, tokens=128)
+    saved = {
+        kernel: float(measured(sharded(make_model(size), 0), size, kernel).partition(",")[0])
+        for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
+    }
+    assert saved[SDPBackend.MATH] - saved[SDPBackend.FLASH_ATTENTION] == pytest.approx(0.25, abs=0.1)

@@ -5,6 +5,8 @@ The bytes in comments are of float32: 4 a number.
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -14,15 +16,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-import thunder_zero as tz
+import thunder_zero as tz  # before thunder
 from tests.harness.errors import raised
 from thunder_zero import Holds
-from thunder_zero.forecast import replay, watch
+from thunder_zero.forecast import figures, replay, watch
 from thunder_zero.forecast.regions import Step, memory_of
 from thunder_zero.schedule.timeline import Work
 
+import thunder
 from thunder.executors.torch_compile import torch_compile_ex
 
 ROWS, WIDTH = 16, 64
@@ -73,6 +77,114 @@ def test_the_kinds_of_a_step_by_arithmetic() -> None:
     assert memory.optimizer_step is not None
     assert memory.optimizer_step >= memory.at_rest + shards  # the gradients
     assert memory.excluded == ()
+
+
+@pytest.mark.slow
+def test_optimizer_state_has_the_names_of_its_parameter_and_of_the_state() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False, device="meta"))
+    traces = tz.trace(net, torch.empty(1, WIDTH), policy=tz.DDP, world_size=2)
+    memory = tz.memory(traces, optimizer=torch.optim.AdamW)
+    states = [one for one in memory.storages if one.kind is Holds.OPTIMIZER]
+    assert [(one.name, one.nbytes) for one in states] == [
+        ("0.weight: step", 4),
+        ("0.weight: exp_avg", WEIGHT),
+        ("0.weight: exp_avg_sq", WEIGHT),
+    ]
+    assert "  16.0 KiB  optimizer state        0.weight: exp_avg_sq" in str(memory).splitlines()
+
+
+@pytest.mark.slow
+def test_every_row_says_whose_it_is() -> None:
+    """Five ranks do not divide 64 rows, so that NCCL's collectives pack gradients into buffers of their own."""
+    memory = tz.memory(
+        traces_of(tz.ZERO3, world_size=5),
+        loss=lambda y: torch.log_softmax(y, -1).mean(),
+        optimizer=torch.optim.AdamW,
+        backend="nccl",
+        accumulating=True,
+    )
+    count = len(memory.storages)
+    with mock.patch.object(figures, "LARGEST", count):
+        lines = str(replace(memory, at_peak=memory.storages)).splitlines()
+    rows = lines[1 + lines.index(f"the largest of {count} tensors") :][:count]
+    pairs = [(one, row[12:].removeprefix(one.kind).strip()) for one, row in zip(memory.storages, rows, strict=True)]
+    assert not [one for one, row in pairs if not row or row.startswith(":")]
+    shown = {kind: {row for one, row in pairs if one.kind is kind} for kind in Holds}
+    paths = {f"layers.{number}.weight" for number in range(3)}
+    assert shown[Holds.IN_FLIGHT] == {f"grad {path}" for path in paths}
+    assert shown[Holds.GATHERED] == shown[Holds.DEFERRED] == shown[Holds.REDUCED_GRADIENT] == paths
+    assert {row.partition(": ")[0] for row in shown[Holds.FULL_GRADIENT]} == paths
+    assert shown[Holds.LOSS] == {"loss: the loss and its gradient"}
+    assert any(row.startswith("backward: t") for row in shown[Holds.TEMPORARY])  # of the last tanh: no parameter yet
+
+
+@pytest.mark.slow
+def test_what_a_forecast_lacks_is_said() -> None:
+    backward = "backward: the traces (of a model: those that ran last) have none; run or trace it with gradients"
+    with torch.no_grad():
+        memory = tz.memory(tz.trace(Net(), torch.empty(ROWS, WIDTH), world_size=2), loss=Tensor.sum)
+    assert memory.excluded == (backward,)
+    assert str(memory).splitlines()[-1] == f"left out: {backward}"
+    assert tz.memory(tz.trace(Net().requires_grad_(False), torch.empty(ROWS, WIDTH), world_size=2)).excluded == ()
+    on_cuda = tz.memory(traces_of(tz.ZERO3), backend="nccl", loss=Tensor.sum, optimizer=torch.optim.AdamW)
+    (what,) = on_cuda.excluded
+    assert what.startswith(
+        "what CUDA computes otherwise: the traces are of a run on CPUs; trace a module that is on a "
+    )
+
+
+@pytest.mark.slow
+def test_a_model_that_ran_last_under_no_grad_is_forecast_as_forward_alone() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model: Any = thunder.jit(Net(), transforms=[tz.ZeroTransform(stage=3)])
+        model(torch.ones(ROWS, WIDTH)).sum().backward()
+        assert tz.memory(model).lines[-1].half == "backward"
+        with torch.no_grad():
+            model(torch.ones(ROWS, WIDTH))
+        forward = tz.memory(model)
+        assert forward.lines[-1].half == "forward"
+        assert forward.excluded[0].startswith("backward: the traces (of a model: those that ran last) have none; ")
+        model(torch.ones(ROWS, WIDTH))
+        assert tz.memory(model).lines[-1].half == "backward"
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_forecast_cannot_be_changed_and_can_be_compared_hashed_and_sent() -> None:
+    first, second = tz.memory(traces_of(tz.ZERO3)), tz.memory(traces_of(tz.ZERO3))
+    for counts in (first.by_kind, first.peak_line.alive):
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            counts[Holds.SAVED] = 0
+        assert counts == dict(counts)
+        assert hash(counts) == hash(type(counts)(tuple(sorted(counts.items()))))
+    assert first == second == pickle.loads(pickle.dumps(first))
+    assert hash(first) == hash(second)
+    assert pickle.loads(pickle.dumps(first)).by_kind == first.by_kind
+    assert first.by_kind != tz.memory(traces_of(tz.DDP)).by_kind
+    with pytest.raises(KeyError):
+        first.by_kind[Holds.OPTIMIZER]
+    units = tz.memory(traces_of(replace(tz.ZERO3, unit_of=lambda module: ("layers.0",))))
+    assert pickle.loads(pickle.dumps(units)) == units
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "message"),
+    [
+        ({"world_size": "4"}, "world_size is '4'; give the number of ranks, at least 1"),
+        ({"world_size": 2.0}, "world_size is 2.0; give the number of ranks, at least 1"),
+        ({"world_size": 0}, "world_size is 0; give the number of ranks, at least 1"),
+        ({"world_size": 4, "rank": 4}, "rank is 4; with world_size=4 it must be 0 to 3"),
+        ({"world_size": 4, "rank": "0"}, "rank is '0'; with world_size=4 it must be 0 to 3"),
+        ({"replicas": 0}, "replicas is 0; give the number of copies of the sharded model, at least 1"),
+        ({"replicas": "2"}, "replicas is '2'; give the number of copies of the sharded model, at least 1"),
+    ],
+)
+def test_a_world_that_cannot_be(world: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        tz.trace(Net(), torch.empty(ROWS, WIDTH), **world)
 
 
 @pytest.mark.slow

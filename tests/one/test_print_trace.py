@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import thunder_zero as tz
 from tests.harness.tiers import of_tier
+from thunder_zero.report.trace_printer import size
 from thunder_zero.schedule.timeline import gathered_bytes
 
 import thunder
@@ -85,12 +86,12 @@ def traces(stage: int, world_size: int = 4, tied: bool = False) -> tz.Traces:
     return tz.trace(GPT(tied=tied), tokens, policy=policy, world_size=world_size)
 
 
-def printed(shown: object, half: str = "both", *, unit: str | None = None, fold: bool = False) -> list[str]:
+def printed(shown: object, half: str = "both", **options: Any) -> list[str]:
     file = StringIO()
-    tz.print_trace(shown, half, file, unit=unit, fold=fold)
+    tz.print_trace(shown, half, file, **options)
     text = file.getvalue()
     assert "\x1b" not in text
-    assert max(map(len, text.splitlines())) <= 100
+    assert max(len(line) for line in text.splitlines() if not line.startswith("# left out: ")) <= 100
     return text.splitlines()
 
 
@@ -245,6 +246,67 @@ def test_without_a_backward() -> None:
     alone = tz.Traces(shown.forward, None, shown.forward_timeline, shown.plan)
     assert printed(alone)[-3:-1] == ["# no backward: nothing here needs a gradient", ""]
     assert printed(alone)[-1] == printed(shown, "forward")[-1]
+
+
+@pytest.mark.slow
+def test_a_forecast_that_is_given_is_shown() -> None:
+    """With the optimizer's state, 8 bytes a number of the shards, and with what the loss holds."""
+    shown = traces(3)
+    memory = tz.memory(shown, loss=lambda y: y.square().mean(), optimizer=torch.optim.SGD, reserve=5000)
+    adam = tz.memory(shown, loss=lambda y: y.square().mean(), optimizer=torch.optim.AdamW, reserve=5000)
+    alone, given = printed(shown), printed(shown, memory=adam)
+    assert len(given) == len(alone) + 1
+    assert given[-2] == f"# at rest {size(adam.at_rest)}, in the optimizer's step {size(adam.optimizer_step or 0)}"
+    assert given[-1] == alone[-1]
+    totals = [size(line.total) for line in adam.lines if line.half == "forward" and "linear" in line.code]
+    assert [line[-8:].strip() for line in given if line.startswith("t") and "linear(" in line] == totals
+    assert marks(given) == [f"# the peak of the step: {size(adam.peak)} alive in the line above"]
+    assert marks(alone) == [f"# the peak of the step: {size(tz.memory(shown).peak)} alive in the line above"]
+    assert adam.peak - memory.peak == adam.at_rest - memory.at_rest > 0
+
+
+@pytest.mark.slow
+def test_a_peak_in_the_loss_is_marked_between_the_halves() -> None:
+    shown = tz.trace(nn.Linear(8, 8), torch.zeros(64, 8), policy=tz.DDP, world_size=2)
+    memory = tz.memory(shown, loss=lambda y: y.repeat(9, 9).square().mean())
+    lines = printed(shown, memory=memory)
+    assert memory.peak_line.half == "loss"
+    assert marks(lines) == [f"# the peak of the step: {size(memory.peak)} alive in the loss"]
+    at = lines.index(marks(lines)[0])
+    assert lines[at + 2].startswith("# backward")
+    assert marks(printed(shown, "backward", memory=memory)) == []
+    assert lines[-2] == "# left out: the optimizer's state and step: give optimizer="
+
+
+@pytest.mark.slow
+def test_a_forecast_of_other_traces_is_refused() -> None:
+    shown = traces(3)
+    with pytest.raises(
+        ValueError, match=r"^memory is a forecast of rank 0 of 2 in ZeRO-3, the traces are of rank 0 of 4 in"
+    ):
+        printed(shown, memory=tz.memory(traces(3, world_size=2)))
+    with pytest.raises(
+        ValueError, match=r"of rank 0 of 4 in ZeRO-3, the traces are of the same rank with another module"
+    ):
+        printed(shown, memory=tz.memory(traces(3, tied=True)))
+    longer = tz.trace(GPT(), torch.zeros(2, 5, dtype=torch.int64), policy=shown.plan.policy, world_size=4)
+    with pytest.raises(
+        ValueError, match=r"^memory is a forecast of other traces, where line \d+ of \w+ is '.*', not '.*'; "
+    ):
+        printed(shown, memory=tz.memory(longer))
+    alone = tz.Traces(shown.forward, None, shown.forward_timeline, shown.plan)
+    with pytest.raises(
+        ValueError, match=r"line \d+ of backward is 'missing', not '.*'; give what thunder_zero.memory ret"
+    ):
+        printed(shown, memory=tz.memory(alone))
+    with pytest.raises(
+        TypeError, match=r"^memory is of type int; give what thunder_zero\.memory returns for these traces$"
+    ):
+        printed(shown, memory=5)
+
+
+def marks(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("# the peak of the step: ")]
 
 
 def test_a_half_that_does_not_exist() -> None:

@@ -20,7 +20,8 @@ from thunder_zero.schedule.min_cut import cheapest_to_keep
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.recompute import recompute
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work, gathered_bytes
-from thunder_zero.schedule.verify import ScheduleError, check_recompute, check_schedule
+from thunder_zero.schedule.verify import ScheduleError, check_schedule
+from thunder_zero.schedule.verify_recompute import check_recompute
 
 CHEAP, UNITS = Policy(stage=3), Policy(stage=3, recompute="units")
 WORK = {"": Work.POINTWISE, "*": Work.MATMUL, "?": Work.OTHER, "~": Work.RANDOM, "/": Work.VIEW}

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from thunder_zero.comm.unsent import UNSENT
 from thunder_zero.compiled import Traces
-from thunder_zero.forecast.figures import OPTIMIZER_STEP, Memory, MemoryLine, Storage
+from thunder_zero.forecast.figures import OPTIMIZER_STEP, ByKind, Memory, MemoryLine, Storage
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.forecast.optimizer import MakeOptimizer, optimizer_at_rest
 from thunder_zero.forecast.rehearsal import Rehearsal
 from thunder_zero.forecast.replay import Loss, Replay, RunLine
+from thunder_zero.forecast.same_traces import plan_of
 from thunder_zero.forecast.watch import Allocation, Watch
 from thunder_zero.policy import is_count
 from thunder_zero.report.line_meanings import SourceLine, rows
@@ -40,7 +41,8 @@ def memory(
 
     Counts the storages of tensors, as torch's allocators do: neither Python, nor libraries, nor the backend's own
     buffers. Each line runs on tensors without values, and each collective runs in the transport of the backend, which
-    then sends nothing. The first rank holds the most rows: trace rank 0 (the default) for the worst.
+    then sends nothing. The first rank holds the most rows: trace rank 0 (the default) for the worst. ``excluded`` of
+    the result says what is left out: the loss or the optimizer that is not given, a backward that the traces lack.
 
     >>> traces = tz.trace(model, tokens, policy=3, world_size=8)
     >>> tz.memory(traces, loss=lambda logits: loss_of(logits, targets), optimizer=torch.optim.AdamW).peak
@@ -52,7 +54,7 @@ def memory(
         optimizer: a class of optimizers, or a function from parameters to an optimizer, such as
             ``lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)``.
         backend: "gloo" or "nccl", whose transports have different buffers; "mpi" for all others. Default: "nccl" if the
-            traces are for CUDA, else "gloo".
+            traces are for CUDA, else "gloo". It changes collectives alone: traces for CPUs stay those.
         accumulating: earlier micro-batches under ``no_sync`` have left a deferred gradient of each parameter.
         reserve: bytes to add to every figure, for what the forecast cannot see.
 
@@ -70,7 +72,7 @@ def memory(
         replay.step(loss)
         peak, events = watch.highest, watch.events_at_highest
         replay.step_optimizer()
-    return _figures(replay, peak, events, reserve, _excluded(traces, loss, optimizer))
+    return _figures(replay, peak, events, reserve, tuple(_excluded(traces, loss, optimizer, backend)))
 
 
 def _figures(replay: Replay, peak: int, events: int, reserve: int, excluded: tuple[str, ...]) -> Memory:
@@ -85,6 +87,7 @@ def _figures(replay: Replay, peak: int, events: int, reserve: int, excluded: tup
         at_rest=sum(one.nbytes for one in storages if one.line < 0 and one.kind in AT_REST) + reserve,
         peak=peak + reserve,
         optimizer_step=lines[-1].highest if lines[-1].half == OPTIMIZER_STEP else None,
+        plan=plan_of(replay.traces),
         at_peak=tuple(sorted(at_peak, key=lambda one: -one.nbytes)),
         reserve=reserve,
         excluded=excluded,
@@ -106,7 +109,8 @@ def _begun(
         stepping = optimizer_at_rest(optimizer, on_device, watch, on_cuda=backend == "nccl")
     if accumulating:
         watch.kind = Holds.DEFERRED
-        runtime.accumulate()
+        for path in runtime.accumulate():
+            watch.name_new(path)
     return Replay(traces, watch, runtime, stepping)
 
 
@@ -133,7 +137,7 @@ def _lines(storages: Sequence[Storage], lines: Sequence[RunLine], reserve: int) 
     found = []
     for line, change in zip(lines, changes, strict=False):
         alive.update(change)
-        by_kind = {kind: alive[kind] for kind in Holds if alive[kind]}
+        by_kind = ByKind(tuple((kind, alive[kind]) for kind in Holds if alive[kind]))
         total = sum(by_kind.values()) + reserve
         found.append(MemoryLine(line.half, line.position, line.code, by_kind, total, line.highest + reserve))
     return tuple(found)
@@ -171,9 +175,13 @@ def _require(backend: str, reserve: int) -> None:
         raise ValueError(f"reserve is {reserve!r}; give a number of bytes, 0 or more")
 
 
-def _excluded(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None) -> tuple[str, ...]:
-    is_needed = traces.backward is not None
-    return (
-        *(("the loss outside of the model: give loss=",) if loss is None and is_needed else ()),
-        *(("the optimizer's state and step: give optimizer=",) if optimizer is None and is_needed else ()),
-    )
+def _excluded(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None, backend: str) -> Iterator[str]:
+    if traces.backward is not None:
+        if loss is None:
+            yield "the loss outside of the model: give loss="
+        if optimizer is None:
+            yield "the optimizer's state and step: give optimizer="
+    elif any(param.requires_grad for param in traces.plan.params):
+        yield "backward: the traces (of a model: those that ran last) have none; run or trace it with gradients"
+    if backend == "nccl" and _backend_of(traces) != "nccl":
+        yield "what CUDA computes otherwise: the traces are of a run on CPUs; trace a module that is on a CUDA device"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.forecast.watch import NoForecast, Watch
@@ -34,12 +35,23 @@ def optimizer_at_rest(
             if on_cuda and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # torch's choice on CUDA; of meta tensors it does not know better
         take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
+        _name_state(optimizer, shards, watch)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise NoForecast(
             f"cannot forecast the optimizer: it does not run on tensors without values "
             f"({str(error).partition(chr(10))[0]}); leave out fused=True, or give its bytes as reserve="
         ) from error
     return optimizer
+
+
+def _name_state(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter], watch: Watch) -> None:
+    """``blocks.0.up.weight: exp_avg``; what is nobody's own belongs to all."""
+    for path, shard in shards.items():
+        for name, value in optimizer.state.get(shard, {}).items():
+            for tensor in tree_iter(value):
+                if isinstance(tensor, Tensor) and (allocation := watch.see(tensor)).kind is Holds.OPTIMIZER:
+                    allocation.name = allocation.name or f"{path}: {name}"
+    watch.name_new("all parameters")
 
 
 def take_step(

@@ -97,11 +97,13 @@ class Rehearsal:
         """Keep a full gradient."""
         self.accumulation.defer(sum_and_cast(grad, self._plan.by_name[path]), path)
 
-    def accumulate(self) -> None:
-        """Hold a deferred gradient of each trained parameter, as after a micro-batch under ``no_sync``."""
+    def accumulate(self) -> Iterator[str]:
+        """Hold a deferred gradient of each trained parameter, as after a micro-batch under ``no_sync``. Yields the path
+        of each when it is there."""
         for param in self._plan.params:
             if param.requires_grad:
                 self.accumulation.defer(torch.empty(param.shape, dtype=param.reduce_dtype, device=META), param.path)
+                yield param.path
 
     def apart(self, shard: Tensor) -> Tensor:
         """The shard."""

@@ -21,6 +21,7 @@ from thunder_zero.forecast.optimizer import take_step
 from thunder_zero.forecast.regions import run_region
 from thunder_zero.forecast.rehearsal import Rehearsal
 from thunder_zero.forecast.watch import META, NoForecast, Watch
+from thunder_zero.report.line_meanings import label
 from thunder_zero.schedule.timeline import Kind, Op
 from thunder_zero.trace.symbols import functions_of
 
@@ -231,22 +232,28 @@ class Replay:
         """What storages hold, from the line that made or took them."""
         if op.kind is Kind.COMPUTE:
             for name in op.writes:
-                self._becomes(values.get(name), Holds.TEMPORARY, Holds.TEMPORARY, name)
-        elif op.kind in (Kind.REDUCE, Kind.DEFER):
+                if isinstance(made := values.get(name), Tensor):
+                    allocation = self.watch.see(made)
+                    allocation.name = allocation.name or name
+            return
+        plan, timeline = self.traces.plan, self.traces.timeline
+        if op.kind in (Kind.REDUCE, Kind.DEFER):
             for name, path in zip(op.reads, op.params, strict=True):
                 self._becomes(values[name], Holds.TEMPORARY, Holds.FULL_GRADIENT, path)
         elif op.kind is Kind.WAIT:
-            is_gather = self.traces.timeline.ends(op, Kind.GATHER)
+            is_gather = timeline.ends(op, Kind.GATHER)
             for name, path in zip(op.writes, op.params, strict=True):
                 became = Holds.GATHERED if is_gather else Holds.REDUCED_GRADIENT
                 self._becomes(values[name], Holds.IN_FLIGHT, became, path)
-                if not is_gather and self.traces.plan.rests_on_host(self.traces.plan.by_name[path]):
+                if not is_gather and plan.rests_on_host(plan.by_name[path]):
                     self.watch.leaves(values[name])
+        is_of_gradients = op.kind is Kind.REDUCE or timeline.ends(op, Kind.REDUCE)
+        self.watch.name_new(label(op.params, plan, gradients=is_of_gradients))
 
-    def _becomes(self, tensor: Any, was: Holds, now: Holds, name: str = "") -> None:
+    def _becomes(self, tensor: Any, was: Holds, now: Holds, path: str = "") -> None:
         if isinstance(tensor, Tensor) and (allocation := self.watch.see(tensor)).kind is was:
             allocation.kind = now
-            allocation.name = allocation.name or name
+            allocation.name = path or allocation.name
 
     def _note(self, half: str, position: int, code: str) -> None:
         self.lines.append(RunLine(half, position, code, self.watch.highest_in_line, self.watch.events))

@@ -35,7 +35,7 @@ class Allocation:
         born: the number of allocations and frees before it.
         freed: the same when it was freed; None while it is alive.
         kind: what it holds; known when the line that takes it has run.
-        name: of the value that it holds, or of its parameter; "" if it has none.
+        name: as of :class:`thunder_zero.forecast.figures.Storage`; "" until it is known.
     """
 
     nbytes: int
@@ -111,6 +111,14 @@ class Watch(TorchDispatchMode):
         )
         self._count(nbytes)
         self._count(-nbytes)
+
+    def name_new(self, name: str) -> None:
+        """Name what this line has allocated of the kind that was expected, unless it has a name."""
+        for one in reversed(self.allocations):
+            if one.line != self.line:
+                return
+            if one.kind is self.kind:
+                one.name = one.name or name
 
     def next_line(self) -> None:
         """Another line begins."""

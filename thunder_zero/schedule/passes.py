@@ -10,7 +10,8 @@ from thunder_zero.schedule.recompute import recompute
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.sink_waits import sink_waits
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.schedule.verify import check_pass, check_recompute, check_schedule
+from thunder_zero.schedule.verify import check_pass, check_schedule
+from thunder_zero.schedule.verify_recompute import check_recompute
 
 PASSES = (
     gather_last_units_once,  # choose the last units that are gathered once, without raising the peak

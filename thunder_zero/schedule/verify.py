@@ -1,7 +1,8 @@
 """Proves that a timeline is right: after each pass, after the last one, and before it runs.
 
-These are ``check_pass``, ``check_recompute``, ``check_schedule`` and ``check``. Each raises on the first rule that a
-timeline breaks; each rule is one function below. They read sizes and orders only, in near-linear time.
+These are ``check_pass``, ``check_schedule`` and ``check``. Each raises on the first rule that a timeline breaks; each
+rule is one function below. They read sizes and orders only, in near-linear time. ``verify_recompute.py`` has the rules
+of computing again.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from itertools import accumulate, zip_longest
 
 from thunder_zero.schedule.cone import cone, last_reads, needed_again, regathered, returned
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, overwritten
-from thunder_zero.schedule.units import NOT_AGAIN, is_vector
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.schedule.units import is_vector
 
 MOST_NAMES = 8  # of an operation, in an error
 
@@ -55,22 +55,6 @@ def check_pass(timeline: Timeline, lifted: Timeline) -> None:
     _check_frees(timeline, inside, last_reads(timeline, inside))
 
 
-def check_recompute(timeline: Timeline, before: Timeline) -> None:
-    """Prove that computing again in backward, instead of saving, changed nothing else.
-
-    Args:
-        timeline: what the pass returned.
-        before: what it was given. All operations but copies must be the same, in the same order: what is computed again
-            depends on the shapes of inputs, and ranks whose inputs differ must launch the same.
-
-    Raises:
-        ScheduleError: the first rule that does not hold.
-    """
-    _check_others_stay(timeline, before)
-    _check_computed_again(timeline)
-    _check_lives_no_longer(timeline, before)
-
-
 def check_schedule(timeline: Timeline, lifted: Timeline) -> None:
     """Prove that the timeline after the last pass is right: the rules of :func:`check_pass` and of :func:`check`.
 
@@ -108,7 +92,8 @@ def _check_lifetimes(timeline: Timeline) -> None:
     _check_ends(timeline, inside, last)
 
 
-def _fail(timeline: Timeline, at: int, rule: str) -> ScheduleError:
+def fault(timeline: Timeline, at: int, rule: str) -> ScheduleError:
+    """The error for an operation that breaks a rule; ``rule`` goes on after its name."""
     op = timeline.ops[at]
     names = op.params or op.writes or op.reads
     what = ", ".join(names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "..."))
@@ -125,17 +110,17 @@ def _check_order(timeline: Timeline) -> None:
     backward = False
     for at, op in enumerate(ops):
         if unknown := [path for path in op.params if path not in timeline.plan.by_name]:
-            raise _fail(timeline, at, f"names {unknown[0]}, which is not a parameter of the plan")
+            raise fault(timeline, at, f"names {unknown[0]}, which is not a parameter of the plan")
         if backward and not op.backward:
-            raise _fail(timeline, at, "belongs to forward, but comes after operations of backward")
+            raise fault(timeline, at, "belongs to forward, but comes after operations of backward")
         backward = op.backward
         for name in op.reads:
             first_read.setdefault(name, at)
         for name in op.writes:
             if name in written:
-                raise _fail(timeline, at, f"writes {name}, which op {written[name]} already wrote")
+                raise fault(timeline, at, f"writes {name}, which op {written[name]} already wrote")
             if name in first_read:
-                raise _fail(timeline, at, f"writes {name} after op {first_read[name]} has read it")
+                raise fault(timeline, at, f"writes {name} after op {first_read[name]} has read it")
             written[name] = at
 
 
@@ -144,9 +129,9 @@ def _check_inputs(timeline: Timeline) -> None:
     there = {name for op in timeline.ops for name in op.writes}.union(timeline.inputs)
     for at, op in enumerate(timeline.ops):
         if inputs := [name for name in op.writes if name in timeline.inputs]:
-            raise _fail(timeline, at, f"writes {inputs[0]}, which is an input")
+            raise fault(timeline, at, f"writes {inputs[0]}, which is an input")
         if missing := [name for name in op.reads if name in timeline.values and name not in there]:
-            raise _fail(timeline, at, f"reads {missing[0]}, which is neither an input nor written by any operation")
+            raise fault(timeline, at, f"reads {missing[0]}, which is neither an input nor written by any operation")
 
 
 def _check_launches(timeline: Timeline) -> None:
@@ -160,32 +145,32 @@ def _check_launches(timeline: Timeline) -> None:
             _check_gather(timeline, at, op, shards)
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.COMPUTE and op.writes and (used := [name for name in op.reads if name in shards]):
-            raise _fail(timeline, at, f"reads {used[0]}, the shard of {shards[used[0]]}, not the gathered parameter")
+            raise fault(timeline, at, f"reads {used[0]}, the shard of {shards[used[0]]}, not the gathered parameter")
 
 
 def _check_bucket(timeline: Timeline, at: int, op: Op) -> None:
     if len(op.writes) != 1 or not 0 < len(op.reads) == len(op.params) == len(set(op.params)):
-        raise _fail(timeline, at, "must read one value for each of its parameters, and write one handle")
+        raise fault(timeline, at, "must read one value for each of its parameters, and write one handle")
     params = timeline.params_of(op)
     limit = timeline.plan.policy.bucket_bytes
     if not all(name in timeline.values for name in (*op.reads, *op.writes)):
-        raise _fail(timeline, at, "reads or writes a value whose bytes and dtype are unknown")
+        raise fault(timeline, at, "reads or writes a value whose bytes and dtype are unknown")
     read = [timeline.values[name].dtype for name in op.reads]
     if len({*zip(read, (timeline.travels_in(op, param) for param in params), strict=True)}) > 1:
-        raise _fail(timeline, at, "mixes dtypes in one bucket")
+        raise fault(timeline, at, "mixes dtypes in one bucket")
     if len({(param.sharded, param.resident) for param in params}) > 1:
-        raise _fail(timeline, at, "mixes sharded, resident and replicated parameters in one bucket")
+        raise fault(timeline, at, "mixes sharded, resident and replicated parameters in one bucket")
     if len(params) > 1 and timeline.full_bytes(op) > limit:
-        raise _fail(timeline, at, f"is a bucket of {timeline.full_bytes(op)} bytes; bucket_bytes is {limit}")
+        raise fault(timeline, at, f"is a bucket of {timeline.full_bytes(op)} bytes; bucket_bytes is {limit}")
 
 
 def _check_gather(timeline: Timeline, at: int, op: Op, shards: Mapping[str, str]) -> None:
     if not timeline.params_of(op)[0].sharded:
-        raise _fail(timeline, at, "gathers a replicated parameter, which every rank has in full")
+        raise fault(timeline, at, "gathers a replicated parameter, which every rank has in full")
     for name, path in zip(op.reads, op.params, strict=True):
         if shards.get(name) != path:
             what = f"the shard of {shards[name]}" if name in shards else "not a shard"
-            raise _fail(timeline, at, f"gathers {name} as {path}, but it is {what}")
+            raise fault(timeline, at, f"gathers {name} as {path}, but it is {what}")
 
 
 def _check_waits(timeline: Timeline) -> None:
@@ -195,18 +180,18 @@ def _check_waits(timeline: Timeline) -> None:
         if op.kind is Kind.WAIT:
             launched = under_way.pop(op.reads[0], None) if len(op.reads) == 1 else None
             if launched is None:
-                raise _fail(timeline, at, f"waits for {', '.join(op.reads) or 'nothing'}, which is not in flight")
+                raise fault(timeline, at, f"waits for {', '.join(op.reads) or 'nothing'}, which is not in flight")
             launch = timeline.ops[launched]
             if op.params != launch.params or len(op.writes) != len(op.params):
-                raise _fail(timeline, at, f"waits for other parameters than op {launched} launched")
+                raise fault(timeline, at, f"waits for other parameters than op {launched} launched")
             if op.backward != launch.backward:
-                raise _fail(timeline, at, f"waits in backward for what op {launched} launched in forward")
+                raise fault(timeline, at, f"waits in backward for what op {launched} launched in forward")
         elif handles := [name for name in op.reads if name in timeline.launches]:
-            raise _fail(timeline, at, f"reads {handles[0]}, a handle that only a wait may read")
+            raise fault(timeline, at, f"reads {handles[0]}, a handle that only a wait may read")
         if op.kind in LAUNCHES:
             under_way[op.writes[0]] = at
     for launched in under_way.values():
-        raise _fail(timeline, launched, "is never waited for")
+        raise fault(timeline, launched, "is never waited for")
 
 
 def _check_reductions(timeline: Timeline) -> None:
@@ -220,14 +205,14 @@ def _check_reductions(timeline: Timeline) -> None:
         verb, past = verbs[op.kind]
         first = first or (op.kind, at)
         if op.kind is not first[0]:
-            raise _fail(timeline, at, f"{verb} a gradient, but op {first[1]} {verbs[first[0]][0]} one")
+            raise fault(timeline, at, f"{verb} a gradient, but op {first[1]} {verbs[first[0]][0]} one")
         if not op.backward:
-            raise _fail(timeline, at, f"{verb} a gradient in forward")
+            raise fault(timeline, at, f"{verb} a gradient in forward")
         for param in timeline.params_of(op):
             if not param.requires_grad:
-                raise _fail(timeline, at, f"{verb} a gradient of {param.path}, which is frozen")
+                raise fault(timeline, at, f"{verb} a gradient of {param.path}, which is frozen")
             if param.path in handled:
-                raise _fail(timeline, at, f"{verb} {param.path}, which op {handled[param.path]} already {past}")
+                raise fault(timeline, at, f"{verb} {param.path}, which op {handled[param.path]} already {past}")
             handled[param.path] = at
 
 
@@ -257,7 +242,7 @@ def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
     for (path, name), at in means.items():
         if path not in returned:
             what = "ends the reduction of" if timeline.ops[at].kind is Kind.WAIT else "defers the gradient of"
-            raise _fail(timeline, at, f"{what} {path}, but {name} is not returned as its gradient")
+            raise fault(timeline, at, f"{what} {path}, but {name} is not returned as its gradient")
     if lost := sorted(set(trained) - returned):
         raise ScheduleError(f"backward returns no gradient of {lost[0]}, which is trained")
 
@@ -277,9 +262,9 @@ def _check_in_flight(timeline: Timeline) -> None:
             if timeline.ops[at + 1].reads == op.writes:
                 continue
             if size > 0 and launches[op.kind] > 1 and under_way[op.kind] > bound:
-                raise _fail(timeline, at, f"puts {under_way[op.kind]} bytes in flight; in_flight_bytes is {bound}")
+                raise fault(timeline, at, f"puts {under_way[op.kind]} bytes in flight; in_flight_bytes is {bound}")
             if op.kind is Kind.GATHER and policy.times is None and launches[op.kind] > max(prefetch, 1):
-                raise _fail(timeline, at, f"puts {launches[op.kind]} gathers in flight; prefetch is {prefetch}")
+                raise fault(timeline, at, f"puts {launches[op.kind]} gathers in flight; prefetch is {prefetch}")
         elif op.kind is Kind.WAIT:
             kind = timeline.launches[op.reads[0]].kind
             under_way[kind] -= timeline.full_bytes(op)
@@ -299,7 +284,7 @@ def _check_making(timeline: Timeline) -> None:
     for at, op in enumerate(timeline.ops):
         made += begun[at]
         if (begun[at] or op.kind is Kind.REDUCE) and under_way and under_way + made > bound:
-            raise _fail(
+            raise fault(
                 timeline,
                 at,
                 f"makes {made} bytes of gradients while {under_way} bytes are in flight; in_flight_bytes is {bound}",
@@ -315,60 +300,7 @@ def _check_copies(timeline: Timeline) -> None:
     """Only gathers, their waits and repeatable computations have copies."""
     for at, op in enumerate(timeline.ops):
         if op.again and not (op.kind is Kind.GATHER or op.repeatable or timeline.ends(op, Kind.GATHER)):
-            raise _fail(timeline, at, "is done again, but is neither a gather, its wait nor a repeatable computation")
-
-
-def _is_recomputed(op: Op) -> bool:
-    return op.kind is Kind.COMPUTE and op.backward and op.again
-
-
-def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
-    """All operations but copies are those of before: what they do, with which parameters, and in which order."""
-
-    def others(of: Timeline) -> list[tuple[int, Op]]:
-        return [(at, op) for at, op in enumerate(of.ops) if not _is_recomputed(op)]
-
-    for (at, op), (_, was) in zip_longest(others(timeline), others(before), fillvalue=(len(timeline.ops) - 1, None)):
-        if op is None or was is None or (op.kind, op.params, op.source) != (was.kind, was.params, was.source):
-            expected = "nothing" if was is None else " ".join((was.kind, *was.params))
-            raise _fail(timeline, at, f"stands where the order without recomputing has {expected}")
-
-
-def _check_computed_again(timeline: Timeline) -> None:
-    """What backward computes again, apart from the cone, is of a kind that the policy allows, and reads values that
-    nothing overwrites."""
-    policy, whole, inside = timeline.plan.policy.recompute, timeline.plan.recomputed, cone(timeline)
-    gone = overwritten(timeline)
-    for at, op in enumerate(timeline.ops):
-        if not _is_recomputed(op) or any(name in inside for name in op.writes):
-            continue
-        if not ((op.cheap and policy != "none") or (whole and op.work not in NOT_AGAIN)):
-            raise _fail(timeline, at, f"is computed again, but recompute={policy!r} does not allow {op.work} work")
-        if changed := [name for name in op.reads if name in gone]:
-            raise _fail(timeline, at, f"is computed again from {changed[0]}, whose memory an operation overwrites")
-
-
-def _check_lives_no_longer(timeline: Timeline, before: Timeline) -> None:
-    """Backward reads no gathered parameter longer for the sake of what it computes again."""
-    ends = _last_reads_by_others(before)
-    for name, (at, until) in _last_reads_by_others(timeline).items():
-        if until > ends[name][1]:
-            raise _fail(timeline, at, f"reads {name} for a copy, after all that read it without recomputing")
-
-
-def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
-    """For each gathered parameter that is not resident, the position of the last read, and the number of operations
-    before it that are no copies. Without biases, if only the borders of units are saved."""
-    whole = timeline.plan.recomputed
-    last = last_reads(timeline, cone(timeline))
-    before = list(accumulate((not _is_recomputed(op) for op in timeline.ops), initial=0))
-    return {
-        name: (last[name], before[last[name]])
-        for op in timeline.ops
-        if timeline.ends(op, Kind.GATHER)
-        for name, param in zip(op.writes, timeline.params_of(op), strict=True)
-        if not param.resident and not (param.unit in whole and is_vector(param))
-    }
+            raise fault(timeline, at, "is done again, but is neither a gather, its wait nor a repeatable computation")
 
 
 def _check_frees(timeline: Timeline, inside: Mapping[str, int], last: Mapping[str, int]) -> None:
@@ -379,11 +311,11 @@ def _check_frees(timeline: Timeline, inside: Mapping[str, int], last: Mapping[st
             continue
         gathered = _gathered(timeline, inside, op)
         if gathered is None or timeline.params_of(op)[0].resident:
-            raise _fail(timeline, at, "frees memory that is not a gathered parameter's")
+            raise fault(timeline, at, "frees memory that is not a gathered parameter's")
         if gathered in freed:
-            raise _fail(timeline, at, f"frees {gathered}, which op {freed[gathered]} already freed")
+            raise fault(timeline, at, f"frees {gathered}, which op {freed[gathered]} already freed")
         if last[gathered] > at:
-            raise _fail(timeline, at, f"frees {gathered}, but op {last[gathered]} still reads it or a view of it")
+            raise fault(timeline, at, f"frees {gathered}, but op {last[gathered]} still reads it or a view of it")
         freed[gathered] = at
 
 
@@ -397,7 +329,7 @@ def _check_ends(timeline: Timeline, inside: Mapping[str, int], last: Mapping[str
             continue
         gathered = _gathered(timeline, inside, op)
         if gathered is not None and last[gathered] < before:
-            raise _fail(timeline, at, f"frees {gathered} too late: op {last[gathered]} was the last to read it")
+            raise fault(timeline, at, f"frees {gathered} too late: op {last[gathered]} was the last to read it")
         freed.add(gathered)
     escaped = returned(timeline, inside)
     for at, op in enumerate(timeline.ops):
@@ -405,7 +337,7 @@ def _check_ends(timeline: Timeline, inside: Mapping[str, int], last: Mapping[str
             continue
         for name, param in zip(op.writes, timeline.params_of(op), strict=True):
             if name not in freed and name not in escaped and not param.resident:
-                raise _fail(timeline, at, f"gathers {param.path} as {name}, which is never freed")
+                raise fault(timeline, at, f"gathers {param.path} as {name}, which is never freed")
 
 
 def _gathered(timeline: Timeline, inside: Mapping[str, int], free: Op) -> str | None:
@@ -434,7 +366,7 @@ def _check_gathered_again(timeline: Timeline) -> None:
             half = (param.path, op.backward and not param.gathered_once)
             if half in gathered and (op.backward or param.gathered_once or not param.gather_per_unit):
                 why = "is gathered once" if param.gathered_once else "needs one gather in each half"
-                raise _fail(timeline, at, f"gathers {param.path} again after op {gathered[half]}; it {why}")
+                raise fault(timeline, at, f"gathers {param.path} again after op {gathered[half]}; it {why}")
             gathered[half] = at
 
 
@@ -450,7 +382,7 @@ def _check_gathered_for(timeline: Timeline, lifted: Timeline) -> None:
     for at, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER and op.backward else ():
             if param.path not in read and not (param.unit in whole and is_vector(param)):
-                raise _fail(timeline, at, f"gathers {param.path} in backward, which only copies read")
+                raise fault(timeline, at, f"gathers {param.path} in backward, which only copies read")
 
 
 def _check_saved(timeline: Timeline, inside: Mapping[str, int]) -> None:
@@ -458,7 +390,7 @@ def _check_saved(timeline: Timeline, inside: Mapping[str, int]) -> None:
     crossing = {name for name, at in regathered(timeline, inside).items() if not timeline.ops[at].backward}
     for at, op in enumerate(timeline.ops[:-1]):
         if op.backward and (saved := [name for name in op.reads if name in crossing]):
-            raise _fail(
+            raise fault(
                 timeline, at, f"reads forward's {saved[0]}, which depends on parameters that backward gathers again"
             )
 
@@ -473,24 +405,24 @@ def _check_same(timeline: Timeline, lifted: Timeline) -> None:
             (source,) = part.source
             original = originals.get(source)
             if original is None or not _is_copy(part, original):
-                raise _fail(timeline, at, f"differs from position {source} of the lifted trace")
+                raise fault(timeline, at, f"differs from position {source} of the lifted trace")
             if op.again:
                 canonical.update(zip(part.writes, original.writes, strict=True))
             elif source in seen:
-                raise _fail(timeline, at, f"runs position {source} of the lifted trace twice")
+                raise fault(timeline, at, f"runs position {source} of the lifted trace twice")
             elif op.backward != original.backward:
-                raise _fail(timeline, at, f"is in a different half than position {source} of the lifted trace")
+                raise fault(timeline, at, f"is in a different half than position {source} of the lifted trace")
             elif op.kind not in LAUNCHES and part.writes != original.writes:
-                raise _fail(timeline, at, f"writes other values than position {source} of the lifted trace")
+                raise fault(timeline, at, f"writes other values than position {source} of the lifted trace")
             else:
                 seen.add(source)
             if op.kind is not Kind.WAIT and tuple(canonical.get(name, name) for name in part.reads) != original.reads:
-                raise _fail(timeline, at, f"reads other values than position {source} of the lifted trace")
+                raise fault(timeline, at, f"reads other values than position {source} of the lifted trace")
     if lost := sorted(originals.keys() - seen):
         what = " ".join((originals[lost[0]].kind, *originals[lost[0]].params))
         raise ScheduleError(f"position {lost[0]} ({what}) of the lifted trace is missing")
     if timeline.ops[-1].source != lifted.ops[-1].source:
-        raise _fail(timeline, len(timeline.ops) - 1, "is last, but it is not the return")
+        raise fault(timeline, len(timeline.ops) - 1, "is last, but it is not the return")
 
 
 def _is_copy(op: Op, original: Op) -> bool:
@@ -504,7 +436,7 @@ def _parts(timeline: Timeline, at: int, op: Op) -> Iterator[Op]:
         yield op
         return
     if op.kind is Kind.COMPUTE or not 0 < len(op.source) == len(op.params):
-        raise _fail(
+        raise fault(
             timeline, at, "must come from one line of the trace, or for a bucket from one line for each parameter"
         )
     for number, (source, path) in enumerate(zip(op.source, op.params, strict=True)):

@@ -1,0 +1,79 @@
+"""Proves that computing again in backward, instead of saving, changed nothing else."""
+
+from __future__ import annotations
+
+from itertools import accumulate, zip_longest
+
+from thunder_zero.schedule.cone import cone, last_reads
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
+from thunder_zero.schedule.units import NOT_AGAIN, is_vector
+from thunder_zero.schedule.verify import fault
+
+
+def check_recompute(timeline: Timeline, before: Timeline) -> None:
+    """Prove that computing again in backward, instead of saving, changed nothing else.
+
+    Args:
+        timeline: what the pass returned.
+        before: what it was given. All operations but copies must be the same, in the same order: what is computed again
+            depends on the shapes of inputs, and ranks whose inputs differ must launch the same.
+
+    Raises:
+        ScheduleError: the first rule that does not hold.
+    """
+    _check_others_stay(timeline, before)
+    _check_computed_again(timeline)
+    _check_lives_no_longer(timeline, before)
+
+
+def _is_recomputed(op: Op) -> bool:
+    return op.kind is Kind.COMPUTE and op.backward and op.again
+
+
+def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
+    """All operations but copies are those of before: what they do, with which parameters, and in which order."""
+
+    def others(of: Timeline) -> list[tuple[int, Op]]:
+        return [(at, op) for at, op in enumerate(of.ops) if not _is_recomputed(op)]
+
+    for (at, op), (_, was) in zip_longest(others(timeline), others(before), fillvalue=(len(timeline.ops) - 1, None)):
+        if op is None or was is None or (op.kind, op.params, op.source) != (was.kind, was.params, was.source):
+            expected = "nothing" if was is None else " ".join((was.kind, *was.params))
+            raise fault(timeline, at, f"stands where the order without recomputing has {expected}")
+
+
+def _check_computed_again(timeline: Timeline) -> None:
+    """What backward computes again, apart from the cone, is of a kind that the policy allows, and reads values that
+    nothing overwrites."""
+    policy, whole, inside = timeline.plan.policy.recompute, timeline.plan.recomputed, cone(timeline)
+    gone = overwritten(timeline)
+    for at, op in enumerate(timeline.ops):
+        if not _is_recomputed(op) or any(name in inside for name in op.writes):
+            continue
+        if not ((op.cheap and policy != "none") or (whole and op.work not in NOT_AGAIN)):
+            raise fault(timeline, at, f"is computed again, but recompute={policy!r} does not allow {op.work} work")
+        if changed := [name for name in op.reads if name in gone]:
+            raise fault(timeline, at, f"is computed again from {changed[0]}, whose memory an operation overwrites")
+
+
+def _check_lives_no_longer(timeline: Timeline, before: Timeline) -> None:
+    """Backward reads no gathered parameter longer for the sake of what it computes again."""
+    ends = _last_reads_by_others(before)
+    for name, (at, until) in _last_reads_by_others(timeline).items():
+        if until > ends[name][1]:
+            raise fault(timeline, at, f"reads {name} for a copy, after all that read it without recomputing")
+
+
+def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
+    """For each gathered parameter that is not resident, the position of the last read, and the number of operations
+    before it that are no copies. Without biases, if only the borders of units are saved."""
+    whole = timeline.plan.recomputed
+    last = last_reads(timeline, cone(timeline))
+    before = list(accumulate((not _is_recomputed(op) for op in timeline.ops), initial=0))
+    return {
+        name: (last[name], before[last[name]])
+        for op in timeline.ops
+        if timeline.ends(op, Kind.GATHER)
+        for name, param in zip(op.writes, timeline.params_of(op), strict=True)
+        if not param.resident and not (param.unit in whole and is_vector(param))
+    }
