@@ -7,8 +7,7 @@ from typing import Unpack
 from thunder_zero.arguments import Arguments, check_arguments
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
-from thunder_zero.trace.attention import attention_ex
-from thunder_zero.trace.convolution import convolution_ex
+from thunder_zero.trace.operators.choose import NEVER_FUSED
 from thunder_zero.transform import ZeroTransform
 
 import thunder
@@ -72,7 +71,7 @@ class Recipe(ThunderRecipe):
 
     def setup_executors(self) -> list[Executor]:
         """Thunder's default executors, behind ours for attention and convolutions."""
-        return [attention_ex, convolution_ex, *thunder.get_default_executors()]
+        return [*NEVER_FUSED, *thunder.get_default_executors()]
 
     def add_plugins(self, plugins: list[Plugin]) -> None:
         """Replace the plugins: a recipe used for a second module must not keep those of the first."""

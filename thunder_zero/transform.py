@@ -30,14 +30,12 @@ from thunder_zero.schedule.program_name import ProgramName
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.state_dict import hooks
 from thunder_zero.trace import named_members, refused_calls
-from thunder_zero.trace.attention import attention_ex
 from thunder_zero.trace.casts import cast_borders, cast_inputs
-from thunder_zero.trace.convolution import convolution_ex
 from thunder_zero.trace.enter import with_enter
 from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.trace.insert import insert_synchronize, module_inputs, shard_checks
-from thunder_zero.trace.kernels import kernels_ex
 from thunder_zero.trace.lift import lift_halves
+from thunder_zero.trace.operators.choose import operators
 from thunder_zero.trace.random_lines import draw_once
 from thunder_zero.trace.symbols import Runtime, ZeroExecutor
 from thunder_zero.zero_module import adopt
@@ -47,7 +45,6 @@ from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx, TraceTag, is_tracing
 from thunder.core.transform_common import Transform
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
-from thunder.executors.torch_compile import torch_compile_xentropy_ex
 from thunder.extend import FusionExecutor
 
 CONNECTED = (ThunderOutputFunction._backward_cls, ThunderFunction._backward_cls)  # their nodes lead to our backward
@@ -236,14 +233,11 @@ class ZeroTransform(Transform):
         executor = ZeroExecutor(plan, runtime)
         self._compiled = Compiled(executor)
         data = compile_data(model)
-        ours = (attention_ex, convolution_ex)
-        others = [other for other in data.executors_list if other not in ours]  # tz.Recipe has them, too
+        front = operators(data.executors_list)
+        others = [other for other in data.executors_list if other not in front]  # tz.Recipe has some, too
         schedule = ScheduleJointTrace(executor)
-        fusers = tuple(one for one in others if isinstance(one, FusionExecutor))
-        repair = RepairFusion(executor, schedule, fusers)
-        fuses_all = any(fuser != torch_compile_xentropy_ex for fuser in fusers)  # and so makes better ones
-        kernels = () if fuses_all else (kernels_ex,)
-        data.executors_list = (executor, schedule, *ours, *kernels, *others, repair)
+        repair = RepairFusion(executor, schedule, tuple(one for one in others if isinstance(one, FusionExecutor)))
+        data.executors_list = (executor, schedule, *front, *others, repair)
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:

@@ -20,7 +20,7 @@ from examples.bench.model import Size, make_model
 from tests.harness.models import error, fresh, saved, sharded
 from tests.harness.tiers import only
 from thunder_zero.schedule.timeline import Work
-from thunder_zero.trace.attention import attention_ex, is_flash
+from thunder_zero.trace.operators.attention import attention_ex, is_flash
 from thunder_zero.trace.work_classes import work_of
 
 import thunder

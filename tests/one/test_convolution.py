@@ -21,7 +21,7 @@ from thunder_zero import Holds
 from thunder_zero.forecast import workspaces
 from thunder_zero.forecast.workspaces import BLOCKS, Convolution, hidden_bytes
 from thunder_zero.schedule.timeline import Kind, Work
-from thunder_zero.trace.convolution import convolution_ex
+from thunder_zero.trace.operators.convolution import convolution_ex
 from thunder_zero.trace.work_classes import work_of
 
 import thunder

@@ -3,10 +3,10 @@
 Thunder's autodiff decomposes them into pointwise lines and reductions, for a fuser. Where there is none, each of these
 lines passes over memory, and backward reads many of their results. Here, each way is one of eager torch's operators::
 
-    y = torch.nn.functional.gelu(x)                gx = gelu_backward(gy, x, 'none')
-    y = torch.nn.functional.silu(x)                gx = silu_backward(gy, x)
-    y = torch.softmax(x, -1)                       gx = softmax_backward(gy, y, -1)
-    (y, m, r) = layer_norm(x, (8,), w, b, 1e-05)   (gx, gw, gb) = layer_norm_backward(gy, x, (8,), m, r, w)
+    y = gelu(x, 'none')                                     gx = gelu_backward(gy, x, 'none')
+    y = silu(x)                                             gx = silu_backward(gy, x)
+    y = softmax(x, -1)                                      gx = softmax_backward(gy, y, -1)
+    (y, m, r) = native_layer_norm(x, (8,), w, b, 1e-05)     (gx, gw, gb) = layer_norm_backward(gy, x, (8,), m, r, ...)
 
 Backward of a layer norm does not read the bias. ``m`` and ``r`` are the mean of each row, and the reciprocal of its
 standard deviation.
@@ -33,11 +33,11 @@ aten = torch.ops.aten
 HALF = (dtypes.bfloat16, dtypes.float16)
 
 
-class KernelExecutor(OperatorExecutor):
+class ActivationExecutor(OperatorExecutor):
     """Claims GELU, SiLU, softmax and layer norm."""
 
     def __init__(self) -> None:
-        super().__init__("thunder_zero_kernels")
+        super().__init__("thunder_zero_activations")
         register = self.register_operator
         self.gelu = register("gelu", meta=_like, fn=_gelu)
         self.gelu_backward = register("gelu_backward", meta=_like, fn=_gelu_backward)
@@ -225,4 +225,4 @@ def _norm_backward(
     return tuple(given for given in grads if given is not None)
 
 
-kernels_ex = KernelExecutor()
+activations_ex = ActivationExecutor()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.models import fresh, sharded
 from tests.harness.tiers import only
-from thunder_zero.trace.kernels import kernels_ex
+from thunder_zero.trace.operators.activations import activations_ex
 
 import thunder
 from thunder.core.pytree import tree_iter
@@ -52,7 +52,7 @@ def lines(*traces: TraceCtx | None) -> list[str]:
 
 
 def is_ours(line: BoundSymbol) -> bool:
-    return bool(line.sym.executor == kernels_ex)
+    return bool(line.sym.executor == activations_ex)
 
 
 def run(call: Callable[..., Tensor], *given: Tensor) -> list[Tensor]:
@@ -70,7 +70,7 @@ def run(call: Callable[..., Tensor], *given: Tensor) -> list[Tensor]:
 def test_outputs_and_gradients_have_eagers_bits(
     call: Callable[[Tensor], Tensor], names: list[str], dtype: torch.dtype
 ) -> None:
-    jitted = thunder.jit(call, executors=[kernels_ex, *thunder.get_default_executors()])
+    jitted = thunder.jit(call, executors=[activations_ex, *thunder.get_default_executors()])
     for found, right in zip(run(jitted, X.to(dtype)), run(call, X.to(dtype)), strict=True):
         if names:
             assert torch.equal(found, right)
@@ -86,7 +86,7 @@ def test_a_layer_norm_has_the_gradients_of_its_parameters(dtype: torch.dtype, ha
         return F.layer_norm(x, (WIDTH,), weight, bias)
 
     given = [tensor.to(dtype) for tensor in (X, W, B)[: 2 + has_bias]]
-    jitted = thunder.jit(call, executors=[kernels_ex, *thunder.get_default_executors()])
+    jitted = thunder.jit(call, executors=[activations_ex, *thunder.get_default_executors()])
     for found, right in zip(run(jitted, *given), run(call, *given), strict=True):
         assert torch.equal(found, right)
 
@@ -102,7 +102,7 @@ def like(arg: object, device: str) -> object:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [name for name, (_, names) in CALLS.items() if names])
 def test_traces_say_the_shapes_and_dtypes_of_the_lines(name: str, dtype: torch.dtype) -> None:
-    jitted = thunder.jit(CALLS[name][0], executors=[kernels_ex, *thunder.get_default_executors()])
+    jitted = thunder.jit(CALLS[name][0], executors=[activations_ex, *thunder.get_default_executors()])
     run(jitted, X.to(dtype))
     for trace in (thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]):
         for line in filter(is_ours, trace.bound_symbols):
