@@ -137,7 +137,7 @@ class Plan:
         counts: Counter[str] = Counter()
         for param in self.params:
             counts[param.unit] += max(param.full_bytes, param.grad_bytes)
-        return min(max(2 * max(counts.values()), 4 * MiB), 32 * MiB)
+        return min(max(2 * max(counts.values(), default=0), 4 * MiB), 32 * MiB)
 
     @cached_property
     def recomputed(self) -> frozenset[str]:

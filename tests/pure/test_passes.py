@@ -321,9 +321,9 @@ def test_sink_waits_ends_the_oldest_before_the_next_gradient_is_made() -> None:
         "gx1 <- gx2 b.w",
         "g_b.w <- gw1",
         "reduce b.w",
+        "wait c.w",  # two travel
         "gw0 <- gx1 x",
         "gx0 <- gx1 a.w",
-        "wait c.w",  # two travel
         "g_a.w <- gw0",
         "reduce a.w",
         "wait b.w",

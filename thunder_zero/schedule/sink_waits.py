@@ -2,7 +2,8 @@
 
 A reduction starts where its gradient is made. Its wait comes right before the return, unless the full gradients in
 flight and those that are made next would exceed ``Plan.in_flight_bytes``: then the oldest reduction must end before
-the next gradient is made::
+the next gradient is made. Its wait comes right after the collective before that gradient, so that computations between
+two collectives stay one region for the fuser::
 
     reduce a            reduce a
     wait   a            compute ..
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 
 
 def sink_waits(timeline: Timeline) -> Timeline:
@@ -32,6 +33,7 @@ def sink_waits(timeline: Timeline) -> Timeline:
     number: dict[str, int] = {}  # reduced gradient -> number of reductions that end before its own
     ended = under_way = 0
     ops: list[Op] = []
+    border = 0  # the place after the latest collective
     for at, op in enumerate(timeline.ops):
         if timeline.ends(op, Kind.REDUCE):
             number.update(dict.fromkeys(op.writes, ended + len(pending)))
@@ -41,13 +43,18 @@ def sink_waits(timeline: Timeline) -> Timeline:
         grows = at in making or op.kind is Kind.REDUCE
         due = max((number[read] for read in op.reads if read in number), default=-1)
         while pending and (at == last or ended <= due or (grows and under_way + made > bound)):
-            ops.append(pending.popleft())
-            under_way -= timeline.full_bytes(ops[-1])
+            wait = pending.popleft()
+            travels_alone = ops[border - 1].writes == wait.reads  # nothing was computed yet since its launch
+            here = len(ops) if at == last or ended <= due or travels_alone else border
+            ops.insert(here, wait)
+            border = here + 1
+            under_way -= timeline.full_bytes(wait)
             ended += 1
         if op.kind is Kind.REDUCE:
             made -= timeline.full_bytes(op)
             under_way += timeline.full_bytes(op)
         ops.append(op)
+        border = len(ops) if op.kind in (*LAUNCHES, Kind.WAIT) else border
     return timeline.with_ops(ops)
 
 
