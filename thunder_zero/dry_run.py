@@ -198,13 +198,13 @@ def _acquire(jitted: ThunderModule, args: Any, kwargs: Any) -> _Acquired:
 
     @langctxs.langctx(data.langctx)
     @thunder._with_cache_info_ctx
-    def acquire() -> _Acquired:
+    def acquire() -> tuple[Any, Any]:
         info = thunder._get_cache_info()
         data.populate_cache_info(info, *args, **kwargs)
         info["alias_tensor_indices"] = ""  # arguments without memory may share addresses, but are no aliases
-        return _Acquired(data.acquire_initial_trace(data.fn, args, kwargs, data, stats, ad_hoc), info, ad_hoc)
+        return data.acquire_initial_trace(data.fn, args, kwargs, data, stats, ad_hoc), info
 
-    return acquire()
+    return _Acquired(*acquire(), ad_hoc)
 
 
 def _compile(jitted: ThunderModule, acquired: _Acquired) -> Any:

@@ -26,7 +26,7 @@ from thunder_zero.policy import ZERO3, Policy, is_count
 from thunder_zero.report.progress import show_status
 from thunder_zero.report.trace_printer import size
 from thunder_zero.report.trade import Trade, print_trade
-from thunder_zero.schedule.candidate import Prices
+from thunder_zero.schedule.candidate import USUAL_PRICES, Prices
 from thunder_zero.schedule.parts import AGAIN, PLAIN
 from thunder_zero.schedule.search import Beside, Choices, Search
 
@@ -40,7 +40,15 @@ Tell = Callable[[str], None]
 
 
 class DoesNotFit(ValueError):
-    """No policy fits. The message says by how many bytes, what makes the peak, and what would help."""
+    """No policy fits. The message says by how many bytes, what makes the peak, and what would help.
+
+    Attributes:
+        least_bytes: the least that was found.
+    """
+
+    def __init__(self, message: str, least_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 def fit(
@@ -57,7 +65,7 @@ def fit(
     executors: Sequence[Executor] | None = None,
     replicas: int = 1,
     reserve: int = 0,
-    prices: Prices = Prices(),
+    prices: Prices = USUAL_PRICES,
 ) -> Policy:
     """The policy whose forecast peak fits into ``memory_bytes`` and whose step costs least.
 
@@ -148,7 +156,8 @@ def _decided(
         besides[choices.sizes] = peaks[choices] - search.candidate(choices).peak
     fitting = [choices for choices, peak in peaks.items() if peak <= memory_bytes]
     if not fitting or (as_asked.optimizer_step or 0) > memory_bytes:
-        raise DoesNotFit(_refusal(as_asked, _least(search, beside, peaks), memory_bytes, offloads=asked.cpu_offload))
+        least = _least(search, beside, peaks, as_asked.optimizer_step or 0)
+        raise DoesNotFit(_refusal(as_asked, least, memory_bytes, offloads=asked.cpu_offload), least.nbytes)
     best = min(fitting, key=lambda choices: search.candidate(choices).cost)
     return best, list(_trade(search, beside, best, peaks))
 
@@ -158,19 +167,21 @@ class _Least:
     """The least memory that was found.
 
     Attributes:
-        peak: bytes.
+        nbytes: at its peak.
+        in_optimizer_step: whether the peak is in the optimizer's step.
         again: number of units that are computed again whole.
-        saved_by_again: bytes that computing all units again saves, beside computing none again; below 0 if it adds some.
+        saved_by_again: bytes that computing all units again saves, beside none; below 0 if it adds some.
         in_flight_bytes: of the policy.
     """
 
-    peak: int
+    nbytes: int
+    in_optimizer_step: bool
     again: int
     saved_by_again: int
     in_flight_bytes: int
 
 
-def _least(search: Search, beside: Beside, peaks: Mapping[Choices, int]) -> _Least:
+def _least(search: Search, beside: Beside, peaks: Mapping[Choices, int], optimizer_step: int) -> _Least:
     """The least of what was compiled, and what ``recompute="units"`` is good for."""
     choices = min(peaks, key=lambda choices: peaks[choices])
 
@@ -179,7 +190,8 @@ def _least(search: Search, beside: Beside, peaks: Mapping[Choices, int]) -> _Lea
         return search.candidate(one).peak + beside(one.sizes)
 
     again = len(search.candidate(choices).timeline.plan.recomputed)
-    return _Least(peaks[choices], again, estimated(False) - estimated(True), choices.in_flight_bytes)
+    nbytes, gain = max(peaks[choices], optimizer_step), estimated(False) - estimated(True)
+    return _Least(nbytes, nbytes == optimizer_step, again, gain, choices.in_flight_bytes)
 
 
 def _trade(search: Search, beside: Beside, best: Choices, peaks: Mapping[Choices, int]) -> Iterator[Trade]:
@@ -212,8 +224,7 @@ def _trade(search: Search, beside: Beside, best: Choices, peaks: Mapping[Choices
 
 def _refusal(as_asked: Memory, least: _Least, memory_bytes: int, *, offloads: bool) -> str:
     """What is missing, what makes the peak, and what would help."""
-    fewest = max(least.peak, as_asked.optimizer_step or 0)
-    where = " (in the optimizer's step)" if fewest == as_asked.optimizer_step else ""
+    where = " (in the optimizer's step)" if least.in_optimizer_step else ""
     at = as_asked.by_kind
     kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(at.items())[:3])
     sharded = sum(at.get(kind, 0) for kind in (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT))
@@ -225,8 +236,8 @@ def _refusal(as_asked: Memory, least: _Least, memory_bytes: int, *, offloads: bo
     }
     offers = ", ".join(f"{what} (about {size(nbytes)} less)" for what, nbytes in helps.items() if nbytes)
     return (
-        f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(fewest)}{where}, "
-        f"{size(fewest - memory_bytes)} more, with {_with(least)}; "
+        f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(least.nbytes)}{where}, "
+        f"{size(least.nbytes - memory_bytes)} more, with {_with(least)}; "
         f"the peak as asked for, {size(as_asked.peak)}, has {kinds}; what would help: {offers}"
     )
 
@@ -235,5 +246,5 @@ def _with(least: _Least) -> str:
     """How the least memory comes about, and what computing units again has to do with it."""
     gain = least.saved_by_again
     units = f"{least.again} units computed again" if least.again else "no unit computed again"
-    what = f'takes {size(abs(gain))} {"less" if gain > 0 else "more"}' if gain else "takes as much"
+    what = f"takes {size(abs(gain))} {'less' if gain > 0 else 'more'}" if gain else "takes as much"
     return f'{units} (recompute="units" {what}) and {size(least.in_flight_bytes)} in flight'

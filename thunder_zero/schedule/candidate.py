@@ -38,6 +38,9 @@ class Prices:
             raise ValueError(f"launch_bytes is {self.launch_bytes!r}; give a number of bytes, 0 or more")
 
 
+USUAL_PRICES = Prices()
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A lifted timeline under a policy.
@@ -50,7 +53,7 @@ class Candidate:
 
     lifted: Timeline
     policy: Policy
-    prices: Prices = Prices()
+    prices: Prices = USUAL_PRICES
 
     @cached_property
     def timeline(self) -> Timeline:

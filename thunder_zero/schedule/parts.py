@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 
 from thunder_zero.plan import ROOT
 from thunder_zero.schedule.budget import Choice
@@ -50,19 +49,19 @@ class Parts:
     def read_off(cls, units: tuple[str, ...], options: tuple[UnitChoice, ...], alike: Sequence[Candidate]) -> Parts:
         """The parts, from a candidate for each option, all of whose units choose it."""
         end = max(_peak(one, one.segments[ROOT]) for one in alike)
-        earlier = [(*accumulate((one.left[unit] for unit in units), initial=0),) for one in alike]
-        of_units = tuple(
-            tuple(
-                Choice(one.left[unit], _peak(one, one.segments[unit]) - before[number], one.costs_of(unit))
-                for one, before in zip(alike, earlier, strict=True)
+        forward = max(_peak(one, range(one.timeline.border)) - sum(one.left.values()) for one in alike)
+        of_units: list[tuple[Choice, ...]] = []
+        earlier = [0] * len(alike)  # what the units before have left
+        for unit in units:
+            needs = [_peak(one, one.segments[unit]) - left for one, left in zip(alike, earlier, strict=True)]
+            of_units.append(
+                tuple(Choice(one.left[unit], need, one.costs_of(unit)) for one, need in zip(alike, needs, strict=True))
             )
-            for number, unit in enumerate(units)
-        )
-        forward = max(_peak(one, range(one.timeline.border)) - before[-1] for one, before in zip(alike, earlier, strict=True))
+            earlier = [left + one.left[unit] for one, left in zip(alike, earlier, strict=True)]
         parts = cls(units, options, ((Choice(0, end, 0.0),), *of_units, (Choice(0, forward, 0.0),)))
-        sums = [parts.sums((0, *[number] * len(units), 0))[0] for number in range(len(options))]
+        sums = (parts.sums((0, *[number] * len(units), 0))[0] for number in range(len(options)))
         too_high = max(peak - one.peak for peak, one in zip(sums, alike, strict=True))
-        return cls(units, options, parts.choices, max(too_high, 0))
+        return replace(parts, most_too_high=max(too_high, 0))
 
     @cached_property
     def _number(self) -> dict[UnitChoice, int]:

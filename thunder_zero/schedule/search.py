@@ -1,8 +1,8 @@
 """Searches the choices of units that fit into a number of bytes, on one lifted timeline.
 
 Each choice is evaluated for all units alike; what a unit leaves and needs is read off there, ``budget.py`` chooses, and
-the schedule of what it chose is evaluated as it is. Where that needs more bytes than its parts say, or fewer, it chooses
-again, and then tries cheaper choices for single units and for pairs.
+the schedule of what it chose is evaluated as it is. Where that needs more bytes than its parts say, or fewer, it
+chooses again, and then tries cheaper choices for single units and for pairs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import combinations, product
 
 from thunder_zero.policy import STAGES, Policy
 from thunder_zero.schedule.budget import cheapest
-from thunder_zero.schedule.candidate import Candidate, Prices
+from thunder_zero.schedule.candidate import USUAL_PRICES, Candidate, Prices
 from thunder_zero.schedule.parts import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN, Parts, UnitChoice
 from thunder_zero.schedule.timeline import Timeline
 
@@ -74,7 +74,7 @@ class Search:
 
     lifted: Timeline
     asked: Policy
-    prices: Prices = Prices()
+    prices: Prices = USUAL_PRICES
     tell: Callable[[int], None] = _ignore
     evaluated: dict[Choices, Candidate] = field(default_factory=dict)
 
