@@ -22,7 +22,7 @@ from examples.bench.step_memory import forecast, forecast_of, measure, traces_of
 from thunder_zero.schedule.candidate import Candidate
 
 TASK, WORLD_SIZE = "small GPT", 2
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the way from the least to the most
+SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the way from the least to the most
 PLENTY = 1 << 40
 HEADERS = (
     "budget, MiB",

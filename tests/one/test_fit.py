@@ -15,7 +15,7 @@ import thunder_zero as tz
 from tests.harness.errors import raised_as
 from tests.harness.residual import ResidualBlock
 from thunder_zero.dry_run import Interpreted
-from thunder_zero.schedule.candidate import Candidate, Prices
+from thunder_zero.schedule.candidate import Candidate
 from thunder_zero.schedule.parts import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN
 from thunder_zero.schedule.search import Choices, Search
 
@@ -52,10 +52,11 @@ def net() -> Net:
 
 
 X = torch.empty(ROWS, WIDTH)
+LONG = torch.empty(8 * ROWS, WIDTH)  # activations weigh more than parameters
 
 
-def forecast(policy: tz.Policy) -> tz.Memory:
-    return tz.memory(tz.trace(net(), X, policy=policy, world_size=2), optimizer=torch.optim.SGD)
+def forecast(policy: tz.Policy, x: Tensor = X) -> tz.Memory:
+    return tz.memory(tz.trace(net(), x, policy=policy, world_size=2), optimizer=torch.optim.SGD)
 
 
 @cache
@@ -99,21 +100,24 @@ def test_what_does_not_fit_is_refused_with_numbers() -> None:
     kind, text = raised_as(lambda: tz.fit(net(), (X,), memory_bytes=1000, world_size=2, optimizer=sgd))
     assert kind == "DoesNotFit"
     assert text.startswith("no policy fits into 0.98 KiB: the least that was found takes ")
-    for word in (" more, with ", " of ", "twice the ranks (about ", "half the batch (about ", "cpu_offload"):
+    for word in (" more, with ", " of ", "twice the ranks (about ", "cpu_offload on GPUs (about "):
         assert word in text
 
 
 def test_a_refusal_has_the_least_and_what_computing_units_again_is_good_for() -> None:
+    def fit(memory_bytes: int) -> tz.Policy:
+        return tz.fit(net(), (LONG,), memory_bytes=memory_bytes, world_size=2, optimizer=sgd, file=StringIO())
+
     with pytest.raises(tz.DoesNotFit) as refused:
-        tz.fit(net(), (X,), memory_bytes=1000, world_size=2, optimizer=sgd)
+        fit(1000)
     plain, again = (
-        forecast(tz.Policy(bucket_bytes=0, in_flight_bytes=0, recompute_units=units)).peak for units in ((), UNITS)
+        forecast(tz.Policy(bucket_bytes=0, in_flight_bytes=0, recompute_units=units), LONG).peak
+        for units in ((), UNITS)
     )
     assert refused.value.least_bytes == again < plain
-    words = f'{BLOCKS} units computed again (recompute="units" takes {(plain - again) / 1024:.1f} KiB less)'
+    words = f'{BLOCKS} units computed again (recompute="units" takes {(plain - again) / 2**20:.2f} MiB less)'
     assert words in str(refused.value)
-    policy = tz.fit(net(), (X,), memory_bytes=refused.value.least_bytes, world_size=2, optimizer=sgd, file=StringIO())
-    assert forecast(policy).peak == refused.value.least_bytes
+    assert forecast(fit(again), LONG).peak == again
 
 
 @pytest.mark.parametrize("executors", [None, (torch_compile_ex,)])
@@ -157,17 +161,20 @@ def test_the_search_is_no_worse_than_all_choices() -> None:
 
 
 def test_prices_decide() -> None:
-    """With work done again for almost nothing, and the wire dear, units are computed again rather than gathered."""
-    budget = int(0.9 * forecast(tz.Policy(keep_units=UNITS)).peak)
-    cheap_work, dear_work = (
-        tz.fit(net(), (X,), memory_bytes=budget, world_size=2, optimizer=sgd, file=StringIO(), prices=prices)
-        for prices in (Prices(flops_per_byte=1e9), Prices(flops_per_byte=0.1, launch_bytes=0))
+    """Where work costs nearly nothing, units are computed again and stay gathered; where it is dear, they do not."""
+    budget = int(0.8 * forecast(tz.Policy(keep_units=UNITS), LONG).peak)
+    cheap, dear = (
+        tz.fit(net(), (LONG,), memory_bytes=budget, world_size=2, optimizer=sgd, file=StringIO(), prices=prices)
+        for prices in (tz.Prices(flops_per_byte=1e9), tz.Prices(flops_per_byte=1.0, launch_bytes=0))
     )
-    assert len(cheap_work.recompute_units) > len(dear_work.recompute_units)
+    assert len(cheap.recompute_units) > len(dear.recompute_units)
+
+
+def test_prices_are_checked() -> None:
     with pytest.raises(ValueError, match="flops_per_byte is 0; give a number above 0"):
-        Prices(flops_per_byte=0)
+        tz.Prices(flops_per_byte=0)
     with pytest.raises(ValueError, match="launch_bytes is -1; give a number of bytes, 0 or more"):
-        Prices(launch_bytes=-1)
+        tz.Prices(launch_bytes=-1)
 
 
 def test_bad_arguments() -> None:

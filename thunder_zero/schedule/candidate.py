@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod, sqrt
@@ -124,16 +124,18 @@ class Candidate:
         return {unit: counts[unit] for unit in self.units}
 
     def costs_of(self, unit: str) -> float:
-        """The cost of what backward does for a unit beside its own computations."""
-        return sum(self._costs[at] for at in self.segments[unit]) + self._gathers[unit]
+        """The cost of what backward does for a unit beside its own computations; of gathers, those of its own."""
+        ops = self.timeline.ops
+        others = (self._costs[at] for at in self.segments[unit] if ops[at].kind is not Kind.GATHER)
+        return sum(others) + self._gathers[unit]
 
     @cached_property
-    def _gathers(self) -> Counter[str]:
+    def _gathers(self) -> defaultdict[str, float]:
         """For each unit, the cost of its gathers, which may start before its backward."""
-        found: Counter[str] = Counter()
-        for op in self.timeline.ops:
+        found: defaultdict[str, float] = defaultdict(float)
+        for op, cost in zip(self.timeline.ops, self._costs, strict=True):
             if op.kind is Kind.GATHER and op.backward:
-                found[self.timeline.params_of(op)[0].unit] += self.timeline.bytes_sent(op) + self.prices.launch_bytes
+                found[self.timeline.params_of(op)[0].unit] += cost
         return found
 
     @cached_property

@@ -125,9 +125,16 @@ class Search:
 
     def parts(self, sizes: tuple[int, int]) -> Parts:
         """What each choice for each unit leaves, needs and costs."""
-        options = (PLAIN, AGAIN, *(() if STAGES[self.asked.stage].gathered_once else (KEPT, KEPT_AND_AGAIN)))
-        alike = [self.candidate(Choices.of(dict.fromkeys(self.units, choice), sizes)) for choice in options]
-        return Parts.read_off(self.units, options, alike)
+        return Parts.read_off(self.units, self._options, [self.candidate(choices) for choices in self._alike(sizes)])
+
+    @property
+    def _options(self) -> tuple[UnitChoice, ...]:
+        """The choices for a unit; what is gathered once anyway need not be kept."""
+        return (PLAIN, AGAIN, *(() if STAGES[self.asked.stage].gathered_once else (KEPT, KEPT_AND_AGAIN)))
+
+    def _alike(self, sizes: tuple[int, int]) -> list[Choices]:
+        """For each option, the choices of all units alike."""
+        return [Choices.of(dict.fromkeys(self.units, choice), sizes) for choice in self._options]
 
     def _cost(self, choices: Choices) -> float:
         return self.candidate(choices).cost
@@ -164,7 +171,8 @@ class Search:
             if following == aim:
                 break
             aim = following
-        return found
+        fitting = [choices for choices in self._alike(sizes) if self.candidate(choices).peak <= target]
+        return min([found, *fitting] if found else fitting, key=self._cost, default=None)
 
     def _improved(self, start: Choices, best: Choices, target: int, tries: int) -> tuple[Choices, int]:
         """The best so far, or choices that are cheaper and fit: like the start, but for one unit or two. With the
