@@ -204,7 +204,8 @@ def _acquire(jitted: ThunderModule, args: Any, kwargs: Any) -> _Acquired:
         info["alias_tensor_indices"] = ""  # arguments without memory may share addresses, but are no aliases
         return data.acquire_initial_trace(data.fn, args, kwargs, data, stats, ad_hoc), info
 
-    return _Acquired(*acquire(), ad_hoc)
+    traces, info = acquire()
+    return _Acquired(traces, info, ad_hoc)
 
 
 def _compile(jitted: ThunderModule, acquired: _Acquired) -> Any:

@@ -31,7 +31,7 @@ class OneSize(Search):
     """A search with the asked bytes of buckets alone."""
 
     @property
-    def sizes(self) -> tuple[tuple[int, int], ...]:  # type: ignore[override]
+    def sizes(self) -> tuple[tuple[int, int], ...]:
         return ((self.asked.bucket_bytes, self.asked.in_flight_bytes),)
 
 
