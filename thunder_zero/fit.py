@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import IO, Any
 
 from rich.console import Console
@@ -35,7 +37,6 @@ from thunder.extend import Executor
 COMPILATIONS = 3  # that confirm a choice
 STEPS = 7  # of the printed trade
 
-Forecast = Callable[[Policy], tuple[Traces, Memory]]
 Tell = Callable[[str], None]
 
 
@@ -70,9 +71,9 @@ def fit(
     """The policy whose forecast peak fits into ``memory_bytes`` and whose step costs least.
 
     Chooses the units that stay gathered (``Policy.keep_units``) and those that are computed again whole
-    (``Policy.recompute_units``), and the bytes of buckets and in flight. The cost is the bytes that a rank sends, with
-    FLOPs done again and launches weighed as ``prices`` say. Prints what further memory would save, and on a terminal,
-    meanwhile, what it does. Under ``torchrun`` every rank calls it, and rank 0 decides.
+    (``Policy.recompute_units``), and the bytes of buckets and in flight. The cost is the bytes that a rank sends, and
+    launches and work done again at ``prices``. Prints what further memory would save. Under ``torchrun`` every rank
+    calls it, and rank 0 decides.
 
     Args:
         module: a plain module; it may be on the meta device.
@@ -81,8 +82,7 @@ def fit(
         world_size: number of ranks; None: those of the default process group.
         policy: what else to ask for, such as the stage (default: ZeRO-3).
         file: where to print; the standard output if None.
-        reserve: bytes that the forecast cannot see.
-        loss, optimizer, backend: as for :func:`thunder_zero.memory`.
+        loss, optimizer, backend, reserve: as for :func:`thunder_zero.memory`.
         executors, replicas: as for :func:`thunder_zero.trace`.
         prices: what work done again and launches cost, in bytes on the wire (default: ``Prices()``).
 
@@ -95,29 +95,51 @@ def fit(
     if ranks is None:
         raise ValueError("world_size is None, and there is no process group; give the number of ranks")
 
-    console = Console(file=file, width=100)
+    interpret = partial(Interpreted, module, args, kwargs, asked, (ranks, 0, replicas), executors=executors)
+    forecast = partial(memory, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
 
-    def decide(go_on: Callable[[], None]) -> Choices:
-        """On rank 0: the choices; says what it does here, and to the other ranks that it still does."""
-        with show_status("tz.fit") as show:
-
-            def tell(what: str) -> None:
-                show(what)
-                go_on()
-
-            tell("interprets the module")
-            interpreted = Interpreted(module, args, kwargs, asked, (ranks, 0, replicas), True, executors)
-
-            def forecast(candidate: Policy) -> tuple[Traces, Memory]:
-                tell("compiles a choice")
-                traces = interpreted.under(candidate)
-                return traces, memory(traces, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
-
-            best, trade = _decided(forecast, asked, memory_bytes, prices, tell)
-        print_trade(trade, console)
-        return best
-
+    decide = partial(_decided, interpret, forecast, asked, memory_bytes, prices, Console(file=file, width=100))
     return on_rank_0("tz.fit", decide).policy(asked)
+
+
+@contextmanager
+def _telling(go_on: Callable[[], None]) -> Iterator[Tell]:
+    """Yields a function: it shows what is done now, and tells the other ranks that this one goes on."""
+    with show_status("tz.fit") as show:
+
+        def tell(what: str) -> None:
+            show(what)
+            go_on()
+
+        yield tell
+
+
+@dataclass(frozen=True)
+class _Forecasts:
+    """Compiles policies for one interpretation of the module, and forecasts their memory.
+
+    Attributes:
+        interpret: interprets the module.
+        forecast: the memory of traces.
+        tell: says what is done now.
+    """
+
+    interpret: Callable[[], Interpreted]
+    forecast: Callable[[Traces], Memory]
+    tell: Tell
+
+    @cached_property
+    def interpreted(self) -> Interpreted:
+        """The module, interpreted once."""
+        self.tell("interprets the module")
+        return self.interpret()
+
+    def of(self, policy: Policy) -> tuple[Traces, Memory]:
+        """The traces under a policy, and their memory."""
+        interpreted = self.interpreted
+        self.tell("compiles a choice")
+        traces = interpreted.under(policy)
+        return traces, self.forecast(traces)
 
 
 def _checked(
@@ -133,13 +155,27 @@ def _checked(
 
 
 def _decided(
-    forecast: Forecast, asked: Policy, memory_bytes: int, prices: Prices, tell: Tell
-) -> tuple[Choices, list[Trade]]:
+    interpret: Callable[[], Interpreted],
+    forecast: Callable[[Traces], Memory],
+    asked: Policy,
+    memory_bytes: int,
+    prices: Prices,
+    console: Console,
+    go_on: Callable[[], None],
+) -> Choices:
+    """The choices; prints the trade. Calls ``go_on`` now and then."""
+    with _telling(go_on) as tell:
+        best, trade = _chosen(_Forecasts(interpret, forecast, tell), asked, memory_bytes, prices)
+    print_trade(trade, console)
+    return best
+
+
+def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Prices) -> tuple[Choices, list[Trade]]:
     """Search, and confirm by compilations, each of which corrects the estimate; the choices, and the trade."""
-    traces, as_asked = forecast(asked)
+    traces, as_asked = forecasts.of(asked)
     if traces.lifted is None or traces.backward is None:
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
-    search = Search(traces.lifted, asked, prices, lambda count: tell(f"evaluates schedule {count + 1}"))
+    search = Search(traces.lifted, asked, prices, lambda count: forecasts.tell(f"evaluates schedule {count + 1}"))
     first = Choices(asked.keep_units, asked.recompute_units, asked.bucket_bytes, asked.in_flight_bytes)
     peaks = {first: as_asked.peak}  # exact ones
     besides = {first.sizes: as_asked.peak - search.candidate(first).peak}
@@ -152,7 +188,7 @@ def _decided(
         choices = search.best(memory_bytes, beside) or search.least(beside)
         if choices in peaks:
             break
-        peaks[choices] = forecast(choices.policy(asked))[1].peak
+        peaks[choices] = forecasts.of(choices.policy(asked))[1].peak
         besides[choices.sizes] = peaks[choices] - search.candidate(choices).peak
     fitting = [choices for choices, peak in peaks.items() if peak <= memory_bytes]
     if not fitting or (as_asked.optimizer_step or 0) > memory_bytes:

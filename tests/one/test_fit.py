@@ -15,6 +15,7 @@ import thunder_zero as tz
 from tests.harness.errors import raised_as
 from tests.harness.residual import ResidualBlock
 from thunder_zero.dry_run import Interpreted
+from thunder_zero.report.trace_printer import size
 from thunder_zero.schedule.candidate import Candidate
 from thunder_zero.schedule.parts import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN
 from thunder_zero.schedule.search import Choices, Search
@@ -24,6 +25,7 @@ from thunder.executors.torch_compile import torch_compile_ex
 pytestmark = pytest.mark.slow
 
 WIDTH, ROWS, BLOCKS = 64, 64, 4
+ROUNDING = 1e-12  # costs are sums of floats
 UNITS = tuple(f"blocks.{number}" for number in range(BLOCKS))
 
 
@@ -115,7 +117,7 @@ def test_a_refusal_has_the_least_and_what_computing_units_again_is_good_for() ->
         for units in ((), UNITS)
     )
     assert refused.value.least_bytes == again < plain
-    words = f'{BLOCKS} units computed again (recompute="units" takes {(plain - again) / 2**20:.2f} MiB less)'
+    words = f'{BLOCKS} units computed again (recompute="units" takes {size(plain - again)} less) and 0 B in flight'
     assert words in str(refused.value)
     assert forecast(fit(again), LONG).peak == again
 
@@ -155,19 +157,20 @@ def test_the_search_is_no_worse_than_all_choices() -> None:
             best = search.best(budget, lambda sizes: 0)
             assert best is not None
             assert search.candidate(best).peak <= budget
-            assert search.candidate(best).cost <= min(one.cost for one in every if one.peak <= budget)
+            assert search.candidate(best).cost <= (1 + ROUNDING) * min(one.cost for one in every if one.peak <= budget)
         assert search.best(least - 1, lambda sizes: 0) is None
         assert len(search.evaluated) < len(every)
 
 
 def test_prices_decide() -> None:
-    """Where work costs nearly nothing, units are computed again and stay gathered; where it is dear, they do not."""
-    budget = int(0.8 * forecast(tz.Policy(keep_units=UNITS), LONG).peak)
+    """Where work costs next to nothing, units are computed again; where it is dear, they are gathered again instead."""
+    budget = int(0.95 * forecast(tz.Policy(keep_units=UNITS), LONG).peak)
     cheap, dear = (
         tz.fit(net(), (LONG,), memory_bytes=budget, world_size=2, optimizer=sgd, file=StringIO(), prices=prices)
-        for prices in (tz.Prices(flops_per_byte=1e9), tz.Prices(flops_per_byte=1.0, launch_bytes=0))
+        for prices in (tz.Prices(flops_per_byte=1e9), tz.Prices(flops_per_byte=0.01, launch_bytes=0))
     )
-    assert len(cheap.recompute_units) > len(dear.recompute_units)
+    assert cheap.recompute_units
+    assert not dear.recompute_units
 
 
 def test_prices_are_checked() -> None:

@@ -19,6 +19,7 @@ from thunder_zero.schedule.search import Choices, Search
 from thunder_zero.schedule.timeline import Kind, Op, Value, Work
 
 UNITS = 10
+ROUNDING = 1e-12  # costs are sums of floats
 CHOICES = st.builds(Choice, left=st.integers(0, 9), peak=st.integers(0, 20), cost=st.integers(0, 9))
 
 
@@ -64,7 +65,7 @@ def test_a_search_is_no_worse_than_all_schedules_of_ten_units(in_flight_bytes: i
         best = Search(search.lifted, asked).best(budget, lambda sizes: 0)
         assert best is not None
         assert search.candidate(best).peak <= budget
-        assert search.candidate(best).cost <= min(one.cost for one in every if one.peak <= budget)
+        assert search.candidate(best).cost <= (1 + ROUNDING) * min(one.cost for one in every if one.peak <= budget)
 
 
 def test_more_memory_never_costs_more() -> None:
