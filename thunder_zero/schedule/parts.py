@@ -1,4 +1,4 @@
-"""What each choice for a unit leaves, needs and costs, read off candidates whose units all choose alike."""
+"""Reads off what each choice for a unit leaves, needs and costs, where all units choose alike."""
 
 from __future__ import annotations
 

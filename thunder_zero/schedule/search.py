@@ -129,8 +129,8 @@ class Search:
 
     @property
     def _options(self) -> tuple[UnitChoice, ...]:
-        """The choices for a unit; what is gathered once anyway need not be kept."""
-        return (PLAIN, AGAIN, *(() if STAGES[self.asked.stage].gathered_once else (KEPT, KEPT_AND_AGAIN)))
+        """The choices for a unit; among equals the first ones are taken. What is gathered once anyway is not kept."""
+        return (*(() if STAGES[self.asked.stage].gathered_once else (KEPT, KEPT_AND_AGAIN)), PLAIN, AGAIN)
 
     def _alike(self, sizes: tuple[int, int]) -> list[Choices]:
         """For each option, the choices of all units alike."""
