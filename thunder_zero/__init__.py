@@ -19,6 +19,7 @@ from thunder_zero.precision import MixedPrecision
 from thunder_zero.print_trace import print_trace
 from thunder_zero.runtime.clip import clip_grad_norm_
 from thunder_zero.runtime.global_mean import global_mean
+from thunder_zero.schedule.candidate import Prices
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.schedule.verify import ScheduleError, check
 from thunder_zero.state_dict.api import full_state_dict
@@ -42,6 +43,7 @@ __all__ = [
     "Param",
     "Plan",
     "Policy",
+    "Prices",
     "Recipe",
     "ScheduleError",
     "Storage",

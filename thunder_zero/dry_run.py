@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from inspect import signature
 from typing import Any
 
@@ -24,6 +24,7 @@ import thunder
 from thunder import compile_data, compile_stats
 from thunder.core import langctxs
 from thunder.core.module import ThunderModule
+from thunder.core.trace import TraceCtx, from_trace
 from thunder.extend import Executor, TemporaryExecutor
 
 CPU = torch.device("cpu")
@@ -78,21 +79,57 @@ def trace(
             not take it.
         ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range; the module has no parameters.
     """
-    if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
-        raise TypeError(
-            f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
-        )
-    _refuse_policy_fields(module, kwargs)
-    transform = _DryRun(policy, synced, world_size, rank, replicas)
-    jitted = thunder.jit(module, transforms=[transform], executors=executors)
-    args, kwargs = tree_map_only(Tensor, _without_memory, (args, kwargs))
-    with _as_computed(module, transform.plan):
-        args, kwargs = cast_inputs(type(module).__name__, args, kwargs, transform.plan.policy.mixed_precision)
-        with traced():
-            return transform.compiled.traces(_compile(jitted, args, kwargs))
+    interpreted = Interpreted(module, args, kwargs, policy, (world_size, rank, replicas), synced, executors)
+    return interpreted.under(policy)
 
 
-def _refuse_policy_fields(module: nn.Module, kwargs: dict[str, Any]) -> None:
+class Interpreted:
+    """A module and its arguments, which Thunder interprets once: most of the time that a compilation takes.
+
+    Args:
+        module, args, kwargs, policy, synced, executors: as for :func:`trace`.
+        world: number of ranks, rank and replicas.
+
+    Raises:
+        TypeError, ValueError: as :func:`trace` does.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        policy: Policy | int,
+        world: tuple[int, int, int],
+        synced: bool = True,
+        executors: Sequence[Executor] | None = None,
+    ) -> None:
+        if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
+            raise TypeError(
+                f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
+            )
+        _refuse_policy_fields(module, kwargs)
+        self._module, self._world, self._synced, self._executors = module, world, synced, executors
+        args, kwargs = tree_map_only(Tensor, _without_memory, (tuple(args), dict(kwargs)))
+        transform, jitted = self._jitted(policy)
+        with _as_computed(module, transform.plan):
+            args, kwargs = cast_inputs(type(module).__name__, args, kwargs, transform.plan.policy.mixed_precision)
+            with traced():
+                self._acquired = _acquire(jitted, args, kwargs)
+
+    def under(self, policy: Policy | int) -> Traces:
+        """The traces under a policy that differs from the first one in what is scheduled alone: the units that are kept
+        or computed again, bytes of buckets and in flight."""
+        transform, jitted = self._jitted(policy)
+        with _as_computed(self._module, transform.plan), traced():
+            return transform.compiled.traces(_compile(jitted, self._acquired))
+
+    def _jitted(self, policy: Policy | int) -> tuple[_DryRun, ThunderModule]:
+        transform = _DryRun(policy, self._synced, *self._world)
+        return transform, thunder.jit(self._module, transforms=[transform], executors=self._executors)
+
+
+def _refuse_policy_fields(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """Refuse a field of Policy that forward does not take: Thunder's error would not say where it belongs."""
     parameters = signature(module.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -141,18 +178,59 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) if tensor.is_meta else tensor
 
 
-def _compile(jitted: ThunderModule, args: Any, kwargs: Any) -> Any:
-    """Thunder's cache entry for these arguments: a call without its run."""
+@dataclass(frozen=True, slots=True)
+class _Acquired:
+    """What Thunder makes of a module and its arguments before the first transform.
+
+    Attributes:
+        traces: the prologue, the computation and the epilogue.
+        info: that decides whether Thunder's cache has a program.
+        ad_hoc: the executor with the symbols that the interpreter made.
+    """
+
+    traces: tuple[TraceCtx | None, ...]
+    info: Mapping[str, Any]
+    ad_hoc: TemporaryExecutor
+
+
+def _acquire(jitted: ThunderModule, args: Any, kwargs: Any) -> _Acquired:
     data, stats = compile_data(jitted), compile_stats(jitted)
     (ad_hoc,) = (executor for executor in data.executors_list if isinstance(executor, TemporaryExecutor))
 
     @langctxs.langctx(data.langctx)
     @thunder._with_cache_info_ctx
-    def compile_entry() -> Any:
+    def acquire() -> tuple[Any, Any]:
         info = thunder._get_cache_info()
         data.populate_cache_info(info, *args, **kwargs)
         info["alias_tensor_indices"] = ""  # arguments without memory may share addresses, but are no aliases
-        traces = data.acquire_initial_trace(data.fn, args, kwargs, data, stats, ad_hoc)
-        return data.apply_transforms_and_build_cache_entry(data, stats, info, *traces)
+        return data.acquire_initial_trace(data.fn, args, kwargs, data, stats, ad_hoc), info
+
+    traces, info = acquire()
+    return _Acquired(traces, info, ad_hoc)
+
+
+def _compile(jitted: ThunderModule, acquired: _Acquired) -> Any:
+    """Thunder's cache entry for what was acquired: a call without its run."""
+    data, stats = compile_data(jitted), compile_stats(jitted)
+    data.executors_list = tuple(
+        acquired.ad_hoc if isinstance(executor, TemporaryExecutor) else executor for executor in data.executors_list
+    )
+
+    @langctxs.langctx(data.langctx)
+    @thunder._with_cache_info_ctx
+    def compile_entry() -> Any:
+        info = thunder._get_cache_info()
+        info.update(acquired.info)
+        return data.apply_transforms_and_build_cache_entry(data, stats, info, *map(_copy, acquired.traces))
 
     return compile_entry()
+
+
+def _copy(trace: TraceCtx | None) -> TraceCtx | None:
+    """A trace of the same lines, of which transforms may rewrite some in place, and which may take new names."""
+    if trace is None:
+        return None
+    new = from_trace(trace)
+    new.names = set(trace.names)
+    new.bound_symbols = [line.from_bsym() for line in trace.bound_symbols]
+    return new

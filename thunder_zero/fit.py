@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import IO, Any
 
 from rich.console import Console
@@ -15,15 +18,18 @@ from torch import Tensor, nn
 
 from thunder_zero.comm.decide import on_rank_0, ranks_of_default_group
 from thunder_zero.compiled import Traces
-from thunder_zero.dry_run import trace
+from thunder_zero.dry_run import Interpreted
 from thunder_zero.forecast.figures import Memory
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.forecast.memory import memory
 from thunder_zero.forecast.optimizer import MakeOptimizer
 from thunder_zero.forecast.replay import Loss
 from thunder_zero.policy import ZERO3, Policy, is_count
+from thunder_zero.report.progress import show_status
 from thunder_zero.report.trace_printer import size
 from thunder_zero.report.trade import Trade, print_trade
+from thunder_zero.schedule.candidate import USUAL_PRICES, Prices
+from thunder_zero.schedule.parts import AGAIN, PLAIN
 from thunder_zero.schedule.search import Beside, Choices, Search
 
 from thunder.extend import Executor
@@ -31,11 +37,19 @@ from thunder.extend import Executor
 COMPILATIONS = 3  # that confirm a choice
 STEPS = 7  # of the printed trade
 
-Forecast = Callable[[Policy], tuple[Traces, Memory]]
+Tell = Callable[[str], None]
 
 
 class DoesNotFit(ValueError):
-    """No policy fits. The message says by how many bytes, what makes the peak, and what would help."""
+    """No policy fits. The message says by how many bytes, what makes the peak, and what would help.
+
+    Attributes:
+        least_bytes: the least that was found.
+    """
+
+    def __init__(self, message: str, least_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 def fit(
@@ -52,13 +66,14 @@ def fit(
     executors: Sequence[Executor] | None = None,
     replicas: int = 1,
     reserve: int = 0,
+    prices: Prices = USUAL_PRICES,
 ) -> Policy:
     """The policy whose forecast peak fits into ``memory_bytes`` and whose step costs least.
 
     Chooses the units that stay gathered (``Policy.keep_units``) and those that are computed again whole
-    (``Policy.recompute_units``), and the bytes of buckets and in flight. The cost is the bytes that a rank sends, with
-    1,000 FLOPs of work done again as much as a byte. Prints what further memory would save. Under ``torchrun`` every
-    rank calls it, and rank 0 decides.
+    (``Policy.recompute_units``), and the bytes of buckets and in flight. The cost is the bytes that a rank sends, and
+    launches and work done again at ``prices``. Prints what further memory would save. Under ``torchrun`` every rank
+    calls it, and rank 0 decides.
 
     Args:
         module: a plain module; it may be on the meta device.
@@ -67,9 +82,9 @@ def fit(
         world_size: number of ranks; None: those of the default process group.
         policy: what else to ask for, such as the stage (default: ZeRO-3).
         file: where to print; the standard output if None.
-        reserve: bytes that the forecast cannot see.
-        loss, optimizer, backend: as for :func:`thunder_zero.memory`.
+        loss, optimizer, backend, reserve: as for :func:`thunder_zero.memory`.
         executors, replicas: as for :func:`thunder_zero.trace`.
+        prices: what work done again and launches cost, in bytes on the wire (default: ``Prices()``).
 
     Raises:
         DoesNotFit: no policy fits; a ValueError.
@@ -80,14 +95,51 @@ def fit(
     if ranks is None:
         raise ValueError("world_size is None, and there is no process group; give the number of ranks")
 
-    def forecast(candidate: Policy) -> tuple[Traces, Memory]:
-        traces = trace(
-            module, *args, policy=candidate, world_size=ranks, replicas=replicas, executors=executors, **kwargs
-        )
-        return traces, memory(traces, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
+    interpret = partial(Interpreted, module, args, kwargs, asked, (ranks, 0, replicas), executors=executors)
+    forecast = partial(memory, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
 
-    console = Console(file=file, width=100)
-    return on_rank_0("tz.fit", lambda: _decided(forecast, asked, memory_bytes, console)).policy(asked)
+    decide = partial(_decided, interpret, forecast, asked, memory_bytes, prices, Console(file=file, width=100))
+    return on_rank_0("tz.fit", decide).policy(asked)
+
+
+@contextmanager
+def _telling(go_on: Callable[[], None]) -> Iterator[Tell]:
+    """Yields a function: it shows what is done now, and tells the other ranks that this one goes on."""
+    with show_status("tz.fit") as show:
+
+        def tell(what: str) -> None:
+            show(what)
+            go_on()
+
+        yield tell
+
+
+@dataclass(frozen=True)
+class _Forecasts:
+    """Compiles policies for one interpretation of the module, and forecasts their memory.
+
+    Attributes:
+        interpret: interprets the module.
+        forecast: the memory of traces.
+        tell: says what is done now.
+    """
+
+    interpret: Callable[[], Interpreted]
+    forecast: Callable[[Traces], Memory]
+    tell: Tell
+
+    @cached_property
+    def interpreted(self) -> Interpreted:
+        """The module, interpreted once."""
+        self.tell("interprets the module")
+        return self.interpret()
+
+    def of(self, policy: Policy) -> tuple[Traces, Memory]:
+        """The traces under a policy, and their memory."""
+        interpreted = self.interpreted
+        self.tell("compiles a choice")
+        traces = interpreted.under(policy)
+        return traces, self.forecast(traces)
 
 
 def _checked(
@@ -102,12 +154,28 @@ def _checked(
     return asked, (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {}
 
 
-def _decided(forecast: Forecast, asked: Policy, memory_bytes: int, console: Console) -> Choices:
-    """Search, and confirm by compilations, each of which corrects the estimate; print the trade."""
-    traces, as_asked = forecast(asked)
+def _decided(
+    interpret: Callable[[], Interpreted],
+    forecast: Callable[[Traces], Memory],
+    asked: Policy,
+    memory_bytes: int,
+    prices: Prices,
+    console: Console,
+    go_on: Callable[[], None],
+) -> Choices:
+    """The choices; prints the trade. Calls ``go_on`` now and then."""
+    with _telling(go_on) as tell:
+        best, trade = _chosen(_Forecasts(interpret, forecast, tell), asked, memory_bytes, prices)
+    print_trade(trade, console)
+    return best
+
+
+def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Prices) -> tuple[Choices, list[Trade]]:
+    """Search, and confirm by compilations, each of which corrects the estimate; the choices, and the trade."""
+    traces, as_asked = forecasts.of(asked)
     if traces.lifted is None or traces.backward is None:
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
-    search = Search(traces.lifted, asked)
+    search = Search(traces.lifted, asked, prices, lambda count: forecasts.tell(f"evaluates schedule {count + 1}"))
     first = Choices(asked.keep_units, asked.recompute_units, *search.sizes[0])
     peaks = {first: as_asked.peak}  # exact ones
     besides = {first.sizes: as_asked.peak - search.candidate(first).peak}
@@ -120,14 +188,46 @@ def _decided(forecast: Forecast, asked: Policy, memory_bytes: int, console: Cons
         choices = search.best(memory_bytes, beside) or search.least(beside)
         if choices in peaks:
             break
-        peaks[choices] = forecast(choices.policy(asked))[1].peak
+        peaks[choices] = forecasts.of(choices.policy(asked))[1].peak
         besides[choices.sizes] = peaks[choices] - search.candidate(choices).peak
     fitting = [choices for choices, peak in peaks.items() if peak <= memory_bytes]
     if not fitting or (as_asked.optimizer_step or 0) > memory_bytes:
-        raise DoesNotFit(_refusal(as_asked, min(peaks.values()), memory_bytes, offloads=asked.cpu_offload))
+        least = _least(search, beside, peaks, as_asked.optimizer_step or 0)
+        raise DoesNotFit(_refusal(as_asked, least, memory_bytes, offloads=asked.cpu_offload), least.nbytes)
     best = min(fitting, key=lambda choices: search.candidate(choices).cost)
-    print_trade(list(_trade(search, beside, best, peaks)), console)
-    return best
+    return best, list(_trade(search, beside, best, peaks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """The least memory that was found.
+
+    Attributes:
+        nbytes: at its peak.
+        in_optimizer_step: whether the peak is in the optimizer's step.
+        again: number of units that are computed again whole.
+        saved_by_again: bytes that computing all units again saves, beside none; below 0 if it adds some.
+        in_flight_bytes: of the policy.
+    """
+
+    nbytes: int
+    in_optimizer_step: bool
+    again: int
+    saved_by_again: int
+    in_flight_bytes: int
+
+
+def _least(search: Search, beside: Beside, peaks: Mapping[Choices, int], optimizer_step: int) -> _Least:
+    """The least of what was compiled, and what ``recompute="units"`` is good for."""
+    choices = min(peaks, key=lambda choices: peaks[choices])
+
+    def estimated(again: bool) -> int:
+        one = search.least(beside, (AGAIN if again else PLAIN,))
+        return search.candidate(one).peak + beside(one.sizes)
+
+    again = len(search.candidate(choices).timeline.plan.recomputed)
+    nbytes, gain = max(peaks[choices], optimizer_step), estimated(False) - estimated(True)
+    return _Least(nbytes, nbytes == optimizer_step, again, gain, choices.in_flight_bytes)
 
 
 def _trade(search: Search, beside: Beside, best: Choices, peaks: Mapping[Choices, int]) -> Iterator[Trade]:
@@ -136,10 +236,10 @@ def _trade(search: Search, beside: Beside, best: Choices, peaks: Mapping[Choices
     def peak_of(choices: Choices) -> int:
         return peaks.get(choices, search.candidate(choices).peak + beside(choices.sizes))
 
-    cheapest_of_all = search.best(sys.maxsize, beside) or best
+    cheapest_of_all = search.about(sys.maxsize, beside) or best
     least, most = peak_of(search.least(beside)), peak_of(cheapest_of_all)
     targets = [least + (most - least) * step // (STEPS - 1) for step in range(STEPS)]
-    found = {choices for target in targets if (choices := search.best(target, beside)) is not None}
+    found = {choices for target in targets if (choices := search.about(target, beside)) is not None}
     cost = float("inf")
     for choices in sorted({*found, best}, key=lambda choices: (peak_of(choices), search.candidate(choices).cost)):
         one = search.candidate(choices)
@@ -158,14 +258,13 @@ def _trade(search: Search, beside: Beside, best: Choices, peaks: Mapping[Choices
         )
 
 
-def _refusal(as_asked: Memory, least: int, memory_bytes: int, *, offloads: bool) -> str:
+def _refusal(as_asked: Memory, least: _Least, memory_bytes: int, *, offloads: bool) -> str:
     """What is missing, what makes the peak, and what would help."""
-    least = max(least, as_asked.optimizer_step or 0)
-    where = " (in the optimizer's step)" if least == as_asked.optimizer_step else ""
+    where = " (in the optimizer's step)" if least.in_optimizer_step else ""
     at = as_asked.by_kind
     kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(at.items())[:3])
     sharded = sum(at.get(kind, 0) for kind in (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT))
-    batch = sum(at.get(kind, 0) for kind in (Holds.SAVED, Holds.TEMPORARY, Holds.LOSS))
+    batch = sum(at.get(kind, 0) for kind in (Holds.SAVED, Holds.TEMPORARY, Holds.WORKSPACE, Holds.LOSS))
     helps = {
         "twice the ranks": sharded // 2,
         "half the batch": batch // 2,
@@ -173,7 +272,15 @@ def _refusal(as_asked: Memory, least: int, memory_bytes: int, *, offloads: bool)
     }
     offers = ", ".join(f"{what} (about {size(nbytes)} less)" for what, nbytes in helps.items() if nbytes)
     return (
-        f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(least)}{where}, "
-        f"{size(least - memory_bytes)} more, with units computed again and nothing kept or in flight where that helps; "
+        f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(least.nbytes)}{where}, "
+        f"{size(least.nbytes - memory_bytes)} more, with {_with(least)}; "
         f"the peak as asked for, {size(as_asked.peak)}, has {kinds}; what would help: {offers}"
     )
+
+
+def _with(least: _Least) -> str:
+    """How the least memory comes about, and what computing units again has to do with it."""
+    gain = least.saved_by_again
+    units = f"{least.again} units computed again" if least.again else "no unit computed again"
+    what = f"takes {size(abs(gain))} {'less' if gain > 0 else 'more'}" if gain else "takes as much"
+    return f'{units} (recompute="units" {what}) and {size(least.in_flight_bytes)} in flight'

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 from io import StringIO
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,28 +13,34 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.errors import raised_as
+from tests.harness.residual import ResidualBlock
+from thunder_zero.dry_run import Interpreted
+from thunder_zero.report.trace_printer import size
+from thunder_zero.schedule.candidate import Candidate
+from thunder_zero.schedule.parts import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN
+from thunder_zero.schedule.search import Choices, Search
 
 from thunder.executors.torch_compile import torch_compile_ex
 
 pytestmark = pytest.mark.slow
 
 WIDTH, ROWS, BLOCKS = 64, 64, 4
+ROUNDING = 1e-12  # costs are sums of floats
+UNITS = tuple(f"blocks.{number}" for number in range(BLOCKS))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+class OneSize(Search):
+    """A search with the asked bytes of buckets alone."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return y
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        return ((self.asked.bucket_bytes, self.asked.in_flight_bytes),)
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.blocks = nn.Sequential(*(ResidualBlock(WIDTH) for _ in range(BLOCKS)))
         self.head = nn.Linear(WIDTH, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,10 +54,11 @@ def net() -> Net:
 
 
 X = torch.empty(ROWS, WIDTH)
+LONG = torch.empty(8 * ROWS, WIDTH)  # activations weigh more than parameters
 
 
-def forecast(policy: tz.Policy) -> tz.Memory:
-    return tz.memory(tz.trace(net(), X, policy=policy, world_size=2), optimizer=torch.optim.SGD)
+def forecast(policy: tz.Policy, x: Tensor = X) -> tz.Memory:
+    return tz.memory(tz.trace(net(), x, policy=policy, world_size=2), optimizer=torch.optim.SGD)
 
 
 @cache
@@ -93,8 +102,82 @@ def test_what_does_not_fit_is_refused_with_numbers() -> None:
     kind, text = raised_as(lambda: tz.fit(net(), (X,), memory_bytes=1000, world_size=2, optimizer=sgd))
     assert kind == "DoesNotFit"
     assert text.startswith("no policy fits into 0.98 KiB: the least that was found takes ")
-    for word in ("more, with units", " of ", "twice the ranks", "cpu_offload"):
+    for word in (" more, with ", " of ", "twice the ranks (about ", "cpu_offload on GPUs (about "):
         assert word in text
+
+
+def test_a_refusal_has_the_least_and_what_computing_units_again_is_good_for() -> None:
+    def fit(memory_bytes: int) -> tz.Policy:
+        return tz.fit(net(), (LONG,), memory_bytes=memory_bytes, world_size=2, optimizer=sgd, file=StringIO())
+
+    with pytest.raises(tz.DoesNotFit) as refused:
+        fit(1000)
+    plain, again = (
+        forecast(tz.Policy(bucket_bytes=0, in_flight_bytes=0, recompute_units=units), LONG).peak
+        for units in ((), UNITS)
+    )
+    assert refused.value.least_bytes == again < plain
+    words = f'{BLOCKS} units computed again (recompute="units" takes {size(plain - again)} less) and 0 B in flight'
+    assert words in str(refused.value)
+    assert forecast(fit(again), LONG).peak == again
+
+
+@pytest.mark.parametrize("executors", [None, (torch_compile_ex,)])
+def test_one_interpretation_gives_the_traces_of_each_policy(executors: tuple[Any, ...] | None) -> None:
+    policies = [
+        tz.ZERO3,
+        tz.Policy(keep_units=UNITS[1:], recompute_units=UNITS[:2]),
+        tz.Policy(bucket_bytes=0, in_flight_bytes=0),
+        tz.ZERO3,
+    ]
+    interpreted = Interpreted(net(), (X,), {}, tz.ZERO3, (2, 0, 1), executors=executors)
+    for policy in policies:
+        found = interpreted.under(policy)
+        expected = tz.trace(net(), X, policy=policy, world_size=2, executors=executors)
+        assert found.timeline == expected.timeline
+        for half in ("forward", "backward", "epilogue"):
+            assert str(getattr(found, half)) == str(getattr(expected, half))
+
+
+def test_the_search_is_no_worse_than_all_choices() -> None:
+    """Of four units, with buckets as asked for, and without any in flight."""
+    lifted = tz.trace(net(), X, policy=tz.ZERO3, world_size=2).lifted
+    assert lifted is not None
+    for asked in (tz.ZERO3, tz.Policy(bucket_bytes=0, in_flight_bytes=0)):
+        sizes = asked.bucket_bytes, asked.in_flight_bytes
+        options = product((PLAIN, AGAIN, KEPT, KEPT_AND_AGAIN), repeat=BLOCKS)
+        every = [
+            Candidate(lifted, Choices.of(dict(zip(UNITS, chosen, strict=True)), sizes).policy(asked))
+            for chosen in options
+        ]
+        search = OneSize(lifted, asked)
+        least, most = min(one.peak for one in every), max(one.peak for one in every)
+        for step in range(11):
+            budget = least + (most - least) * step // 10
+            best = search.best(budget, lambda sizes: 0)
+            assert best is not None
+            assert search.candidate(best).peak <= budget
+            assert search.candidate(best).cost <= (1 + ROUNDING) * min(one.cost for one in every if one.peak <= budget)
+        assert search.best(least - 1, lambda sizes: 0) is None
+        assert len(search.evaluated) < len(every)
+
+
+def test_prices_decide() -> None:
+    """Where work costs next to nothing, units are computed again; where it is dear, they are gathered again instead."""
+    budget = int(0.95 * forecast(tz.Policy(keep_units=UNITS), LONG).peak)
+    cheap, dear = (
+        tz.fit(net(), (LONG,), memory_bytes=budget, world_size=2, optimizer=sgd, file=StringIO(), prices=prices)
+        for prices in (tz.Prices(flops_per_byte=1e9), tz.Prices(flops_per_byte=0.01, launch_bytes=0))
+    )
+    assert cheap.recompute_units
+    assert not dear.recompute_units
+
+
+def test_prices_are_checked() -> None:
+    with pytest.raises(ValueError, match="flops_per_byte is 0; give a number above 0"):
+        tz.Prices(flops_per_byte=0)
+    with pytest.raises(ValueError, match="launch_bytes is -1; give a number of bytes, 0 or more"):
+        tz.Prices(launch_bytes=-1)
 
 
 def test_bad_arguments() -> None:

@@ -13,10 +13,13 @@ from thunder_zero.policy import Policy
 from thunder_zero.schedule.alive import alive_bytes
 from thunder_zero.schedule.budget import Choice, cheapest
 from thunder_zero.schedule.candidate import Candidate, flops_of
+from thunder_zero.schedule.parts import KEPT, PLAIN
 from thunder_zero.schedule.passes import run
+from thunder_zero.schedule.search import Choices, Search
 from thunder_zero.schedule.timeline import Kind, Op, Value, Work
 
 UNITS = 10
+ROUNDING = 1e-12  # costs are sums of floats
 CHOICES = st.builds(Choice, left=st.integers(0, 9), peak=st.integers(0, 20), cost=st.integers(0, 9))
 
 
@@ -39,6 +42,30 @@ def test_no_worse_than_exhaustive_search_on_ten_units(units: list[list[Choice]],
     chosen = tuple(choices[number] for choices, number in zip(units, numbers, strict=True))
     assert fits(chosen, budget)
     assert sum(choice.cost for choice in chosen) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_flight_bytes", [0, 20_000])
+def test_a_search_is_no_worse_than_all_schedules_of_ten_units(in_flight_bytes: int) -> None:
+    """Ten units of different sizes, each kept or gathered again; 2 to the power of 10 schedules."""
+    asked = Policy(bucket_bytes=0, in_flight_bytes=in_flight_bytes, gather_last_units_once=False)
+    units = [f"u{number}" for number in range(UNITS)]
+    shapes: dict[str, dict[str, object]] = {
+        f"{unit}_w": {"shape": (16, 16 + 7 * (number * number % 11))} for number, unit in enumerate(units)
+    }
+    search = Search(model(asked, *(f"{unit}.w" for unit in units), training=True, **shapes), asked)
+    sizes = asked.bucket_bytes, asked.in_flight_bytes
+    every = [
+        search.candidate(Choices.of(dict(zip(units, chosen, strict=True)), sizes))
+        for chosen in product((PLAIN, KEPT), repeat=UNITS)
+    ]
+    least, most = min(one.peak for one in every), max(one.peak for one in every)
+    for step in range(9):
+        budget = least + (most - least) * step // 8
+        best = Search(search.lifted, asked).best(budget, lambda sizes: 0)
+        assert best is not None
+        assert search.candidate(best).peak <= budget
+        assert search.candidate(best).cost <= (1 + ROUNDING) * min(one.cost for one in every if one.peak <= budget)
 
 
 def test_more_memory_never_costs_more() -> None:

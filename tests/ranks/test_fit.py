@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import StringIO
 from typing import Any
 
@@ -14,25 +15,17 @@ from examples.tensor_memory import added_at_peak, bytes_held
 from tests.harness.errors import raised
 from tests.harness.models import sharded
 from tests.harness.ranks import RanksPool
+from tests.harness.residual import ResidualBlock
+from thunder_zero.comm.decide import on_rank_0
 
 pytestmark = pytest.mark.slow
 
 WIDTH, ROWS, BLOCKS = 128, 128, 3
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.nn.functional.gelu(self.up(x)))
-        return y
-
-
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    return nn.Sequential(*(ResidualBlock(WIDTH, torch.nn.functional.gelu) for _ in range(BLOCKS)))
 
 
 def loss_of(y: Tensor) -> Tensor:
@@ -49,6 +42,23 @@ def fit(rank: int, world_size: int, shares: tuple[float, ...]) -> dict[str, Any]
         policy = tz.fit(net(), (x,), memory_bytes=budget, loss=loss_of, file=StringIO())
         found.append((policy, budget, peak_of(policy, x)))
     return {"refusal": refusal, "found": found}
+
+
+def wait_for_rank_0(rank: int, world_size: int) -> tuple[int, list[int], str]:
+    """Rank 0 says three times that it goes on; the others only hear of it."""
+    calls: list[int] = []
+
+    def decide(go_on: Callable[[], None]) -> int:
+        for number in range(3):
+            go_on()
+            calls.append(number)
+        return 7
+
+    def fail(go_on: Callable[[], None]) -> int:
+        go_on()
+        raise ValueError("no")
+
+    return on_rank_0("the test", decide, every=0.0), calls, raised(lambda: on_rank_0("the test", fail, every=0.0))
 
 
 def peak_of(policy: tz.Policy, x: Tensor) -> int:
@@ -69,3 +79,9 @@ def test_all_ranks_have_rank_0s_policy_which_fits(ranks_pool: RanksPool) -> None
     assert first["refusal"].startswith("DoesNotFit: no policy fits into 0.98 KiB")
     for _, budget, peak in (*first["found"], *second["found"]):
         assert peak <= budget
+
+
+def test_the_other_ranks_hear_that_rank_0_goes_on(ranks_pool: RanksPool) -> None:
+    first, second = ranks_pool.run(2, wait_for_rank_0)
+    assert first == (7, [0, 1, 2], "ValueError: no")
+    assert second == (7, [], "ValueError: no")

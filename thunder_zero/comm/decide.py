@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.handle import Result
@@ -15,25 +19,44 @@ def ranks_of_default_group() -> int | None:
     return process_group(None).size() if has_groups() else None
 
 
-def on_rank_0(what: str, decide: Callable[[], Result]) -> Result:
+def on_rank_0(what: str, decide: Callable[[Callable[[], None]], Result], every: float = 10.0) -> Result:
     """What ``decide`` returns on rank 0 of the default process group, or raises there, on every rank.
 
     Args:
         what: the function that decides, for errors.
-        decide: called on rank 0, or here if there is no process group; its result can be pickled.
+        decide: called on rank 0, or here if there is no process group; its result can be pickled. It gets a function to
+            call now and then: the other ranks hear that rank 0 is still there, and wait past the group's time-out.
+        every: seconds between such messages, at least.
     """
     if not has_groups():
-        return decide()
+        return decide(lambda: None)
     group = process_group(None)
-    result: Result | None = None
-    failure: Exception | None = None
-    if group.rank() == 0:
-        try:
-            result = decide()
-        except Exception as error:
-            failure = error
     with doing(what):
-        result, failure = broadcast_object_from_rank_0((result, failure), group)
+        return _decided_here(decide, group, every) if group.rank() == 0 else _decided_there(group)
+
+
+def _decided_here(decide: Callable[[Callable[[], None]], Result], group: ProcessGroup, every: float) -> Result:
+    told = monotonic()
+
+    def go_on() -> None:
+        nonlocal told
+        if monotonic() - told >= every:
+            broadcast_object_from_rank_0((False, None, None), group)
+            told = monotonic()
+
+    try:
+        result = decide(go_on)
+    except Exception as error:
+        broadcast_object_from_rank_0((True, None, error), group)
+        raise
+    broadcast_object_from_rank_0((True, result, None), group)
+    return result
+
+
+def _decided_there(group: ProcessGroup) -> Any:
+    is_decided = False
+    while not is_decided:
+        is_decided, result, failure = broadcast_object_from_rank_0((False, None, None), group)
     if failure is not None:
         raise failure
-    return result  # type: ignore[return-value]
+    return result

@@ -28,7 +28,6 @@ def lifetimes(timeline: Timeline) -> tuple[dict[str, int], dict[str, int]]:
     born: dict[str, int] = {}
     last: dict[str, int] = {}
     launched = {op.writes[0]: at for at, op in enumerate(timeline.ops) if op.kind in LAUNCHES}
-    forward = sum(not op.backward for op in timeline.ops[:-1])
     resident = {path for path, param in timeline.plan.by_name.items() if param.resident}
     for at, op in enumerate(timeline.ops):
         start = launched[op.reads[0]] if op.kind is Kind.WAIT else at
@@ -43,7 +42,7 @@ def lifetimes(timeline: Timeline) -> tuple[dict[str, int], dict[str, int]]:
             needed = timeline.launches[op.reads[0]].reads
         for name in needed:
             memory = timeline.memory(name)
-            is_output = at == len(timeline.ops) - 1 and born.get(memory, at) < forward  # the caller drops it
+            is_output = at == len(timeline.ops) - 1 and born.get(memory, at) < timeline.border  # the caller drops it
             if memory in born and not is_output:
                 last[memory] = at
     return born, last

@@ -26,13 +26,11 @@ class Choice:
         left: bytes that it holds from its forward to its backward.
         peak: the most bytes alive in its backward, without those that earlier units have left.
         cost: of doing so, in any unit.
-        name: of the choice.
     """
 
     left: int
     peak: int
     cost: float
-    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod, sqrt
 
 from thunder_zero.plan import ROOT, Plan
-from thunder_zero.policy import Policy
+from thunder_zero.policy import Policy, is_count
 from thunder_zero.schedule.alive import alive_bytes, lifetimes
 from thunder_zero.schedule.cone import cone
 from thunder_zero.schedule.passes import PASSES
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
 
-FLOPS_PER_BYTE = 1000.0  # what a byte on the wire costs; about FLOP/s over B/s of an H100 with NVLink, or of gloo
-LAUNCH_BYTES = 128 << 10  # what a launch costs beside its bytes: about a millisecond of 1 Gbit/s
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the work of a step costs, for :func:`thunder_zero.fit`: each in bytes on the wire.
+
+    Attributes:
+        flops_per_byte: FLOPs of work done again that cost as much as one byte (default 1,000: about FLOP/s over B/s of
+            an H100 with NVLink, and of a CPU on 1 Gbit/s).
+        launch_bytes: what each collective costs beside its bytes (default 128 KiB: about a millisecond of 1 Gbit/s).
+
+    Raises:
+        ValueError: ``flops_per_byte`` is not above 0, or ``launch_bytes`` is below 0.
+    """
+
+    flops_per_byte: float = 1000.0
+    launch_bytes: int = 128 << 10
+
+    def __post_init__(self) -> None:
+        if not self.flops_per_byte > 0:
+            raise ValueError(f"flops_per_byte is {self.flops_per_byte!r}; give a number above 0, such as 1000.0")
+        if not is_count(self.launch_bytes):
+            raise ValueError(f"launch_bytes is {self.launch_bytes!r}; give a number of bytes, 0 or more")
+
+
+USUAL_PRICES = Prices()
 
 
 @dataclass(frozen=True)
@@ -25,10 +48,12 @@ class Candidate:
     Attributes:
         lifted: before any pass.
         policy: that its schedule follows.
+        prices: what its work costs.
     """
 
     lifted: Timeline
     policy: Policy
+    prices: Prices = USUAL_PRICES
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -80,17 +105,12 @@ class Candidate:
     @cached_property
     def segments(self) -> dict[str, range]:
         """For each unit, its operations in backward; the root has those after the last unit's."""
-        begin = self.forward
+        begin = self.timeline.border
         found: dict[str, range] = {}
         for unit, end in self._ends.items():
             found[unit] = range(begin, end + 1)
             begin = end + 1
         return found | {ROOT: range(begin, len(self.timeline.ops))}
-
-    @cached_property
-    def forward(self) -> int:
-        """The number of operations of forward."""
-        return sum(not op.backward for op in self.timeline.ops[:-1])
 
     @cached_property
     def left(self) -> dict[str, int]:
@@ -99,28 +119,32 @@ class Candidate:
         unit_at = {at: unit for unit, positions in self.segments.items() for at in positions}
         counts: Counter[str] = Counter()
         for memory, at in born.items():
-            if at < self.forward <= last[memory]:
+            if at < self.timeline.border <= last[memory]:
                 counts[unit_at[last[memory]]] += self.timeline.nbytes(memory)
         return {unit: counts[unit] for unit in self.units}
 
     def costs_of(self, unit: str) -> float:
-        """The cost of what backward does for a unit beside its own computations."""
-        return sum(self._costs[at] for at in self.segments[unit]) + self._gathers[unit]
+        """The cost of what backward does for a unit beside its own computations; of gathers, those of its own."""
+        ops = self.timeline.ops
+        others = (self._costs[at] for at in self.segments[unit] if ops[at].kind is not Kind.GATHER)
+        return sum(others) + self._gathers[unit]
 
     @cached_property
-    def _gathers(self) -> Counter[str]:
+    def _gathers(self) -> defaultdict[str, float]:
         """For each unit, the cost of its gathers, which may start before its backward."""
-        found: Counter[str] = Counter()
-        for op in self.timeline.ops:
+        found: defaultdict[str, float] = defaultdict(float)
+        for op, cost in zip(self.timeline.ops, self._costs, strict=True):
             if op.kind is Kind.GATHER and op.backward:
-                found[self.timeline.params_of(op)[0].unit] += self.timeline.bytes_sent(op) + LAUNCH_BYTES
+                found[self.timeline.params_of(op)[0].unit] += cost
         return found
 
     @cached_property
     def _costs(self) -> tuple[float, ...]:
         """Of each operation."""
         return tuple(
-            self.timeline.bytes_sent(op) + LAUNCH_BYTES * (op.kind in LAUNCHES) + flops / FLOPS_PER_BYTE
+            self.timeline.bytes_sent(op)
+            + self.prices.launch_bytes * (op.kind in LAUNCHES)
+            + flops / self.prices.flops_per_byte
             for op, flops in zip(self.timeline.ops, self._flops_again, strict=True)
         )
 

@@ -26,6 +26,8 @@ def copies(
     Returns:
         The copies, and the positions of what they copy.
     """
+    if value not in chain or value in names:  # mostly
+        return [], []
     found: set[int] = set()
     needed = [value]
     while needed:
@@ -47,8 +49,9 @@ def copies(
 
 def reads_renamed(op: Op, names: Mapping[str, str]) -> Op:
     """The operation, reading the values of these names in place of the original ones."""
-    reads = tuple(names.get(read, read) for read in op.reads)
-    return op if reads == op.reads else replace(op, reads=reads)
+    if names.keys().isdisjoint(op.reads):  # mostly
+        return op
+    return replace(op, reads=tuple(names.get(read, read) for read in op.reads))
 
 
 def _unused(name: str, values: Mapping[str, Value]) -> str:

@@ -9,7 +9,7 @@ needs no more bytes than the peak of the other gathers::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -70,7 +70,8 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
 def _affecting_the_peak(timeline: Timeline) -> list[Op]:
     """The operations that can change the peak of gathered bytes: without those that compute from other values only.
 
-    The peak is computed several times, so that a shorter timeline pays off.
+    The peak is computed several times, so that a shorter timeline pays off. Reductions take time from gathers where
+    these are timed.
     """
     inside = cone(timeline)
     waited = {name for op in timeline.ops if op.kind is Kind.WAIT for name in op.writes}
@@ -79,8 +80,11 @@ def _affecting_the_peak(timeline: Timeline) -> list[Op]:
     if recomputed := timeline.plan.recomputed:
         found = touches(timeline, runs(timeline))
         touched = {touch.value for unit, touch in found.items() if unit in recomputed}
+    reductions = _without_effect(timeline, touched)
     ops = [timeline.ops[-1]]
     for op in reversed(timeline.ops[:-1]):
+        if op.kind is not Kind.COMPUTE and not reductions.isdisjoint((*op.reads, *op.writes)):
+            continue
         makes = not feeding.isdisjoint(op.writes) or any(name in inside for name in op.writes)
         reads = any(name in inside or name in waited or name in touched for name in op.reads)
         if op.kind is not Kind.COMPUTE or makes or reads or not touched.isdisjoint(op.writes):
@@ -88,6 +92,14 @@ def _affecting_the_peak(timeline: Timeline) -> list[Op]:
         if makes:
             feeding.update(op.reads)
     return ops[::-1]
+
+
+def _without_effect(timeline: Timeline, touched: Collection[str]) -> set[str]:
+    """The handles of reductions, and the placeholders of deferred ones, that change no gather."""
+    if timeline.plan.policy.times is not None:
+        return set()
+    kinds = (Kind.REDUCE, Kind.DEFER)
+    return {op.writes[0] for op in timeline.ops if op.kind in kinds and not any(name in touched for name in op.reads)}
 
 
 def _peak(timeline: Timeline) -> int:

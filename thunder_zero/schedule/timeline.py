@@ -154,6 +154,11 @@ class Timeline:
         return frozenset(name for name in self.replicated if self.plan.by_name[self.inputs[name] or ""].is_cast)
 
     @cached_property
+    def border(self) -> int:
+        """The number of operations of forward, without the return: backward's come after them."""
+        return sum(not op.backward for op in self.ops[:-1])
+
+    @cached_property
     def launches(self) -> dict[str, Op]:
         """The GATHER or REDUCE that writes each handle."""
         return {op.writes[0]: op for op in self.ops if op.kind in LAUNCHES}

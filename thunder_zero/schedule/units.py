@@ -110,7 +110,7 @@ def segments(timeline: Timeline) -> Segments:
         changes[read[memory] + 1] -= timeline.nbytes(memory)
     alive = list(accumulate(changes))  # bytes before each operation
     cuts = [min(range(a.last + 1, b.first + 1), key=alive.__getitem__) for a, b in pairwise(found)]
-    ends = [*cuts, sum(not op.backward for op in timeline.ops[:-1])]
+    ends = [*cuts, timeline.border]
     unit_at: list[str] = []
     for run, end in zip(found, ends, strict=False):
         unit_at += [run.unit if run.unit in timeline.plan.recomputed else ROOT] * (end - len(unit_at))
