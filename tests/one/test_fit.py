@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from io import StringIO
 from itertools import product
@@ -34,7 +35,7 @@ class OneSize(Search):
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        return ((self.asked.bucket_bytes, self.asked.in_flight_bytes),)
+        return ((self.asked.bucket_bytes, self.lifted.plan.in_flight_bytes),)
 
 
 class Net(nn.Module):
@@ -144,13 +145,13 @@ def test_the_search_is_no_worse_than_all_choices() -> None:
     lifted = tz.trace(net(), X, policy=tz.ZERO3, world_size=2).lifted
     assert lifted is not None
     for asked in (tz.ZERO3, tz.Policy(bucket_bytes=0, in_flight_bytes=0)):
-        sizes = asked.bucket_bytes, asked.in_flight_bytes
+        search = OneSize(replace(lifted, plan=replace(lifted.plan, policy=asked)), asked)
+        (sizes,) = search.sizes
         options = product((PLAIN, AGAIN, KEPT, KEPT_AND_AGAIN), repeat=BLOCKS)
         every = [
             Candidate(lifted, Choices.of(dict(zip(UNITS, chosen, strict=True)), sizes).policy(asked))
             for chosen in options
         ]
-        search = OneSize(lifted, asked)
         least, most = min(one.peak for one in every), max(one.peak for one in every)
         for step in range(11):
             budget = least + (most - least) * step // 10
