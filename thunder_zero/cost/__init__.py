@@ -1,1 +1,1 @@
-"""Forecasts the time of a step from its timeline and the description of a machine; knows no Thunder."""
+"""Forecasts the time of a step from its timeline and a device; knows neither Thunder nor torch."""

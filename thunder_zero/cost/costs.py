@@ -1,4 +1,4 @@
-"""The cost of each operation of a timeline on a device: FLOPs, traffic with memory, bytes sent, seconds."""
+"""The cost of each operation on a device: FLOPs, traffic with memory, bytes sent, seconds."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Link:
 
     def __post_init__(self) -> None:
         _require_positive("bytes_per_second", self.bytes_per_second)
-        if not _is_number(self.latency_seconds) or not 0 <= self.latency_seconds:
+        if not _is_number(self.latency_seconds) or self.latency_seconds < 0:
             raise ValueError(f"latency_seconds is {self.latency_seconds!r}; give the seconds of one step, 0 or more")
 
     def seconds(self, nbytes: float, steps: int = 0) -> float:
@@ -62,7 +62,7 @@ class Device:
             _require_positive(f"flops_per_second of {dtype!r}", flops)
         for name in ("memory_bytes_per_second", "memory_bytes", "devices_per_node"):
             _require_positive(name, getattr(self, name))
-        object.__setattr__(self, "flops_per_second", MappingProxyType(dict(self.flops_per_second)))
+        object.__setattr__(self, "flops_per_second", dict(self.flops_per_second))
 
     def seconds(self, flops: float, dtype: str, traffic_bytes: float) -> float:
         """Seconds of one operation: of its FLOPs or of its traffic with memory, whichever takes longer.

@@ -1,4 +1,6 @@
-"""Simulates a timeline on a compute lane and the lanes of the wire, with its waits::
+"""Simulates a timeline on a compute lane and the lanes of the wire, with its waits.
+
+::
 
     compute   | x | x      |wait| x     | x |
     inside        | gather a    | gather b |
@@ -9,7 +11,6 @@ A launch starts once the operations before it are done and its wire is free. A w
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -81,10 +82,10 @@ class Estimate:
     @cached_property
     def wire_seconds(self) -> Mapping[Lane, float]:
         """How long each wire is busy."""
-        found: Counter[Lane] = Counter()
+        found: dict[Lane, float] = {}
         for span in self.spans:
             if span.lane is not Lane.COMPUTE:
-                found[span.lane] += span.seconds  # type: ignore[assignment]  # a Counter of seconds
+                found[span.lane] = found.get(span.lane, 0.0) + span.seconds
         return found
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Counts the bytes that an operation reads and writes in memory, and finds the dtype in which it computes."""
+"""Counts the bytes that an operation reads and writes in memory; finds the dtype of its products."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def _stored(name: str, timeline: Timeline) -> int:
 
 
 def compute_dtype(op: Op, timeline: Timeline) -> str:
-    """The dtype of an operation's products: that of the first floating-point tensor that it reads; "" if none."""
-    dtypes = (timeline.values[name].dtype for name in op.reads if name in timeline.values)
-    return next((dtype for dtype in dtypes if "float" in dtype), "")
+    """The dtype of an operation's products: that of the first floating-point tensor that it reads, or of the first
+    tensor; "" if it reads none."""
+    dtypes = [timeline.values[name].dtype for name in op.reads if name in timeline.values]
+    return next((dtype for dtype in dtypes if "float" in dtype), next(iter(dtypes), ""))

@@ -1,4 +1,4 @@
-"""Counts the FLOPs of a line's products, attention and convolutions, exactly, from the shapes of its tensors.
+"""Counts the FLOPs of a line's products, attention and convolutions, from the shapes of tensors.
 
 A product of (M, K) and (K, N) has 2 M N K: a multiplication and an addition each, as ``torch.utils.flop_counter``
 counts. Attention counts all scores, also where a causal mask makes a kernel skip half of them. A fused region has the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
 
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -29,14 +28,18 @@ def _shapes(bsym: BoundSymbol) -> list[Shape]:
     return [tuple(map(int, proxy.shape)) for proxy in bsym.flat_proxy_args if isinstance(proxy, TensorProxy)]
 
 
+def _output(bsym: BoundSymbol) -> Shape:
+    return tuple(map(int, bsym.output.shape))
+
+
 def _product(shapes: list[Shape], bsym: BoundSymbol) -> int:
     """``matmul``, ``linear`` and others whose first tensor has the contracted dimension last."""
-    return 2 * prod(bsym.output.shape) * shapes[0][-1]
+    return 2 * prod(_output(bsym)) * shapes[0][-1]
 
 
 def _added_product(shapes: list[Shape], bsym: BoundSymbol) -> int:
     """``addmm`` and others: a tensor is added to the product of the next two."""
-    return 2 * prod(bsym.output.shape) * shapes[1][-1]
+    return 2 * prod(_output(bsym)) * shapes[1][-1]
 
 
 def _product_vjp(shapes: list[Shape], bsym: BoundSymbol) -> int:
@@ -72,11 +75,24 @@ def _mask_backward(shapes: list[Shape], bsym: BoundSymbol) -> int:
     return _scores(query, key, query[-1], value[-1])
 
 
+def _primitive_convolution(shapes: list[Shape], bsym: BoundSymbol) -> int:
+    """``convolution(a, weight, bias, stride, padding, dilation, transposed, output_padding, groups)``."""
+    return (_transposed_convolution if bsym.args[6] else _convolution)(shapes, bsym)
+
+
 def _convolution(shapes: list[Shape], bsym: BoundSymbol) -> int:
-    """Each element of the output (of the input, if transposed) meets the filters of its group."""
-    of_input, weight = shapes[:2]
-    transposed = len(bsym.args) > 6 and bool(bsym.args[6])
-    return 2 * prod(of_input if transposed else bsym.output.shape) * prod(weight[1:])
+    """Each element of the output meets the filters of its group."""
+    return 2 * prod(_output(bsym)) * prod(shapes[1][1:])
+
+
+def _transposed_convolution(shapes: list[Shape], bsym: BoundSymbol) -> int:
+    """Each element of the input does."""
+    return 2 * prod(shapes[0]) * prod(shapes[1][1:])
+
+
+def _transposed_convolution_vjp(shapes: list[Shape], bsym: BoundSymbol) -> int:
+    """The convolution again, then the gradients of input and weight, which take as much each."""
+    return 3 * _transposed_convolution(shapes, bsym)
 
 
 def _named(count: Count, names: str) -> dict[str, Count]:
@@ -101,5 +117,8 @@ COUNTS: dict[str, Count] = {
         sdpafx_scaled_dot_product_efficient_attention_backward""",
     ),
     **_named(_mask_backward, "cpu_flash_attention_mask_backward"),
-    **_named(_convolution, "convolution conv1d conv2d conv3d"),
+    **_named(_primitive_convolution, "convolution"),
+    **_named(_convolution, "conv1d conv2d conv3d"),
+    **_named(_transposed_convolution, "conv_transpose1d conv_transpose2d conv_transpose3d"),
+    **_named(_transposed_convolution_vjp, "conv_transpose1d_vjp conv_transpose2d_vjp conv_transpose3d_vjp"),
 }
