@@ -214,6 +214,9 @@ def test_a_ring_is_as_fast_as_its_slowest_link(ranks: int, stride: int, bytes_pe
 
 def test_a_ring_takes_its_latency_at_each_step() -> None:
     assert Link(10.0, latency_seconds=0.5).seconds(20, steps=3) == 3.5
+    assert H100.ring(8).latency_seconds == 3.4e-6
+    assert H100.ring(2, 8).latency_seconds == pytest.approx(14e-6)
+    assert H100.ring(24).seconds(0, steps=23) == pytest.approx(21 * 3.4e-6 + 2 * 14e-6)  # two steps leave a node
 
 
 def test_what_a_device_lacks_is_named() -> None:

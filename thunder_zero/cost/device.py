@@ -13,7 +13,7 @@ class Link:
     """What one device can send, while it receives as much.
 
     Attributes:
-        bytes_per_second: in one direction.
+        bytes_per_second: what it sends, over all links that a ring uses.
         latency_seconds: of one step of a ring.
     """
 
@@ -22,7 +22,7 @@ class Link:
 
     def __post_init__(self) -> None:
         _require_positive("bytes_per_second", self.bytes_per_second)
-        if not _is_number(self.latency_seconds) or self.latency_seconds < 0:
+        if not _is_number(self.latency_seconds) or not isfinite(self.latency_seconds) or self.latency_seconds < 0:
             raise ValueError(f"latency_seconds is {self.latency_seconds!r}; give the seconds of one step, 0 or more")
 
     def seconds(self, nbytes: float, steps: int = 0) -> float:
@@ -90,8 +90,9 @@ class Device:
     def ring(self, ranks: int, stride: int = 1) -> Link:
         """The link of one device in a ring of ranks that are ``stride`` apart, ranks of a node next to each other.
 
-        A ring that leaves the node has a link of each member in the node, up to what ``inside`` carries: the members
-        run as many rings, each of which leaves the node elsewhere.
+        A ring that leaves the node has the links of all its members in the node, up to what ``inside`` carries: they
+        run as many rings, each of which leaves the node elsewhere. A message on its way round has the latency of
+        ``across`` once a node, otherwise that of ``inside``; the link has their mean.
 
         Raises:
             ValueError: the ring leaves the node, and the device has no link to other nodes.
@@ -105,7 +106,9 @@ class Device:
             )
         members = max(1, self.devices_per_node // stride)
         fastest = min(self.inside.bytes_per_second, members * self.across.bytes_per_second)
-        return Link(fastest, self.across.latency_seconds)
+        leaving = -(-ranks // members) - 1  # of ranks - 1 steps
+        on_the_way = (ranks - 1 - leaving) * self.inside.latency_seconds + leaving * self.across.latency_seconds
+        return Link(fastest, on_the_way / (ranks - 1))
 
 
 def _require_positive(name: str, value: float) -> None:
@@ -118,11 +121,10 @@ def _is_number(value: object) -> bool:
 
 
 GB, GiB = 10**9, 1 << 30
-MICROSECOND = 1e-6
 
 # Latencies of a step of a ring: NCCL's model has 3.4 us over NVLink and 14 us over a network (hwLat, ring, simple
 # protocol, in src/graph/tuning.cc); the scaling book has about 1 us a hop of a TPU's links.
-NVLINK, NETWORK, ICI = 3.4 * MICROSECOND, 14 * MICROSECOND, 1 * MICROSECOND
+NVLINK, NETWORK, ICI = 3.4e-6, 14e-6, 1e-6  # seconds
 
 # float32 is that of torch's default, without TF32. NVLink's 600 and 900 GB/s are the sums of both directions.
 A100 = Device(
