@@ -6,7 +6,10 @@ from thunder_zero.checkpoint.save import save
 from thunder_zero.compiled import Traces
 from thunder_zero.convert.consolidate import consolidate
 from thunder_zero.convert.shard_safetensors import shard_safetensors
+from thunder_zero.cost.device import DEVICES, Device, Link
+from thunder_zero.cost.step_time import Estimate
 from thunder_zero.dry_run import trace
+from thunder_zero.estimate import estimate
 from thunder_zero.fit import DoesNotFit, fit
 from thunder_zero.forecast.figures import Memory, MemoryLine, Storage
 from thunder_zero.forecast.kinds import Holds
@@ -29,12 +32,16 @@ from thunder_zero.zero_module import ZeroModule, traces_of
 
 __all__ = [
     "DDP",
+    "DEVICES",
     "ZERO1",
     "ZERO2",
     "ZERO3",
+    "Device",
     "DoesNotFit",
+    "Estimate",
     "Holds",
     "Kind",
+    "Link",
     "Loaded",
     "Memory",
     "MemoryLine",
@@ -56,6 +63,7 @@ __all__ = [
     "check",
     "clip_grad_norm_",
     "consolidate",
+    "estimate",
     "fit",
     "full_state_dict",
     "global_mean",

@@ -62,6 +62,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("rows.py",       IMPORT, NOT,     NOT,     rooms("layout plan")),
     Room("schedule/",     TYPES,  NOT,     NOT,     DATA),
     Room("report/",       NOT,    NOT,     NOT,     DATA | {"schedule"}),
+    Room("cost/",         NOT,    NOT,     NOT,     DATA | {"schedule"}),
     Room("trace/",        IMPORT, NOT,     IMPORT,  DATA | {"schedule"}),
     Room("comm/",         IMPORT, IMPORT,  NOT,     DATA | {"rows"}),
     Room("runtime/",      IMPORT, TYPES,   NOT,     DATA | {"rows", "schedule", "comm"}),
@@ -81,6 +82,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("forecast/",     IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report trace comm runtime "
                                                                  "compiled zero_module")),
     Room("fit.py",        IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report comm compiled dry_run forecast")),
+    Room("estimate.py",   NOT,    NOT,     NOT,     rooms("compiled cost")),
     Room("print_trace.py",NOT,    NOT,     IMPORT,  rooms("report zero_module compiled forecast")),
     Room("lightning.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict arguments zero_module "
                                                                  "transform plugin")),

@@ -12,7 +12,7 @@ from tests.harness.small_timelines import model
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.alive import alive_bytes
 from thunder_zero.schedule.budget import Choice, cheapest
-from thunder_zero.schedule.candidate import Candidate, flops_of
+from thunder_zero.schedule.candidate import Candidate, flops_to_repeat
 from thunder_zero.schedule.parts import KEPT, PLAIN
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.search import Choices, Search
@@ -107,10 +107,9 @@ def test_a_candidate_by_unit() -> None:
     assert plain.flops == kept.flops == 0
 
 
-def test_the_flops_of_a_product() -> None:
-    """(2, 3) times (3, 5): 2 x 2 x 3 x 5."""
-    timeline = model(Policy(), "a.w")
-    values = {"x": Value(24, "float32"), "w": Value(30, "bfloat16"), "y": Value(40, "float32")}
-    op = Op(Kind.COMPUTE, ("x", "w"), ("y",), work=Work.MATMUL)
-    assert flops_of(op, timeline.with_ops((op,), values)) == pytest.approx(60)
-    assert flops_of(Op(Kind.COMPUTE, ("x",), ("y",), work=Work.POINTWISE), timeline.with_ops((), values)) == 10
+def test_what_is_repeated() -> None:
+    """A product's own count; else the elements that are written, here 5 of 8 bytes."""
+    timeline = model(Policy(), "a.w").with_ops((), {"x": Value(24, "float32"), "y": Value(40, "float64")})
+    product = Op(Kind.COMPUTE, ("x",), ("y",), work=Work.MATMUL, flops=60)
+    assert flops_to_repeat(product, timeline) == 60
+    assert flops_to_repeat(Op(Kind.COMPUTE, ("x",), ("y",), work=Work.POINTWISE), timeline) == 5

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod, sqrt
 
 from thunder_zero.plan import ROOT, Plan
 from thunder_zero.policy import Policy, is_count
 from thunder_zero.schedule.alive import alive_bytes, lifetimes
 from thunder_zero.schedule.cone import cone
 from thunder_zero.schedule.passes import PASSES
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +148,12 @@ class Candidate:
         )
 
     @cached_property
-    def _flops_again(self) -> tuple[float, ...]:
+    def _flops_again(self) -> tuple[int, ...]:
         inside = cone(self.timeline)
         return tuple(
-            flops_of(op, self.timeline) if op.again and op.kind is Kind.COMPUTE and op.writes[0] not in inside else 0.0
+            flops_to_repeat(op, self.timeline)
+            if op.again and op.kind is Kind.COMPUTE and op.writes[0] not in inside
+            else 0
             for op in self.timeline.ops
         )
 
@@ -165,14 +166,9 @@ def under(plan: Plan, policy: Policy) -> Plan:
     return replace(plan, policy=policy, params=params)
 
 
-def flops_of(op: Op, timeline: Timeline) -> float:
-    """An estimate from sizes alone. A product of (M, K) and (K, N) takes 2 M N K: two for the root of the three sizes'
-    product. Attention and convolutions count as products, everything else once for each element that is written."""
-    written = max((_numel(name, timeline) for name in op.writes), default=0)
-    if op.work not in (Work.MATMUL, Work.ATTENTION, Work.CONVOLUTION):
-        return float(written)
-    first, second, *_ = [*sorted((_numel(name, timeline) for name in op.reads), reverse=True), 1, 1]
-    return 2.0 * sqrt(prod((first, second, written)))
+def flops_to_repeat(op: Op, timeline: Timeline) -> int:
+    """Exact for products, attention and convolutions; everything else counts once for each element that is written."""
+    return op.flops or max((_numel(name, timeline) for name in op.writes), default=0)
 
 
 def _numel(name: str, timeline: Timeline) -> int:

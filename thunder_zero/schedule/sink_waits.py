@@ -2,8 +2,8 @@
 
 A reduction starts where its gradient is made. Its wait comes right before the return, unless the full gradients in
 flight and those that are made next would exceed ``Plan.in_flight_bytes``: then the oldest reduction must end before
-the next gradient is made. Its wait comes right after the collective before that gradient, so that computations between
-two collectives stay one region for the fuser::
+the next gradient is made. If others are in flight, its wait comes right after the collective before that gradient, so
+that computations between two collectives stay one region for the fuser::
 
     reduce a            reduce a
     wait   a            compute ..
@@ -44,8 +44,7 @@ def sink_waits(timeline: Timeline) -> Timeline:
         due = max((number[read] for read in op.reads if read in number), default=-1)
         while pending and (at == last or ended <= due or (grows and under_way + made > bound)):
             wait = pending.popleft()
-            travels_alone = ops[border - 1].writes == wait.reads  # nothing was computed yet since its launch
-            here = len(ops) if at == last or ended <= due or travels_alone else border
+            here = border if pending and at != last and ended > due else len(ops)
             ops.insert(here, wait)
             border = here + 1
             under_way -= timeline.full_bytes(wait)

@@ -88,6 +88,7 @@ class Op:
         again: whether it is a copy that gathers or computes again what forward freed, or did not save.
         source: positions of its lines in the lifted trace; several after bucketing. FREE: ().
         work: COMPUTE only: its class of work.
+        flops: COMPUTE only: FLOPs of its products, attention and convolutions; everything else counts 0.
     """
 
     kind: Kind
@@ -101,6 +102,7 @@ class Op:
     work: Work = Work.NONE
     cheap: bool = False
     updates: tuple[str, ...] = ()
+    flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)

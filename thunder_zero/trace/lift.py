@@ -13,8 +13,9 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from thunder_zero.schedule.cone import frees_of_gathered
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 from thunder_zero.schedule.verify import ScheduleError
+from thunder_zero.trace.flops import flops_of
 from thunder_zero.trace.program import Program
 from thunder_zero.trace.symbols import ZeroExecutor, dtype_name
 from thunder_zero.trace.work_classes import (
@@ -36,6 +37,7 @@ from thunder.executors.pythonex import clear_mutable_collection
 PREAMBLE = {prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, prims.PrimIDs.COMMENT}
 SEQUENCES = (tuple, list)
 PLAIN = {bool, int, float, str, NoneType}  # types of nearly all other arguments
+MAY_HAVE_FLOPS = {Work.ATTENTION, Work.CONVOLUTION, Work.MATMUL, Work.OTHER}
 NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DONT_DCE}
 
 
@@ -131,7 +133,9 @@ def _with_work(op: Op, bsym: BoundSymbol) -> Op:
     repeatable = _is_repeatable(bsym)
     updates = () if repeatable else tuple(dict.fromkeys(proxy.name for proxy in updated_by(bsym)))
     cheap = repeatable and is_cheap(bsym)
-    return replace(op, repeatable=repeatable, work=work_of(bsym), cheap=cheap, updates=updates)
+    work = work_of(bsym)
+    flops = flops_of(bsym) if work in MAY_HAVE_FLOPS else 0
+    return replace(op, repeatable=repeatable, work=work, cheap=cheap, updates=updates, flops=flops)
 
 
 def _require_right_symbol(single: Symbol, paths: Sequence[str], executor: ZeroExecutor) -> None:

@@ -1,0 +1,240 @@
+"""Costs, devices and the simulation of a timeline: by hand-made timelines and fixed constants, never by a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.harness.small_timelines import model
+from tests.harness.timelines import make_param, timelines
+from thunder_zero.cost.costs import Cost, costs_of
+from thunder_zero.cost.device import A100, DEVICES, H100, TPU_V2, Device, Link
+from thunder_zero.cost.step_time import simulate, step_time
+from thunder_zero.cost.traffic import compute_dtype, traffic_bytes
+from thunder_zero.cost.wire import Lane, Ring, rings
+from thunder_zero.plan import Plan
+from thunder_zero.policy import Policy
+from thunder_zero.schedule.passes import run
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Value, Work
+
+PLAN = Plan(Policy(3), 2, 0, ())
+SECOND = Device(  # of one FLOP, of a byte of traffic, of a byte on a wire
+    "one", {"float32": 1.0}, 1.0, 1, inside=Link(1.0), across=Link(0.5, latency_seconds=0.25), devices_per_node=2
+)
+
+
+def gather(name: str) -> Op:
+    return Op(Kind.GATHER, (f"t_{name}",), (f"fut_{name}",))
+
+
+def wait(name: str) -> Op:
+    return Op(Kind.WAIT, (f"fut_{name}",), (name,))
+
+
+def compute(*reads: str, to: str = "y") -> Op:
+    return Op(Kind.COMPUTE, reads, (to,))
+
+
+def lanes(ops: Sequence[tuple[Op, Cost]], *, overlaps: bool = True) -> list[tuple[str, float, float]]:
+    """Lane, start and end of each span, and whether it waits."""
+    timeline = Timeline(tuple(op for op, _ in ops), {}, PLAN)
+    spans = simulate(timeline, [cost for _, cost in ops], overlaps=overlaps)
+    return [("wait" if span.waits else str(span.lane), span.start, span.end) for span in spans]
+
+
+def on_wire(*seconds: float) -> Cost:
+    return Cost(wires=tuple(zip((Lane.INSIDE, Lane.ACROSS), seconds, strict=False)))
+
+
+def busy(seconds: float) -> Cost:
+    return Cost(seconds=seconds)
+
+
+STEP = [
+    (gather("a"), on_wire(2)),
+    (gather("b"), on_wire(2)),
+    (compute("x"), busy(1)),
+    (wait("a"), Cost()),
+    (compute("a"), busy(3)),
+    (wait("b"), Cost()),
+    (compute("b"), busy(1)),
+]
+
+
+def test_a_wire_carries_one_launch_at_a_time_beside_compute() -> None:
+    assert lanes(STEP) == [
+        ("inside", 0, 2),
+        ("inside", 2, 4),
+        ("compute", 0, 1),
+        ("wait", 1, 2),
+        ("compute", 2, 5),
+        ("compute", 5, 6),  # b has come meanwhile
+    ]
+
+
+def test_without_overlap_compute_waits_for_each_launch() -> None:
+    assert lanes(STEP, overlaps=False) == [
+        ("inside", 0, 2),
+        ("wait", 0, 2),
+        ("inside", 2, 4),
+        ("wait", 2, 4),
+        ("compute", 4, 5),
+        ("compute", 5, 8),
+        ("compute", 8, 9),
+    ]
+
+
+def test_the_wires_of_hybrid_sharding_run_side_by_side() -> None:
+    ops = [(gather("a"), on_wire(1, 2)), (gather("b"), on_wire(1, 2)), (wait("b"), Cost())]
+    assert lanes(ops) == [
+        ("inside", 0, 1),
+        ("across", 1, 3),
+        ("inside", 1, 2),  # while the other wire carries a
+        ("across", 3, 5),
+        ("wait", 0, 5),
+    ]
+
+
+def test_a_launch_waits_for_the_compute_before_it() -> None:
+    assert lanes([(compute("x"), busy(2)), (gather("a"), on_wire(1)), (wait("a"), Cost())]) == [
+        ("compute", 0, 2),
+        ("inside", 2, 3),
+        ("wait", 2, 3),
+    ]
+
+
+def test_the_figures_of_a_step() -> None:
+    """A product of 6 FLOPs and 12 bytes of traffic, behind a gather of 4 bytes, and the same product done again."""
+    param = make_param("w", (2,), "", PLAN.policy)
+    values = {name: Value(4, "float32") for name in ("x", "w", "y")}
+    product = Op(Kind.COMPUTE, ("x", "w"), ("y",), work=Work.MATMUL, flops=6)
+    launch = replace(gather("w"), params=("w",))
+    ops = (launch, replace(wait("w"), params=("w",)), product, replace(product, again=True))
+    estimate = step_time(Timeline(ops, values, replace(PLAN, params=(param,))), SECOND)
+    assert [cost.seconds for cost in estimate.costs] == [0, 0, 12, 12]
+    assert (estimate.seconds, estimate.compute_seconds, estimate.exposed_seconds) == (28, 24, 4)
+    assert (estimate.flops, estimate.sent_bytes, estimate.wire_seconds) == (12, 4, {Lane.INSIDE: 4})
+    assert [(span.op, span.lane) for span in estimate.critical_path] == [(0, "inside"), (2, "compute"), (3, "compute")]
+    assert estimate.mfu == 6 / 28  # what is done again is not the model's
+    assert estimate.tokens_per_second(7) == 0.25
+    assert str(estimate) == (
+        "step 2.8e+04 ms on one: compute 2.4e+04 ms, exposed communication 4e+03 ms (wires: inside 4e+03 ms), MFU 21.4%"
+    )
+
+
+def launch_of(shape: tuple[int, ...], kind: Kind, world: int, copies: int, **fields: object) -> tuple[Op, Timeline]:
+    param = make_param("w", shape, "", Policy(3), dtype=torch.bfloat16, **fields)
+    op = Op(kind, ("g",), ("fut",), ("w",))
+    return op, Timeline((op,), {}, Plan(Policy(3), world, 0, (param,), copies))
+
+
+def test_the_rings_of_a_launch() -> None:
+    """5 rows of 3 bfloat16 on 2 ranks: the busiest owns 3 rows, 18 bytes."""
+    inside = Ring(Lane.INSIDE, 2, 1, 18, 1)
+    assert rings(*launch_of((5, 3), Kind.GATHER, 2, 1)) == (inside,)
+    assert rings(*launch_of((5, 3), Kind.GATHER, 2, 4)) == (inside,)
+    assert rings(*launch_of((5, 3), Kind.REDUCE, 2, 4)) == (inside, Ring(Lane.ACROSS, 4, 2, 2 * 14, 6))  # 13.5 elements
+    whole = launch_of((5, 3), Kind.REDUCE, 2, 2, sharded=False)
+    assert rings(*whole) == (Ring(Lane.ACROSS, 4, 1, 2 * 23, 6),)  # 22.5 elements: 2 * 3 / 4 of 15
+    assert rings(*launch_of((5, 3), Kind.GATHER, 1, 1)) == ()
+
+
+@pytest.mark.slow
+@given(timelines(), st.integers(1, 3))
+def test_rings_send_what_the_busiest_rank_sends(timeline: Timeline, copies: int) -> None:
+    timeline = replace(timeline, plan=replace(timeline.plan, replicas=copies))
+    for op in timeline.ops:
+        if op.kind in LAUNCHES:
+            assert sum(ring.nbytes for ring in rings(op, timeline)) == timeline.wire_bytes(op)
+
+
+@pytest.mark.slow
+@given(timelines(), st.integers(1, 3), st.booleans())
+def test_the_critical_path_is_the_step(timeline: Timeline, copies: int, overlaps: bool) -> None:
+    timeline = run(replace(timeline, plan=replace(timeline.plan, replicas=copies)))
+    timeline = timeline.with_ops(replace(op, work=Work.OTHER) for op in timeline.ops)
+    estimate = step_time(timeline, replace(SECOND, overlaps=overlaps, devices_per_node=3))
+    path = estimate.critical_path
+    assert sum(span.seconds for span in path) == pytest.approx(estimate.seconds)
+    assert all(one.end == two.start for one, two in pairwise(path))
+    assert estimate.compute_seconds + estimate.exposed_seconds == pytest.approx(estimate.seconds)
+    for lane in Lane:
+        spans = [span for span in estimate.spans if span.lane is lane]
+        assert all(one.end <= two.start for one, two in pairwise(spans))
+    wires = sum(estimate.wire_seconds.values())
+    assert estimate.exposed_seconds <= wires * (1 + 1e-9)
+    assert overlaps or estimate.exposed_seconds == pytest.approx(wires)
+
+
+def traffic(work: Work, *, reads: tuple[str, ...] = ("x", "table"), updates: tuple[str, ...] = ()) -> int:
+    """Of an operation that writes 8 bytes."""
+    values = {"x": Value(4, "float32"), "table": Value(100, "float32"), "y": Value(8, "float32")}
+    values["wide"] = Value(64, "float32", base="x")  # expanded
+    op = Op(Kind.COMPUTE, reads, ("y",), work=work, updates=updates)
+    return traffic_bytes(op, Timeline((op,), values, PLAN))
+
+
+def test_traffic_is_what_is_read_and_written() -> None:
+    assert traffic(Work.POINTWISE) == 4 + 100 + 8
+    assert traffic(Work.POINTWISE, reads=("x", "x")) == 4 + 8
+    assert traffic(Work.POINTWISE, reads=("wide",)) == 4 + 8
+    assert traffic(Work.POINTWISE, reads=("x", "table"), updates=("table",)) == 4 + 100
+    assert traffic(Work.INDEX) == 4 + 8 + 8  # the rows that are written
+    assert traffic(Work.VIEW) == traffic(Work.NONE) == 0
+    assert traffic_bytes(gather("a"), model(Policy(3), "a.w")) == 0
+
+
+def test_a_product_computes_in_the_dtype_of_what_it_reads() -> None:
+    values = {"i": Value(4, "int64"), "x": Value(4, "bfloat16"), "w": Value(4, "float32")}
+    timeline = Timeline((), values, PLAN)
+    assert compute_dtype(compute("i", "x", "w"), timeline) == "bfloat16"
+    assert compute_dtype(compute("i"), timeline) == "int64"
+    assert compute_dtype(compute(), timeline) == ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "bytes_per_second"),
+    [
+        (8, 1, 450e9),
+        (16, 1, 400e9),  # eight network cards of a node
+        (2, 8, 50e9),  # one each
+        (4, 4, 100e9),
+        (2, 4, 450e9),  # both in one node
+    ],
+)
+def test_a_ring_is_as_fast_as_its_slowest_link(ranks: int, stride: int, bytes_per_second: float) -> None:
+    assert H100.ring(ranks, stride).bytes_per_second == bytes_per_second
+
+
+def test_a_ring_takes_its_latency_at_each_step() -> None:
+    assert Link(10.0, latency_seconds=0.5).seconds(20, steps=3) == 3.5
+    assert H100.ring(8).latency_seconds == 3.4e-6
+    assert H100.ring(2, 8).latency_seconds == pytest.approx(14e-6)
+    assert H100.ring(24).seconds(0, steps=23) == pytest.approx(21 * 3.4e-6 + 2 * 14e-6)  # two steps leave a node
+
+
+def test_what_a_device_lacks_is_named() -> None:
+    with pytest.raises(ValueError, match="TPU v2 has FLOP/s for bfloat16, but the step computes in 'float32'"):
+        TPU_V2.peak("float32")
+    with pytest.raises(ValueError, match="TPU v2 has no link to other nodes, but 512 ranks"):
+        TPU_V2.ring(512)
+    with pytest.raises(ValueError, match="memory_bytes is 0; give a number above 0"):
+        replace(A100, memory_bytes=0)
+    with pytest.raises(ValueError, match="flops_per_second of 'float32' is -1"):
+        replace(A100, flops_per_second={"float32": -1})
+    with pytest.raises(ValueError, match="latency_seconds is -1"):
+        Link(1.0, -1)
+
+
+def test_devices_have_names_and_the_costs_of_their_numbers() -> None:
+    assert len({device.name for device in DEVICES.values()}) == len(DEVICES)
+    op, timeline = launch_of((800, 3), Kind.GATHER, 8, 1)
+    (cost,) = costs_of(timeline, H100)
+    assert cost.wires == ((Lane.INSIDE, H100.inside.seconds(7 * 100 * 3 * 2, steps=7)),)
+    assert cost.sent_bytes == timeline.wire_bytes(op)

@@ -1,0 +1,54 @@
+"""docs/cost-model.md: each published number is what its call gives, and the table of devices is that of the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from thunder_zero.cost import device, rooflines
+from thunder_zero.cost.device import DEVICES
+
+PAGE = (Path(__file__).parents[2] / "docs/cost-model.md").read_text()
+ROWS = re.findall(r"^\| ([^|`]+) \| `([^`]+)` \| `([^`]+)` \|", PAGE, re.MULTILINE)
+(GPT,) = re.findall(r"^gpt, .*$", PAGE, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def names() -> dict[str, object]:
+    found = {**vars(rooflines), **vars(device)}
+    exec(GPT, found)
+    return found
+
+
+def test_the_page_has_the_published_numbers() -> None:
+    assert {gives for _, _, gives in ROWS} >= {"181.5", "46450", "2550", "56e9", "4.667", "9.83e9", "112e9", "14e9"}
+    assert len(ROWS) == PAGE.count("| `", PAGE.index("## Published numbers")) // 2
+
+
+@pytest.mark.parametrize(("call", "gives"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_a_call_gives_what_the_page_says(call: str, gives: str, names: dict[str, object]) -> None:
+    value = eval(call, names)
+    numbers, given = (value, eval(gives)) if isinstance(value, list) else ([value], [float(gives)])
+    assert [float(f"{number:.4g}") for number in numbers] == given
+
+
+def test_the_table_of_devices() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", PAGE, re.MULTILINE)
+    assert [row[0] for row in rows] == list(DEVICES)
+    units = {"GB": 10**9, "GiB": 1 << 30, "TB/s": 1e12, "GB/s": 1e9}
+
+    def sizes(cell: str) -> list[float]:
+        found = re.findall(r"([\d.]+) ([GT]i?B(?:/s)?)", cell)
+        return [float(number) * units[unit] for number, unit in found]
+
+    for name, peaks, memory, inside, across, *_ in rows:
+        one = DEVICES[name]
+        assert {dtype: float(flops) for dtype, flops in re.findall(r"(\w+): ([\de.]+)", peaks)}.items() <= (
+            one.flops_per_second.items()
+        )
+        assert sizes(memory) == pytest.approx([one.memory_bytes, one.memory_bytes_per_second])
+        assert sizes(inside) == [one.inside.bytes_per_second]
+        assert inside.replace(",", "").startswith(f"{one.devices_per_node} ")
+        assert sizes(across) == ([] if one.across is None else [one.across.bytes_per_second])

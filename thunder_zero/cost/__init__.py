@@ -1,0 +1,1 @@
+"""Forecasts the time of a step from its timeline and a device; knows neither Thunder nor torch."""

@@ -1,0 +1,183 @@
+"""Describes a machine: FLOP/s, memory, links. Frozen data; ready-made for some, with their sources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one device can send, while it receives as much.
+
+    Attributes:
+        bytes_per_second: what it sends, over all links that a ring uses.
+        latency_seconds: of one step of a ring.
+    """
+
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_positive("bytes_per_second", self.bytes_per_second)
+        if not _is_number(self.latency_seconds) or not isfinite(self.latency_seconds) or self.latency_seconds < 0:
+            raise ValueError(f"latency_seconds is {self.latency_seconds!r}; give the seconds of one step, 0 or more")
+
+    def seconds(self, nbytes: float, steps: int = 0) -> float:
+        """Seconds of a ring collective in which this device sends ``nbytes`` in ``steps`` steps."""
+        return self.latency_seconds * steps + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of a machine, and its links to the others.
+
+    Attributes:
+        name: for messages and tables.
+        flops_per_second: of dense products, by the name of a dtype (``"bfloat16"``).
+        memory_bytes_per_second: to and from the device's memory.
+        memory_bytes: the size of its memory.
+        inside: its link to the devices of its node.
+        across: its link to other nodes, which the devices of a node use side by side; None if it has none.
+        devices_per_node: how many devices a node has.
+        overlaps: whether collectives run beside compute; otherwise each compute waits for those under way.
+
+    Raises:
+        ValueError: a number is not above 0.
+    """
+
+    name: str
+    flops_per_second: Mapping[str, float] = field(hash=False)
+    memory_bytes_per_second: float
+    memory_bytes: int
+    inside: Link
+    across: Link | None = None
+    devices_per_node: int = 8
+    overlaps: bool = True
+
+    def __post_init__(self) -> None:
+        for dtype, flops in self.flops_per_second.items():
+            _require_positive(f"flops_per_second of {dtype!r}", flops)
+        for name in ("memory_bytes_per_second", "memory_bytes", "devices_per_node"):
+            _require_positive(name, getattr(self, name))
+        object.__setattr__(self, "flops_per_second", dict(self.flops_per_second))
+
+    def seconds(self, flops: float, dtype: str, traffic_bytes: float) -> float:
+        """Seconds of one operation: of its FLOPs or of its traffic with memory, whichever takes longer.
+
+        Raises:
+            ValueError: the device has no FLOP/s for the dtype.
+        """
+        of_flops = flops / self.peak(dtype) if flops else 0.0
+        return max(of_flops, traffic_bytes / self.memory_bytes_per_second)
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of products in a dtype.
+
+        Raises:
+            ValueError: the device has none.
+        """
+        if dtype not in self.flops_per_second:
+            known = ", ".join(self.flops_per_second) or "no dtype"
+            raise ValueError(
+                f"{self.name} has FLOP/s for {known}, but the step computes in {dtype!r}; add it to flops_per_second, "
+                f"or train in another dtype"
+            )
+        return self.flops_per_second[dtype]
+
+    def ring(self, ranks: int, stride: int = 1) -> Link:
+        """The link of one device in a ring of ranks that are ``stride`` apart, ranks of a node next to each other.
+
+        A ring that leaves the node has the links of all its members in the node, up to what ``inside`` carries: they
+        run as many rings, each of which leaves the node elsewhere. A message on its way round has the latency of
+        ``across`` once a node, otherwise that of ``inside``; the link has their mean.
+
+        Raises:
+            ValueError: the ring leaves the node, and the device has no link to other nodes.
+        """
+        if (ranks - 1) * stride < self.devices_per_node:
+            return self.inside
+        if self.across is None:
+            raise ValueError(
+                f"{self.name} has no link to other nodes, but {ranks} ranks {stride} apart need more than the "
+                f"{self.devices_per_node} devices of one; give Device.across"
+            )
+        members = max(1, self.devices_per_node // stride)
+        fastest = min(self.inside.bytes_per_second, members * self.across.bytes_per_second)
+        leaving = -(-ranks // members) - 1  # of ranks - 1 steps
+        on_the_way = (ranks - 1 - leaving) * self.inside.latency_seconds + leaving * self.across.latency_seconds
+        return Link(fastest, on_the_way / (ranks - 1))
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not _is_number(value) or not isfinite(value) or value <= 0:
+        raise ValueError(f"{name} is {value!r}; give a number above 0")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+GB, GiB = 10**9, 1 << 30
+
+# Latencies of a step of a ring: NCCL's model has 3.4 us over NVLink and 14 us over a network (hwLat, ring, simple
+# protocol, in src/graph/tuning.cc); the scaling book has about 1 us a hop of a TPU's links.
+NVLINK, NETWORK, ICI = 3.4e-6, 14e-6, 1e-6  # seconds
+
+# float32 is that of torch's default, without TF32. NVLink's 600 and 900 GB/s are the sums of both directions.
+A100 = Device(
+    # https://www.nvidia.com/en-us/data-center/a100 (data sheet, SXM 80 GB), without sparsity; a DGX A100 has a
+    # network card of 200 Gbit/s for each GPU
+    name="A100",
+    flops_per_second={"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
+    memory_bytes_per_second=2.039e12,
+    memory_bytes=80 * GB,
+    inside=Link(300e9, NVLINK),
+    across=Link(25e9, NETWORK),
+)
+H100 = Device(
+    # https://www.nvidia.com/en-us/data-center/h100 (data sheet, SXM), without sparsity; a DGX H100 has a network card
+    # of 400 Gbit/s for each GPU
+    name="H100",
+    flops_per_second={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
+    memory_bytes_per_second=3.35e12,
+    memory_bytes=80 * GB,
+    inside=Link(450e9, NVLINK),
+    across=Link(50e9, NETWORK),
+)
+H200 = Device(
+    # https://www.nvidia.com/en-us/data-center/h200 (data sheet, SXM): an H100 with other memory
+    name="H200",
+    flops_per_second=H100.flops_per_second,
+    memory_bytes_per_second=4.8e12,
+    memory_bytes=141 * GB,
+    inside=H100.inside,
+    across=H100.across,
+)
+TPU_V2 = Device(
+    # A chip: Jouppi et al., A Domain-Specific Supercomputer for Training Deep Neural Networks, 2020: four links of
+    # 496 Gbit/s each way, 16 GiB at 700 GB/s, a pod of 256; Google's announcement: 180 TFLOP/s for four chips
+    name="TPU v2",
+    flops_per_second={"bfloat16": 4.5e13},
+    memory_bytes_per_second=7e11,
+    memory_bytes=16 * GiB,
+    inside=Link(2.48e11, ICI),
+    devices_per_node=256,
+)
+TPU_V5P = Device(
+    # A chip: https://cloud.google.com/tpu/docs/v5p; the links of one of its three axes, in both directions:
+    # https://jax-ml.github.io/scaling-book/tpus; 50 Gbit/s a chip between pods of 8,960
+    name="TPU v5p",
+    flops_per_second={"bfloat16": 4.59e14},
+    memory_bytes_per_second=2.765e12,
+    memory_bytes=95 * GiB,
+    inside=Link(1.8e11, ICI),
+    across=Link(6.25e9, NETWORK),
+    devices_per_node=8960,
+)
+
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {"a100": A100, "h100": H100, "h200": H200, "tpu-v2": TPU_V2, "tpu-v5p": TPU_V5P}
+)

@@ -1,0 +1,31 @@
+"""Counts the bytes that an operation reads and writes in memory; finds the dtype of its products."""
+
+from __future__ import annotations
+
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Work
+
+
+def traffic_bytes(op: Op, timeline: Timeline) -> int:
+    """Bytes that a computation reads and writes; 0 of views, and of all that is not COMPUTE.
+
+    Each tensor is read once, no more than the memory that it views (an expanded one), and of tensors that are indexed
+    no more than is written (an embedding's rows). A fused region has its inputs and outputs.
+    """
+    if op.kind is not Kind.COMPUTE or op.work in (Work.NONE, Work.VIEW):
+        return 0
+    written = sum(timeline.nbytes(name) for name in op.updates or op.writes)
+    read = [_stored(name, timeline) for name in dict.fromkeys(op.reads) if name not in op.updates]
+    if op.work is Work.INDEX:
+        read = [min(nbytes, written) for nbytes in read]
+    return written + sum(read)
+
+
+def _stored(name: str, timeline: Timeline) -> int:
+    return min(timeline.nbytes(name), timeline.nbytes(timeline.memory(name)) or timeline.nbytes(name))
+
+
+def compute_dtype(op: Op, timeline: Timeline) -> str:
+    """The dtype of an operation's products: that of the first floating-point tensor that it reads, or of the first
+    tensor; "" if it reads none."""
+    dtypes = [timeline.values[name].dtype for name in op.reads if name in timeline.values]
+    return next((dtype for dtype in dtypes if "float" in dtype), next(iter(dtypes), ""))

@@ -1,0 +1,65 @@
+"""Divides a launch into rings: who takes part, what the busiest rank sends, and in how many steps.
+
+Without hybrid sharding all ranks are one group. With it, a reduce-scatter inside a copy of the model is followed by an
+all-reduce across the copies, of the rows that a rank owns; the copies' ranks are ``world_size`` apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+from thunder_zero import layout
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+
+
+class Lane(StrEnum):
+    """What runs one thing after another."""
+
+    COMPUTE = "compute"
+    INSIDE = "inside"  # the wire of a copy of the model
+    ACROSS = "across"  # the wire between copies
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A part of a launch.
+
+    Attributes:
+        lane: the wire that it runs on.
+        ranks: how many take part.
+        stride: how far apart they are.
+        nbytes: what the busiest rank sends, and receives.
+        steps: how often it sends to its neighbour.
+    """
+
+    lane: Lane
+    ranks: int
+    stride: int
+    nbytes: int
+    steps: int
+
+
+def rings(op: Op, timeline: Timeline) -> tuple[Ring, ...]:
+    """The rings of a launch, one after the other; none if nothing travels. Together they send its ``wire_bytes``."""
+    return tuple(ring for ring in _rings(op, timeline) if ring.nbytes) if op.kind in LAUNCHES else ()
+
+
+def _rings(op: Op, timeline: Timeline) -> Iterator[Ring]:
+    plan = timeline.plan
+    world, copies = plan.world_size, plan.replicas
+    busiest = layout.busiest_rank(world)
+    whole = inside = across = 0
+    for param in timeline.params_of(op):
+        itemsize = timeline.travels_in(op, param).itemsize
+        if not param.sharded:
+            whole += plan.reduce_bytes(param)
+            continue
+        inside += (world - 1) * prod(layout.shard_shape(param.shape, world, busiest)) * itemsize
+        rows = layout.owned_numel(param.shape, world, busiest)
+        across += layout.all_reduce_sends((rows,), copies) * itemsize if op.kind is Kind.REDUCE else 0
+    yield Ring(Lane.ACROSS if copies > 1 else Lane.INSIDE, plan.ranks, 1, whole, 2 * (plan.ranks - 1))
+    yield Ring(Lane.INSIDE, world, 1, inside, world - 1)
+    yield Ring(Lane.ACROSS, copies, world, across, 2 * (copies - 1))
