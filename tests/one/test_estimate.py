@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import thunder_zero as tz
 from thunder_zero.schedule.timeline import Work
 
+import thunder
 from thunder.executors.torch_compile import torch_compile_ex
 
 PAGE = Path(__file__).parents[2] / "docs/cost-model.md"
