@@ -139,6 +139,12 @@ class Plan:
             counts[param.unit] += max(param.full_bytes, param.grad_bytes)
         return min(max(2 * max(counts.values(), default=0), 4 * MiB), 32 * MiB)
 
+    @property
+    def ahead_bytes(self) -> int:
+        """The bound of the bytes gathered ahead of their use: the policy's, or else just below ``in_flight_bytes``, so
+        that one of the largest units is there while another computes, not two."""
+        return self.in_flight_bytes - (self.policy.in_flight_bytes is None)
+
     @cached_property
     def recomputed(self) -> frozenset[str]:
         """Paths of the units that backward computes again whole: only their borders are saved."""

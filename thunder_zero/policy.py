@@ -82,8 +82,8 @@ class Policy:
             each gather right before its use).
         in_flight_bytes: bounds the bytes in flight: gathers start ahead of their use while the gathered bytes stay
             within it, and reductions stay in flight while the gradients that they still read, and those that backward
-            is making, do (bytes; default None: two of the largest units, 4 to 32 MiB; 0 starts each gather right
-            before its use). One collective may always be in flight, however large.
+            is making, do (bytes; default None: two of the largest units, 4 to 32 MiB, and one byte less for
+            gathers; 0 starts each gather right before its use). One collective may always be in flight, however large.
         times: measured times (:func:`thunder_zero.measure_times`). With them a gather starts after the latest earlier
             wait from which it still ends before compute needs it, if the wire carries one collective after the other.
             They replace ``prefetch``; ``in_flight_bytes`` still applies (default None).

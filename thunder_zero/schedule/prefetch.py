@@ -49,11 +49,11 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 def prefetch(timeline: Timeline) -> Timeline:
     """Starts each gather as early as ``policy.prefetch`` allows, or as late as ``policy.times`` allow.
 
-    At most ``Plan.in_flight_bytes`` are in flight. The first gather of a half has the wire to itself: others, which
+    At most ``Plan.ahead_bytes`` are in flight. The first gather of a half has the wire to itself: others, which
     are needed later, would only delay it.
     """
     ops, policy = timeline.ops, timeline.plan.policy
-    if timeline.plan.in_flight_bytes == 0 or (policy.prefetch == 0 and policy.times is None):
+    if timeline.plan.ahead_bytes == 0 or (policy.prefetch == 0 and policy.times is None):
         return timeline
     border = next((at for at, op in enumerate(ops) if op.backward), len(ops))
     after: defaultdict[int, list[Op]] = defaultdict(list)  # position -> the gathers that start after it
@@ -143,7 +143,7 @@ def _gathered_in_forward(timeline: Timeline, border: int) -> dict[str, Op]:
 def _ended(timeline: Timeline, uses: Sequence[_Use]) -> list[int]:
     """For each bucket of a half, how many of them must have been used before its gather starts."""
     policy = timeline.plan.policy
-    in_bound = ended_before([timeline.full_bytes(use.gather) for use in uses], timeline.plan.in_flight_bytes)
+    in_bound = ended_before([timeline.full_bytes(use.gather) for use in uses], timeline.plan.ahead_bytes)
     if policy.times is None:
         ahead = [number + 1 - policy.prefetch for number in range(len(uses))]
     else:
