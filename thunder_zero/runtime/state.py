@@ -22,6 +22,7 @@ from thunder_zero.runtime.clock import Clock
 from thunder_zero.runtime.held_over import HeldOver
 from thunder_zero.runtime.memory import lay_out
 from thunder_zero.runtime.placeholders import placeholder
+from thunder_zero.runtime.profile_labels import Labels
 from thunder_zero.runtime.resident import ResidentParameters
 from thunder_zero.runtime.versions import Versions
 
@@ -62,6 +63,7 @@ class State:
         self.accumulation = Accumulation()
         self.training_forwards = 0
         self.clock = Clock(device)
+        self.labels = Labels(plan)
         self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
         self.name = f"model {next_number(self.group)} ({type(module).__name__})"
         self.transport = model_transport(plan, ranks, device, self.copies, self.name)
