@@ -74,6 +74,14 @@ def print_trace(
     print_total(printed, console)
 
 
+def rows_of(traces: Traces, half: str, forecast: Memory | None) -> tuple[Row, ...]:
+    """The rows of one half, "forward" or "backward"; none if there is no backward."""
+    trace = traces.forward if half == "forward" else traces.backward
+    if trace is None:
+        return ()
+    return rows(_lines(trace, half, forecast), traces.timeline, backward=half == "backward")
+
+
 def _forecast(traces: Traces, console: Console) -> Memory | None:
     try:
         return memory(traces)

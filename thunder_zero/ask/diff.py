@@ -31,7 +31,7 @@ def diff(first: Traces, second: Traces) -> Difference:
 
     Raises:
         TypeError: not traces.
-        ValueError: the modules differ in a parameter or in units; one program is for ``no_sync``, the other is not.
+        ValueError: the modules differ in a parameter, or in their units; only one program is for ``no_sync``.
     """
     for traces in (first, second):
         if not isinstance(traces, Traces):
@@ -56,20 +56,25 @@ def _require_one_module(first: Traces, second: Traces) -> None:
     for one, other in zip_longest(first.plan.params, second.plan.params):
         if one is None or other is None or _same(one) != _same(other):
             raise ValueError(
-                f"the traces are of different modules: the first has {_described(one)} where the second has "
-                f"{_described(other)}; trace one module twice"
+                f"the traces are of different modules, or ignore different parameters: the first has {_described(one)} "
+                f"where the second has {_described(other)}; trace one module twice"
+            )
+        if one.unit != other.unit:
+            raise ValueError(
+                f"the traces divide the module differently: {one.path!r} is of unit {one.unit!r} in the first and of "
+                f"{other.unit!r} in the second; give both the same Policy.unit_of"
             )
 
 
 def _same(param: Param) -> tuple[object, ...]:
-    return param.path, param.shape, param.dtype, param.requires_grad, param.unit
+    return param.path, param.shape, param.dtype, param.requires_grad
 
 
 def _described(param: Param | None) -> str:
     if param is None:
         return "no further parameter"
     frozen = "" if param.requires_grad else ", frozen"
-    return f"{param.path!r} {param.shape} {str(param.dtype).removeprefix('torch.')}{frozen} of unit {param.unit!r}"
+    return f"{param.path!r} {param.shape} {str(param.dtype).removeprefix('torch.')}{frozen}"
 
 
 def _forecast(traces: Traces) -> Memory | None:
@@ -89,9 +94,7 @@ def _figures(timeline: Timeline, all_again: Sequence[tuple[Op, str]], unit: str 
     """All members of a bucket are of one unit."""
     params = [[param for param in timeline.params_of(op) if unit in (None, param.unit)] for op in timeline.ops]
     launches = {
-        kind: [
-            timeline.bytes_sent(op) for op, own in zip(timeline.ops, params, strict=True) if op.kind is kind and own
-        ]
+        kind: [timeline.bytes_sent(op) for op, own in zip(timeline.ops, params, strict=True) if op.kind is kind and own]
         for kind in (Kind.GATHER, Kind.REDUCE)
     }
     alive = most = 0

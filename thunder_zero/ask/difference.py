@@ -11,7 +11,7 @@ from thunder_zero.plan import ROOT, Plan
 from thunder_zero.policy import STAGES, Policy
 from thunder_zero.report.trace_printer import size
 
-WIDTH, NAMES = 100, 30  # columns
+WIDTH, SHORT = 100, 30  # columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Figures:
         reductions: how many launches reduce gradients.
         gather_bytes, reduce_bytes: sent in them.
         gathered_at_most: the most bytes of gathered parameters alive at once.
-        computed_again: operations of forward that the schedule runs again, without views of parameters; fusers may merge
-            them.
+        computed_again: operations of forward that the schedule runs again, without views of parameters; fusers may
+            merge them.
         flops_again: FLOPs of their products, attention and convolutions.
     """
 
@@ -70,28 +70,27 @@ class Difference:
 
 COLUMNS: dict[str, Callable[[Figures], str]] = {
     "gathers": lambda one: str(one.gathers),
-    "reductions": lambda one: str(one.reductions),
+    "reduces": lambda one: str(one.reductions),
     "sent": lambda one: size(one.sent_bytes),
     "gathered": lambda one: size(one.gathered_at_most),
-    "done again": lambda one: _again(one),
+    "ops again": lambda one: str(one.computed_again),
+    "FLOP again": lambda one: _count(one.flops_again),
 }
 
 
 def _lines(difference: Difference) -> Iterator[str]:
     yield from wrap(_title(*difference.plans), WIDTH, subsequent_indent="  ")
-    rows = [("unit", *COLUMNS)]
-    for pair, names in groupby(difference.units, key=lambda unit: difference.units[unit]):
-        rows.append((_names(list(names)), *_cells(pair)))
-    rows.append(("all", *_cells(difference.total)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        yield f"{name:<{widths[0]}}" + "".join(
-            f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)
-        )
+    groups = [(pair, list(names)) for pair, names in groupby(difference.units, key=lambda unit: difference.units[unit])]
+    rows = [tuple(COLUMNS), *(_cells(pair) for pair, _ in groups), _cells(difference.total)]
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    names = ["unit", *(_names(units, WIDTH - sum(widths)) for _, units in groups), "all"]
+    longest = max(map(len, names))
+    for name, cells in zip(names, rows, strict=True):
+        yield f"{name:<{longest}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
     if difference.peaks is not None and difference.at_rest is not None:
         at_rest, peaks = _change(*map(size, difference.at_rest)), _change(*map(size, difference.peaks))
         yield f"memory: {at_rest} at rest, {peaks} at the peak, without a loss and an optimizer"
-    yield "sent: by this rank; gathered: bytes of full parameters, at most; done again: FLOPs, or operations"
+    yield "sent: by this rank in a step; gathered: the most bytes of full parameters at once"
 
 
 def _title(first: Plan, second: Plan) -> str:
@@ -112,20 +111,22 @@ def _changed(first: Policy, second: Policy) -> list[str]:
 def _field(name: str, first: Policy, second: Policy) -> str:
     """``prefetch 2 -> 0``; of a long value the name alone."""
     change = _change(*(str(getattr(policy, name)) for policy in (first, second)))
-    return f"{name} {change}" if len(change) <= NAMES else name
+    return f"{name} {change}" if len(change) <= SHORT else name
 
 
-def _names(units: Sequence[str]) -> str:
+def _names(units: Sequence[str], width: int) -> str:
     """Units in a row with equal figures share a line."""
     if len(units) > 1:
-        name = f"{units[0] or 'root'} .. {units[-1] or 'root'}, each"
+        parents = {unit.rpartition(".")[0] for unit in units}
+        last = units[-1].rpartition(".")[2] if len(parents) == 1 else units[-1]
+        name = f"{units[0] or 'root'} .. {last or 'root'}, each"
     else:
         name = "root unit" if units[0] == ROOT else units[0]
-    return name if len(name) <= NAMES else f"…{name[1 - NAMES :]}"
+    return name if len(name) <= width else f"…{name[1 - width :]}"
 
 
-def _cells(pair: Pair) -> list[str]:
-    return [_change(column(pair[0]), column(pair[1])) for column in COLUMNS.values()]
+def _cells(pair: Pair) -> tuple[str, ...]:
+    return tuple(_change(column(pair[0]), column(pair[1])) for column in COLUMNS.values())
 
 
 def _change(first: str, second: str) -> str:
@@ -136,10 +137,9 @@ def _change(first: str, second: str) -> str:
     return f"{first} -> {second}"
 
 
-def _again(one: Figures) -> str:
-    if not one.flops_again:
-        return f"{one.computed_again} ops" if one.computed_again else "0"
-    for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
-        if one.flops_again >= 0.9995 * scale:
-            return f"{one.flops_again / scale:.3g} {unit}"
-    return f"{one.flops_again} FLOP"
+def _count(number: int) -> str:
+    """``1.23 G``."""
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * scale:
+            return f"{number / scale:.3g} {unit}"
+    return str(number)

@@ -137,7 +137,8 @@ class Explanation:
     @property
     def exposed_seconds(self) -> float | None:
         """How long compute waits for the buckets of the parameter in a step; None without a device."""
-        parts = [one.exposed_seconds for one in (*self.gathers, *([self.gradient] if self.gradient else []))]
+        parts = [one.exposed_seconds for one in self.gathers]
+        parts += [self.gradient.exposed_seconds] if self.gradient else []
         return None if self.device is None else sum(part for part in parts if part is not None)
 
     def __str__(self) -> str:
@@ -244,7 +245,9 @@ def _time(one: Gathered | Reduced, explanation: Explanation) -> Iterator[str]:
     if one.wire_seconds is None or one.exposed_seconds is None:
         return
     what = "its bucket" if len(one.bucket) > 1 else "it"
-    exposed = f"compute waits {duration(one.exposed_seconds)} for {what}" if one.exposed_seconds else "hidden"
+    exposed = (
+        f"compute waits {duration(one.exposed_seconds)} for {what}" if one.exposed_seconds else "hidden behind compute"
+    )
     yield from _part("  time", f"{duration(one.wire_seconds)} on the wire of {explanation.device}, {exposed}")
 
 

@@ -38,9 +38,9 @@ def save_timeline(
 ) -> None:
     """Write the forecast of a step to a file for https://ui.perfetto.dev, beside a profile of measured steps.
 
-    The forecast has a lane for compute, one for each wire, and a counter of gathered bytes. Its slices have the paths of
-    parameters, and among their arguments the line of the trace, FLOPs and bytes. A profile moves in time, so that its
-    first launch of a collective begins where the forecast's does.
+    The forecast has a lane for compute, one for each wire, and a counter of gathered bytes. Its slices have the paths
+    of parameters, and among their arguments the line of the trace, FLOPs and bytes. A profile moves in time, so that
+    its first launch of a collective begins where the forecast's does.
 
     >>> with torch.profiler.profile() as profile:
     ...     step()
@@ -143,8 +143,6 @@ def _moved(events: Sequence[Event], forecast: Estimate) -> list[Event]:
     names = {launch_label(ops[span.op].kind, ops[span.op].params): span.start * MICRO for span in reversed(launched)}
     timed = [event for event in events if isinstance(event.get("ts"), int | float)]
     first = min((event for event in timed if event.get("name") in names), key=lambda event: event["ts"], default=None)
-    if first is None:
-        by = -min((event["ts"] for event in timed), default=0.0)
-    else:
-        by = names[first["name"]] - first["ts"]
+    start = min((event["ts"] for event in timed), default=0.0)
+    by = -start if first is None else names[first["name"]] - first["ts"]
     return [event | {"ts": event["ts"] + by} if isinstance(event.get("ts"), int | float) else event for event in events]
