@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from thunder_zero import cli, doctor
 from thunder_zero.ask.explanation import Line
+from thunder_zero.comm.handle import Handle
+from thunder_zero.runtime.profile_labels import Labels, launching
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.schedule.timeline import Kind, Op, gathered_bytes
 
@@ -191,6 +193,25 @@ def test_what_no_gradient_reaches_and_what_is_deferred() -> None:
     assert "no_sync keeps all of it" in deferred.why_wait
 
 
+def test_without_a_backward_nothing_waits_for_one() -> None:
+    with torch.no_grad():
+        of = tz.trace(Deep(2), torch.ones(ROWS, WIDTH), policy=3, world_size=2)
+    text = in_words(tz.explain(of, weight(0)))
+    assert text.count("there is no backward") == 3
+    assert "backward does not" not in text
+
+
+def test_a_value_made_of_the_parameter_alone_is_a_use_of_it() -> None:
+    half = tz.MixedPrecision(torch.bfloat16)
+    module, x = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.ones(3, 4)
+    of = tz.trace(module, x, policy=tz.Policy(2, mixed_precision=half, recompute="none"), world_size=2)
+    (gather,) = tz.explain(of, "0.weight").gathers
+    assert gather.last_read is not None
+    assert gather.free is not None
+    assert gather.last_read.half == gather.free.half
+    assert gather.last_read.position < gather.free.position
+
+
 def test_seconds_add_up_to_the_estimate() -> None:
     of = traces(3, bucket_bytes=0)
     shown = [tz.explain(of, weight(at), device=DEVICE) for at in range(UNITS)]
@@ -335,6 +356,12 @@ def test_a_unit_s_label_ends_where_its_gradients_are_made(alone: None, tmp_path:
     others = [span for span in spans if span[1] > reduced]
     assert others
     assert unit[2] <= min(start for _, start, _ in others)
+
+
+def test_without_a_profiler_nothing_is_labelled() -> None:
+    handle = Handle((), (), set())
+    assert Labels(traces(3).plan).watched(handle, Kind.GATHER, (weight(0),)) is handle
+    assert launching(Kind.GATHER, (weight(0),)) is launching(Kind.REDUCE, (weight(1),))
 
 
 def test_a_measured_step_stands_beside_the_forecast(alone: None, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Answers questions about traces: about one parameter, about two programs, and as a file for Perfetto."""
+"""Answers questions about traces: about one parameter, about two programs; a file for Perfetto."""

@@ -1,7 +1,8 @@
-"""``tz.explain``: what happens to one parameter in a step: where it is gathered and why there, freed, reduced."""
+"""``tz.explain``: where a parameter is gathered and why there, when it is freed and reduced."""
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -18,6 +19,7 @@ from thunder_zero.cost.step_time import Estimate
 from thunder_zero.cost.wire import Lane
 from thunder_zero.estimate import estimate
 from thunder_zero.plan import Param, Plan
+from thunder_zero.schedule.cone import cone
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
 from thunder_zero.zero_module import traces_of
@@ -58,7 +60,7 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
         plan=plan,
         rows=layout.row_range(param.shape[0], plan.world_size, plan.rank) if param.sharded else None,
         resting_bytes=prod(plan.shard_shape(param)) * param.dtype.itemsize,
-        lifetime=lifetime(param, plan, len(gathers)),
+        lifetime=lifetime(param, traces.timeline, len(gathers)),
         gathers=gathers,
         gradient=gradient,
         why_no_gradient="" if gradient else _why_no_gradient(param, traces),
@@ -81,7 +83,7 @@ def _require_parameter(path: str, traces: Traces) -> None:
 def _why_no_gradient(param: Param, traces: Traces) -> str:
     if not param.requires_grad:
         return "it is frozen (requires_grad=False)"
-    return "no backward" if traces.backward is None else "backward does not reach it"
+    return "there is no backward" if traces.backward is None else "backward does not reach it"
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,10 @@ class _Facts:
     @property
     def plan(self) -> Plan:
         return self.traces.plan
+
+    @cached_property
+    def cone(self) -> Container[str]:
+        return cone(self.timeline)
 
     @cached_property
     def gathered(self) -> tuple[int, ...]:
@@ -119,7 +125,7 @@ class _Facts:
         assert wait is not None
         name = timeline.ops[wait].writes[op.params.index(param.path)]
         free = next((i for i, other in self._after(wait) if other.kind is Kind.FREE and other.reads == (name,)), None)
-        readers = [i for i, other in self._after(wait) if other.kind is Kind.COMPUTE and self._reads(other, name)]
+        readers = self._readers(name, wait)
         first, last = (readers[0], readers[-1]) if readers else (None, None)
         own = layout.owned_numel(param.shape, self.plan.world_size, self.plan.rank) * param.compute_dtype.itemsize
         lines = self._lines(at, wait, first, last, free)
@@ -177,10 +183,14 @@ class _Facts:
         ops = enumerate(self.timeline.ops)
         return next((at for at, op in ops if op.kind is Kind.WAIT and op.reads == launch.writes), None)
 
-    def _reads(self, op: Op, name: str) -> bool:
-        """Whether it computes with the parameter or a view of it; the return computes nothing."""
-        is_return = op is self.timeline.ops[-1]
-        return not is_return and any(self.timeline.memory(read) == name for read in op.reads)
+    def _readers(self, name: str, wait: int) -> list[int]:
+        """Where something computes with a gathered value, or with a value of its cone, which may be a view of it."""
+        names, readers = {name}, []
+        for at, op in self._after(wait)[:-1]:  # the last one is the return, which computes nothing
+            if op.kind is Kind.COMPUTE and not names.isdisjoint(op.reads):
+                readers.append(at)
+                names.update(written for written in op.writes if written in self.cone)
+        return readers
 
     def _lines(self, *positions: int | None) -> dict[int, Line]:
         found = sorted({at for at in positions if at is not None})

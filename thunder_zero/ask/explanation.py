@@ -40,8 +40,8 @@ class Gathered:
         launch: starts the gather.
         why_launch: why it is there, and not earlier.
         wait: ends the gather; the parameter can be read.
-        first_read, last_read: the first and the last line that computes with it, or with a view of it; None if its
-            bucket is gathered for others only.
+        first_read, last_read: the first and the last line that computes with it, or with a value made of
+            parameters alone, which may be a view of it; None if its bucket is gathered for others only.
         free: frees it; None if it stays.
         why_free: why it is freed there, or stays.
         sent_bytes, received_bytes: of this parameter by this rank.

@@ -1,4 +1,4 @@
-"""Says why a gather starts where it does, why a parameter stays gathered, and why a wait is where it is."""
+"""Says why a gather, a free and a wait are where they are, and how long a parameter lives."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from thunder_zero.schedule.prefetch import Bound
 from thunder_zero.schedule.timeline import Kind, Timeline
 
 
-def lifetime(param: Param, plan: Plan, gathers: int) -> str:
+def lifetime(param: Param, timeline: Timeline, gathers: int) -> str:
     """What the stage means for a parameter that a step gathers so many times."""
+    plan = timeline.plan
     stage = STAGES[plan.policy.stage]
     if not param.sharded:
         return f"every rank has all of it: {_why_replicated(param, plan)}"
@@ -25,10 +26,14 @@ def lifetime(param: Param, plan: Plan, gathers: int) -> str:
     if stage.gathered_once:
         return f"{stage.name} gathers it once, in forward, and frees it after its last use"
     if not param.gathered_once and gathers == 1:
-        return f"{stage.name} frees it after its last use in forward; backward does not read it"
+        return f"{stage.name} frees it after its last use in forward; {_no_backward(timeline)}"
     if not param.gathered_once:
         return f"{stage.name} frees it after its last use in each half, and gathers it again for backward"
     return f"{stage.name} gathers it once for forward and backward: {_why_once(param, plan)}"
+
+
+def _no_backward(timeline: Timeline) -> str:
+    return "backward does not read it" if timeline.ops[-1].backward else "there is no backward"
 
 
 def _why_replicated(param: Param, plan: Plan) -> str:
@@ -93,7 +98,9 @@ def why_free(timeline: Timeline, wait: int, free: int | None, last_read: int | N
         other.kind is Kind.GATHER and set(other.params) & set(timeline.ops[free].params)
         for other in timeline.ops[free:]
     )
-    return "after its last use in this half; it is gathered again" if again else "after its last use"
+    if again:
+        return "after its last use in this half; it is gathered again"
+    return "after its last use" if op.backward else f"after its last use; {_no_backward(timeline)}"
 
 
 def why_wait(timeline: Timeline, at: int) -> str:

@@ -1,4 +1,4 @@
-"""``tz.save_timeline``: the forecast of a step as a file for Perfetto, beside a profile of a measured one."""
+"""``tz.save_timeline``: the forecast of a step for Perfetto, beside a profile of a measured one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labels collectives and units by paths of parameters, while torch's profiler runs; otherwise does nothing."""
+"""Labels collectives and units by paths of parameters while torch's profiler runs."""
 
 from __future__ import annotations
 

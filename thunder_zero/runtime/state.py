@@ -41,6 +41,7 @@ class State:
         resident: ZeRO-1's full parameters.
         held_over: gathered parameters that the next micro-batch reads again.
         clock: records waits while ``measure_times`` runs.
+        labels: labels waits and units while a profiler runs.
         copies: copies of shards in host memory to the device, which may still run.
         name: of the model, the same on all ranks, as errors call it: ``"model 0 (Net)"``.
         training_forwards: how many forwards have ended in training mode and with gradients enabled.

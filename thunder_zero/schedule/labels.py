@@ -1,4 +1,4 @@
-"""Names launches, waits and units by the paths of parameters: the labels of profiles and of forecasts."""
+"""Names launches, waits and units by paths of parameters, for profiles and forecasts."""
 
 from __future__ import annotations
 
