@@ -127,11 +127,10 @@ def _there(found: dict[str, bool]) -> str:
 
 
 def _executors() -> str:
-    there, default, always = (
-        ", ".join(executor.name for executor in some())
-        for some in (thunder.get_all_executors, thunder.get_default_executors, thunder.get_always_executors)
-    )
-    return f"{there}; by default {default}, then {always}"
+    default, always = thunder.get_default_executors(), thunder.get_always_executors()
+    others = [one for one in thunder.get_all_executors() if one not in (*default, *always)]
+    names = (", ".join(executor.name for executor in some) for some in (default, always, others))
+    return "by default {}, then {}; also registered, if their libraries are there: {}".format(*names)
 
 
 def _devices() -> Iterator[Finding]:
