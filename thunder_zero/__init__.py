@@ -1,6 +1,11 @@
 """DDP and ZeRO-1/2/3 for Lightning Thunder, as traces that can be read. Import before Thunder."""
 
 from thunder_zero import _compat  # noqa: F401  # lets Thunder import
+from thunder_zero.ask.diff import diff
+from thunder_zero.ask.difference import Difference
+from thunder_zero.ask.explain import explain
+from thunder_zero.ask.explanation import Explanation
+from thunder_zero.ask.save_timeline import save_timeline
 from thunder_zero.checkpoint.load import Loaded, load
 from thunder_zero.checkpoint.save import save
 from thunder_zero.compiled import Traces
@@ -37,8 +42,10 @@ __all__ = [
     "ZERO2",
     "ZERO3",
     "Device",
+    "Difference",
     "DoesNotFit",
     "Estimate",
+    "Explanation",
     "Holds",
     "Kind",
     "Link",
@@ -63,7 +70,9 @@ __all__ = [
     "check",
     "clip_grad_norm_",
     "consolidate",
+    "diff",
     "estimate",
+    "explain",
     "fit",
     "full_state_dict",
     "global_mean",
@@ -73,6 +82,7 @@ __all__ = [
     "memory",
     "print_trace",
     "save",
+    "save_timeline",
     "shard_safetensors",
     "trace",
     "traces_of",

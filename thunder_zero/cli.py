@@ -1,21 +1,26 @@
-"""``thunder-zero``: prints, converts and makes checkpoints, without training.
+"""``thunder-zero``: prints and converts checkpoints, prints traces, says what works here.
 
 thunder-zero inspect CHECKPOINT [--verify]
 thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--max-file-bytes N] [--no-verify]
 thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8] [--dtype float32]
+thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--unit blocks.0] [--fold] [--json]
+thunder-zero doctor [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from thunder_zero.ask.trace_json import json_of
 from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.dcp_check import require_files
 from thunder_zero.checkpoint.manifest import Manifest
@@ -23,6 +28,10 @@ from thunder_zero.convert.consolidate import consolidate
 from thunder_zero.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
 from thunder_zero.convert.shard_safetensors import shard_safetensors
 from thunder_zero.convert.tensor_to_write import FLOAT_DTYPES
+from thunder_zero.doctor import examine, text_of
+from thunder_zero.dry_run import trace
+from thunder_zero.from_file import module_and_inputs
+from thunder_zero.print_trace import HALVES, print_trace
 
 WIDTH = 100  # columns, if stdout is not a terminal
 
@@ -51,9 +60,13 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: a checkpoint is damaged, or an option is invalid.
+        ValueError: a checkpoint is damaged, an option is invalid, or the package cannot run here.
     """
-    if options.command == "inspect":
+    if options.command == "trace":
+        show_trace(options)
+    elif options.command == "doctor":
+        show_health(as_json=options.json)
+    elif options.command == "inspect":
         inspect(options.checkpoint, verify_files=options.verify_files)
     elif options.command == "consolidate":
         written = consolidate(
@@ -73,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser("thunder-zero", description="Print and convert checkpoints.")
+    parser = argparse.ArgumentParser("thunder-zero", description="Print and convert checkpoints; print traces.")
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("inspect", help="print the contents of a checkpoint; find missing or cut files")
     show.add_argument("checkpoint", type=Path)
@@ -100,7 +113,60 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     cut.add_argument("checkpoint", type=Path)
     cut.add_argument("--ranks", type=int, default=1, help="number of files, one for the rows of each rank (default: 1)")
     cut.add_argument("--dtype", choices=FLOAT_DTYPES, help="of floating-point tensors (default: as in the source)")
+    _add_trace(commands.add_parser("trace", help="print the traces that one rank of any world runs"))
+    doctor = commands.add_parser("doctor", help="print what works here; the exit code is 1 if the package does not")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser.parse_args(arguments)
+
+
+def _add_trace(show: argparse.ArgumentParser) -> None:
+    show.add_argument("place", metavar="FILE.py:function", help="returns (module, input, ...); meta device or not")
+    show.add_argument("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
+    show.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
+    show.add_argument("--rank", type=int, default=0, help="the rank to trace (default: 0)")
+    show.add_argument("--replicas", type=int, default=1, help="copies of the sharded model (default: 1)")
+    show.add_argument("--half", choices=HALVES, default="both", help="(default: both)")
+    show.add_argument("--unit", help="only the lines where this unit computes, and its collectives")
+    show.add_argument("--fold", action="store_true", help="only the lines that handle or read a parameter")
+    show.add_argument("--json", action="store_true", help="print JSON: each line, its meaning, bytes")
+
+
+def show_trace(options: argparse.Namespace) -> None:
+    """Print the traces of the module that a function of a file makes.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: there is no such function, unit or rank.
+    """
+    module, inputs = module_and_inputs(options.place)
+    traces = trace(
+        module,
+        *inputs,
+        policy=options.stage,
+        world_size=options.world_size,
+        rank=options.rank,
+        replicas=options.replicas,
+    )
+    if options.json:
+        print(json.dumps(json_of(traces, options.half, unit=options.unit, fold=options.fold), indent=1))
+    else:
+        print_trace(traces, options.half, unit=options.unit, fold=options.fold)
+
+
+def show_health(*, as_json: bool) -> None:
+    """Print what works here.
+
+    Raises:
+        ValueError: the package does not.
+    """
+    findings = examine()
+    faults = [one.what for one in findings if one.fault]
+    if as_json:
+        print(json.dumps({"works": not faults, "findings": [asdict(one) for one in findings]}, indent=1))
+    else:
+        print(text_of(findings))
+    if faults:
+        raise ValueError(f"thunder_zero cannot run here: {', '.join(faults)}")
 
 
 def inspect(path: Path, *, verify_files: bool = False) -> None:

@@ -75,15 +75,22 @@ def print_trace(
     print_total(printed, console)
 
 
+def rows_of(traces: Traces, half: str, forecast: Memory | None) -> tuple[Row, ...]:
+    """The rows of one half, "forward" or "backward"; none if there is no backward."""
+    trace = traces.forward if half == "forward" else traces.backward
+    if trace is None:
+        return ()
+    return rows(_lines(trace, half, forecast), traces.timeline, backward=half == "backward")
+
+
 def _print_half(
     half: str, traces: Traces, forecast: Memory | None, console: Console, *, unit: str | None, fold: bool
 ) -> Sequence[Row | Gap]:
     """Print it, and return its rows."""
-    trace = traces.forward if half == "forward" else traces.backward
-    if trace is None:
+    whole = rows_of(traces, half, forecast)
+    if not whole:
         console.print("# no backward: nothing here needs a gradient\n", highlight=False)
         return ()
-    whole = rows(_lines(trace, half, forecast), traces.timeline, backward=half == "backward")
     shown = select(whole, traces.plan, unit, only_parameters=fold)
     print_rows(shown, traces.plan, half if traces.synced else f"{half} under no_sync", console)
     if forecast is not None and (half, forecast.peak_line.half) == ("forward", "loss"):

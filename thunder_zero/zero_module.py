@@ -79,6 +79,8 @@ class ZeroModule(ShardedModel, ThunderModule):
                 raise TypeError(
                     f"Thunder cannot trace {name}, which returns {what}; use a dict or a dataclass"
                 ) from error
+            finally:
+                self._state.labels.end()
 
     def set_buffer(self, name: str, value: Tensor) -> None:
         """Set a buffer of both modules; Thunder calls this with what forward assigned to one.

@@ -84,9 +84,14 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("fit.py",        IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report comm compiled dry_run forecast")),
     Room("estimate.py",   NOT,    NOT,     NOT,     rooms("compiled cost")),
     Room("print_trace.py",NOT,    NOT,     IMPORT,  rooms("report zero_module compiled forecast")),
+    Room("ask/",          NOT,    NOT,     IMPORT,  rooms("layout plan policy schedule report cost compiled "
+                                                          "zero_module forecast estimate print_trace")),
+    Room("from_file.py",  IMPORT, NOT,     NOT,     NOTHING),
+    Room("doctor.py",     IMPORT, IMPORT,  IMPORT,  rooms("_compat policy transform")),
     Room("lightning.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict arguments zero_module "
                                                                  "transform plugin")),
-    Room("cli.py",        NOT,    NOT,     NOT,     rooms("checkpoint convert")),
+    Room("cli.py",        NOT,    NOT,     NOT,     rooms("checkpoint convert dry_run print_trace ask "
+                                                          "from_file doctor")),
     Room("__init__.py",   NOT,    NOT,     NOT,     ALL),
 )
 # fmt: on

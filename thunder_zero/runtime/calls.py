@@ -12,8 +12,10 @@ from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.places import doing
 from thunder_zero.comm.small_collectives import all_reduce_max
 from thunder_zero.plan import Param
+from thunder_zero.runtime.profile_labels import launching
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule.program_name import ProgramName
+from thunder_zero.schedule.timeline import Kind
 
 
 class Calls:
@@ -61,7 +63,9 @@ class Calls:
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start gathering. ZeRO-1 sends only the parameters that an optimizer has changed since the last time, ZeRO-2
         under ``policy.gather_once_per_accumulation`` only those that the accumulation has not gathered before."""
-        return self._state.clock.watched(self._gather(shards, paths), paths[0], gather=True)
+        with launching(Kind.GATHER, paths):
+            handle = self._state.clock.watched(self._gather(shards, paths), paths[0], gather=True)
+        return self._state.labels.watched(handle, Kind.GATHER, paths)
 
     def _gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         params = [self._plan.by_name[path] for path in paths]
@@ -77,7 +81,10 @@ class Calls:
         self._state.held_over.clear()  # parameters that this forward did not read, its backward does not read either
         params = [self._plan.by_name[path] for path in paths]
         sums = [self._with_deferred(grad, param) for grad, param in zip(grads, params, strict=True)]
-        return self._state.clock.watched(self._reduce(sums, params), paths[0], gather=False)
+        with launching(Kind.REDUCE, paths):
+            handle = self._state.clock.watched(self._reduce(sums, params), paths[0], gather=False)
+        self._state.labels.gradients_are_made(paths)
+        return self._state.labels.watched(handle, Kind.REDUCE, paths)
 
     def _reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         start = self._transport.reduce_scatter if params[0].sharded else self._transport.all_reduce
@@ -101,6 +108,7 @@ class Calls:
         """Keep a full gradient until the next reduction of its parameter."""
         self._state.copies.wait()  # this backward does not end with ``land``
         self._accumulation.defer(sum_and_cast(grad, self._plan.by_name[path]), path)
+        self._state.labels.gradients_are_made((path,))
 
     def reduce_deferred(self, paths: Sequence[str]) -> None:
         """Reduce the deferred gradients of parameters that this backward does not reach, and add them to ``.grad``.

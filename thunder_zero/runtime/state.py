@@ -22,6 +22,7 @@ from thunder_zero.runtime.clock import Clock
 from thunder_zero.runtime.held_over import HeldOver
 from thunder_zero.runtime.memory import lay_out
 from thunder_zero.runtime.placeholders import placeholder
+from thunder_zero.runtime.profile_labels import Labels
 from thunder_zero.runtime.resident import ResidentParameters
 from thunder_zero.runtime.versions import Versions
 
@@ -40,6 +41,7 @@ class State:
         resident: ZeRO-1's full parameters.
         held_over: gathered parameters that the next micro-batch reads again.
         clock: records waits while ``measure_times`` runs.
+        labels: labels waits and units while a profiler runs.
         copies: copies of shards in host memory to the device, which may still run.
         name: of the model, the same on all ranks, as errors call it: ``"model 0 (Net)"``.
         training_forwards: how many forwards have ended in training mode and with gradients enabled.
@@ -62,6 +64,7 @@ class State:
         self.accumulation = Accumulation()
         self.training_forwards = 0
         self.clock = Clock(device)
+        self.labels = Labels(plan)
         self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
         self.name = f"model {next_number(self.group)} ({type(module).__name__})"
         self.transport = model_transport(plan, ranks, device, self.copies, self.name)

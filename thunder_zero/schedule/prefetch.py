@@ -39,6 +39,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import accumulate
 from math import inf
 
@@ -84,6 +85,46 @@ class _Use:
     gather: Op
     is_gathered_once: bool
     nbytes: int
+
+
+class Bound(StrEnum):
+    """What keeps a gather from starting earlier."""
+
+    HALF = "half"  # the half begins
+    USE = "use"  # the policy lets no gather start ahead of its use
+    PREFETCH = "prefetch"
+    TIMES = "times"
+    IN_FLIGHT = "in_flight_bytes"
+    FIRST = "first"  # the first gather of a half has the wire to itself
+    EARLIER = "earlier"  # the gather before it, or the line that writes its shards
+
+
+def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
+    """For each gather of a scheduled timeline, by its handle: the position after which it starts, and why not earlier.
+
+    The position is that of a wait, or the one before the first read of a bucket that forward gathered; for the first
+    gathers of a half, the one before the half.
+    """
+    ops, policy = timeline.ops, timeline.plan.policy
+    border = next((at for at, op in enumerate(ops) if op.backward), len(ops))
+    found: dict[str, tuple[int, Bound]] = {}
+    for start, stop in ((0, border), (border, len(ops))):
+        uses = _uses(timeline, start, stop)
+        for use, by_bound in zip(uses, _bounds(timeline, uses), strict=True):
+            ended = max(by_bound.values())
+            at = uses[ended - 1].at if ended else start - 1
+            bound = next(bound for bound, count in by_bound.items() if count == ended) if ended else Bound.HALF
+            if timeline.plan.ahead_bytes == 0 or (policy.prefetch == 0 and policy.times is None):
+                at, bound = use.at, Bound.USE
+            elif any(op.kind is Kind.COMPUTE for op in ops[at + 1 : _launched(timeline, use)]):
+                bound = Bound.EARLIER
+            if not use.is_gathered_once:
+                found[use.gather.writes[0]] = at, bound
+    return found
+
+
+def _launched(timeline: Timeline, use: _Use) -> int:
+    return next(at for at, op in enumerate(timeline.ops) if op.writes[:1] == use.gather.writes)
 
 
 def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
@@ -142,17 +183,26 @@ def _gathered_in_forward(timeline: Timeline, border: int) -> dict[str, Op]:
 
 def _ended(timeline: Timeline, uses: Sequence[_Use]) -> list[int]:
     """For each bucket of a half, how many of them must have been used before its gather starts."""
+    return [max(by_bound.values()) for by_bound in _bounds(timeline, uses)]
+
+
+def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
+    """The same by what demands it."""
     policy = timeline.plan.policy
     in_bound = ended_before([timeline.full_bytes(use.gather) for use in uses], timeline.plan.ahead_bytes)
     if policy.times is None:
-        ahead = [number + 1 - policy.prefetch for number in range(len(uses))]
+        name, ahead = Bound.PREFETCH, [number + 1 - policy.prefetch for number in range(len(uses))]
     else:
         # A bucket that forward gathered has no wait in backward that could be timed. Its time in forward is used:
         # backward computes longer, so the gathers that follow start rather too early than too late.
         halves = policy.times.forward, policy.times.backward
         computed = [halves[use.gather.backward].get(use.gather.params[0], 0.0) for use in uses]
+        name = Bound.TIMES
         ahead = ended_in_time(computed, [use.nbytes / policy.times.bytes_per_second for use in uses])
-    return [max(*bounds, min(number, 1)) for number, bounds in enumerate(zip(in_bound, ahead, strict=True))]
+    return [
+        {name: ahead[number], Bound.IN_FLIGHT: in_bound[number], Bound.FIRST: min(number, 1)}
+        for number in range(len(uses))
+    ]
 
 
 def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:

@@ -1,0 +1,487 @@
+"""``explain``, ``diff``, ``save_timeline``, profiler labels, ``thunder-zero trace`` and ``doctor``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from thunder_zero import cli, doctor
+from thunder_zero.ask.explanation import Line
+from thunder_zero.comm.handle import Handle
+from thunder_zero.runtime.profile_labels import Labels, launching
+from thunder_zero.schedule.prefetch import Bound, bounds
+from thunder_zero.schedule.timeline import Kind, Op, gathered_bytes
+
+import thunder
+
+pytestmark = pytest.mark.slow
+
+PAGE = Path(__file__).parents[2] / "docs/cost-model.md"
+WIDTH, ROWS, UNITS = 4, 3, 5
+MATRIX = WIDTH * WIDTH * 4  # bytes
+DEVICE = tz.Device("one", {"float32": 1.0}, 1e18, 1 << 30, inside=tz.Link(0.1))  # a FLOP takes 1 s, a byte 10 s
+
+
+class Deep(nn.Module):
+    """Layers of one matrix, a norm that no trained parameter follows, a frozen and an unused parameter."""
+
+    def __init__(self, units: int = UNITS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(units))
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(5))
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * self.frozen + self.shift
+
+
+@cache
+def traces(stage: int, *, synced: bool = True, rank: int = 0, units: int = UNITS, **fields: Any) -> tz.Traces:
+    policy = tz.Policy(stage, **{"gather_last_units_once": False, "recompute": "none", **fields})
+    return tz.trace(Deep(units), torch.ones(ROWS, WIDTH), policy=policy, world_size=2, rank=rank, synced=synced)
+
+
+def no_units(module: nn.Module) -> tuple[str, ...]:
+    return ()
+
+
+def weight(layer: int) -> str:
+    return f"layers.{layer}.weight"
+
+
+def in_words(shown: object) -> str:
+    text = str(shown)
+    assert max(map(len, text.splitlines())) <= 100
+    return " ".join(text.split())
+
+
+def op_at(line: Line, of: tz.Traces) -> Op:
+    (op,) = (
+        op
+        for op in of.timeline.ops
+        if op.backward is (line.half == "backward") and op.source[0] == line.position and op.kind is not Kind.FREE
+    )
+    return op
+
+
+def test_a_parameter_of_zero3_line_by_line() -> None:
+    of = traces(3, bucket_bytes=0)
+    shown = tz.explain(of, weight(2))
+    assert (shown.rows, shown.resting_bytes) == ((0, WIDTH // 2), MATRIX // 2)
+    assert [one.launch.half for one in shown.gathers] == ["forward", "backward"]
+    for one in shown.gathers:
+        assert op_at(one.launch, of).params == op_at(one.wait, of).params == one.bucket == (weight(2),)
+        assert one.first_read is not None
+        assert one.first_read == one.last_read
+        assert op_at(one.first_read, of).flops == 2 * ROWS * WIDTH**2
+        assert one.free is not None
+        assert one.free.code.startswith("del ")
+        assert one.free.half == one.launch.half
+        assert (one.nbytes, one.sent_bytes, one.received_bytes) == (MATRIX, MATRIX // 2, MATRIX // 2)
+        assert 2 * MATRIX <= one.gathered_at_most <= max(gathered_bytes(of.timeline))
+    assert shown.gradient is not None
+    assert shown.gradient.made is not None
+    assert shown.gradient.wait is not None
+    assert op_at(shown.gradient.made, of).writes == op_at(shown.gradient.launch, of).reads
+    assert (shown.sent_bytes, shown.received_bytes) == (3 * MATRIX // 2, 3 * MATRIX // 2)
+    assert shown.exposed_seconds is None
+    text = in_words(shown)
+    assert text.startswith(
+        "layers.2.weight: 4 x 4 float32, in unit layers.2; ZeRO-3, rank 0 of 2 at rest rows 0 to 1 of 4"
+    )
+    assert "right after the wait for layers.0.weight, 2 buckets ahead: Policy.prefetch=2" in text
+    assert "after its last use in this half; it is gathered again" in text
+    assert text.endswith("a step gathered twice; this rank sends 96 B and receives 96 B for it")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"prefetch": 1}, "right after the wait for layers.1.weight, one bucket ahead: Policy.prefetch=1"),
+        ({"prefetch": 0}, "right before its use: Policy.prefetch=0"),
+        ({"in_flight_bytes": 0}, "right before its use: Policy.in_flight_bytes=0"),
+        ({"in_flight_bytes": MATRIX}, "layers.1.weight: earlier, more than 64 B would be in flight"),
+        (
+            {"prefetch": 9},
+            "right after the wait for layers.0.weight: the first gather of forward has the wire to itself",
+        ),
+        (
+            {"times": tz.Times({weight(at): 1.0 for at in range(UNITS)}, {}, bytes_per_second=MATRIX / 2)},
+            "right after the wait for layers.1.weight: by the measured times (Policy.times) it still ends before its",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_keeps_a_gather_from_starting_earlier(fields: dict[str, Any], why: str) -> None:
+    policy = tz.Policy(3, gather_last_units_once=False, bucket_bytes=0, recompute="none", **fields)
+    of = tz.trace(Deep(), torch.ones(ROWS, WIDTH), policy=policy, world_size=2)
+    assert why in in_words(tz.explain(of, weight(2)))
+    first = in_words(tz.explain(of, weight(0)))
+    assert ("it starts with forward, so that it ends as soon as it can" in first) is ("its use: Policy" not in first)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "fields", [{}, {"prefetch": 1}, {"in_flight_bytes": 2 * MATRIX}, {"gather_last_units_once": True}]
+)
+def test_each_gather_is_where_its_bound_says(stage: int, fields: dict[str, Any]) -> None:
+    """Between the place after which it starts and its launch, nothing computes."""
+    timeline = traces(stage, bucket_bytes=0, **fields).timeline
+    found = bounds(timeline)
+    launches = {op.writes[0]: at for at, op in enumerate(timeline.ops) if op.kind is Kind.GATHER}
+    assert found.keys() == launches.keys()
+    assert {bound for _, bound in found.values()} - {Bound.HALF}
+    for handle, (after, bound) in found.items():
+        between = timeline.ops[after + 1 : launches[handle]]
+        assert bound is not Bound.EARLIER
+        assert all(op.kind is not Kind.COMPUTE and op.kind is not Kind.WAIT for op in between if not _writes_none(op))
+
+
+def _writes_none(op: Op) -> bool:
+    return op.kind is Kind.COMPUTE and not op.writes
+
+
+def test_each_stage_says_how_long_the_parameter_lives() -> None:
+    assert "every rank has all of it: DDP shards nothing" in in_words(tz.explain(traces(0), weight(2)))
+    assert not tz.explain(traces(0), weight(2)).gathers
+    resident = tz.explain(traces(1), weight(2))
+    assert resident.gathers[0].free is None
+    assert "free never: it stays in memory" in in_words(resident)
+    once = tz.explain(traces(2), weight(2))
+    (gather,) = once.gathers
+    assert gather.first_read is not None
+    assert gather.last_read is not None
+    assert gather.free is not None
+    assert (gather.first_read.half, gather.last_read.half, gather.free.half) == ("forward", "backward", "backward")
+    last = tz.explain(traces(3, gather_last_units_once=True), weight(UNITS - 1))
+    assert len(last.gathers) == 1
+    assert "staying does not raise the peak of gathered bytes" in in_words(last)
+    kept = tz.explain(traces(3, keep_units=("layers.1",)), weight(1))
+    assert len(kept.gathers) == 1
+    assert "Policy.keep_units names its unit" in in_words(kept)
+    small = tz.explain(traces(3, replicate_below_bytes=MATRIX + 1), weight(1))
+    assert "its 64 B are below Policy.replicate_below_bytes=65" in in_words(small)
+    assert "Policy.replicated names it" in in_words(tz.explain(traces(3, replicated=("layers.1",)), weight(1)))
+
+
+def test_what_no_gradient_reaches_and_what_is_deferred() -> None:
+    of = traces(3)
+    assert tz.explain(of, "frozen").why_no_gradient == "it is frozen (requires_grad=False)"
+    unused = tz.explain(of, "unused")
+    assert unused.why_no_gradient == "backward does not reach it"
+    assert "gathers none: this program does not read it" in in_words(unused)
+    padded = in_words(tz.explain(traces(3, rank=1), "unused"))
+    assert "rows 3 to 4 of 5 on this rank, 12 B of 20 B, with 1 row of padding" in padded
+    deferred = tz.explain(traces(3, synced=False), weight(1)).gradient
+    assert deferred is not None
+    assert deferred.wait is None
+    assert (deferred.sent_bytes, deferred.nbytes) == (0, MATRIX)
+    assert "no_sync keeps all of it" in deferred.why_wait
+
+
+def test_without_a_backward_nothing_waits_for_one() -> None:
+    with torch.no_grad():
+        of = tz.trace(Deep(2), torch.ones(ROWS, WIDTH), policy=3, world_size=2)
+    text = in_words(tz.explain(of, weight(0)))
+    assert text.count("there is no backward") == 3
+    assert "backward does not" not in text
+
+
+def test_a_value_made_of_the_parameter_alone_is_a_use_of_it() -> None:
+    half = tz.MixedPrecision(torch.bfloat16)
+    module, x = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.ones(3, 4)
+    of = tz.trace(module, x, policy=tz.Policy(2, mixed_precision=half, recompute="none"), world_size=2)
+    (gather,) = tz.explain(of, "0.weight").gathers
+    assert gather.last_read is not None
+    assert gather.free is not None
+    assert gather.last_read.half == gather.free.half
+    assert gather.last_read.position < gather.free.position
+
+
+def test_seconds_add_up_to_the_estimate() -> None:
+    of = traces(3, bucket_bytes=0)
+    shown = [tz.explain(of, weight(at), device=DEVICE) for at in range(UNITS)]
+    frozen = tz.explain(of, "frozen", device=DEVICE)
+    exposed = [one.exposed_seconds for one in (*shown, frozen)]
+    assert sum(one for one in exposed if one is not None) == pytest.approx(tz.estimate(of, DEVICE).exposed_seconds)
+    assert "compute waits" in in_words(shown[0])
+    for one in shown[0].gathers:
+        assert one.wire_seconds == pytest.approx(10 * MATRIX / 2)
+
+
+def test_the_wait_of_a_reduction_has_its_reason() -> None:
+    text = in_words(tz.explain(traces(3, bucket_bytes=0, in_flight_bytes=MATRIX), weight(UNITS - 1)))
+    assert "before the next gradient is made: with it, more than 64 B would be in flight" in text
+    assert "at the end of backward, behind all of its compute" in in_words(tz.explain(traces(3), weight(0)))
+
+
+def test_a_path_that_is_no_parameter_is_refused_with_near_names() -> None:
+    of = traces(3)
+    with pytest.raises(
+        ValueError, match=r"there is no parameter 'layer.3.weight'; the nearest names are 'layers.3.wei"
+    ):
+        tz.explain(of, "layer.3.weight")
+    with pytest.raises(ValueError, match=r"'shift' is a buffer, or a parameter that Policy.ignored names"):
+        tz.explain(of, "shift")
+    with pytest.raises(TypeError, match="estimate takes a Device, got str"):
+        tz.explain(of, weight(0), device="h100")  # type: ignore[arg-type]
+
+
+def test_zero3_beside_zero2_unit_by_unit() -> None:
+    first, second = traces(2), traces(3)
+    shown = tz.diff(first, second)
+    for at in range(UNITS):
+        zero2, zero3 = shown.units[f"layers.{at}"]
+        again = int(at > 0)  # x needs no gradient
+        assert (zero2.gathers, zero3.gathers) == (1, 1 + again)
+        assert (zero2.reductions, zero3.reductions) == (1, 1)
+        assert (zero2.sent_bytes, zero3.sent_bytes) == (MATRIX, MATRIX + again * MATRIX // 2)
+        assert (zero2.gathered_at_most, zero3.gathered_at_most) == (MATRIX, MATRIX)
+    for of, total in zip((first, second), shown.total, strict=True):
+        assert total.sent_bytes == sum(map(of.timeline.bytes_sent, of.timeline.ops))
+        assert total.gathered_at_most == max(gathered_bytes(of.timeline))
+        assert total.gathers == sum(op.kind is Kind.GATHER for op in of.timeline.ops)
+        assert (total.computed_again, total.flops_again) == (0, 0)
+    assert shown.peaks == (tz.memory(first).peak, tz.memory(second).peak)
+    text = in_words(shown)
+    assert text.startswith("ZeRO-2 -> ZeRO-3, rank 0 of 2 unit gathers reduces sent")
+    assert "layers.1 .. 4, each 1 -> 2 1 64 -> 96 B 64 B 0 0" in text
+
+
+def test_work_done_again_belongs_to_its_unit() -> None:
+    units = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)]
+    module, x = nn.Sequential(*units), torch.ones(ROWS, 8)
+    policy = tz.Policy(3, recompute="none", unit_of=lambda module: ("0", "1"))
+    plain, again = (
+        tz.trace(module, x, policy=replace(policy, recompute=how), world_size=2) for how in ("none", "units")
+    )
+    shown = tz.diff(plain, again)
+    work = plain.timeline, again.timeline
+    assert shown.total[1].flops_again == sum(op.flops for op in work[1].ops) - sum(op.flops for op in work[0].ops) > 0
+    assert [pair[0].flops_again for pair in shown.units.values()] == [0, 0]
+    assert sum(pair[1].flops_again for pair in shown.units.values()) == shown.total[1].flops_again
+    assert "; also recompute none -> units" in in_words(shown)
+
+
+def test_traces_of_different_modules_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"the first has 'layers.2.weight' \(4, 4\) float32 where the second has no"):
+        tz.diff(traces(3, units=3), traces(3, units=2))
+    with pytest.raises(ValueError, match=r"'layers.0.weight' is of unit '' in the first and of 'layers.0' in"):
+        tz.diff(traces(3, units=2, unit_of=no_units), traces(3, units=2))
+    with pytest.raises(ValueError, match="one of the programs runs under no_sync and the other does not"):
+        tz.diff(traces(3), traces(3, synced=False))
+    with pytest.raises(TypeError, match="diff takes Traces, got str"):
+        tz.diff(traces(3), "zero3")  # type: ignore[arg-type]
+
+
+def events_of(path: Path, category: str) -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == category]
+
+
+def test_a_timeline_for_perfetto_is_the_estimate(tmp_path: Path) -> None:
+    of, path = traces(3, bucket_bytes=0), tmp_path / "trace.json"
+    tz.save_timeline(path, of, device=DEVICE)
+    estimate = tz.estimate(of, DEVICE)
+    slices = events_of(path, "forecast")
+    assert max(one["ts"] + one["dur"] for one in slices) == pytest.approx(estimate.seconds * 1e6)
+    on_wire = [one for one in slices if one["tid"] == 1]
+    assert {one["name"] for one in on_wire} >= {f"{kind} {weight(2)}" for kind in ("gather", "reduce")}
+    assert sum(one["args"]["sent_bytes"] for one in on_wire) == estimate.sent_bytes
+    waits = [one for one in slices if one["name"].startswith("wait for ")]
+    assert sum(one["dur"] for one in waits) == pytest.approx(estimate.exposed_seconds * 1e6)
+    computes = [one for one in slices if one["tid"] == 0 and one not in waits]
+    assert sum(one["args"]["flops"] for one in computes) == estimate.flops
+    assert weight(2) in {one["name"] for one in computes}
+    counts = [event["args"]["bytes"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "C"]
+    assert max(counts) == max(gathered_bytes(of.timeline))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def profiled(stage: int, path: Path) -> list[str]:
+    """The labels of one step, in order; its profile is in a file."""
+    model: Any = thunder.jit(Deep(2), transforms=[tz.ZeroTransform(stage, gather_last_units_once=False)])
+    model(torch.ones(ROWS, WIDTH)).sum().backward()
+    with torch.profiler.profile() as profile:
+        model(torch.ones(ROWS, WIDTH)).sum().backward()
+    profile.export_chrome_trace(str(path))
+    labels = sorted(events_of(path, "user_annotation"), key=lambda event: event["ts"])
+    return [event["name"] for event in labels if not event["name"].startswith("Profiler")]
+
+
+def test_a_profile_has_labels_of_collectives_and_units(alone: None, tmp_path: Path) -> None:
+    labels = profiled(3, tmp_path / "3.json")
+    forward = [
+        *(f"gather {path}" for path in (weight(0),)),
+        *(f"wait for gather {weight(0)}", "unit layers.0", f"gather {weight(1)}", "gather frozen"),
+        *(f"wait for gather {weight(1)}", "unit layers.1", "wait for gather frozen", "root unit"),
+    ]
+    assert labels[: len(forward)] == forward
+    backward = labels[len(forward) :]
+    assert backward[-1] == f"wait for reduce {weight(0)}"
+    assert (
+        backward.index("unit layers.1") < backward.index(f"reduce {weight(1)}") < backward.index(f"reduce {weight(0)}")
+    )
+    assert profiled(0, tmp_path / "0.json") == [
+        f"reduce {weight(1)}",
+        f"reduce {weight(0)}",
+        *(f"wait for reduce {weight(at)}" for at in (1, 0)),
+    ]
+
+
+def test_a_unit_s_label_ends_where_its_gradients_are_made(alone: None, tmp_path: Path) -> None:
+    profiled(3, path := tmp_path / "trace.json")
+    spans = [(one["name"], one["ts"], one["ts"] + one["dur"]) for one in events_of(path, "user_annotation")]
+    (reduced,) = [end for name, _, end in spans if name == f"reduce {weight(1)}"]
+    unit = max((span for span in spans if span[0] == "unit layers.1"), key=lambda span: span[1])
+    others = [span for span in spans if span[1] > reduced]
+    assert others
+    assert unit[2] <= min(start for _, start, _ in others)
+
+
+def test_without_a_profiler_nothing_is_labelled() -> None:
+    handle = Handle((), (), set())
+    assert Labels(traces(3).plan).watched(handle, Kind.GATHER, (weight(0),)) is handle
+    assert launching(Kind.GATHER, (weight(0),)) is launching(Kind.REDUCE, (weight(1),))
+
+
+def test_a_measured_step_stands_beside_the_forecast(alone: None, tmp_path: Path) -> None:
+    profile, both = tmp_path / "profile.json", tmp_path / "both.json"
+    profiled(3, profile)
+    of = traces(3, units=2)
+    tz.save_timeline(both, of, device=DEVICE, measured=profile)
+    forecast, measured = events_of(both, "forecast"), events_of(both, "user_annotation")
+    name = f"gather {weight(0)}"
+    starts = [min(one["ts"] for one in events if one["name"] == name) for events in (forecast, measured)]
+    assert starts[0] == pytest.approx(starts[1])
+    assert {one["pid"] for one in forecast}.isdisjoint(one["pid"] for one in measured)
+    assert len(measured) == len(events_of(profile, "user_annotation"))
+    (tmp_path / "bad.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"has no list of traceEvents; give what profile.export_chrome_trace wrote"):
+        tz.save_timeline(both, of, device=DEVICE, measured=tmp_path / "bad.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        tz.save_timeline(both, of, device=DEVICE, measured=tmp_path / "bad.json")
+
+
+MODEL = """
+from __future__ import annotations
+from dataclasses import dataclass
+import torch
+from torch import nn
+import beside
+
+@dataclass
+class Config:
+    width: int = 4
+
+def build():
+    with torch.device("meta"):
+        layers = [nn.Linear(Config().width, Config().width, bias=False) for _ in range(beside.UNITS)]
+        return nn.Sequential(*layers), torch.ones(3, Config().width)
+
+def wrong():
+    return build()[0]
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "beside.py").write_text("UNITS = 3")
+    return tmp_path / "model.py"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = cli.main([str(argument) for argument in arguments])
+    out, error = capsys.readouterr()
+    return code, out, error
+
+
+def test_the_command_traces_a_file_for_any_world(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = f"{model_file}:build"
+    code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--rank", 3, "--stage", 2, "--half", "forward")
+    assert code == 0
+    assert out.startswith("# forward, ZeRO-2, rank 3 of 4")
+    code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--json")
+    lines = json.loads(out)["lines"]
+    launched = [line for line in lines if line["sent"]]
+    assert [line["kind"] for line in launched].count("reduce") == 3
+    assert sum(line["sent"] for line in launched if line["half"] == "forward") == 3 * MATRIX * 3 // 4
+    assert {"forward", "backward"} == {line["half"] for line in lines}
+    code, out, _ = run(capsys, "trace", place, "--json", "--unit", "1", "--fold")
+    shown = json.loads(out)["lines"]
+    assert 0 < len(shown) < len(lines)
+    assert any("lines_left_out" in line for line in shown)
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "sentence"),
+    [
+        ("model.py:nothing", (), "has no function 'nothing'; it has build, wrong"),
+        ("model.py:wrong", (), "wrong returns Sequential; return a tuple of the module and its inputs"),
+        ("model.py", (), "names no function; give FILE.py:function"),
+        ("other.py:build", (), "there is no file"),
+        ("model.py:build", ("--rank", "9"), "rank is 9; with world_size=8 it must be 0 to 7"),
+        ("model.py:build", ("--stage", "4"), "stage is 4; choose 0 (DDP), 1, 2 or 3"),
+        ("model.py:build", ("--unit", "x"), "unit is 'x'; the units of this module are '0', '1', '2'"),
+    ],
+)
+def test_a_wrong_place_gets_a_sentence(
+    model_file: Path, capsys: pytest.CaptureFixture[str], place: str, options: tuple[str, ...], sentence: str
+) -> None:
+    code, _, error = run(capsys, "trace", model_file.parent / place, *options)
+    assert (code, error.count("\n")) == (1, 1)
+    assert sentence in error
+
+
+def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, error = run(capsys, "doctor")
+    assert (code, error) == (0, "")
+    assert max(map(len, out.splitlines())) <= 100
+    for name in ("python", "torch", "lightning-thunder", "a step of ZeRO-3", "backends", "executors", "device"):
+        assert re.search(rf"^ok +{name} ", out, re.MULTILINE), name
+    assert torch.__version__ in out
+    monkeypatch.setattr(doctor, "TESTED", {"torch": ("99.0", "99.1"), "lightning-thunder": ("0.0.1", "0.0.2")})
+    monkeypatch.setattr(doctor, "ZeroTransform", None)
+    code, out, error = run(capsys, "doctor", "--json")
+    found = json.loads(out)
+    faults = [one["what"] for one in found["findings"] if one["fault"]]
+    steps = [f"a step of {name}" for name in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")]
+    assert (code, found["works"], faults) == (1, False, ["torch", *steps])
+    assert "newer than tested" in out
+    assert error.startswith("thunder-zero: thunder_zero cannot run here: torch, a step of DDP")
+
+
+def test_the_page_shows_what_is_printed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = PAGE.read_text()
+    fences = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
+    program, asked, output = fences.findall(text)[0], *fences.findall(text.partition("## Ask a line")[2])[:2]
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(program, str(PAGE), "exec"), names)
+    capsys.readouterr()
+    exec(compile(asked, str(PAGE), "exec"), names)
+    assert capsys.readouterr().out == output
+    assert (tmp_path / "trace.json").exists()

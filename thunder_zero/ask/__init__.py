@@ -1,0 +1,1 @@
+"""Answers questions about traces: about one parameter, about two programs; a file for Perfetto."""
