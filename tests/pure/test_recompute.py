@@ -20,6 +20,7 @@ from thunder_zero.schedule.min_cut import cheapest_to_keep
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.recompute import recompute
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work, gathered_bytes
+from thunder_zero.schedule.units import runs
 from thunder_zero.schedule.verify import ScheduleError, check_schedule
 from thunder_zero.schedule.verify_recompute import check_recompute
 
@@ -226,6 +227,11 @@ def test_units_save_their_borders_and_what_was_drawn() -> None:
     assert interpret(after, terms) == interpret(timeline, terms)
 
 
+def test_an_operation_of_two_units_belongs_to_the_later_one() -> None:
+    text = "gather u9.w\ngather u10.w\ny <-* x u9.w u10.w\n--\ngx <-* g y"
+    assert [run.unit for run in runs(program(text, UNITS))] == ["u10"]
+
+
 def test_units_gather_their_biases_with_them() -> None:
     def gathers(mode: str) -> list[tuple[str, ...]]:
         policy = replace(UNITS, gather_last_units_once=False, prefetch=0, recompute=mode)
@@ -317,8 +323,8 @@ FAULTY = """
 @pytest.mark.parametrize(
     ("plant", "sentence"),
     [
-        (with_copy("m", "gb"), "m_copy.* is computed again, but recompute='cheap' does not allow random work"),
-        (with_copy("h", "gb"), "h_copy.*does not allow matmul work"),
+        (with_copy("m", "gb"), "m_copy.* does random work again, which recompute='cheap' does not allow"),
+        (with_copy("h", "gb"), "h_copy.*does matmul work again"),
         (with_copy("e", "gb"), "e_copy.*computed again from x, whose memory an operation overwrites"),
         (with_copy("b", "gb"), r"reads u\.w for a copy, after all that read it without recomputing"),
         (swapped, "stands where the order without recomputing has compute"),
@@ -330,6 +336,13 @@ def test_a_faulty_choice_is_refused(plant: Fault, sentence: str) -> None:
     check_recompute(timeline, timeline)
     with pytest.raises(ScheduleError, match=sentence):
         check_recompute(plant(timeline), timeline)
+
+
+def test_a_unit_that_is_computed_again_allows_nothing_to_others() -> None:
+    timeline = program(TWO_UNITS, Policy(stage=2, recompute_units=("v",)))
+    check_recompute(with_copy("y1", "ga")(timeline), timeline)  # a matmul of v
+    with pytest.raises(ScheduleError, match="x1_copy.*does matmul work again"):
+        check_recompute(with_copy("x1", "gd")(timeline), timeline)
 
 
 def test_no_copy_of_what_draws_passes_the_proof_of_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

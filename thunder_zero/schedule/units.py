@@ -46,22 +46,27 @@ def is_vector(param: Param) -> bool:
 
 def runs(timeline: Timeline) -> list[Run]:
     """The runs of forward, in order. They depend on the program alone, not on shapes."""
-    units = _units_of_values(timeline)
+    units, number = _units_of_values(timeline), _numbers(timeline)
     readers: list[tuple[str, int]] = []
     for at, op in enumerate(timeline.ops):
         if op.backward:
             break
-        read = sorted({unit for name in op.reads for unit in units.get(name, ())})
+        read = {unit for name in op.reads for unit in units.get(name, ())}
         if op.kind is Kind.COMPUTE and read and not all(name in units for name in op.writes):
-            readers.append((read[-1], at))
+            readers.append((max(read, key=number.__getitem__), at))
     grouped = [(unit, [at for _, at in run]) for unit, run in groupby(readers, key=lambda reader: reader[0])]
     return [Run(unit, positions[0], positions[-1]) for unit, positions in grouped]
 
 
+def _numbers(timeline: Timeline) -> dict[str, int]:
+    """The units in the order of the module, the root first: an operation of several belongs to the last."""
+    return {ROOT: -1} | {unit: at for at, unit in enumerate(timeline.plan.units) if unit != ROOT}
+
+
 def _units_of_values(timeline: Timeline) -> dict[str, frozenset[str]]:
     """The values that no data has gone into, each with the units of its parameters; constants have none."""
-    by_name = timeline.plan.by_name
-    units = {name: frozenset((by_name[timeline.inputs[name] or ""].unit,)) for name in timeline.replicated}
+    paths = {name: path for name, path in timeline.inputs.items() if path is not None}
+    units = {name: frozenset((timeline.plan.by_name[paths[name]].unit,)) for name in timeline.replicated}
     for op in timeline.ops:
         if timeline.ends(op, Kind.GATHER):
             pairs = zip(op.writes, timeline.params_of(op), strict=True)
@@ -78,7 +83,8 @@ def touches(timeline: Timeline, found: list[Run]) -> dict[str, Touch]:
     unit_of = {name: run.unit for run in found for op in timeline.ops[run.first : run.last + 1] for name in op.writes}
     units = _units_of_values(timeline)
     again = regathered(timeline, cone(timeline))
-    unit_of |= {name: max(units[name], default=ROOT) for name in again if name in units}
+    number = _numbers(timeline)
+    unit_of |= {name: max(units[name], key=number.__getitem__, default=ROOT) for name in again if name in units}
     first: dict[str, Touch] = {}
     for at, op in enumerate(timeline.ops[:-1]):
         for name in op.reads if op.backward else ():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import accumulate, zip_longest
 
+from thunder_zero.plan import ROOT
 from thunder_zero.schedule.cone import cone, last_reads
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
-from thunder_zero.schedule.units import NOT_AGAIN, is_vector
+from thunder_zero.schedule.units import NOT_AGAIN, is_vector, segments
 from thunder_zero.schedule.verify import fault
 
 
@@ -22,7 +23,7 @@ def check_recompute(timeline: Timeline, before: Timeline) -> None:
         ScheduleError: the first rule that does not hold.
     """
     _check_others_stay(timeline, before)
-    _check_computed_again(timeline)
+    _check_computed_again(timeline, before)
     _check_lives_no_longer(timeline, before)
 
 
@@ -42,16 +43,18 @@ def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
             raise fault(timeline, at, f"stands where the order without recomputing has {expected}")
 
 
-def _check_computed_again(timeline: Timeline) -> None:
-    """What backward computes again, apart from the cone, is of a kind that the policy allows, and reads values that
-    nothing overwrites."""
-    policy, whole, inside = timeline.plan.policy.recompute, timeline.plan.recomputed, cone(timeline)
+def _check_computed_again(timeline: Timeline, before: Timeline) -> None:
+    """What backward computes again, apart from the cone, is of a kind that the policy allows for its unit, and reads
+    values that nothing overwrites."""
+    policy, inside = timeline.plan.policy.recompute, cone(timeline)
+    unit_at = segments(before).unit_at
+    whole = {op.source[0]: unit for op, unit in zip(before.ops, unit_at, strict=False) if unit != ROOT and op.source}
     gone = overwritten(timeline)
     for at, op in enumerate(timeline.ops):
         if not _is_recomputed(op) or any(name in inside for name in op.writes):
             continue
-        if not ((op.cheap and policy != "none") or (whole and op.work not in NOT_AGAIN)):
-            raise fault(timeline, at, f"is computed again, but recompute={policy!r} does not allow {op.work} work")
+        if not ((op.cheap and policy != "none") or (op.source[0] in whole and op.work not in NOT_AGAIN)):
+            raise fault(timeline, at, f"does {op.work} work again, which recompute={policy!r} does not allow here")
         if changed := [name for name in op.reads if name in gone]:
             raise fault(timeline, at, f"is computed again from {changed[0]}, whose memory an operation overwrites")
 
