@@ -341,7 +341,7 @@ def test_a_faulty_choice_is_refused(plant: Fault, sentence: str) -> None:
 def test_a_unit_that_is_computed_again_allows_nothing_to_others() -> None:
     timeline = program(TWO_UNITS, Policy(stage=2, recompute_units=("v",)))
     check_recompute(with_copy("y1", "ga")(timeline), timeline)  # a matmul of v
-    with pytest.raises(ScheduleError, match="x1_copy.*does matmul work again"):
+    with pytest.raises(ScheduleError, match=r"x1_copy.*does matmul work again"):
         check_recompute(with_copy("x1", "gd")(timeline), timeline)
 
 
