@@ -30,7 +30,7 @@ from thunder_zero.report.trace_printer import size
 from thunder_zero.report.trade import Trade, print_trade
 from thunder_zero.schedule.candidate import USUAL_PRICES, Prices
 from thunder_zero.schedule.parts import AGAIN, PLAIN
-from thunder_zero.schedule.search import Beside, Choices, Search
+from thunder_zero.schedule.search import Choices, Search
 
 from thunder.extend import Executor
 
@@ -44,7 +44,7 @@ class DoesNotFit(ValueError):
     """No policy fits. The message says by how many bytes, what makes the peak, and what would help.
 
     Attributes:
-        least_bytes: the least that was found.
+        least_bytes: the smallest exact peak of all that was compiled.
     """
 
     def __init__(self, message: str, least_bytes: int = 0) -> None:
@@ -177,25 +177,101 @@ def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Pri
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
     search = Search(traces.lifted, asked, prices, lambda count: forecasts.tell(f"evaluates schedule {count + 1}"))
     first = Choices(asked.keep_units, asked.recompute_units, *search.sizes[0])
-    peaks = {first: as_asked.peak}  # exact ones
-    besides = {first.sizes: as_asked.peak - search.candidate(first).peak}
+    compiled = _Compiled(forecasts, search, {first: _exact(first, as_asked.peak, search)})
+    best = None
+    if (as_asked.optimizer_step or 0) <= memory_bytes:
+        best = _confirmed(compiled, memory_bytes) or _least_that_fits(compiled, memory_bytes)
+    if best is None:
+        raise _refused(compiled, as_asked, memory_bytes)
+    return best, list(_trade(compiled, best))
 
-    def beside(sizes: tuple[int, int]) -> int:
-        """What the estimate leaves out: at rest, the loss, and buffers of transports, which depend on buckets."""
-        return besides.get(sizes, besides[first.sizes])
 
+def _confirmed(compiled: _Compiled, memory_bytes: int) -> Choices | None:
+    """The cheapest of the compiled choices that fit, after compilations of what the search finds best; None if none
+    fits."""
     for _ in range(COMPILATIONS):
-        choices = search.best(memory_bytes, beside) or search.least(beside)
-        if choices in peaks:
+        choices = compiled.search.best(memory_bytes, compiled.beside)
+        if choices is None or choices in compiled.exact:
             break
-        peaks[choices] = forecasts.of(choices.policy(asked))[1].peak
-        besides[choices.sizes] = peaks[choices] - search.candidate(choices).peak
-    fitting = [choices for choices, peak in peaks.items() if peak <= memory_bytes]
-    if not fitting or (as_asked.optimizer_step or 0) > memory_bytes:
-        least = _least(search, beside, peaks, as_asked.optimizer_step or 0)
-        raise DoesNotFit(_refusal(as_asked, least, memory_bytes, offloads=asked.cpu_offload), least.nbytes)
-    best = min(fitting, key=lambda choices: search.candidate(choices).cost)
-    return best, list(_trade(search, beside, best, peaks))
+        compiled.add(choices)
+    return compiled.cheapest(memory_bytes)
+
+
+def _least_that_fits(compiled: _Compiled, memory_bytes: int) -> Choices | None:
+    """Compiles what should take the fewest bytes, until one fits: with all units alike, which no correction of the
+    estimate may hide, and what the search finds."""
+    search = compiled.search
+    finds = [partial(search.alike, choice, search.sizes[-1]) for choice in (AGAIN, PLAIN)]
+    for find in (*finds, partial(search.least_alike, compiled.beside), partial(search.least, compiled.beside)):
+        choices = find()
+        if choices not in compiled.exact and compiled.add(choices).peak <= memory_bytes:
+            break
+    return compiled.cheapest(memory_bytes)
+
+
+def _refused(compiled: _Compiled, as_asked: Memory, memory_bytes: int) -> DoesNotFit:
+    """That nothing fits: with the smallest exact peak of all that was compiled."""
+    if as_asked.optimizer_step is not None and as_asked.optimizer_step > memory_bytes:
+        _least_that_fits(compiled, memory_bytes)  # whose peak the message compares with the optimizer's step
+    least = _least(compiled, as_asked.optimizer_step or 0)
+    offloads = compiled.search.asked.cpu_offload
+    return DoesNotFit(_refusal(as_asked, least, memory_bytes, offloads=offloads), least.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exact:
+    """What the compilation of a choice says.
+
+    Attributes:
+        choices: that were compiled.
+        peak: its exact forecast.
+        beside: what the estimate leaves out: at rest, the loss, and buffers of transports, which depend on buckets.
+    """
+
+    choices: Choices
+    peak: int
+    beside: int
+
+
+def _exact(choices: Choices, peak: int, search: Search) -> _Exact:
+    return _Exact(choices, peak, peak - search.candidate(choices).peak)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """The choices that were compiled.
+
+    Attributes:
+        forecasts: compiles them.
+        search: estimates them.
+        exact: what was found, in the order of compilation; it begins with the policy as asked for.
+    """
+
+    forecasts: _Forecasts
+    search: Search
+    exact: dict[Choices, _Exact]
+
+    def add(self, choices: Choices) -> _Exact:
+        """Compile a choice."""
+        peak = self.forecasts.of(choices.policy(self.search.asked))[1].peak
+        self.exact[choices] = _exact(choices, peak, self.search)
+        return self.exact[choices]
+
+    def beside(self, sizes: tuple[int, int]) -> int:
+        """What the estimate leaves out, by the last choice of these sizes, or else the first of any."""
+        found = list(self.exact.values())
+        return next((one for one in reversed(found) if one.choices.sizes == sizes), found[0]).beside
+
+    def peak(self, choices: Choices) -> int:
+        """The exact peak where it is known, else the estimate."""
+        if choices in self.exact:
+            return self.exact[choices].peak
+        return self.search.candidate(choices).peak + self.beside(choices.sizes)
+
+    def cheapest(self, memory_bytes: int) -> Choices | None:
+        """Of those that fit, the one that costs least."""
+        fitting = [choices for choices, one in self.exact.items() if one.peak <= memory_bytes]
+        return min(fitting, key=lambda choices: self.search.candidate(choices).cost, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,27 +293,24 @@ class _Least:
     in_flight_bytes: int
 
 
-def _least(search: Search, beside: Beside, peaks: Mapping[Choices, int], optimizer_step: int) -> _Least:
+def _least(compiled: _Compiled, optimizer_step: int) -> _Least:
     """The least of what was compiled, and what ``recompute="units"`` is good for."""
-    choices = min(peaks, key=lambda choices: peaks[choices])
+    one = min(compiled.exact.values(), key=lambda one: one.peak)
+    search, choices = compiled.search, one.choices
 
     def estimated(again: bool) -> int:
-        one = search.least(beside, (AGAIN if again else PLAIN,))
-        return search.candidate(one).peak + beside(one.sizes)
+        return compiled.peak(search.least_alike(compiled.beside, (AGAIN if again else PLAIN,)))
 
     again = len(search.candidate(choices).timeline.plan.recomputed)
-    nbytes, gain = max(peaks[choices], optimizer_step), estimated(False) - estimated(True)
+    nbytes, gain = max(one.peak, optimizer_step), estimated(False) - estimated(True)
     return _Least(nbytes, nbytes == optimizer_step, again, gain, choices.in_flight_bytes)
 
 
-def _trade(search: Search, beside: Beside, best: Choices, peaks: Mapping[Choices, int]) -> Iterator[Trade]:
+def _trade(compiled: _Compiled, best: Choices) -> Iterator[Trade]:
     """Choices from the least memory to the least cost, with the one that was made; exact peaks where there are some."""
-
-    def peak_of(choices: Choices) -> int:
-        return peaks.get(choices, search.candidate(choices).peak + beside(choices.sizes))
-
+    search, beside, peak_of = compiled.search, compiled.beside, compiled.peak
     cheapest_of_all = search.about(sys.maxsize, beside) or best
-    least, most = peak_of(search.least(beside)), peak_of(cheapest_of_all)
+    least, most = peak_of(search.least_alike(beside)), peak_of(cheapest_of_all)
     targets = [least + (most - least) * step // (STEPS - 1) for step in range(STEPS)]
     found = {choices for target in targets if (choices := search.about(target, beside)) is not None}
     cost = float("inf")
