@@ -104,8 +104,8 @@ class Search:
         return min(self._fitting(memory_bytes, beside), key=self._cost, default=None)
 
     def least(self, beside: Beside) -> Choices:
-        """The choices that take the fewest bytes, as far as the search finds them: units may differ. The sizes of buckets
-        are those that are best for units that do not."""
+        """The choices that take the fewest bytes, as far as the search finds them: units may differ. The sizes of
+        buckets are those that are best for units that do not."""
         best = self.least_alike(beside, (PLAIN, AGAIN, *self._options))
         nbytes = self._total(best, beside)
         step = nbytes // 8
