@@ -61,6 +61,21 @@ def wait_for_rank_0(rank: int, world_size: int) -> tuple[int, list[int], str]:
     return on_rank_0("the test", decide, every=0.0), calls, raised(lambda: on_rank_0("the test", fail, every=0.0))
 
 
+class OfTwo(Exception):
+    """Made from two arguments, of which it tells pickle one."""
+
+    def __init__(self, first: str, second: int) -> None:
+        super().__init__(first)
+        self.second = second
+
+
+def fail_with_two(rank: int, world_size: int) -> str:
+    def fail(go_on: Callable[[], None]) -> int:
+        raise OfTwo("bad loss", 2)
+
+    return raised(lambda: on_rank_0("the test", fail))
+
+
 def peak_of(policy: tz.Policy, x: Tensor) -> int:
     model = sharded(net(), policy)
 
@@ -79,6 +94,12 @@ def test_all_ranks_have_rank_0s_policy_which_fits(ranks_pool: RanksPool) -> None
     assert first["refusal"].startswith("DoesNotFit: no policy fits into 0.98 KiB")
     for _, budget, peak in (*first["found"], *second["found"]):
         assert peak <= budget
+
+
+def test_an_error_that_cannot_be_sent_is_sent_as_text(ranks_pool: RanksPool) -> None:
+    first, second = ranks_pool.run(2, fail_with_two)
+    assert first == "OfTwo: bad loss"
+    assert second == "RuntimeError: rank 0 raised OfTwo: bad loss; see its traceback"
 
 
 def test_the_other_ranks_hear_that_rank_0_goes_on(ranks_pool: RanksPool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
@@ -21,6 +22,8 @@ def ranks_of_default_group() -> int | None:
 
 def on_rank_0(what: str, decide: Callable[[Callable[[], None]], Result], every: float = 10.0) -> Result:
     """What ``decide`` returns on rank 0 of the default process group, or raises there, on every rank.
+
+    An error that cannot be sent is a RuntimeError with its class and text on the other ranks.
 
     Args:
         what: the function that decides, for errors.
@@ -47,10 +50,20 @@ def _decided_here(decide: Callable[[Callable[[], None]], Result], group: Process
     try:
         result = decide(go_on)
     except Exception as error:
-        broadcast_object_from_rank_0((True, None, error), group)
+        broadcast_object_from_rank_0((True, None, _sendable(error)), group)
         raise
     broadcast_object_from_rank_0((True, result, None), group)
     return result
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or a RuntimeError with its class and text if another rank could not make it from what is sent."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+        survives = type(copy) is type(error) and str(copy) == str(error)
+    except Exception:  # a class of the user may raise anything there
+        survives = False
+    return error if survives else RuntimeError(f"rank 0 raised {type(error).__name__}: {error}; see its traceback")
 
 
 def _decided_there(group: ProcessGroup) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
+from re import search
 
 from thunder_zero.plan import ROOT, Plan
 from thunder_zero.policy import Policy, is_count
@@ -24,15 +25,16 @@ class Prices:
         launch_bytes: what each collective costs beside its bytes (default 128 KiB: about a millisecond of 1 Gbit/s).
 
     Raises:
-        ValueError: ``flops_per_byte`` is not above 0, or ``launch_bytes`` is below 0.
+        ValueError: ``flops_per_byte`` is no number above 0, or ``launch_bytes`` is below 0.
     """
 
     flops_per_byte: float = 1000.0
     launch_bytes: int = 128 << 10
 
     def __post_init__(self) -> None:
-        if not self.flops_per_byte > 0:
-            raise ValueError(f"flops_per_byte is {self.flops_per_byte!r}; give a number above 0, such as 1000.0")
+        flops = self.flops_per_byte
+        if not isinstance(flops, int | float) or isinstance(flops, bool) or not flops > 0:
+            raise ValueError(f"flops_per_byte is {flops!r}; give a number above 0, such as 1000.0")
         if not is_count(self.launch_bytes):
             raise ValueError(f"launch_bytes is {self.launch_bytes!r}; give a number of bytes, 0 or more")
 
@@ -91,6 +93,13 @@ class Candidate:
     def units(self) -> tuple[str, ...]:
         """The units whose gradients backward makes, in the order of forward; not the root."""
         return tuple(reversed(self._ends))
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """The units that stay gathered from forward to backward: those of ``keep_units``, and those that the schedule
+        chooses (``gather_last_units_once``); not the root."""
+        plan = self.timeline.plan
+        return frozenset(plan.by_name[path].unit for path in plan.gathered_once) - {ROOT}
 
     @cached_property
     def _ends(self) -> dict[str, int]:
@@ -173,7 +182,14 @@ def flops_to_repeat(op: Op, timeline: Timeline) -> int:
 
 def _numel(name: str, timeline: Timeline) -> int:
     value = timeline.values.get(name)
-    return value.nbytes // ITEMSIZES.get(value.dtype, 4) if value else 0
+    return value.nbytes // itemsize(value.dtype) if value else 0
 
 
-ITEMSIZES = {"float64": 8, "int64": 8, "bfloat16": 2, "float16": 2, "bool": 1, "uint8": 1, "int8": 1}  # else 4 bytes
+def itemsize(dtype: str) -> int:
+    """Bytes of an element of a dtype of torch, from the first number in its name: its bits; at least 1.
+
+    >>> itemsize("bfloat16"), itemsize("float8_e4m3fn"), itemsize("complex64"), itemsize("bool")
+    (2, 1, 8, 1)
+    """
+    bits = search(r"[0-9]+", dtype)
+    return max(int(bits.group()) // 8, 1) if bits else 1

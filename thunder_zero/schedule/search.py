@@ -23,6 +23,7 @@ Beside = Callable[[tuple[int, int]], int]  # from bytes of a bucket and in fligh
 
 CORRECTIONS = 8  # of the bytes that the parts are chosen for
 TRIES = 24  # of cheaper choices for one unit or two
+FINEST = 500  # part of the bytes below which the search for the least stops
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +103,28 @@ class Search:
         """Almost the same with fewer candidates: without cheaper choices for single units."""
         return min(self._fitting(memory_bytes, beside), key=self._cost, default=None)
 
-    def least(self, beside: Beside, options: Sequence[UnitChoice] = (PLAIN, AGAIN)) -> Choices:
+    def least(self, beside: Beside) -> Choices:
+        """The choices that take the fewest bytes, as far as the search finds them: units may differ. The sizes of
+        buckets are those that are best for units that do not."""
+        best = self.least_alike(beside, (PLAIN, AGAIN, *self._options))
+        nbytes = self._total(best, beside)
+        step = nbytes // 8
+        while step > nbytes // FINEST:
+            lower = self._fitting_of(best.sizes, nbytes - step - beside(best.sizes))
+            if lower is None:
+                step //= 4
+            else:
+                best, nbytes = lower, self._total(lower, beside)
+        return best
+
+    def least_alike(self, beside: Beside, options: Sequence[UnitChoice] = (PLAIN, AGAIN)) -> Choices:
         """Of these choices for all units alike, the one that takes the fewest bytes."""
-        tried = [Choices.of(dict.fromkeys(self.units, choice), sizes) for choice in options for sizes in self.sizes]
-        return min(tried, key=lambda choices: self.candidate(choices).peak + beside(choices.sizes))
+        tried = [self.alike(choice, sizes) for choice in options for sizes in self.sizes]
+        return min(tried, key=lambda choices: self._total(choices, beside))
+
+    def _total(self, choices: Choices, beside: Beside) -> int:
+        """The bytes that a step takes."""
+        return self.candidate(choices).peak + beside(choices.sizes)
 
     @cached_property
     def units(self) -> tuple[str, ...]:
@@ -132,9 +151,13 @@ class Search:
         """The choices for a unit; among equals the first ones are taken. What is gathered once anyway is not kept."""
         return (*(() if STAGES[self.asked.stage].gathered_once else (KEPT, KEPT_AND_AGAIN)), PLAIN, AGAIN)
 
+    def alike(self, choice: UnitChoice, sizes: tuple[int, int]) -> Choices:
+        """The same choice for all units."""
+        return Choices.of(dict.fromkeys(self.units, choice), sizes)
+
     def _alike(self, sizes: tuple[int, int]) -> list[Choices]:
         """For each option, the choices of all units alike."""
-        return [Choices.of(dict.fromkeys(self.units, choice), sizes) for choice in self._options]
+        return [self.alike(choice, sizes) for choice in self._options]
 
     def _cost(self, choices: Choices) -> float:
         return self.candidate(choices).cost
