@@ -220,6 +220,16 @@ def test_the_loss_holds_the_output_no_longer_than_it_reads_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, None])
+def test_the_caller_holds_the_inputs_until_the_optimizer_steps(optimizer: Any) -> None:
+    memory = tz.memory(traces_of(tz.ZERO3), loss=lambda y: y.square().mean(), optimizer=optimizer)
+    (given,) = (one for one in memory.storages if one.kind is Holds.INPUT)
+    assert given.freed == (None if optimizer is None else len(memory.lines) - 1)  # the last line is the optimizer's
+    (buffer,) = (one for one in memory.storages if one.kind is Holds.BUFFER)
+    assert buffer.freed is None
+
+
+@pytest.mark.slow
 def test_no_sync_holds_full_gradients() -> None:
     first = tz.memory(traces_of(tz.ZERO3, synced=False))
     second = tz.memory(traces_of(tz.ZERO3, synced=False), accumulating=True)
