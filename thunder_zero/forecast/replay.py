@@ -275,10 +275,15 @@ def _value_of(loss: Loss, output: Any) -> Tensor:
 
     Raises:
         NoForecast: it reads a value.
-        TypeError: it is not one number with a gradient.
+        TypeError: the function does not take an output alone, or the loss is not one number with a gradient.
     """
     try:
         value = loss(output)
+    except TypeError as error:
+        raise TypeError(
+            f"loss= was called with what forward returns and raised {error}; give a function of that alone, such as "
+            f"lambda output: F.cross_entropy(output, targets)"
+        ) from error
     except (RuntimeError, NotImplementedError) as error:
         raise NoForecast(
             f"cannot forecast the loss: it does not run on tensors without values "
