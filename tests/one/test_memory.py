@@ -390,9 +390,7 @@ def test_what_cannot_be_forecast_is_refused() -> None:
         tz.memory(traces, optimizer=torch.optim.LBFGS)
     with pytest.raises(TypeError, match=r"^optimizer= was called with the parameters and raised .* takes 0 "):
         tz.memory(traces, optimizer=lambda: torch.optim.SGD([]))  # type: ignore[arg-type, misc]
-    lacks = (
-        r"^loss= was called with what forward returns and raised .* argument: 'target'; give a function of that alone,"
-    )
+    lacks = r"^loss= was called with what forward returns and raised .* argument: 'target'; give a function of that"
     for loss in (nn.functional.cross_entropy, nn.CrossEntropyLoss()):
         with pytest.raises(
             TypeError, match=rf"{lacks} alone, such as lambda output: F.cross_entropy\(output, targets\)$"
