@@ -220,6 +220,45 @@ def test_the_loss_holds_the_output_no_longer_than_it_reads_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, None])
+def test_the_caller_holds_the_inputs_until_the_optimizer_steps(optimizer: Any) -> None:
+    memory = tz.memory(traces_of(tz.ZERO3), loss=lambda y: y.square().mean(), optimizer=optimizer)
+    (given,) = (one for one in memory.storages if one.kind is Holds.INPUT)
+    assert given.freed == (None if optimizer is None else len(memory.lines) - 1)  # the last line is the optimizer's
+    (buffer,) = (one for one in memory.storages if one.kind is Holds.BUFFER)
+    assert buffer.freed is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_views_of_targets_are_not_counted(device: str) -> None:
+    targets = torch.zeros(ROWS, WIDTH, device=device)
+
+    def bce(views: int) -> tz.Memory:
+        def loss(y: Tensor) -> Tensor:
+            kept = [targets.view(-1) for _ in range(views)] + list(targets.chunk(views) if views else ())
+            given = (y.view(-1), kept[0]) if views else (y, targets)
+            return nn.functional.binary_cross_entropy_with_logits(*given)
+
+        return tz.memory(traces_of(tz.DDP), loss=loss)
+
+    plain, views = bce(0), bce(4)
+    assert views.curve == plain.curve
+    assert views.by_kind == plain.by_kind
+
+
+@pytest.mark.slow
+def test_what_the_loss_makes_itself_is_counted() -> None:
+    """A tensor from a list of numbers, and a copy of the targets, as long as the gradient needs them."""
+    targets, numbers = torch.zeros(ROWS, WIDTH), [[0.0] * WIDTH] * ROWS
+    plain = tz.memory(traces_of(tz.DDP), loss=lambda y: (y * targets).sum())
+    copied = tz.memory(traces_of(tz.DDP), loss=lambda y: (y * targets.clone()).sum())
+    listed = tz.memory(traces_of(tz.DDP), loss=lambda y: (y * torch.tensor(numbers)).sum())
+    highest = [next(line.highest for line in memory.lines if line.half == "loss") for memory in (plain, copied, listed)]
+    assert highest == [highest[0], highest[0] + ACTIVATION, highest[0] + ACTIVATION]
+
+
+@pytest.mark.slow
 def test_no_sync_holds_full_gradients() -> None:
     first = tz.memory(traces_of(tz.ZERO3, synced=False))
     second = tz.memory(traces_of(tz.ZERO3, synced=False), accumulating=True)
@@ -347,6 +386,16 @@ def test_what_cannot_be_forecast_is_refused() -> None:
         tz.memory(traces, optimizer=torch.optim.SGD([torch.ones(1, requires_grad=True)]))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"cannot forecast the optimizer: .*; leave out fused=True"):
         tz.memory(traces, optimizer=lambda params: torch.optim.AdamW(params, fused=True))
+    with pytest.raises(RuntimeError, match=r"the step of LBFGS needs a closure, .*; leave out optimizer=, and"):
+        tz.memory(traces, optimizer=torch.optim.LBFGS)
+    with pytest.raises(TypeError, match=r"^optimizer= was called with the parameters and raised .* takes 0 "):
+        tz.memory(traces, optimizer=lambda: torch.optim.SGD([]))  # type: ignore[arg-type, misc]
+    lacks = r"^loss= was called with what forward returns and raised .* argument: 'target'; give a function of that"
+    for loss in (nn.functional.cross_entropy, nn.CrossEntropyLoss()):
+        with pytest.raises(
+            TypeError, match=rf"{lacks} alone, such as lambda output: F.cross_entropy\(output, targets\)$"
+        ):
+            tz.memory(traces, loss=loss)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"loss= returned \(16, 64\); return a tensor of one number"):
         tz.memory(traces, loss=lambda y: y.square())
     with pytest.raises(RuntimeError, match=r"cannot forecast the loss: .*; give one that reads no value"):

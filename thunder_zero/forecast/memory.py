@@ -50,7 +50,8 @@ def memory(
     Args:
         model_or_traces: the result of :func:`thunder_zero.trace`, or a model with ZeroTransform that was called.
         loss: from what forward returns to the loss, where the model does not compute it. The forecast assumes that the
-            training code keeps no output.
+            training code keeps no output. Tensors that it brings along, such as targets, are the caller's: they are
+            not counted.
         optimizer: a class of optimizers, or a function from parameters to an optimizer, such as
             ``lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)``.
         backend: "gloo" or "nccl", whose transports have different buffers; "mpi" for all others. Default: "nccl" if the

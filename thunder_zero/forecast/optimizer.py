@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import Parameter, signature
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,8 @@ def optimizer_at_rest(
     """An optimizer of these shards, by path, that has made its state in a first step.
 
     Raises:
-        TypeError: not a class of optimizers, nor a function that makes one.
-        NoForecast: it does not run without values.
+        TypeError: not a class of optimizers, nor a function that makes one of parameters.
+        NoForecast: it does not run without values, or needs a closure.
     """
     if isinstance(make, torch.optim.Optimizer) or not callable(make):
         raise TypeError(
@@ -30,17 +31,36 @@ def optimizer_at_rest(
         )
     watch.kind = Holds.OPTIMIZER
     try:
-        optimizer = make(shards.values())
+        optimizer = _made(make, shards.values())
         for group in optimizer.param_groups:
             if on_cuda and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # torch's choice on CUDA; of meta tensors it does not know better
         take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
         _name_state(optimizer, shards, watch)
-    except (RuntimeError, TypeError, NotImplementedError) as error:
+    except NoForecast:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
         raise NoForecast(
             f"cannot forecast the optimizer: it does not run on tensors without values "
             f"({str(error).partition(chr(10))[0]}); leave out fused=True, or give its bytes as reserve="
         ) from error
+    return optimizer
+
+
+def _made(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.optim.Optimizer:
+    try:
+        optimizer = make(shards)
+    except TypeError as error:
+        raise TypeError(
+            f"optimizer= was called with the parameters and raised {error}; give a class, such as torch.optim.AdamW, "
+            f"or a function from parameters to an optimizer: lambda params: torch.optim.SGD(params, 0.1)"
+        ) from error
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise NoForecast(
+            f"cannot forecast the optimizer: the step of {type(optimizer).__name__} needs a closure, which runs "
+            f"forward and backward again; leave out optimizer=, and give its bytes as reserve="
+        )
     return optimizer
 
 

@@ -80,6 +80,8 @@ class Replay:
         optimizer: steps the shards after backward; None if it is left out.
         lines: those that ran so far.
         gradients: those that backward returned, by the paths of their parameters.
+        callers: the inputs, which the caller holds until the optimizer's step begins.
+        modules: the buffers, which the module holds.
     """
 
     traces: Traces
@@ -88,6 +90,8 @@ class Replay:
     optimizer: torch.optim.Optimizer | None
     lines: list[RunLine] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    callers: list[Tensor] = field(default_factory=list)
+    modules: list[Tensor] = field(default_factory=list)
 
     def step(self, loss: Loss | None) -> None:
         """Run forward and, if there is a backward, the loss and backward."""
@@ -104,7 +108,11 @@ class Replay:
         self.gradients = {path: values[name] for path, name in self.traces.timeline.gradients}
 
     def step_optimizer(self) -> None:
-        """Step the optimizer with the gradients that backward returned, if they are not deferred, and drop them."""
+        """Step the optimizer with the gradients that backward returned, if they are not deferred, and drop them.
+
+        The caller drops the inputs before.
+        """
+        self.callers.clear()
         if self.optimizer is None or not self.gradients or not self.traces.synced:
             return
         self.watch.next_line()
@@ -116,7 +124,7 @@ class Replay:
         self._note(OPTIMIZER_STEP, -1, "optimizer.step()")
 
     def _inputs(self) -> dict[str, Any]:
-        """The arguments of forward, by the names of their proxies."""
+        """The arguments of forward, by the names of their proxies. Lines delete them; who else holds them is noted."""
         timeline, others = self.traces.timeline, self.traces.others
         values: dict[str, Any] = {}
         for proxy in self.traces.forward.args:
@@ -125,10 +133,12 @@ class Replay:
             elif path := timeline.inputs.get(proxy.name):
                 values[proxy.name] = self.runtime.shards[path]
             elif isinstance(proxy, TensorProxy):
-                self.watch.kind = Holds.BUFFER if proxy.name in others else Holds.INPUT
+                is_buffer = proxy.name in others
+                self.watch.kind = Holds.BUFFER if is_buffer else Holds.INPUT
                 tensor = torch.empty(proxy.shape, dtype=dtypes.to_torch_dtype(proxy.dtype), device=META)
                 self.watch.see(tensor).name = others.get(proxy.name, proxy.name)
                 values[proxy.name] = tensor
+                (self.modules if is_buffer else self.callers).append(tensor)
         return values
 
     def _forward(self, values: dict[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -265,10 +275,15 @@ def _value_of(loss: Loss, output: Any) -> Tensor:
 
     Raises:
         NoForecast: it reads a value.
-        TypeError: it is not one number with a gradient.
+        TypeError: the function does not take an output alone, or the loss is not one number with a gradient.
     """
     try:
         value = loss(output)
+    except TypeError as error:
+        raise TypeError(
+            f"loss= was called with what forward returns and raised {error}; give a function of that alone, such as "
+            f"lambda output: F.cross_entropy(output, targets)"
+        ) from error
     except (RuntimeError, NotImplementedError) as error:
         raise NoForecast(
             f"cannot forecast the loss: it does not run on tensors without values "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.forecast.workspaces import hidden_bytes
@@ -51,7 +52,7 @@ class Allocation:
 
 
 class Watch(TorchDispatchMode):
-    """Records the storages that are allocated inside the block.
+    """Records the storages that are allocated inside the block. Those that the code brings along are not counted.
 
     Attributes:
         kind: what new storages hold, until somebody knows better.
@@ -72,10 +73,12 @@ class Watch(TorchDispatchMode):
         self.line = self.now = self.highest_in_line = self.highest = self.events = self.events_at_highest = 0
         self.allocations: list[Allocation] = []
         self._alive: dict[int, Allocation] = {}
+        self._brought: Any = WeakIdKeyDictionary()  # storages that do not count: what stands in for each on META
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on tensors without values."""
-        args, kwargs = tree_map_only(Tensor, without_values, (args, dict(kwargs or {})))
+        is_new = func is torch.ops.aten.lift_fresh.default  # the argument is what torch.tensor() made
+        args, kwargs = tree_map_only(Tensor, without_values if is_new else self._stand_in, (args, dict(kwargs or {})))
         if kwargs.get("device") is not None:
             kwargs["device"] = META
         out = func(*args, **kwargs)
@@ -91,6 +94,8 @@ class Watch(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._alive:
+            if storage in self._brought:
+                return Allocation(storage.nbytes(), self.line, self.events, self.kind, freed=self.events)
             self._alive[key] = made = Allocation(storage.nbytes(), self.line, self.events, self.kind)
             self.allocations.append(made)
             self._count(made.nbytes)
@@ -103,6 +108,21 @@ class Watch(TorchDispatchMode):
         if gone.freed is None:
             gone.freed = self.events
             self._count(-gone.nbytes)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """As ``without_values``, but views of a storage are views of what stands in for it. It does not count, nor
+        does a storage that the watch has not seen: the code brought it along."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._alive:
+            self._brought.setdefault(storage, None)
+        if tensor.is_meta or not tensor.ndim:
+            return tensor
+        stands_in = self._brought.get(storage)
+        if stands_in is None:
+            self._brought[storage] = stands_in = torch.UntypedStorage(storage.nbytes(), device=META)
+            self._brought[stands_in] = None
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        return torch.empty(0, dtype=tensor.dtype, device=META).set_(stands_in, *place)
 
     def _passing(self, nbytes: int, name: str) -> None:
         """An operator allocates these beside its results, and frees them."""
