@@ -134,10 +134,15 @@ class Plan:
         """The bound of the bytes in flight: the policy's, or else two of the largest units, 4 to 32 MiB."""
         if self.policy.in_flight_bytes is not None:
             return self.policy.in_flight_bytes
+        return min(max(2 * self.largest_unit_bytes, 4 * MiB), 32 * MiB)
+
+    @cached_property
+    def largest_unit_bytes(self) -> int:
+        """Bytes of the full parameters of the largest unit, or of their gradients."""
         counts: Counter[str] = Counter()
         for param in self.params:
             counts[param.unit] += max(param.full_bytes, param.grad_bytes)
-        return min(max(2 * max(counts.values(), default=0), 4 * MiB), 32 * MiB)
+        return max(counts.values(), default=0)
 
     @property
     def ahead_bytes(self) -> int:

@@ -43,6 +43,7 @@ from enum import StrEnum
 from itertools import accumulate
 from math import inf
 
+from thunder_zero.plan import Plan
 from thunder_zero.schedule.cone import cone
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
@@ -53,12 +54,11 @@ def prefetch(timeline: Timeline) -> Timeline:
     At most ``Plan.ahead_bytes`` are in flight. The first gather of a half has the wire to itself: others, which
     are needed later, would only delay it.
     """
-    ops, policy = timeline.ops, timeline.plan.policy
-    if timeline.plan.ahead_bytes == 0 or (policy.prefetch == 0 and policy.times is None):
+    ops = timeline.ops
+    if _starts_at_use(timeline.plan):
         return timeline
-    border = next((at for at, op in enumerate(ops) if op.backward), len(ops))
     after: defaultdict[int, list[Op]] = defaultdict(list)  # position -> the gathers that start after it
-    for start, stop in ((0, border), (border, len(ops))):
+    for start, stop in _halves(timeline):
         for at, op in _starts(timeline, start, stop):
             after[at].append(op)
     moved = after.pop(-1, [])
@@ -105,22 +105,32 @@ def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
     The position is that of a wait, or the one before the first read of a bucket that forward gathered; for the first
     gathers of a half, the one before the half.
     """
-    ops, policy = timeline.ops, timeline.plan.policy
-    border = next((at for at, op in enumerate(ops) if op.backward), len(ops))
+    ops = timeline.ops
     found: dict[str, tuple[int, Bound]] = {}
-    for start, stop in ((0, border), (border, len(ops))):
+    for start, stop in _halves(timeline):
         uses = _uses(timeline, start, stop)
         for use, by_bound in zip(uses, _bounds(timeline, uses), strict=True):
             ended = max(by_bound.values())
             at = uses[ended - 1].at if ended else start - 1
             bound = next(bound for bound, count in by_bound.items() if count == ended) if ended else Bound.HALF
-            if timeline.plan.ahead_bytes == 0 or (policy.prefetch == 0 and policy.times is None):
+            if _starts_at_use(timeline.plan):
                 at, bound = use.at, Bound.USE
             elif any(op.kind is Kind.COMPUTE for op in ops[at + 1 : _launched(timeline, use)]):
                 bound = Bound.EARLIER
             if not use.is_gathered_once:
                 found[use.gather.writes[0]] = at, bound
     return found
+
+
+def _halves(timeline: Timeline) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The first position of each half, and the one after its last."""
+    border = next((at for at, op in enumerate(timeline.ops) if op.backward), len(timeline.ops))
+    return (0, border), (border, len(timeline.ops))
+
+
+def _starts_at_use(plan: Plan) -> bool:
+    """Whether the policy lets no gather start ahead of its use."""
+    return plan.ahead_bytes == 0 or (plan.policy.prefetch == 0 and plan.policy.times is None)
 
 
 def _launched(timeline: Timeline, use: _Use) -> int:

@@ -7,7 +7,6 @@ chooses again, and then tries cheaper choices for single units and for pairs.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -135,10 +134,7 @@ class Search:
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Bytes of a bucket and in flight: those that were asked for, and smaller ones: two units, one, nothing."""
         most = self.asked.bucket_bytes, self.lifted.plan.in_flight_bytes
-        counts: Counter[str] = Counter()
-        for param in self.lifted.plan.params:
-            counts[param.unit] += max(param.full_bytes, param.grad_bytes)
-        largest = max(counts.values())
+        largest = self.lifted.plan.largest_unit_bytes
         smaller = ((min(most[0], in_flight // 2), in_flight) for in_flight in (2 * largest, largest, 0))
         return (most, *(sizes for sizes in smaller if sizes[1] < most[1]))
 
