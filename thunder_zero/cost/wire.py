@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from math import prod
 
-from thunder_zero import layout
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.schedule.timeline import LAUNCHES, Op, Timeline
 
 
 class Lane(StrEnum):
@@ -50,16 +48,10 @@ def rings(op: Op, timeline: Timeline) -> tuple[Ring, ...]:
 def _rings(op: Op, timeline: Timeline) -> Iterator[Ring]:
     plan = timeline.plan
     world, copies = plan.world_size, plan.replicas
-    busiest = layout.busiest_rank(world)
-    whole = inside = across = 0
-    for param in timeline.params_of(op):
-        itemsize = timeline.travels_in(op, param).itemsize
-        if not param.sharded:
-            whole += plan.reduce_bytes(param)
-            continue
-        inside += (world - 1) * prod(layout.shard_shape(param.shape, world, busiest)) * itemsize
-        rows = layout.owned_numel(param.shape, world, busiest)
-        across += layout.all_reduce_sends((rows,), copies) * itemsize if op.kind is Kind.REDUCE else 0
+    params = timeline.params_of(op)
+    whole = sum(plan.reduce_bytes(param) for param in params if not param.sharded)
+    sends = [timeline.busiest_sends(op, param) for param in params if param.sharded]
+    inside, across = (sum(part) for part in zip(*sends, strict=True)) if sends else (0, 0)
     yield Ring(Lane.ACROSS if copies > 1 else Lane.INSIDE, plan.ranks, 1, whole, 2 * (plan.ranks - 1))
     yield Ring(Lane.INSIDE, world, 1, inside, world - 1)
     yield Ring(Lane.ACROSS, copies, world, across, 2 * (copies - 1))

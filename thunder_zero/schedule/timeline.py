@@ -201,16 +201,19 @@ class Timeline:
         That is rank 0, which owns the most rows: it sends most in a gather, receives most in a reduce-scatter, and
         averages most between the copies of a sharded model.
         """
-        return sum(self._busiest(op, param, self.plan) for param in self.params_of(op))
+        return sum(
+            sum(self.busiest_sends(op, param)) if param.sharded else self.plan.reduce_bytes(param)
+            for param in self.params_of(op)
+        )
 
-    def _busiest(self, op: Op, param: Param, plan: Plan) -> int:
-        if not param.sharded:
-            return plan.reduce_bytes(param)
-        busiest = layout.busiest_rank(plan.world_size)
-        inside = (plan.world_size - 1) * prod(layout.shard_shape(param.shape, plan.world_size, busiest))
-        rows = layout.owned_numel(param.shape, plan.world_size, busiest)
-        across = layout.all_reduce_sends((rows,), plan.replicas) if op.kind is Kind.REDUCE else 0
-        return (inside + across) * self.travels_in(op, param).itemsize
+    def busiest_sends(self, op: Op, param: Param) -> tuple[int, int]:
+        """Of a sharded parameter: bytes that the busiest rank sends inside its copy of the model, and across copies."""
+        world, itemsize = self.plan.world_size, self.travels_in(op, param).itemsize
+        busiest = layout.busiest_rank(world)
+        inside = (world - 1) * prod(layout.shard_shape(param.shape, world, busiest))
+        rows = layout.owned_numel(param.shape, world, busiest)
+        across = layout.all_reduce_sends((rows,), self.plan.replicas) if op.kind is Kind.REDUCE else 0
+        return inside * itemsize, across * itemsize
 
     def travels_in(self, op: Op, param: Param) -> torch.dtype:
         """The dtype in which a launch sends a parameter, or its gradient."""
