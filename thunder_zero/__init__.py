@@ -19,6 +19,7 @@ from thunder_zero.fit import DoesNotFit, fit
 from thunder_zero.forecast.figures import Memory, MemoryLine, Storage
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.forecast.memory import memory
+from thunder_zero.full_parameters import full_parameters
 from thunder_zero.measure import measure_times
 from thunder_zero.plan import Param, Plan, make_plan
 from thunder_zero.plugin import Recipe, Zero, zero
@@ -75,6 +76,7 @@ __all__ = [
     "estimate",
     "explain",
     "fit",
+    "full_parameters",
     "full_state_dict",
     "global_mean",
     "load",

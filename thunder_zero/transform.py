@@ -163,6 +163,7 @@ class ZeroTransform(Transform):
                 f"sharded; call the jitted module from a function that is not jitted"
             )
         refuse_function_transforms(type(model._model).__name__)
+        self._state.require_not_lent()
         self._state.transport.drain()  # ends the collectives of a failed step
         self._intact.require()
         self._state.agree_on_stale()

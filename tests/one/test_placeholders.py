@@ -151,7 +151,7 @@ GRADIENTS: dict[str, Attempt] = {
 }
 
 IN_THE_ACT: dict[str, tuple[dict[str, Attempt], tuple[str, ...]]] = {
-    "computes": (COMPUTES, ("cannot use parameter '", "call that model", "full_state_dict")),
+    "computes": (COMPUTES, ("cannot use parameter '", "call that model", "full_parameters")),
     "writes": (WRITES, ("cannot write to parameter '", "before thunder.jit", "load_original_state_dict")),
     "converts": (CONVERTS, ("be moved or cast", "call .to() on the module before thunder.jit")),
     "freezes": (FREEZES, ("requires_grad of parameter '", "planned as True", "before thunder.jit")),

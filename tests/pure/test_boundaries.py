@@ -78,6 +78,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("transform.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("schedule trace comm runtime state_dict arguments "
                                                                  "refusals placement compiled zero_module")),
     Room("plugin.py",     NOT,    NOT,     IMPORT,  rooms("policy trace arguments refusals transform")),
+    Room("full_parameters.py",IMPORT,NOT,  NOT,     rooms("plan rows comm runtime trace")),
     Room("dry_run.py",    IMPORT, NOT,     IMPORT,  DATA | rooms("cost trace runtime compiled transform")),
     Room("measure.py",    NOT,    NOT,     IMPORT,  DATA | rooms("schedule comm runtime zero_module")),
     Room("forecast/",     IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report trace comm runtime "

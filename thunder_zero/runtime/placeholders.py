@@ -173,9 +173,9 @@ def _refusal(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
         )
     return (
         f"{said} cannot use {what}: thunder_zero sharded it, its values are in the shards, and only a call of the "
-        f"sharded model gathers them; to compute, call that model (make the method its forward, or let an argument of "
-        f"forward choose it); to read values, use model.parameters() of it or thunder_zero.full_state_dict(model), "
-        f"which a new plain module can load"
+        f"sharded model gathers them; to train, call that model (make the method its forward, or let an argument of "
+        f"forward choose it); to compute with the plain module or to read its values, use the module that "
+        f"thunder_zero.full_parameters(model) gives"
     )
 
 

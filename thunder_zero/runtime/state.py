@@ -44,6 +44,7 @@ class State:
         labels: labels waits and units while a profiler runs.
         copies: copies of shards in host memory to the device, which may still run.
         name: of the model, the same on all ranks, as errors call it: ``"model 0 (Net)"``.
+        lent: the plain module has full parameters (``full_parameters``), and the model cannot be called.
         training_forwards: how many forwards have ended in training mode and with gradients enabled.
         transport: launches the collectives.
     """
@@ -62,6 +63,7 @@ class State:
         """
         self.plan, self.ranks, self.group, self.device = plan, ranks, ranks.everyone, device
         self.accumulation = Accumulation()
+        self.lent = False
         self.training_forwards = 0
         self.clock = Clock(device)
         self.labels = Labels(plan)
@@ -79,6 +81,17 @@ class State:
         digested = {path: self.shards[path] for path in memory.buffers} if is_copied else {}
         self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
         self.held_over = HeldOver(self.shards, versions)
+
+    def require_not_lent(self) -> None:
+        """Raise if the plain module has full parameters.
+
+        Raises:
+            RuntimeError: naming the model.
+        """
+        if self.lent:
+            raise RuntimeError(
+                f"{self.name} is inside full_parameters; leave that block first, or call the module that it gives"
+            )
 
     def leave_group(self) -> None:
         """Drop all references to the process groups; the model cannot be called again."""

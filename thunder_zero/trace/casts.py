@@ -49,6 +49,19 @@ def casting_borders(module: nn.Module, precision: MixedPrecision) -> Iterator[No
             submodule.__class__ = kind
 
 
+@contextmanager
+def without_casts(module: nn.Module) -> Iterator[None]:
+    """Inside the block, nothing that :func:`cast_borders` made casts."""
+    casting = {submodule: type(submodule) for submodule in module.modules() if BORDER in vars(type(submodule))}
+    for submodule, kind in casting.items():
+        submodule.__class__ = kind.__base__  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for submodule, kind in casting.items():
+            submodule.__class__ = kind
+
+
 def _casting(module: nn.Module, precision: MixedPrecision) -> dict[nn.Module, type[nn.Module]]:
     found: dict[nn.Module, type[nn.Module]] = {}
     for path, submodule in module.named_modules():
