@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
@@ -12,6 +14,7 @@ import torch
 from thunder_zero.policy import Policy
 from thunder_zero.precision import MixedPrecision
 from thunder_zero.runtime.initial_values import Sources
+from thunder_zero.runtime.initial_values.weights_folder import SafetensorsWeights
 from thunder_zero.times import Times
 
 if TYPE_CHECKING:
@@ -31,14 +34,15 @@ class Arguments(TypedDict, total=False):
         init: gives parameters and buffers on the meta device their values, after ``reset_parameters`` of each module
             that owns some: it is called as ``module.apply(init)`` calls it, with the module's own parameters in full.
         weights: full tensors by their names in the module's state dict (``torch.load(..., mmap=True)``); they become
-            the values of the module's parameters and buffers, read one at a time.
+            the values of the module's parameters and buffers, read one at a time. Or the path of a folder of
+            safetensors files, as ``save_pretrained`` writes it, or of one such file.
     """
 
     process_group: dist.ProcessGroup | None
     mesh: DeviceMesh | None
     device: torch.device | str | None
     init: Callable[[torch.nn.Module], object] | None
-    weights: Mapping[str, torch.Tensor] | None
+    weights: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None
     stage: int
     unit_of: Callable[[torch.nn.Module], tuple[str, ...]] | None
     ignored: tuple[str, ...]
@@ -82,6 +86,7 @@ def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments])
 
     Raises:
         TypeError: not a policy; a field that policies do not have; init that is no function, weights no mapping.
+        OSError: ``weights`` cannot be read.
         ValueError: a field out of range; a stage that contradicts the policy; an unknown device.
     """
     others: dict[str, Any] = dict(arguments)
@@ -121,14 +126,17 @@ def sources_of(init: object, weights: object) -> Sources:
     """The sources of initial values.
 
     Raises:
-        TypeError: not a function; not a mapping.
+        TypeError: not a function; neither a mapping nor a path.
+        OSError, ValueError: files that cannot be read.
     """
     if init is not None and (not callable(init) or isinstance(init, torch.nn.Module)):
         raise TypeError(f"init is {init!r}; give a function of a module that writes its parameters, or None")
+    if isinstance(weights, str | os.PathLike):
+        weights = SafetensorsWeights(Path(weights))
     if weights is not None and not isinstance(weights, Mapping):
         raise TypeError(
             f"weights is a {type(weights).__name__}; give a mapping of names to tensors, such as a state dict from "
-            f"torch.load(path, mmap=True), or None"
+            f"torch.load(path, mmap=True), a folder of safetensors files, or None"
         )
     return Sources(init, weights)
 

@@ -1,0 +1,108 @@
+"""``weights=`` of a folder of safetensors files: what is read and refused; test_meta_device.py shards it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.harness.errors import refused
+from thunder_zero.arguments import sources_of
+from thunder_zero.runtime.initial_values.weights_folder import SafetensorsWeights
+
+A, B = torch.arange(6.0).view(2, 3), torch.ones(2, dtype=torch.bfloat16)
+INDEX = "model.safetensors.index.json"
+
+
+def two_files(folder: Path) -> None:
+    save_file({"a": A}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": B}, folder / "model-00002-of-00002.safetensors")
+
+
+def indexed(folder: Path, **changes: str) -> None:
+    two_files(folder)
+    where = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors", **changes}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+def with_another_file(folder: Path) -> None:
+    """The index decides: the folder may hold the weights in another form, too."""
+    indexed(folder)
+    save_file({"a": A + 1, "c": A}, folder / "consolidated.safetensors")
+
+
+@pytest.mark.parametrize("write", [two_files, indexed, with_another_file])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_tensors_are_read_by_name(tmp_path: Path, write: Callable[[Path], None], kind: Callable[[Path], str]) -> None:
+    write(tmp_path)
+    weights = sources_of(None, kind(tmp_path)).weights
+    assert weights is not None
+    assert list(weights) == ["a", "b"]
+    assert torch.equal(weights["a"], A)
+    assert torch.equal(weights["b"], B)
+    assert len(weights) == 2
+    assert "c" not in weights
+
+
+def test_one_file_or_an_index_may_be_named(tmp_path: Path) -> None:
+    indexed(tmp_path)
+    assert list(SafetensorsWeights(tmp_path / INDEX)) == ["a", "b"]
+    assert list(SafetensorsWeights(tmp_path / "model-00002-of-00002.safetensors")) == ["b"]
+
+
+def damaged(folder: Path) -> None:
+    two_files(folder)
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"damaged")
+
+
+def of_torch(folder: Path) -> None:
+    torch.save({"a": A}, folder / "pytorch_model.bin")
+
+
+def twice(folder: Path) -> None:
+    two_files(folder)
+    save_file({"a": A}, folder / "model.safetensors")
+
+
+def no_index(folder: Path) -> None:
+    two_files(folder)
+    (folder / INDEX).write_text("{}")
+
+
+def two_indexes(folder: Path) -> None:
+    indexed(folder)
+    (folder / f"other{INDEX}").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("write", "kind", "words"),
+    [
+        (lambda folder: folder.rmdir(), FileNotFoundError, ["does not exist", "give a folder"]),
+        (of_torch, ValueError, ["no safetensors file", "torch.load(file, mmap=True)"]),
+        (damaged, ValueError, ["model-00002-of-00002.safetensors is no safetensors file, or damaged"]),
+        (twice, ValueError, ["model-00001-of-00002.safetensors and model.safetensors", "both have 'a'"]),
+        (no_index, ValueError, ["is no index of safetensors files"]),
+        (two_indexes, ValueError, ["several indexes"]),
+        (lambda folder: indexed(folder, a="gone.safetensors"), FileNotFoundError, ["gone.safetensors does not exist"]),
+        (
+            lambda folder: indexed(folder, a="model-00002-of-00002.safetensors"),
+            ValueError,
+            ["says that model-00002-of-00002.safetensors has 'a', which it does not"],
+        ),
+    ],
+)
+def test_what_cannot_be_read_is_refused(
+    tmp_path: Path, write: Callable[[Path], None], kind: type[Exception], words: list[str]
+) -> None:
+    write(tmp_path)
+    with refused(kind, *words):
+        SafetensorsWeights(tmp_path)
+
+
+def test_what_is_no_path_is_refused() -> None:
+    with refused(TypeError, "weights is a int", "a folder of safetensors files"):
+        sources_of(None, 3)
