@@ -36,7 +36,7 @@ from examples.bench.held import alive, held_bytes
 from examples.bench.model import Size, loss_of, make_batch
 from examples.bench.network import bytes_sent
 from examples.tensor_memory import added_at_peak
-from thunder_zero.calibrate.calibration import Calibration
+from thunder_zero.calibration.rounds import Calibration
 from thunder_zero.comm.handle import Handle
 from thunder_zero.cost.device_file import to_data
 

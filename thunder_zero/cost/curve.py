@@ -1,4 +1,4 @@
-"""Seconds by size, as measured: a line from point to point, and on beyond the last one."""
+"""Seconds by size, as measured: a line from point to point, and beyond the last one at its rate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Curve:
     """How long work of a size takes.
 
     A size below the first takes as long as the first; between two sizes the time is on the line that joins them; beyond
-    the last it goes on at the last piece's rate.
+    the last it is in proportion to the last.
 
     Attributes:
         points: sizes and seconds, sizes ascending, seconds not descending.
@@ -44,14 +44,12 @@ class Curve:
         if at == 0:
             return self.points[0][1]
         if at == len(self.points):
-            return self.points[-1][1] + (size - self.points[-1][0]) * self.seconds_per_unit
+            return size * self.seconds_per_unit if self.points[-1][0] else self.points[-1][1]
         (left, before), (right, after) = self.points[at - 1 : at + 1]
         return before + (after - before) * (size - left) / (right - left)
 
     @property
     def seconds_per_unit(self) -> float:
-        """Of the last piece; of the largest size as a whole if that piece is level, or alone."""
+        """Of the last size."""
         size, seconds = self.points[-1]
-        if len(self.points) > 1 and seconds > self.points[-2][1]:
-            return (seconds - self.points[-2][1]) / (size - self.points[-2][0])
         return seconds / size if size else 0.0

@@ -12,8 +12,8 @@ from statistics import mean, median
 import torch
 from torch.distributed import ProcessGroup
 
-from thunder_zero.calibrate.collectives import SIZES, TIMES, TRAIN, Collectives
-from thunder_zero.calibrate.compute import enough_times, lines_of, measures, seconds_of
+from thunder_zero.calibration.collectives import SIZES, TIMES, TRAIN, Collectives
+from thunder_zero.calibration.compute import enough_times, lines_of, measures, seconds_of
 from thunder_zero.comm.small_collectives import all_gather_object, barrier
 from thunder_zero.cost.calibrated import Calibrated, Collective
 from thunder_zero.cost.curve import Curve

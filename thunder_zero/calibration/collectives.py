@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from thunder_zero.calibrate.compute import seconds_of
+from thunder_zero.calibration.compute import seconds_of
 from thunder_zero.comm.backends import transport_for
 from thunder_zero.comm.handle import Result, Waitable
 from thunder_zero.comm.small_collectives import barrier
@@ -21,7 +21,8 @@ from thunder_zero.plan import Param
 CPU = torch.device("cpu")
 SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))  # bytes that the busiest rank sends
 COLUMNS = 64
-TRAIN = 2  # launched together
+TRAIN = 4  # launched together, as a step's follow each other
+BESIDE = 2  # launched together beside compute
 WIDTH = 256  # of the products that run beside collectives
 SMALL = 8  # tensors of a bucket of many
 TIMES = {"gather": 1, "scatter": 1, "all_reduce": 2}  # how often (W - 1) / W of the bytes are sent
@@ -74,14 +75,14 @@ class Collectives:
         start = self._starts[kind, SIZES[-1]]
         left, right = torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
         once = seconds_of(lambda: left @ right, 8)
-        times = ceil(1.5 * TRAIN * (wire + held) / once)
+        times = ceil(1.5 * BESIDE * (wire + held) / once)
 
         def compute() -> None:
             for _ in range(times):
                 left @ right
 
         def beside() -> None:
-            handles = [start() for _ in range(TRAIN)]
+            handles = [start() for _ in range(BESIDE)]
             compute()
             for handle in handles:
                 handle.wait()
@@ -90,7 +91,7 @@ class Collectives:
         alone, _ = _clocked(compute)
         barrier(self._group)
         together, _ = _clocked(beside)
-        return (together - alone) / TRAIN - held
+        return (together - alone) / BESIDE - held
 
     def seconds_a_tensor(self, kind: str) -> float:
         """By how much each further tensor of a bucket makes its launch and wait longer, at the least bytes."""
