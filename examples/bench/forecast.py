@@ -4,7 +4,8 @@
     sudo python -m examples.bench.forecast --networks 1gbit --world-sizes 2
     python -m examples.bench.forecast --page                                the page again, nothing measured
 
-Each rank has one core. On each network, rounds of calibration and steps of stages 0 to 3 alternate in the same processes.
+Each rank has one core. On each network, rounds of calibration and steps of stages 0 to 3 alternate in the same
+processes.
 The forecast is of the whole step: forward, loss, backward and SGD. Rows go into docs/forecast.json, in place of earlier
 ones of the same network and world, and the table into docs/cost-model.md.
 """
@@ -20,8 +21,8 @@ from pathlib import Path
 from examples.bench.forecast_table import Row, merged, read_rows, text_of, versions, write
 from examples.bench.network import LOOPBACK, can_limit, seats, set_rate
 from examples.bench.ranks import Ranks, ranks
-from examples.bench.run import SLOW, stopped_by_term
 from examples.bench.report import rate_of
+from examples.bench.run import SLOW, stopped_by_term
 
 NETWORKS = ("250mbit", "1gbit", "10gbit", LOOPBACK)
 STAGES = range(4)

@@ -1,4 +1,4 @@
-"""The data file of forecasts held against steps (docs/forecast.json), and the tables that docs/cost-model.md has of it."""
+"""The data file of forecasts held against steps (docs/forecast.json), and the table of docs/cost-model.md."""
 
 from __future__ import annotations
 
@@ -118,8 +118,9 @@ def tables(rows: Sequence[Row]) -> str:
         here = [row for row in rows if row.where == where]
         wrong = misranked(here)
         pairs = ", ".join(f"stage {slow} before stage {fast}" for fast, slow in wrong)
+        order = f"ranks {pairs}" if wrong else "ranked as measured"
         worst = max(here, key=lambda row: abs(row.off))
-        words.append(f"- {place(worst)}: at most {abs(worst.off):.1%} off; {f'ranks {pairs}' if wrong else 'ranked as measured'}\n")
+        words.append(f"- {place(worst)}: at most {abs(worst.off):.1%} off; {order}\n")
     return table + "\n" + "".join(words) + "\n" + "; ".join(dict.fromkeys(row.versions for row in rows)) + ".\n"
 
 
@@ -148,7 +149,9 @@ def text_of(row: Row) -> str:
 
 def versions() -> str:
     """Machine, Python, torch and Thunder."""
-    cpu = next((line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
+    cpu = next(
+        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), ""
+    )
     names = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning-thunder"))
     return f"{cpu or platform.processor()}, one core a rank, Python {platform.python_version()}, {names}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,10 @@ pytestmark = pytest.mark.slow
 
 LINE = Curve(((0.0, 0.0), (100.0, 1.0)))
 SENDS = Collective(
-    launch=Curve(((1.0, 0.5),)), wire=LINE, finish=Curve(((1.0, 0.25),)), taken=Curve(((0.0, 0.0), (100.0, 0.5)))
+    launch=Curve(((0.0, 0.5),)),
+    wire=LINE,
+    finish=Curve(((0.0, 0.25),)),
+    taken=Curve(((0.0, 0.0), (100.0, 0.5))),
 )
 DEVICE = Calibrated(
     "ours",
@@ -57,7 +61,9 @@ def test_noise_does_not_make_a_larger_size_faster() -> None:
     assert Curve.measured([(4.0, 2.0), (1.0, 3.0), (8.0, 5.0)]).points == ((1, 3), (4, 3), (8, 5))
 
 
-@pytest.mark.parametrize("points", [(), ((1.0, -1.0),), ((1.0, float("nan")),), ((2.0, 1.0), (1.0, 2.0)), ((1.0, 2.0), (2.0, 1.0))])
+@pytest.mark.parametrize(
+    "points", [(), ((1.0, -1.0),), ((1.0, float("nan")),), ((2.0, 1.0), (1.0, 2.0)), ((1.0, 2.0), (2.0, 1.0))]
+)
 def test_a_curve_that_is_none(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(ValueError, match="a curve has the points"):
         Curve(points)
@@ -68,7 +74,7 @@ def test_more_takes_no_less_time(points: list[tuple[float, float]]) -> None:
     curve = Curve.measured(points)
     sizes = sorted([size * factor for size, _ in points for factor in (0.5, 1, 1.5)])
     seconds = [curve.seconds(size) for size in sizes]
-    assert all(later >= one * (1 - 1e-9) for one, later in zip(seconds, seconds[1:], strict=False))
+    assert all(later >= one * (1 - 1e-9) for one, later in pairwise(seconds))
 
 
 def test_lines_take_what_their_class_of_work_takes() -> None:
@@ -82,7 +88,9 @@ def test_lines_take_what_their_class_of_work_takes() -> None:
 
 
 def test_collectives_of_other_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="ours was calibrated with collectives of 2 ranks, but the step has one of 4 ran"):
+    with pytest.raises(
+        ValueError, match="ours was calibrated with collectives of 2 ranks, but the step has one of 4 ran"
+    ):
         DEVICE.collective("gather", 4, 1, 100, 3, 1)
     with pytest.raises(ValueError, match="of 2 ranks, 2 apart; calibrate under torchrun with as many"):
         DEVICE.collective("gather", 2, 2, 100, 1, 1)
@@ -189,7 +197,10 @@ def test_other_files_are_refused(change: dict[str, object], sentence: str, tmp_p
         load_device(path)
 
 
-@pytest.mark.parametrize(("text", "sentence"), [("{", "is no JSON"), ("[]", "format 'list'"), ('{"format": "thunder_zero device 1"}', "it has no 'products'")])
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("{", "is no JSON"), ("[]", "format 'list'"), ('{"format": "thunder_zero device 1"}', "it has no 'products'")],
+)
 def test_files_that_are_none(text: str, sentence: str, tmp_path: Path) -> None:
     (tmp_path / "device.json").write_text(text)
     with pytest.raises(ValueError, match=sentence):

@@ -23,7 +23,7 @@ SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))  # bytes that the bu
 COLUMNS = 64
 TRAIN = 4  # launched together, as a step's follow each other
 BESIDE = 2  # launched together beside compute
-WIDTH = 256  # of the products that run beside collectives
+ROWS, WIDTH = 256, 1024  # of the products that run beside collectives: 4 MiB, as a step's weights pass through caches
 SMALL = 8  # tensors of a bucket of many
 TIMES = {"gather": 1, "scatter": 1, "all_reduce": 2}  # how often (W - 1) / W of the bytes are sent
 
@@ -73,8 +73,8 @@ class Collectives:
         """Seconds by which one collective of the largest size, which takes ``wire`` seconds, makes compute longer that
         runs meanwhile, beside the ``held`` seconds of its launch and wait."""
         start = self._starts[kind, SIZES[-1]]
-        left, right = torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
-        once = seconds_of(lambda: left @ right, 8)
+        left, right = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, WIDTH)
+        once = seconds_of(lambda: left @ right, 4)
         times = ceil(1.5 * BESIDE * (wire + held) / once)
 
         def compute() -> None:

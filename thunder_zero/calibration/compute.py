@@ -8,7 +8,6 @@ from itertools import count, cycle
 from time import perf_counter
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from thunder_zero.schedule.timeline import Work

@@ -54,7 +54,9 @@ class Calibration:
                 self._found[name, kind, sent].append(getattr(timed, name))
         for kind in TIMES:
             self._found["tensor", kind].append(collectives.seconds_a_tensor(kind))
-            launch, finish, train = (median(self._found[name, kind, SIZES[-1]]) for name in ("launch", "finish", "train"))
+            launch, finish, train = (
+                median(self._found[name, kind, SIZES[-1]]) for name in ("launch", "finish", "train")
+            )
             slower = collectives.slows_compute(kind, train / TRAIN, launch + finish)
             self._found["taken", kind].append(slower)
 
@@ -120,7 +122,7 @@ def wire_seconds(elapsed: float, held: float, taken: float, train: int) -> float
     Launches and waits hold up compute for ``held`` seconds each time. Those of all but one run beside the wire, which
     they delay by the share of the core that it asks for.
 
-    >>> wire_seconds(elapsed=11.0, held=1.0, taken=0.0, train=2), wire_seconds(elapsed=12.0, held=1.0, taken=5.0, train=2)
+    >>> wire_seconds(11.0, held=1.0, taken=0.0, train=2), wire_seconds(12.0, held=1.0, taken=5.0, train=2)
     (5.0, 5.0)
     """
     wire = elapsed / train

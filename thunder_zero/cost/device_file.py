@@ -62,7 +62,9 @@ def to_data(device: Calibrated) -> dict[str, Any]:
         "flops_per_second": dict(device.flops_per_second),
         "memory_bytes_per_second": device.memory_bytes_per_second,
         "inside": asdict(device.inside),
-        "products": {work: {dtype: curve.points for dtype, curve in of.items()} for work, of in device.products.items()},
+        "products": {
+            work: {dtype: curve.points for dtype, curve in of.items()} for work, of in device.products.items()
+        },
         "traffic": {work: curve.points for work, curve in device.traffic.items()},
         "collectives": {kind: _of_collective(one) for kind, one in device.collectives.items()},
     }

@@ -1,8 +1,8 @@
 """The lanes of a simulated step: compute, and the wires beside it, which may share its core.
 
-A ring with a load takes that share of the core. If compute runs meanwhile, they share it as the system's scheduler does:
-rings get what they ask for up to half of the core, and compute has the rest. If rings ask for more than half, they take
-that much longer.
+A ring with a load takes that share of the core. If compute runs meanwhile, they share it as the system's scheduler
+does: rings get what they ask for up to half of the core, and compute has the rest. If rings ask for more than half,
+they take that much longer.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@
     inside        | gather a    | gather b |
                   ^ launch      ^ one wire carries one launch at a time
 
-A launch starts once the operations before it are done and its wire is free. A wait ends with its launch. On a calibrated
-device starting a launch and the end of a wait take compute's time too, and a launch under way may slow compute down.
+A launch starts once the operations before it are done and its wire is free. A wait ends with its launch. On a
+calibrated device starting a launch and the end of a wait take compute's time too, and a launch under way may slow
+compute down.
 """
 
 from __future__ import annotations

@@ -95,9 +95,7 @@ def _figures(replay: Replay, peak: int, events: int, reserve: int, excluded: tup
     )
 
 
-def begun(
-    traces: Traces, backend: str, optimizer: MakeOptimizer | None, watch: Watch, *, accumulating: bool
-) -> Replay:
+def begun(traces: Traces, backend: str, optimizer: MakeOptimizer | None, watch: Watch, *, accumulating: bool) -> Replay:
     """A step that is about to begin: all is there that rests in memory."""
     runtime = Rehearsal(traces.plan, backend, synced=traces.synced)
     for path, tensor in runtime.at_rest():
