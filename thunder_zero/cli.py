@@ -1,4 +1,4 @@
-"""``thunder-zero``: prints and converts checkpoints, prints traces, says what works here, measures the machine.
+"""``thunder-zero``: checkpoints, traces, what works on this machine, and how fast it is.
 
 thunder-zero inspect CHECKPOINT [--verify]
 thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--max-file-bytes N] [--no-verify]

@@ -1,1 +1,1 @@
-"""Measures this machine for forecasts of time: curves over sizes of compute, and of collectives between these ranks."""
+"""Measures this machine for forecasts of time: compute, and collectives between ranks."""

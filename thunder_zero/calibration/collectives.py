@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 from time import perf_counter, sleep
@@ -112,12 +112,12 @@ class Collectives:
         params = [_param((rows, COLUMNS)) for _ in range(tensors)]
         shape = (rows // world, COLUMNS) if kind == "gather" else (rows, COLUMNS)
         sources: list[Tensor] = [torch.ones(shape) for _ in params]
-        launch = {
+        starts: dict[str, Callable[[Sequence[Tensor], Sequence[Param]], Waitable]] = {
             "gather": self._transport.all_gather,
             "scatter": self._transport.reduce_scatter,
             "all_reduce": self._transport.all_reduce,
-        }[kind]
-        return lambda: launch(sources, params)
+        }
+        return lambda: starts[kind](sources, params)
 
 
 def _points() -> Iterator[tuple[str, int]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from statistics import mean, median
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -20,7 +21,7 @@ from thunder_zero.cost.curve import Curve
 from thunder_zero.cost.device import Link
 
 DTYPES = (torch.float32, torch.bfloat16)
-Key = tuple[Hashable, ...]
+Key = tuple[Any, ...]  # what was measured: such as ("launch", "gather", bytes sent)
 
 
 class Calibration:

@@ -1,4 +1,4 @@
-"""A device that was measured: curves over sizes instead of peaks, and what collectives take from compute."""
+"""A device that was measured: curves over sizes, and what collectives take from compute."""
 
 from __future__ import annotations
 

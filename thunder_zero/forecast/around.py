@@ -1,4 +1,4 @@
-"""Counts what the loss and the optimizer compute, as operations of the timeline that a model's traces leave out."""
+"""Counts what the loss and the optimizer compute, as operations of a timeline."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from thunder_zero.forecast.memory import begun
 from thunder_zero.forecast.optimizer import MakeOptimizer
 from thunder_zero.forecast.replay import Loss
 from thunder_zero.forecast.watch import Watch
+from thunder_zero.runtime.digests import digests_of
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 from thunder_zero.trace.work_classes import WORK
 
@@ -25,20 +26,27 @@ NOTHING = ("empty", "new_empty")  # operators that begin so only allocate
 def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None) -> Timeline:
     """The timeline of a step with the loss and its gradient between the halves, and the optimizer's step at the end.
 
+    ZeRO-1 begins with the digests of this rank's rows, by which ranks know what to refresh.
+
     Raises:
         TypeError: ``loss`` or ``optimizer`` is no function that fits, as in :func:`thunder_zero.memory`.
         RuntimeError: it reads a value, which a forecast does not have.
     """
-    of_loss, of_optimizer = Operators("loss"), Operators("optimizer", backward=True)
+    of_loss, of_optimizer, of_digests = Operators("loss"), Operators("optimizer", backward=True), Operators("digests")
+    plan = traces.plan
     with Watch(Holds.PARAMETER, on_cpu=True) as watch:
         replay = begun(traces, "gloo", optimizer, watch, accumulating=False)
         replay.loss_in, replay.optimizer_in = of_loss, of_optimizer
         replay.step(loss)
         replay.step_optimizer()
+        digested = [replay.runtime.shards[param.path] for param in plan.params if param.resident]
+        if digested and plan.world_size > 1:
+            with of_digests:
+                digests_of(digested)
     timeline = traces.timeline
     ops, border = timeline.ops, timeline.border
-    found = (*ops[:border], *of_loss.ops, *ops[border:-1], *of_optimizer.ops, ops[-1])
-    return timeline.with_ops(found, of_loss.values | of_optimizer.values)
+    found = (*of_digests.ops, *ops[:border], *of_loss.ops, *ops[border:-1], *of_optimizer.ops, ops[-1])
+    return timeline.with_ops(found, of_digests.values | of_loss.values | of_optimizer.values)
 
 
 class Operators(TorchDispatchMode):
