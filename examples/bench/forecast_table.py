@@ -65,7 +65,7 @@ def misranked(rows: Iterable[Row]) -> list[tuple[int, int]]:
 
 
 def tied(fast: Row, slow: Row) -> bool:
-    """Whether measurements do not tell two stages apart: medians less than 3 % apart, or steps of either time in both."""
+    """Whether measurements do not tell two stages apart: medians less than 3 % apart, or times that overlap."""
     return slow.step <= fast.step * (1 + TIE) or min(slow.measured) <= max(fast.measured)
 
 

@@ -1,4 +1,4 @@
-"""``thunder-zero calibrate``: one process, or each rank under torchrun, measures; rank 0 writes the file."""
+"""``thunder-zero calibrate``: one process measures, or all ranks under torchrun; writes the file."""
 
 from __future__ import annotations
 

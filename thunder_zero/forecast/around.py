@@ -36,7 +36,7 @@ def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | Non
     plan = traces.plan
     with Watch(Holds.PARAMETER, on_cpu=True) as watch:
         replay = begun(traces, "gloo", optimizer, watch, accumulating=False)
-        replay.loss_in, replay.optimizer_in = of_loss, of_optimizer
+        replay.around = (of_loss, of_optimizer)
         replay.step(loss)
         replay.step_optimizer()
         digested = [replay.runtime.shards[param.path] for param in plan.params if param.resident]

@@ -33,6 +33,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 Loss = Callable[[Any], Tensor]
+Context = AbstractContextManager[object]
 NOT_RUN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.COMMENT)
 # What the storages hold that a line of this kind allocates, until it is known better.
 DURING = {
@@ -83,7 +84,7 @@ class Replay:
         gradients: those that backward returned, by the paths of their parameters.
         callers: the inputs, which the caller holds until the optimizer's step begins.
         modules: the buffers, which the module holds.
-        loss_in, optimizer_in: contexts in which the loss and the optimizer's step run.
+        around: the contexts in which the loss and the optimizer's step run.
     """
 
     traces: Traces
@@ -94,8 +95,7 @@ class Replay:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     callers: list[Tensor] = field(default_factory=list)
     modules: list[Tensor] = field(default_factory=list)
-    loss_in: AbstractContextManager[object] = field(default_factory=nullcontext)
-    optimizer_in: AbstractContextManager[object] = field(default_factory=nullcontext)
+    around: tuple[Context, Context] = (nullcontext(), nullcontext())
 
     def step(self, loss: Loss | None) -> None:
         """Run forward and, if there is a backward, the loss and backward."""
@@ -105,7 +105,7 @@ class Replay:
         values.clear()
         if self.traces.backward is None:
             return
-        with self.loss_in:
+        with self.around[0]:
             cotangents = self._loss(result, loss)
         names = [name for name, _ in self.traces.backward.siginfo().args]
         values.update(zip(names, (saved, cotangents), strict=True))
@@ -124,7 +124,7 @@ class Replay:
         self.watch.kind = Holds.TEMPORARY
         on_device = self.runtime.trained_on_device()
         gradients = {path: gradient for path, gradient in self.gradients.items() if path in on_device}
-        with self.optimizer_in:
+        with self.around[1]:
             take_step(self.optimizer, gradients, on_device)
         self.gradients.clear()
         self._note(OPTIMIZER_STEP, -1, "optimizer.step()")
