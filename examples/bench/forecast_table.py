@@ -11,6 +11,8 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median
 
+from examples.bench.report import rate_of
+
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PAGE = DOCS / "forecast.json", DOCS / "cost-model.md"
 TIE = 0.03  # stages whose measured medians differ by less are as fast
@@ -77,10 +79,11 @@ def read_rows(path: Path = DATA) -> tuple[Row, ...]:
 
 
 def merged(old: Iterable[Row], new: Iterable[Row]) -> tuple[Row, ...]:
-    """New rows in place of old ones of the same network and world, in order of ranks; networks as they came."""
+    """New rows in place of old ones of the same network and world, by ranks, then from slow networks to fast ones."""
     new = tuple(new)
     gone = {row.where for row in new}
-    return tuple(sorted((*(row for row in old if row.where not in gone), *new), key=lambda row: row.world_size))
+    rows = (*(row for row in old if row.where not in gone), *new)
+    return tuple(sorted(rows, key=lambda row: (row.world_size, rate_of(row.network), row.stage)))
 
 
 def write(rows: Sequence[Row], path: Path = DATA, page: Path = PAGE) -> None:
