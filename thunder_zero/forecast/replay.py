@@ -82,8 +82,7 @@ class Replay:
         optimizer: steps the shards after backward; None if it is left out.
         lines: those that ran so far.
         gradients: those that backward returned, by the paths of their parameters.
-        callers: the inputs, which the caller holds until the optimizer's step begins.
-        modules: the buffers, which the module holds.
+        callers, modules: the inputs, which the caller holds until the optimizer's step; buffers of the module.
         around: the contexts in which the loss and the optimizer's step run.
     """
 
