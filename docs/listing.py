@@ -14,18 +14,9 @@ PAGE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- listing: python docs/listing.py -->\n```\n", "```\n<!-- end of the listing -->"
 ORDER = (  # bottom up, as the table of imports has it
     *("_compat.py", "layout.py", "times.py", "precision.py", "policy.py", "sizes.py", "plan.py", "rows.py"),
-    *("schedule", "report", "cost", "trace", "comm", "runtime", "state_dict", "checkpoint", "convert"),
-    *(
-        "arguments.py",
-        "refusals.py",
-        "placement.py",
-        "compiled.py",
-        "zero_module.py",
-        "transform.py",
-        "plugin.py",
-        "full_parameters.py",
-    ),
-    *("dry_run.py", "measure.py", "forecast", "fit.py", "estimate.py", "print_trace.py"),
+    *("schedule", "report", "cost", "trace", "comm", "runtime", "calibration", "state_dict", "checkpoint", "convert"),
+    *("arguments.py", "refusals.py", "placement.py", "compiled.py", "zero_module.py", "transform.py", "plugin.py"),
+    *("full_parameters.py", "dry_run.py", "measure.py", "forecast", "fit.py", "estimate.py", "print_trace.py"),
     *("ask", "from_file.py", "doctor.py"),
     *("lightning.py", "cli.py", "__init__.py"),
 )

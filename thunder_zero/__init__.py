@@ -6,12 +6,15 @@ from thunder_zero.ask.difference import Difference
 from thunder_zero.ask.explain import explain
 from thunder_zero.ask.explanation import Explanation
 from thunder_zero.ask.save_timeline import save_timeline
+from thunder_zero.calibration.calibrate import calibrate
 from thunder_zero.checkpoint.load import Loaded, load
 from thunder_zero.checkpoint.save import save
 from thunder_zero.compiled import Traces
 from thunder_zero.convert.consolidate import consolidate
 from thunder_zero.convert.shard_safetensors import shard_safetensors
+from thunder_zero.cost.calibrated import Calibrated
 from thunder_zero.cost.device import DEVICES, Device, Link
+from thunder_zero.cost.device_file import load_device, save_device
 from thunder_zero.cost.step_time import Estimate
 from thunder_zero.dry_run import trace
 from thunder_zero.estimate import estimate
@@ -43,6 +46,7 @@ __all__ = [
     "ZERO1",
     "ZERO2",
     "ZERO3",
+    "Calibrated",
     "Device",
     "Difference",
     "DoesNotFit",
@@ -69,6 +73,7 @@ __all__ = [
     "Zero",
     "ZeroModule",
     "ZeroTransform",
+    "calibrate",
     "check",
     "clip_grad_norm_",
     "consolidate",
@@ -80,11 +85,13 @@ __all__ = [
     "full_state_dict",
     "global_mean",
     "load",
+    "load_device",
     "make_plan",
     "measure_times",
     "memory",
     "print_trace",
     "save",
+    "save_device",
     "save_timeline",
     "shard_safetensors",
     "trace",

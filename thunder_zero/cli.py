@@ -1,10 +1,11 @@
-"""``thunder-zero``: prints and converts checkpoints, prints traces, says what works here.
+"""``thunder-zero``: checkpoints, traces, what works on this machine, and how fast it is.
 
 thunder-zero inspect CHECKPOINT [--verify]
 thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--max-file-bytes N] [--no-verify]
 thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8] [--dtype float32]
 thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--unit blocks.0] [--fold] [--json]
 thunder-zero doctor [--json]
+thunder-zero calibrate OUT.json [--seconds 30]
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thunder_zero.ask.trace_json import json_of
+from thunder_zero.calibration.command import calibrate_to
 from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.dcp_check import require_files
 from thunder_zero.checkpoint.manifest import Manifest
@@ -66,6 +68,8 @@ def run(options: argparse.Namespace) -> None:
         show_trace(options)
     elif options.command == "doctor":
         show_health(as_json=options.json)
+    elif options.command == "calibrate":
+        calibrate_to(options.out, options.seconds)
     elif options.command == "inspect":
         inspect(options.checkpoint, verify_files=options.verify_files)
     elif options.command == "consolidate":
@@ -116,6 +120,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_trace(commands.add_parser("trace", help="print the traces that one rank of any world runs"))
     doctor = commands.add_parser("doctor", help="print what works here; the exit code is 1 if the package does not")
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    measure = commands.add_parser(
+        "calibrate", help="measure this machine for forecasts of time; under torchrun also the ranks' collectives"
+    )
+    measure.add_argument("out", type=Path, help="OUT.json, for tz.load_device")
+    measure.add_argument("--seconds", type=float, default=30.0, help="how long to measure (default: 30)")
     return parser.parse_args(arguments)
 
 

@@ -67,15 +67,16 @@ class Ranks:
 
 
 @contextmanager
-def ranks(seats: list[Seat], logs: Path) -> Iterator[Ranks]:
-    """Start a worker on each seat, and end them all at exit. ``logs`` is a folder."""
+def ranks(seats: list[Seat], logs: Path, *, pinned: bool = False) -> Iterator[Ranks]:
+    """Start a worker on each seat, and end them all at exit. ``logs`` is a folder; ``pinned``: each has one core."""
     port = PORT if seats[0].ends else free_port()
     workers: list[subprocess.Popen[str]] = []
     paths = [logs / f"rank{rank}.log" for rank in range(len(seats))]
     try:
         for rank, (seat, path) in enumerate(zip(seats, paths, strict=True)):
             env = environment(rank, seats, port)
-            command = (*seat.prefix, sys.executable, "-m", "examples.bench.worker")
+            core = ("taskset", "--cpu-list", str(rank % (os.cpu_count() or 1))) if pinned else ()
+            command = (*seat.prefix, *core, sys.executable, "-m", "examples.bench.worker")
             with path.open("w") as log:
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
                 workers.append(subprocess.Popen(command, cwd=ROOT, env=env, text=True, bufsize=1, **pipes))

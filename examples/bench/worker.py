@@ -8,6 +8,9 @@ Each line is one JSON command, and gets one JSON reply::
     {"do": "peak", "name": "zero3"}                {"rest": 46200000, "peak": 120000000}
     {"do": "waits", "name": "zero3"}               {"seconds": 0.81, "waits": [0.012, ...]}
     {"do": "compile"}, {"do": "host"}              the measurements of overhead.py
+    {"do": "calibrate", "again": false}            {}   one round; of a new calibration unless ``again``
+    {"do": "forecast", "name": "zero3"}            {"seconds": 0.80, "compute": 0.5, "exposed": 0.2, "wire": 0.6}
+    {"do": "device"}                               the calibrated device as JSON
 
 Start it as ``python -m examples.bench.worker`` with the environment variables of ``torch.distributed``.
 """
@@ -27,12 +30,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from examples.bench.contestants import Step, contestants, gathered_once_bytes
+import thunder_zero as tz  # before thunder
+from examples.bench.contestants import LEARNING_RATE, Step, contestants, gathered_once_bytes
 from examples.bench.held import alive, held_bytes
-from examples.bench.model import Size, make_batch
+from examples.bench.model import Size, loss_of, make_batch
 from examples.bench.network import bytes_sent
 from examples.tensor_memory import added_at_peak
+from thunder_zero.calibration.rounds import Calibration
 from thunder_zero.comm.handle import Handle
+from thunder_zero.cost.device_file import to_data
 
 WARM_UP = 3  # steps: the first one compiles, and DDP rebuilds its buckets after it
 MESSAGE_BYTES = 8 << 20  # of the bare exchange
@@ -53,6 +59,7 @@ class Worker:
         self.built: dict[str, tuple[nn.Module, Step]] = {}
         self.rest: dict[str, int] = {}  # bytes alive between steps
         self.slots: list[tuple[int, Tensor, Tensor]] = []  # of the bare exchange: peer, outgoing, incoming
+        self.calibration: Calibration | None = None
 
     def build(self, name: str) -> dict[str, Any]:
         """Make a contestant and warm it up."""
@@ -99,6 +106,35 @@ class Worker:
             reply = self.turn(name, steps=1)
         return {"seconds": reply["seconds"], "waits": waits}
 
+    def calibrate(self, again: bool) -> dict[str, Any]:
+        """One round of a calibration."""
+        if self.calibration is None or not again:
+            self.calibration = Calibration(dist.group.WORLD, dtypes=(torch.float32,))
+        self.calibration.round()
+        return {}
+
+    def forecast(self, name: str) -> dict[str, Any]:
+        """The time of a contestant's whole step on the device that was calibrated last."""
+        assert self.calibration is not None, "calibrate comes first"
+        model, targets = self.built[name][0], self.batch[1]
+        step = tz.estimate(
+            tz.traces_of(model),
+            self.calibration.device(),
+            loss=lambda logits: loss_of(logits, targets),
+            optimizer=lambda params: torch.optim.SGD(params, LEARNING_RATE),
+        )
+        return {
+            "seconds": step.seconds,
+            "compute": step.compute_seconds,
+            "exposed": step.exposed_seconds,
+            "wire": sum(step.wire_seconds.values()),
+        }
+
+    def device(self) -> dict[str, Any]:
+        """The device that was calibrated last."""
+        assert self.calibration is not None, "calibrate comes first"
+        return to_data(self.calibration.device())
+
     def compile(self) -> dict[str, Any]:
         from examples.bench.overhead import compile_times
 
@@ -143,6 +179,9 @@ def reply_to(worker: Worker, command: dict[str, Any]) -> dict[str, Any]:
         "wire": worker.wire,
         "peak": worker.peak,
         "waits": worker.waits,
+        "calibrate": worker.calibrate,
+        "forecast": worker.forecast,
+        "device": worker.device,
         "compile": worker.compile,
         "host": worker.host,
     }

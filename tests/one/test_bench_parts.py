@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import thunder_zero as tz  # before thunder
-from examples.bench import gpu, memory_table, run
+from examples.bench import forecast_table, gpu, memory_table, run
 from examples.bench.contestants import contestants
 from examples.bench.held import alive, held_bytes
 from examples.bench.memory_table import Workspace, merged, misses, read_data, with_tables, write
@@ -293,6 +293,39 @@ def test_new_rows_replace_those_of_their_cases() -> None:
     assert merged((gone, MEASURED, fused), (newer,), order) == (fused, newer)
     assert memory_table.versions_of((fused, newer, fused)) == "torch 2; torch 3."
     assert misses((fused, newer)) == "- GPT, stage 3: +3.00 %, 3 B above the measured peak\n"
+
+
+STEP = forecast_table.Row("1gbit", 2, 0, (2.0, 1.0, 3.0), 2.2, 1.5, 0.7, 1.0, "torch 2")
+
+
+def test_the_page_has_the_forecasts_of_its_data_file() -> None:
+    """W = 2 on 0.25 and 1 Gbit/s, which this package promises: within 15 %, and ranked as measured."""
+    page, rows = forecast_table.PAGE.read_text(), forecast_table.read_rows()
+    assert forecast_table.with_tables(page, rows) == page, "run python -m examples.bench.forecast --page"
+    for network in ("250mbit", "1gbit"):
+        here = [row for row in rows if row.where == (2, network)]
+        assert [row.stage for row in here] == [0, 1, 2, 3]
+        assert all(abs(row.off) <= 0.15 for row in here), here
+        assert not forecast_table.misranked(here)
+
+
+@pytest.mark.slow
+def test_the_table_of_forecasts(tmp_path: Path) -> None:
+    page, path = tmp_path / "page.md", tmp_path / "forecast.json"
+    page.write_text(f"{forecast_table.BEGIN}old\n{forecast_table.END}\n")
+    tied = replace(STEP, stage=1, measured=(2.05,), seconds=2.1)  # faster by forecast, as fast by measurement
+    slower = replace(STEP, stage=3, measured=(3.5,), seconds=2.15)
+    forecast_table.write((STEP, tied, slower), path, page)
+    assert forecast_table.read_rows(path) == (STEP, tied, slower)
+    assert forecast_table.read_rows(tmp_path / "none.json") == ()
+    assert forecast_table.misranked((STEP, tied, slower)) == [(0, 3)]
+    assert forecast_table.misranked((STEP, replace(slower, measured=(2.9,)))) == []  # one step of stage 0 took 3 s
+    text = page.read_text()
+    assert "| W = 2, 1gbit | 0 | 2.000 | 1.000 to 3.000 | 2.200 | +10.0% | 1.500 | 0.700 |\n" in text
+    assert "\n- W = 2, 1gbit: at most 38.6% off; ranks stage 3 before stage 0\n\ntorch 2.\n" in text
+    assert "old" not in text
+    other, slow = replace(STEP, network="loopback"), replace(STEP, network="250mbit")
+    assert forecast_table.merged((STEP, tied, other, slow), (slower,)) == (slow, slower, other)
 
 
 @pytest.mark.slow

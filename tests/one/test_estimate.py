@@ -215,3 +215,23 @@ def test_the_program_of_the_page_prints_what_the_page_says(capsys: pytest.Captur
     program, output = re.findall(r"```(?:python)?\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)[:2]
     exec(compile(program, str(PAGE), "exec"), {"__name__": "page"})
     assert capsys.readouterr().out == output
+
+
+@pytest.mark.slow
+def test_the_loss_and_the_optimizer_are_counted_operator_by_operator() -> None:
+    """In bytes a second: 96 B of output, 128 B of a shard. SGD reads a parameter and its gradient, and writes it;
+    with momentum the buffer too."""
+    traces = tz.trace(nn.Linear(8, 8, bias=False), torch.ones(3, 8), policy=2, world_size=2)
+    device = tz.Device("one", {"float32": 1e18}, 1.0, 1 << 30, inside=tz.Link(1.0))
+    plain = tz.estimate(traces, device)
+    of_sgd = tz.estimate(traces, device, optimizer=lambda params: torch.optim.SGD(params, 0.1))
+    assert of_sgd.seconds - plain.seconds == 3 * 128
+    of_momentum = tz.estimate(traces, device, optimizer=lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))
+    assert of_momentum.seconds - plain.seconds == (2 + 3 + 3) * 128  # mul_, add_, add_
+    with_loss = tz.estimate(traces, device, loss=lambda y: y.square().sum())
+    added = [op for op in with_loss.timeline.ops if op not in traces.timeline.ops]
+    # forward squares and sums; backward: a one, y to the power of 1, times 2, times the gradient (4 B, expanded)
+    assert [str(op.work) for op in added] == ["pointwise", "reduction", "other", *["pointwise"] * 3]
+    assert with_loss.seconds - plain.seconds == 192 + 100 + 8 + 192 + 192 + 196
+    assert with_loss.timeline.ops.index(added[0]) == traces.timeline.border
+    assert (with_loss.flops, with_loss.model_seconds) == (plain.flops, plain.model_seconds)

@@ -67,6 +67,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("trace/",        IMPORT, NOT,     IMPORT,  DATA | {"schedule"}),
     Room("comm/",         IMPORT, IMPORT,  NOT,     DATA | {"rows"}),
     Room("runtime/",      IMPORT, TYPES,   NOT,     DATA | {"rows", "schedule", "comm"}),
+    Room("calibration/",  IMPORT, IMPORT,  NOT,     DATA | {"schedule", "report", "cost", "comm"}),
     Room("state_dict/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime"}),
     Room("checkpoint/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime", "state_dict"}),
     Room("convert/",      IMPORT, IMPORT,  NOT,     DATA | {"report", "state_dict", "checkpoint"}),
@@ -84,7 +85,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("forecast/",     IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report trace comm runtime "
                                                                  "compiled zero_module")),
     Room("fit.py",        IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report comm compiled dry_run forecast")),
-    Room("estimate.py",   NOT,    NOT,     NOT,     rooms("compiled cost")),
+    Room("estimate.py",   NOT,    NOT,     NOT,     rooms("compiled cost forecast")),
     Room("print_trace.py",NOT,    NOT,     IMPORT,  rooms("report zero_module compiled forecast")),
     Room("ask/",          NOT,    NOT,     IMPORT,  rooms("layout plan policy schedule report cost compiled "
                                                           "zero_module forecast estimate print_trace")),
@@ -93,7 +94,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("lightning.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict arguments zero_module "
                                                                  "transform plugin")),
     Room("cli.py",        NOT,    NOT,     NOT,     rooms("checkpoint convert dry_run print_trace ask "
-                                                          "from_file doctor")),
+                                                          "from_file doctor calibration")),
     Room("__init__.py",   NOT,    NOT,     NOT,     ALL),
 )
 # fmt: on

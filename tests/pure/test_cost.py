@@ -17,7 +17,7 @@ from thunder_zero.cost.costs import Cost, costs_of
 from thunder_zero.cost.device import A100, DEVICES, H100, TPU_V2, Device, Link
 from thunder_zero.cost.step_time import simulate, step_time
 from thunder_zero.cost.traffic import compute_dtype, traffic_bytes
-from thunder_zero.cost.wire import Lane, Ring, rings
+from thunder_zero.cost.wire import Lane, Ring, Sends, rings
 from thunder_zero.plan import Plan
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.passes import run
@@ -136,12 +136,13 @@ def launch_of(shape: tuple[int, ...], kind: Kind, world: int, copies: int, **fie
 
 def test_the_rings_of_a_launch() -> None:
     """5 rows of 3 bfloat16 on 2 ranks: the busiest owns 3 rows, 18 bytes."""
-    inside = Ring(Lane.INSIDE, 2, 1, 18, 1)
+    inside = Ring(Lane.INSIDE, 2, 1, 18, 1, Sends.GATHER, 1)
     assert rings(*launch_of((5, 3), Kind.GATHER, 2, 1)) == (inside,)
     assert rings(*launch_of((5, 3), Kind.GATHER, 2, 4)) == (inside,)
-    assert rings(*launch_of((5, 3), Kind.REDUCE, 2, 4)) == (inside, Ring(Lane.ACROSS, 4, 2, 2 * 14, 6))  # 13.5 elements
+    scatter, across = replace(inside, sends=Sends.SCATTER), Ring(Lane.ACROSS, 4, 2, 2 * 14, 6, Sends.ALL_REDUCE, 1)
+    assert rings(*launch_of((5, 3), Kind.REDUCE, 2, 4)) == (scatter, across)  # 13.5 elements
     whole = launch_of((5, 3), Kind.REDUCE, 2, 2, sharded=False)
-    assert rings(*whole) == (Ring(Lane.ACROSS, 4, 1, 2 * 23, 6),)  # 22.5 elements: 2 * 3 / 4 of 15
+    assert rings(*whole) == (Ring(Lane.ACROSS, 4, 1, 2 * 23, 6, Sends.ALL_REDUCE, 1),)  # 22.5 elements: 2 * 3 / 4 of 15
     assert rings(*launch_of((5, 3), Kind.GATHER, 1, 1)) == ()
 
 

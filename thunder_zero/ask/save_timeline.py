@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from thunder_zero.ask.code_of import code_of
 from thunder_zero.compiled import Traces
 from thunder_zero.cost.device import Device
-from thunder_zero.cost.step_time import Estimate, Span
+from thunder_zero.cost.lanes import Span
+from thunder_zero.cost.step_time import Estimate
 from thunder_zero.cost.wire import Lane
 from thunder_zero.estimate import estimate
 from thunder_zero.policy import STAGES

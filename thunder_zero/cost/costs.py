@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thunder_zero.cost.device import Device
 from thunder_zero.cost.traffic import compute_dtype, traffic_bytes
-from thunder_zero.cost.wire import Lane, rings
-from thunder_zero.schedule.timeline import Op, Timeline
+from thunder_zero.cost.wire import Lane, Ring, rings
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,9 @@ class Cost:
         seconds: on the compute lane.
         peak_seconds: of its FLOPs alone, at the device's peak.
         wires: the lane and the seconds of each ring of a launch, one after the other.
+        loads: of each ring: the share of the core that it takes from compute while it is under way; () if none does.
+        launch_seconds: on the compute lane, before a launch begins.
+        finish_seconds: on the compute lane, once all of a launch has arrived.
     """
 
     flops: int = 0
@@ -29,6 +33,9 @@ class Cost:
     seconds: float = 0.0
     peak_seconds: float = 0.0
     wires: tuple[tuple[Lane, float], ...] = ()
+    loads: tuple[float, ...] = ()
+    launch_seconds: float = 0.0
+    finish_seconds: float = 0.0
 
 
 def costs_of(timeline: Timeline, device: Device) -> tuple[Cost, ...]:
@@ -41,17 +48,30 @@ def costs_of(timeline: Timeline, device: Device) -> tuple[Cost, ...]:
 
 
 def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
-    parts = rings(op, timeline)
-    traffic = traffic_bytes(op, timeline)
+    if op.kind in LAUNCHES:
+        return _cost_of_launch(rings(op, timeline), device)
+    if op.kind is not Kind.COMPUTE or op.work is Work.NONE:
+        return Cost()
+    traffic, dtype = traffic_bytes(op, timeline), compute_dtype(op, timeline)
     return Cost(
         flops=op.flops,
         traffic_bytes=traffic,
-        sent_bytes=sum(part.nbytes for part in parts),
-        seconds=device.seconds(op.flops, compute_dtype(op, timeline), traffic),
+        seconds=device.seconds(op.flops, dtype, traffic, op.work),
         peak_seconds=peak_seconds(op, timeline, device),
-        wires=tuple(
-            (part.lane, device.ring(part.ranks, part.stride).seconds(part.nbytes, part.steps)) for part in parts
-        ),
+    )
+
+
+def _cost_of_launch(parts: Sequence[Ring], device: Device) -> Cost:
+    sent = [
+        device.collective(part.sends, part.ranks, part.stride, part.nbytes, part.steps, part.tensors) for part in parts
+    ]
+    loads = tuple(min(one.taken_seconds / one.seconds, 1.0) if one.seconds else 0.0 for one in sent)
+    return Cost(
+        sent_bytes=sum(part.nbytes for part in parts),
+        wires=tuple((part.lane, one.seconds) for part, one in zip(parts, sent, strict=True)),
+        loads=loads if any(loads) else (),
+        launch_seconds=sum(one.launch_seconds for one in sent),
+        finish_seconds=sum(one.finish_seconds for one in sent),
     )
 
 

@@ -30,6 +30,23 @@ class Link:
         return self.latency_seconds * steps + nbytes / self.bytes_per_second
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a collective takes.
+
+    Attributes:
+        seconds: on the wire.
+        launch_seconds: in which its start holds up compute.
+        finish_seconds: in which its wait holds up compute, once all has arrived.
+        taken_seconds: of compute's core that it uses while it is under way.
+    """
+
+    seconds: float
+    launch_seconds: float = 0.0
+    finish_seconds: float = 0.0
+    taken_seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class Device:
     """One device of a machine, and its links to the others.
@@ -64,8 +81,10 @@ class Device:
             _require_positive(name, getattr(self, name))
         object.__setattr__(self, "flops_per_second", dict(self.flops_per_second))
 
-    def seconds(self, flops: float, dtype: str, traffic_bytes: float) -> float:
+    def seconds(self, flops: float, dtype: str, traffic_bytes: float, work: str = "") -> float:
         """Seconds of one operation: of its FLOPs or of its traffic with memory, whichever takes longer.
+
+        ``work``: its class, which a calibrated device asks for.
 
         Raises:
             ValueError: the device has no FLOP/s for the dtype.
@@ -86,6 +105,17 @@ class Device:
                 f"or train in another dtype"
             )
         return self.flops_per_second[dtype]
+
+    def collective(self, kind: str, ranks: int, stride: int, nbytes: float, steps: int, tensors: int) -> Sent:
+        """What a ring collective takes in which this device sends ``nbytes`` in ``steps`` steps.
+
+        ``kind`` (``"gather"``, ``"scatter"``, ``"all_reduce"``) and the number of ``tensors`` are what a calibrated
+        device asks for.
+
+        Raises:
+            ValueError: the ring leaves the node, and the device has no link to other nodes.
+        """
+        return Sent(self.ring(ranks, stride).seconds(nbytes, steps))
 
     def ring(self, ranks: int, stride: int = 1) -> Link:
         """The link of one device in a ring of ranks that are ``stride`` apart, ranks of a node next to each other.

@@ -6,7 +6,9 @@
     inside        | gather a    | gather b |
                   ^ launch      ^ one wire carries one launch at a time
 
-A launch starts once the operations before it are done and its wire is free. A wait ends with its launch.
+A launch starts once the operations before it are done and its wire is free. A wait ends with its launch. On a
+calibrated device starting a launch and the end of a wait take compute's time too, and a launch under way may slow
+compute down.
 """
 
 from __future__ import annotations
@@ -17,38 +19,14 @@ from functools import cached_property
 
 from thunder_zero.cost.costs import Cost, costs_of, peak_seconds
 from thunder_zero.cost.device import Device
+from thunder_zero.cost.lanes import Lanes, Span
 from thunder_zero.cost.wire import Lane
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A piece of time on a lane.
-
-    Attributes:
-        op: position of the operation in the timeline.
-        lane: where it runs.
-        start, end: seconds since the step began.
-        after: the span, by its position, whose end let it start; None at the step's beginning.
-        waits: compute waits here for the wire.
-    """
-
-    op: int
-    lane: Lane
-    start: float
-    end: float
-    after: int | None = None
-    waits: bool = False
-
-    @property
-    def seconds(self) -> float:
-        """How long it takes."""
-        return self.end - self.start
-
-
 @dataclass(frozen=True)
 class Estimate:
-    """The time of a step's forward and backward; the loss and the optimizer are not in it.
+    """The time of a step's forward and backward; of the loss and the optimizer too, if they were given.
 
     Attributes:
         timeline: what runs.
@@ -71,8 +49,8 @@ class Estimate:
 
     @cached_property
     def compute_seconds(self) -> float:
-        """How long the rank computes."""
-        return sum(cost.seconds for cost in self.costs)
+        """How long the rank computes, what collectives take from it included."""
+        return sum(span.seconds for span in self.spans if span.lane is Lane.COMPUTE and not span.waits)
 
     @cached_property
     def exposed_seconds(self) -> float:
@@ -143,49 +121,18 @@ def step_time(timeline: Timeline, device: Device, model: Timeline | None = None)
 
 def simulate(timeline: Timeline, costs: Sequence[Cost], *, overlaps: bool = True) -> tuple[Span, ...]:
     """When each operation runs. Without overlap, compute waits for each launch at once."""
-    lanes = _Lanes([], {}, {})
+    lanes = Lanes()
+    finishing: dict[str, float] = {}
     for at, (op, cost) in enumerate(zip(timeline.ops, costs, strict=True)):
         if op.kind in LAUNCHES:
-            lanes.launch(at, op.writes[0], cost)
+            lanes.compute(at, cost.launch_seconds)
+            lanes.launch(at, op.writes[0], cost.wires, cost.loads)
+            finishing[op.writes[0]] = cost.finish_seconds
             if not overlaps:
                 lanes.wait(at, op.writes[0])
         elif op.kind is Kind.WAIT:
             lanes.wait(at, op.reads[0])
+            lanes.compute(at, finishing[op.reads[0]])
         elif op.kind is Kind.COMPUTE:
-            lanes.run(at, Lane.COMPUTE, cost.seconds)
-    return tuple(lanes.spans)
-
-
-Moment = tuple[float, int | None]  # seconds, and the span that ends then
-
-
-@dataclass
-class _Lanes:
-    """The lanes while a timeline is simulated: the spans so far, when each lane is free, when each launch ends."""
-
-    spans: list[Span]
-    free: dict[Lane, Moment]
-    ends: dict[str, Moment]
-
-    def at(self, lane: Lane) -> Moment:
-        return self.free.get(lane, (0.0, None))
-
-    def run(self, op: int, lane: Lane, seconds: float, ready: Moment = (0.0, None)) -> Moment:
-        """Occupy a lane from when it is free and what it needs is ready; return the end."""
-        start, after = max(ready, self.at(lane), key=lambda moment: moment[0])
-        self.spans.append(Span(op, lane, start, start + seconds, after))
-        self.free[lane] = start + seconds, len(self.spans) - 1
-        return self.free[lane]
-
-    def launch(self, op: int, handle: str, cost: Cost) -> None:
-        moment = self.at(Lane.COMPUTE)
-        for lane, seconds in cost.wires:
-            moment = self.run(op, lane, seconds, moment)
-        self.ends[handle] = moment
-
-    def wait(self, op: int, handle: str) -> None:
-        now, after = self.at(Lane.COMPUTE)
-        end = self.ends[handle]
-        if end[0] > now:
-            self.spans.append(Span(op, Lane.COMPUTE, now, end[0], after, waits=True))
-            self.free[Lane.COMPUTE] = end
+            lanes.compute(at, cost.seconds, always=True)
+    return lanes.spans()

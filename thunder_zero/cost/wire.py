@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from thunder_zero.schedule.timeline import LAUNCHES, Op, Timeline
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 
 
 class Lane(StrEnum):
@@ -19,6 +19,14 @@ class Lane(StrEnum):
     COMPUTE = "compute"
     INSIDE = "inside"  # the wire of a copy of the model
     ACROSS = "across"  # the wire between copies
+
+
+class Sends(StrEnum):
+    """What a ring does."""
+
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALL_REDUCE = "all_reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,8 @@ class Ring:
         stride: how far apart they are.
         nbytes: what the busiest rank sends, and receives.
         steps: how often it sends to its neighbour.
+        sends: what it does.
+        tensors: how many travel.
     """
 
     lane: Lane
@@ -38,6 +48,8 @@ class Ring:
     stride: int
     nbytes: int
     steps: int
+    sends: Sends = Sends.GATHER
+    tensors: int = 1
 
 
 def rings(op: Op, timeline: Timeline) -> tuple[Ring, ...]:
@@ -52,6 +64,8 @@ def _rings(op: Op, timeline: Timeline) -> Iterator[Ring]:
     whole = sum(plan.reduce_bytes(param) for param in params if not param.sharded)
     sends = [timeline.busiest_sends(op, param) for param in params if param.sharded]
     inside, across = (sum(part) for part in zip(*sends, strict=True)) if sends else (0, 0)
-    yield Ring(Lane.ACROSS if copies > 1 else Lane.INSIDE, plan.ranks, 1, whole, 2 * (plan.ranks - 1))
-    yield Ring(Lane.INSIDE, world, 1, inside, world - 1)
-    yield Ring(Lane.ACROSS, copies, world, across, 2 * (copies - 1))
+    of_whole = Lane.ACROSS if copies > 1 else Lane.INSIDE
+    moves = Sends.GATHER if op.kind is Kind.GATHER else Sends.SCATTER
+    yield Ring(of_whole, plan.ranks, 1, whole, 2 * (plan.ranks - 1), Sends.ALL_REDUCE, len(params) - len(sends))
+    yield Ring(Lane.INSIDE, world, 1, inside, world - 1, moves, len(sends))
+    yield Ring(Lane.ACROSS, copies, world, across, 2 * (copies - 1), Sends.ALL_REDUCE, len(sends))

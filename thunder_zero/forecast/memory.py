@@ -69,7 +69,7 @@ def memory(
     backend = _backend_of(traces) if backend is None else backend
     _require(backend, reserve)
     with Watch(Holds.PARAMETER, on_cpu=backend != "nccl") as watch:
-        replay = _begun(traces, backend, optimizer, watch, accumulating=accumulating)
+        replay = begun(traces, backend, optimizer, watch, accumulating=accumulating)
         replay.step(loss)
         peak, events = watch.highest, watch.events_at_highest
         replay.step_optimizer()
@@ -95,9 +95,7 @@ def _figures(replay: Replay, peak: int, events: int, reserve: int, excluded: tup
     )
 
 
-def _begun(
-    traces: Traces, backend: str, optimizer: MakeOptimizer | None, watch: Watch, *, accumulating: bool
-) -> Replay:
+def begun(traces: Traces, backend: str, optimizer: MakeOptimizer | None, watch: Watch, *, accumulating: bool) -> Replay:
     """A step that is about to begin: all is there that rests in memory."""
     runtime = Rehearsal(traces.plan, backend, synced=traces.synced)
     for path, tensor in runtime.at_rest():

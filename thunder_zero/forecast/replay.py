@@ -7,6 +7,7 @@ hands forward's results to autograd, and what it saved to backward, which emptie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 Loss = Callable[[Any], Tensor]
+Context = AbstractContextManager[object]
 NOT_RUN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.COMMENT)
 # What the storages hold that a line of this kind allocates, until it is known better.
 DURING = {
@@ -80,8 +82,8 @@ class Replay:
         optimizer: steps the shards after backward; None if it is left out.
         lines: those that ran so far.
         gradients: those that backward returned, by the paths of their parameters.
-        callers: the inputs, which the caller holds until the optimizer's step begins.
-        modules: the buffers, which the module holds.
+        callers, modules: the inputs, which the caller holds until the optimizer's step; buffers of the module.
+        around: the contexts in which the loss and the optimizer's step run.
     """
 
     traces: Traces
@@ -92,6 +94,7 @@ class Replay:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     callers: list[Tensor] = field(default_factory=list)
     modules: list[Tensor] = field(default_factory=list)
+    around: tuple[Context, Context] = (nullcontext(), nullcontext())
 
     def step(self, loss: Loss | None) -> None:
         """Run forward and, if there is a backward, the loss and backward."""
@@ -101,7 +104,8 @@ class Replay:
         values.clear()
         if self.traces.backward is None:
             return
-        cotangents = self._loss(result, loss)
+        with self.around[0]:
+            cotangents = self._loss(result, loss)
         names = [name for name, _ in self.traces.backward.siginfo().args]
         values.update(zip(names, (saved, cotangents), strict=True))
         self._run("backward", self.traces.backward, values)
@@ -119,7 +123,8 @@ class Replay:
         self.watch.kind = Holds.TEMPORARY
         on_device = self.runtime.trained_on_device()
         gradients = {path: gradient for path, gradient in self.gradients.items() if path in on_device}
-        take_step(self.optimizer, gradients, on_device)
+        with self.around[1]:
+            take_step(self.optimizer, gradients, on_device)
         self.gradients.clear()
         self._note(OPTIMIZER_STEP, -1, "optimizer.step()")
 

@@ -1,0 +1,164 @@
+"""The data file of forecasts held against steps (docs/forecast.json), and the table of docs/cost-model.md."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+from examples.bench.report import rate_of
+
+DOCS = Path(__file__).parents[2] / "docs"
+DATA, PAGE = DOCS / "forecast.json", DOCS / "cost-model.md"
+TIE = 0.03  # stages whose measured medians differ by less are as fast
+HEADERS = ("ranks, network", "stage", "measured, s", "min to max", "forecast, s", "off by", "compute", "exposed")
+BEGIN, END = "<!-- forecasts: python -m examples.bench.forecast -->\n", "<!-- end of forecasts -->"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A stage on a network.
+
+    Attributes:
+        network: "loopback", or a rate.
+        world_size: number of ranks.
+        stage: 0 to 3.
+        measured: seconds of a step, one for each round: of the slowest rank.
+        seconds, compute, exposed, wire: of the forecast.
+        versions: machine, Python, torch, Thunder.
+    """
+
+    network: str
+    world_size: int
+    stage: int
+    measured: tuple[float, ...]
+    seconds: float
+    compute: float
+    exposed: float
+    wire: float
+    versions: str
+
+    @property
+    def where(self) -> tuple[int, str]:
+        """World size and network."""
+        return self.world_size, self.network
+
+    @property
+    def step(self) -> float:
+        """The median of the measured times."""
+        return median(self.measured)
+
+    @property
+    def off(self) -> float:
+        """The share of the measured time by which the forecast is above it."""
+        return self.seconds / self.step - 1
+
+
+def misranked(rows: Iterable[Row]) -> list[tuple[int, int]]:
+    """Pairs of stages of one network and world that the forecast ranks otherwise than the measurement does, the faster
+    one first. Of stages that are tied any order is right."""
+    pairs = (sorted(pair, key=lambda row: row.step) for pair in combinations(rows, 2))
+    return [(fast.stage, slow.stage) for fast, slow in pairs if not tied(fast, slow) and slow.seconds <= fast.seconds]
+
+
+def tied(fast: Row, slow: Row) -> bool:
+    """Whether measurements do not tell two stages apart: medians less than 3 % apart, or times that overlap."""
+    return slow.step <= fast.step * (1 + TIE) or min(slow.measured) <= max(fast.measured)
+
+
+def read_rows(path: Path = DATA) -> tuple[Row, ...]:
+    """Read the file; empty if there is none."""
+    if not path.exists():
+        return ()
+    return tuple(Row(**row | {"measured": tuple(row["measured"])}) for row in json.loads(path.read_text())["rows"])
+
+
+def merged(old: Iterable[Row], new: Iterable[Row]) -> tuple[Row, ...]:
+    """New rows in place of old ones of the same network and world, by ranks, then from slow networks to fast ones."""
+    new = tuple(new)
+    gone = {row.where for row in new}
+    rows = (*(row for row in old if row.where not in gone), *new)
+    return tuple(sorted(rows, key=lambda row: (row.world_size, rate_of(row.network), row.stage)))
+
+
+def write(rows: Sequence[Row], path: Path = DATA, page: Path = PAGE) -> None:
+    """Write the file, and put its tables into the page."""
+    lines = ",\n".join(f"  {json.dumps(_rounded(row))}" for row in rows)
+    path.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+    page.write_text(with_tables(page.read_text(), rows))
+
+
+def _rounded(row: Row) -> dict[str, object]:
+    values = asdict(row)
+    for name in ("seconds", "compute", "exposed", "wire"):
+        values[name] = float(f"{values[name]:.4g}")
+    return values | {"measured": [float(f"{seconds:.4g}") for seconds in row.measured]}
+
+
+def with_tables(text: str, rows: Sequence[Row]) -> str:
+    """The page's text with the table of these rows in its place.
+
+    Raises:
+        ValueError: the place is missing.
+    """
+    head, begin, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        raise ValueError("the page has no place for forecasts")
+    return head + begin + tables(rows) + end + tail
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """The table, the ranks and the versions, in Markdown."""
+    lines = [HEADERS, ("---", "---:", "---:", "---:", "---:", "---:", "---:", "---:"), *map(cells, rows)]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    words = []
+    for where in dict.fromkeys(row.where for row in rows):
+        here = [row for row in rows if row.where == where]
+        wrong = misranked(here)
+        pairs = ", ".join(f"stage {slow} before stage {fast}" for fast, slow in wrong)
+        order = f"ranks {pairs}" if wrong else "ranked as measured"
+        worst = max(here, key=lambda row: abs(row.off))
+        words.append(f"- {place(worst)}: at most {abs(worst.off):.1%} off; {order}\n")
+    return table + "\n" + "".join(words) + "\n" + "; ".join(dict.fromkeys(row.versions for row in rows)) + ".\n"
+
+
+def place(row: Row) -> str:
+    return f"W = {row.world_size}, {row.network}"
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """One line of the table, under HEADERS."""
+    return (
+        place(row),
+        str(row.stage),
+        f"{row.step:.3f}",
+        f"{min(row.measured):.3f} to {max(row.measured):.3f}",
+        f"{row.seconds:.3f}",
+        f"{row.off:+.1%}",
+        f"{row.compute:.3f}",
+        f"{row.exposed:.3f}",
+    )
+
+
+def text_of(row: Row) -> str:
+    """For the screen."""
+    return "  ".join(f"{name} {cell}" for name, cell in zip(HEADERS, cells(row), strict=True))
+
+
+def versions() -> str:
+    """Machine, Python, torch and Thunder."""
+    cpu = next(
+        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), ""
+    )
+    names = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning-thunder"))
+    return f"{cpu or platform.processor()}, one core a rank, Python {platform.python_version()}, {names}"
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []

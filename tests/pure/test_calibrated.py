@@ -1,0 +1,208 @@
+"""Calibrated devices: curves, what collectives take from compute, files. Fixed constants, never a clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.harness.timelines import make_param
+from thunder_zero.calibration.rounds import wire_seconds
+from thunder_zero.cost.calibrated import Calibrated, Collective
+from thunder_zero.cost.costs import Cost, costs_of
+from thunder_zero.cost.curve import Curve
+from thunder_zero.cost.device import Link
+from thunder_zero.cost.device_file import load_device, save_device
+from thunder_zero.cost.lanes import Lanes
+from thunder_zero.cost.step_time import step_time
+from thunder_zero.cost.wire import Lane
+from thunder_zero.plan import Plan
+from thunder_zero.policy import Policy
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
+
+pytestmark = pytest.mark.slow
+
+LINE = Curve(((0.0, 0.0), (100.0, 1.0)))
+SENDS = Collective(
+    launch=Curve(((0.0, 0.5),)),
+    wire=LINE,
+    finish=Curve(((0.0, 0.25),)),
+    taken=Curve(((0.0, 0.0), (100.0, 0.5))),
+)
+DEVICE = Calibrated(
+    "ours",
+    {"float32": 100.0},
+    10.0,
+    1 << 30,
+    inside=Link(100.0),
+    devices_per_node=2,
+    products={"matmul": {"float32": LINE}, "attention": {"float32": Curve(((0.0, 0.0), (100.0, 4.0)))}},
+    traffic={"pointwise": Curve(((0.0, 0.125), (10.0, 1.0))), "view": Curve(((0.0, 0.5),))},
+    collectives={"gather": SENDS, "scatter": replace(SENDS, tensor_seconds=2.0), "all_reduce": SENDS},
+    ranks=2,
+    about={"cpu": "ours"},
+)
+
+
+def test_a_curve_is_a_line_from_point_to_point() -> None:
+    curve = Curve(((10.0, 1.0), (20.0, 3.0), (40.0, 4.0)))
+    assert [curve.seconds(size) for size in (0, 10, 15, 20, 30, 40, 80)] == [1, 1, 2, 3, 3.5, 4, 8]
+    assert curve.seconds_per_unit == 0.1
+    assert Curve(((0.0, 0.5),)).seconds(7) == 0.5
+
+
+def test_noise_does_not_make_a_larger_size_faster() -> None:
+    assert Curve.measured([(4.0, 2.0), (1.0, 3.0), (8.0, 5.0)]).points == ((1, 3), (4, 3), (8, 5))
+
+
+@pytest.mark.parametrize(
+    "points", [(), ((1.0, -1.0),), ((1.0, float("nan")),), ((2.0, 1.0), (1.0, 2.0)), ((1.0, 2.0), (2.0, 1.0))]
+)
+def test_a_curve_that_is_none(points: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(ValueError, match="a curve has the points"):
+        Curve(points)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e9), st.floats(1e-9, 1e3)), min_size=1, unique_by=lambda point: point[0]))
+def test_more_takes_no_less_time(points: list[tuple[float, float]]) -> None:
+    curve = Curve.measured(points)
+    sizes = sorted([size * factor for size, _ in points for factor in (0.5, 1, 1.5)])
+    seconds = [curve.seconds(size) for size in sizes]
+    assert all(later >= one * (1 - 1e-9) for one, later in pairwise(seconds))
+
+
+def test_lines_take_what_their_class_of_work_takes() -> None:
+    assert DEVICE.seconds(50, "float32", 7, "matmul") == 0.5
+    assert DEVICE.seconds(50, "float32", 7, "attention") == 2
+    assert DEVICE.seconds(50, "float32", 7, "convolution") == 0.5  # not measured: as products
+    assert DEVICE.seconds(0, "float32", 10, "pointwise") == DEVICE.seconds(0, "", 10, "reduction") == 1
+    assert DEVICE.seconds(0, "float32", 0, "view") == 0.5
+    with pytest.raises(ValueError, match="ours has FLOP/s for float32, but the step computes in 'bfloat16'"):
+        DEVICE.seconds(50, "bfloat16", 7, "matmul")
+
+
+def test_collectives_of_other_ranks_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="ours was calibrated with collectives of 2 ranks, but the step has one of 4 ran"
+    ):
+        DEVICE.collective("gather", 4, 1, 100, 3, 1)
+    with pytest.raises(ValueError, match="of 2 ranks, 2 apart; calibrate under torchrun with as many"):
+        DEVICE.collective("gather", 2, 2, 100, 1, 1)
+    with pytest.raises(ValueError, match="was calibrated with collectives of one rank alone"):
+        replace(DEVICE, ranks=1, collectives={}).collective("gather", 2, 1, 100, 1, 1)
+
+
+def reduce_of(*, sharded: bool) -> Timeline:
+    """Two float32 gradients of 10 rows and 5 columns, in one bucket; compute of 150 FLOPs beside it."""
+    params = tuple(make_param(name, (10, 5), "", Policy(3), sharded=sharded) for name in ("v", "w"))
+    ops = (
+        Op(Kind.REDUCE, ("gv", "gw"), ("fut",), ("v", "w")),
+        Op(Kind.COMPUTE, ("x",), ("y",), work=Work.MATMUL, flops=150),
+        Op(Kind.WAIT, ("fut",), ("mv", "mw"), ("v", "w")),
+        Op(Kind.COMPUTE, ("mv", "mw"), work=Work.NONE),
+    )
+    return Timeline(ops, {"x": Value(4, "float32")}, Plan(Policy(3), 2, 0, params))
+
+
+def test_a_launch_and_a_wait_hold_compute_up() -> None:
+    """Of 400 B the busiest rank sends 200, in 2 s of wire that take 1 s of the core: half of it."""
+    timeline = reduce_of(sharded=True)
+    cost = costs_of(timeline, DEVICE)[0]
+    assert cost == Cost(
+        sent_bytes=200, wires=((Lane.INSIDE, 2.0),), loads=(0.5,), launch_seconds=2.5, finish_seconds=0.25
+    )
+    step = step_time(timeline, DEVICE)
+    found = [(str(span.lane), span.start, span.end, span.waits) for span in step.spans]
+    # beside the wire, compute has half of the core for 2 s; the wire is done when compute has 0.5 s to go
+    assert found == [
+        ("compute", 0, 2.5, False),
+        ("inside", 2.5, 4.5, False),
+        ("compute", 2.5, 5.0, False),
+        ("compute", 5.0, 5.25, False),
+        ("compute", 5.25, 5.25, False),
+    ]
+    assert (step.seconds, step.compute_seconds, step.exposed_seconds) == (5.25, 5.25, 0)
+    assert costs_of(reduce_of(sharded=False), DEVICE)[0].wires == ((Lane.INSIDE, 4.0),)
+
+
+def ends(load: float, *compute: float, wires: int = 1) -> list[tuple[str, float, float]]:
+    """Rings of 2 s each that ask for a share of the core, beside computations; then a wait for the last."""
+    lanes = Lanes()
+    for number in range(wires):
+        lanes.launch(number, f"fut{number}", [(Lane.INSIDE, 2.0)], (load,))
+    for number, seconds in enumerate(compute):
+        lanes.compute(wires + number, seconds)
+    lanes.wait(wires + len(compute), f"fut{wires - 1}")
+    return [("wait" if span.waits else str(span.lane), span.start, span.end) for span in lanes.spans()]
+
+
+def test_a_ring_under_way_takes_its_share_of_the_core() -> None:
+    assert ends(0.25, 3) == [("inside", 0, 2), ("compute", 0, 3.5)]
+    (_, *ring), (_, *first), (_, *second) = ends(0.25, 1, 1)
+    assert (ring, first, second) == ([0, 2], [0, pytest.approx(4 / 3)], [first[1], pytest.approx(2.5)])
+    assert ends(0.25, 0.75) == [("inside", 0, 2), ("compute", 0, 1), ("wait", 1, 2)]
+    assert ends(0.0, 3) == [("inside", 0, 2), ("compute", 0, 3)]
+
+
+def test_a_ring_that_asks_for_more_than_half_is_slowed_down() -> None:
+    """It asks for all of the core and gets half of it, as long as compute runs."""
+    assert ends(1.0, 3) == [("inside", 0, 4), ("compute", 0, 5)]
+    assert ends(1.0, 1) == [("inside", 0, 3), ("compute", 0, 2), ("wait", 2, 3)]
+    assert ends(1.0, 1, wires=2) == [("inside", 0, 3), ("inside", 3, 5), ("compute", 0, 2), ("wait", 2, 5)]
+
+
+@given(st.floats(0, 1), st.lists(st.floats(0.01, 5), min_size=1, max_size=6), st.integers(1, 4))
+def test_no_work_of_the_core_is_lost(load: float, compute: Sequence[float], wires: int) -> None:
+    found = ends(load, *compute, wires=wires)
+    computed = sum(end - start for lane, start, end in found if lane == "compute")
+    end = max(end for _, _, end in found)
+    assert computed >= sum(compute) * (1 - 1e-9)
+    assert computed <= sum(compute) + load * 2 * wires + 1e-6
+    assert end >= max(2 * wires, sum(compute)) * (1 - 1e-9)
+    assert end <= 2 * wires + sum(compute) + 1e-6
+
+
+@pytest.mark.parametrize(("taken", "elapsed"), [(0.0, 11.0), (5.0, 12.0)])
+def test_the_wire_of_one_of_several(taken: float, elapsed: float) -> None:
+    """Two collectives of 5 s whose launches and waits take 1 s: one of these is beside the wire, or delays it."""
+    assert wire_seconds(elapsed, held=1.0, taken=taken, train=2) == pytest.approx(5.0)
+
+
+def test_a_device_comes_back_from_its_file(tmp_path: Path) -> None:
+    save_device(DEVICE, tmp_path / "device.json")
+    assert load_device(tmp_path / "device.json") == DEVICE
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"format": "other"}, "is no file of this version's thunder-zero calibrate \\(format 'other'"),
+        ({"products": {}}, "is damaged: it has no curve of matmul work; calibrate this machine again"),
+        ({"traffic": {"pointwise": [[1, -1]]}}, "is damaged: a curve has the points"),
+        ({"traffic": {"pointwise": 7}}, "is damaged: "),
+        ({"ranks": 0}, "is damaged: devices_per_node is 0"),
+        ({"about": []}, "is damaged: "),
+    ],
+)
+def test_other_files_are_refused(change: dict[str, object], sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "device.json"
+    save_device(DEVICE, path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=sentence):
+        load_device(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("{", "is no JSON"), ("[]", "format 'list'"), ('{"format": "thunder_zero device 1"}', "it has no 'products'")],
+)
+def test_files_that_are_none(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "device.json").write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        load_device(tmp_path / "device.json")

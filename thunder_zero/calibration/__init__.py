@@ -1,0 +1,1 @@
+"""Measures this machine for forecasts of time: compute, and collectives between ranks."""

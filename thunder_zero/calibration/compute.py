@@ -1,0 +1,160 @@
+"""What is measured of compute: for each class of work, functions of several sizes that torch runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, cycle
+from time import perf_counter
+
+import torch
+from torch.nn import functional as F
+
+from thunder_zero.schedule.timeline import Work
+
+Run = Callable[[], object]
+
+ROWS = 256  # tokens of a product's batch
+WIDTHS = (8, 64, 256, 512, 1024, 2048)  # of a product's square weight
+LENGTHS = (16, 64, 256, 512)  # tokens of a sequence
+HEADS, HEAD = 8, 64  # of attention
+IMAGES = (4, 16, 64)  # height and width of an image
+CHANNELS = 32
+ELEMENTS = tuple(1 << power for power in (6, 12, 16, 18, 20, 22))  # of a tensor in float32
+COLUMNS = 512  # of a tensor whose rows are reduced or looked up
+POOL = 16 << 20  # elements of all tensors of a size together, at most
+SHORTEST = 0.002  # seconds of a measurement, at least
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One point of a curve.
+
+    Attributes:
+        work: class of the work.
+        dtype: of products; "" of other work.
+        size: FLOPs of products, bytes of traffic of other work.
+        run: does all of it once.
+    """
+
+    work: Work
+    dtype: str
+    size: float
+    run: Run
+
+    @property
+    def key(self) -> tuple[str, str, float]:
+        """Names the point."""
+        return str(self.work), self.dtype, self.size
+
+
+def measures(dtypes: Sequence[torch.dtype]) -> Iterator[Measure]:
+    """All points of compute; products in each of the dtypes, other work in float32."""
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        for of_size in (*map(_product, WIDTHS), *map(_attention, LENGTHS), *map(_convolution, IMAGES)):
+            work, flops, make = of_size
+            yield Measure(work, name, flops, make(dtype))
+    for elements in ELEMENTS:
+        yield from _traffic(elements)
+    tensor = torch.zeros(8, 8)
+    yield Measure(Work.VIEW, "", 0, lambda: tensor.permute(1, 0))
+
+
+def seconds_of(run: Run, times: int) -> float:
+    """Seconds of one run, of several."""
+    start = perf_counter()
+    for _ in range(times):
+        run()
+    return (perf_counter() - start) / times
+
+
+def enough_times(run: Run) -> int:
+    """How often to run it, so that a clock can tell how long it takes; it has run before."""
+    run()
+    for times in (1 << power for power in count()):
+        if (seconds := seconds_of(run, times) * times) >= SHORTEST / 4:
+            return max(1, round(times * SHORTEST / seconds))
+    raise AssertionError("a time is reached")
+
+
+Sized = tuple[Work, float, Callable[[torch.dtype], Run]]
+
+
+def _product(width: int) -> Sized:
+    """The three products of a linear layer, one after the other: forward, and the gradients of input and weight."""
+
+    def make(dtype: torch.dtype) -> Run:
+        x, weight, gradient = (torch.randn(shape, width).to(dtype) for shape in (ROWS, width, ROWS))
+        return lambda: (F.linear(x, weight), gradient @ weight, gradient.t() @ x)
+
+    return Work.MATMUL, 2 * ROWS * width**2, _shared(make, 3)
+
+
+def _attention(length: int) -> Sized:
+    """Causal attention, forward and backward: 2 + 5 products of all queries with all keys."""
+
+    def make(dtype: torch.dtype) -> Run:
+        query, key, value = (torch.randn(1, HEADS, length, HEAD).to(dtype).requires_grad_() for _ in range(3))
+        gradient = torch.randn(1, HEADS, length, HEAD).to(dtype)
+
+        def run() -> None:
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            torch.autograd.grad(out, (query, key, value), gradient)
+
+        return run
+
+    return Work.ATTENTION, 7 * 2 * HEADS * length**2 * HEAD / 2, _shared(make, 2)
+
+
+def _convolution(side: int) -> Sized:
+    """A convolution of 3 x 3 and the gradients of its input and weight."""
+
+    def make(dtype: torch.dtype) -> Run:
+        image = torch.randn(2, CHANNELS, side, side).to(dtype).requires_grad_()
+        weight = torch.randn(CHANNELS, CHANNELS, 3, 3).to(dtype).requires_grad_()
+        gradient = torch.randn(2, CHANNELS, side, side).to(dtype)
+
+        def run() -> None:
+            torch.autograd.grad(F.conv2d(image, weight, padding=1), (image, weight), gradient)
+
+        return run
+
+    return Work.CONVOLUTION, 2 * 2 * side**2 * 9 * CHANNELS**2, _shared(make, 3)
+
+
+def _shared(make: Callable[[torch.dtype], Run], lines: int) -> Callable[[torch.dtype], Run]:
+    """Tells that a run does so many lines of a trace at once."""
+    return lambda dtype: Lines(make(dtype), lines)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A run of several lines of one size each."""
+
+    run: Run
+    lines: int
+
+    def __call__(self) -> None:
+        self.run()
+
+
+def _traffic(elements: int) -> Iterator[Measure]:
+    """Work whose time depends on bytes: what it reads and writes, each tensor once. Each run reads other tensors, as a
+    step does, as far as they fit into the pool."""
+    many = max(1, min(16, POOL // (2 * elements)))
+    tensors, others = ([torch.randn(elements) for _ in range(many)] for _ in range(2))
+    nbytes, columns = tensors[0].nbytes, min(COLUMNS, elements)
+    rows = [tensor.view(-1, columns) for tensor in tensors]
+    table = torch.randn(4096, columns)
+    places = torch.randint(4096, (len(rows[0]),))
+    pairs, a_row = cycle(zip(tensors, others, strict=True)), cycle(rows)
+    yield Measure(Work.POINTWISE, "", 3 * nbytes, lambda: torch.add(*next(pairs)))
+    yield Measure(Work.REDUCTION, "", 2 * nbytes, lambda: F.layer_norm(next(a_row), (columns,)))
+    yield Measure(Work.INDEX, "", 2 * nbytes, lambda: F.embedding(places, table))
+    yield Measure(Work.RANDOM, "", nbytes, lambda: torch.rand(elements))
+
+
+def lines_of(measure: Measure) -> int:
+    """How many lines of a trace a run stands for."""
+    return measure.run.lines if isinstance(measure.run, Lines) else 1
