@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from thunder_zero.schedule.cone import cone
 from thunder_zero.schedule.fault import fault
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 
@@ -35,21 +36,40 @@ def check_in_flight(timeline: Timeline) -> None:
 
 def _check_ahead(timeline: Timeline) -> None:
     """No more units are gathered ahead than ``Sizes.prefetch`` says, one at least; what is waited for immediately does
-    not count. A unit is ahead until the first of its gathers has ended."""
+    not count. A unit is ahead until the first of its gathers has ended, or its first parameter is read that forward
+    gathered for backward."""
     if timeline.plan.policy.times is not None:
         return
-    prefetch = timeline.plan.sizes.prefetch
-    computes = None  # the unit of the latest wait
-    ahead: Counter[str] = Counter()  # gathers in flight
+    prefetch, inside = timeline.plan.sizes.prefetch, cone(timeline)
+    unit_of: dict[str, str] = {}  # of values that are computed from gathered parameters alone
+    in_flight: Counter[str] = Counter()  # gathers by unit
+    begun: set[str] = set()  # units that compute, or did
+    latest, launched = "", None
     for at, op in enumerate(timeline.ops):
+        if at == timeline.border:
+            begun.clear()
         if op.kind is Kind.GATHER and timeline.full_bytes(op):
-            ahead[timeline.params_of(op)[0].unit] += 1
-            units = [unit for unit in +ahead if unit != computes]
-            if len(units) > max(prefetch, 1) and timeline.ops[at + 1].reads != op.writes:
-                raise fault(timeline, at, f"gathers {len(units)} units ahead; prefetch is {prefetch}")
-        elif timeline.ends(op, Kind.GATHER) and timeline.full_bytes(op):
-            computes = timeline.params_of(op)[0].unit
-            ahead[computes] -= 1
+            unit, launched = timeline.params_of(op)[0].unit, at
+            if not in_flight[unit] and unit != latest:
+                begun.discard(unit)
+            in_flight[unit] += 1
+            continue
+        ends = timeline.ends(op, Kind.GATHER) and timeline.full_bytes(op) > 0
+        of_read = (unit_of[read] for read in op.reads if read in unit_of)
+        units = dict.fromkeys([timeline.params_of(op)[0].unit] if ends else of_read)
+        if launched is not None:
+            is_awaited = op.reads == timeline.ops[launched].writes
+            ahead = in_flight.keys() - begun - (units.keys() if is_awaited or not ends else set())
+            if len(ahead) > max(prefetch, 1):
+                raise fault(timeline, launched, f"gathers {len(ahead)} units ahead; prefetch is {prefetch}")
+        launched = None
+        for unit in units:
+            latest = unit
+            begun.add(unit)
+            unit_of.update((name, unit) for name in op.writes if name in inside)
+            in_flight[unit] -= ends
+            if in_flight[unit] <= 0:
+                del in_flight[unit]
 
 
 def check_making(timeline: Timeline) -> None:
