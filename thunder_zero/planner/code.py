@@ -16,6 +16,7 @@ def code_of(row: Row, policy: Policy) -> str:
         f"    mixed_precision=tz.MixedPrecision({precision.param_dtype}, reduce_dtype={precision.reduce_dtype}),",
         f"    bucket_bytes={policy.bucket_bytes:_},",
         f"    in_flight_bytes={policy.in_flight_bytes:_},",
+        f"    prefetch={policy.prefetch},",
         ")",
     ]
     where = ""

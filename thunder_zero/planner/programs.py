@@ -22,7 +22,7 @@ from thunder_zero.planner.subject import Subject
 from thunder_zero.policy import Policy
 from thunder_zero.precision import MixedPrecision
 
-TRACED = (4, 5, 6, 8)  # alike blocks that are traced, the first that repeat
+TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Programs:
         """The policy of a choice: a unit travels in one bucket, and the next one meanwhile."""
         policy = Policy(choice.stage, recompute=choice.recompute, mixed_precision=self.precision)
         nbytes = largest_block_bytes(make_plan(self.subject.module, policy, self.shards, 0))
-        return replace(policy, bucket_bytes=nbytes, in_flight_bytes=2 * nbytes)
+        return replace(policy, bucket_bytes=nbytes, in_flight_bytes=2 * nbytes, prefetch=1)
 
     def plan(self, choice: Choice, mesh: Mesh) -> Plan:
         """The plan of the whole model, for the rank with the most rows."""

@@ -28,7 +28,7 @@ class Marks:
 
 
 def marks_of(timeline: Timeline, units: Sequence[str]) -> Marks:
-    """Where operations of each half first read parameters of each unit."""
+    """Where operations of each half first read parameters of each unit together with data."""
     unit_of = {path: unit for path in timeline.plan.by_name for unit in units if path.startswith(f"{unit}.")}
     owner = {name: unit_of[path] for name, path in timeline.inputs.items() if path in unit_of}
     for op in timeline.ops:
@@ -37,9 +37,14 @@ def marks_of(timeline: Timeline, units: Sequence[str]) -> Marks:
             owner.update((name, unit_of[path]) for name, path in pairs if path in unit_of)
     found: dict[bool, dict[str, int]] = {False: {}, True: {}}
     for at, op in enumerate(timeline.ops[:-1]):
-        for name in op.reads if op.kind is Kind.COMPUTE else ():
-            if name in owner:
-                found[op.backward].setdefault(owner[name], at)
+        if op.kind is not Kind.COMPUTE:
+            continue
+        read = {owner[name] for name in op.reads if name in owner}
+        if len(read) == 1 and all(name in owner for name in op.reads):  # a view or a cast of parameters alone
+            owner.update(dict.fromkeys(op.writes, *read))
+            continue
+        for unit in read:
+            found[op.backward].setdefault(unit, at)
     return Marks(*(tuple(sorted(found[half].values())) for half in (False, True)))
 
 
