@@ -13,7 +13,7 @@ PACKAGE = ROOT / "thunder_zero"
 PAGE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- listing: python docs/listing.py -->\n```\n", "```\n<!-- end of the listing -->"
 ORDER = (  # bottom up, as the table of imports has it
-    *("_compat.py", "layout.py", "times.py", "precision.py", "policy.py", "plan.py", "rows.py"),
+    *("_compat.py", "layout.py", "times.py", "precision.py", "policy.py", "sizes.py", "plan.py", "rows.py"),
     *("schedule", "report", "cost", "trace", "comm", "runtime", "state_dict", "checkpoint", "convert"),
     *("arguments.py", "refusals.py", "placement.py", "compiled.py", "zero_module.py", "transform.py", "plugin.py"),
     *("dry_run.py", "measure.py", "forecast", "fit.py", "estimate.py", "print_trace.py"),

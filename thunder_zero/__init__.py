@@ -30,8 +30,9 @@ from thunder_zero.print_trace import print_trace
 from thunder_zero.runtime.clip import clip_grad_norm_
 from thunder_zero.runtime.global_mean import global_mean
 from thunder_zero.schedule.candidate import Prices
+from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
-from thunder_zero.schedule.verify import ScheduleError, check
+from thunder_zero.schedule.verify import check
 from thunder_zero.state_dict.api import full_state_dict
 from thunder_zero.times import Times
 from thunder_zero.transform import ZeroTransform

@@ -45,8 +45,8 @@ class Arguments(TypedDict, total=False):
     replicated: tuple[str, ...]
     replicate_below_bytes: int
     mixed_precision: MixedPrecision
-    bucket_bytes: int
-    prefetch: int
+    bucket_bytes: int | None
+    prefetch: int | None
     in_flight_bytes: int | None
     times: Times | None
     gather_per_unit: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import signature
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.compiled import Traces
+from thunder_zero.cost.device import Device
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import ZERO3, Policy
 from thunder_zero.runtime.placeholders import placeholder, set_tensor, traced
@@ -33,13 +34,15 @@ CPU = torch.device("cpu")
 class _DryRun(ZeroTransform):
     """Plans for a rank of a world that does not exist, and does not change the module."""
 
-    def __init__(self, policy: Policy | int, synced: bool, *world: int) -> None:
+    def __init__(self, policy: Policy | int, synced: bool, memory_bytes: int | None, *world: int) -> None:
         super().__init__(policy)
         self._world = world
+        self._memory_bytes = memory_bytes
         self._synced = synced
 
     def transform_module(self, model: ThunderModule) -> None:
-        self.plan = make_plan(model._model, self.policy, *self._world)
+        plan = make_plan(model._model, self.policy, *self._world)
+        self.plan = replace(plan, memory_bytes=self._memory_bytes)
         self.install(model, self.plan, DryRuntime(self._synced))
 
 
@@ -52,6 +55,7 @@ def trace(
     replicas: int = 1,
     synced: bool = True,
     executors: Sequence[Executor] | None = None,
+    device: Device | None = None,
     **kwargs: Any,
 ) -> Traces:
     """The traces that one rank of ``world_size`` would run for these arguments.
@@ -70,16 +74,19 @@ def trace(
         replicas: copies of the sharded model, each with ``world_size`` ranks (hybrid sharding).
         synced: True: the program outside ``no_sync``; False: the program inside, which defers gradients.
         executors: those of ``thunder.jit``, such as ``[torch_compile_ex]`` (default: Thunder's).
+        device: the sizes that the policy leaves open are those for this device, such as ``tz.DEVICES["h100"]``; the
+            lines are still those of a run on the module's device, and of one on the CPU for a module on the meta
+            device (default: the module's).
 
     Returns:
         The forward and backward traces, their timeline and the plan.
 
     Raises:
-        TypeError: not a plain module; not a policy; a field of the policy among the arguments of forward, which does
-            not take it.
+        TypeError: not a plain module; not a policy; not a device; a field of the policy among the arguments of forward,
+            which does not take it.
         ValueError: the stage, ``world_size``, ``rank`` or ``replicas`` is out of range; the module has no parameters.
     """
-    interpreted = Interpreted(module, args, kwargs, policy, (world_size, rank, replicas), synced, executors)
+    interpreted = Interpreted(module, args, kwargs, policy, (world_size, rank, replicas), synced, executors, device)
     return interpreted.under(policy)
 
 
@@ -87,7 +94,7 @@ class Interpreted:
     """A module and its arguments, which Thunder interprets once: most of the time that a compilation takes.
 
     Args:
-        module, args, kwargs, policy, synced, executors: as for :func:`trace`.
+        module, args, kwargs, policy, synced, executors, device: as for :func:`trace`.
         world: number of ranks, rank and replicas.
 
     Raises:
@@ -103,12 +110,14 @@ class Interpreted:
         world: tuple[int, int, int],
         synced: bool = True,
         executors: Sequence[Executor] | None = None,
+        device: Device | None = None,
     ) -> None:
         if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
             raise TypeError(
                 f"trace takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
             )
         _refuse_policy_fields(module, kwargs)
+        self._memory_bytes = _memory_bytes(module, device)
         self._module, self._world, self._synced, self._executors = module, world, synced, executors
         args, kwargs = tree_map_only(Tensor, _without_memory, (tuple(args), dict(kwargs)))
         transform, jitted = self._jitted(policy)
@@ -125,8 +134,18 @@ class Interpreted:
             return transform.compiled.traces(_compile(jitted, self._acquired))
 
     def _jitted(self, policy: Policy | int) -> tuple[_DryRun, ThunderModule]:
-        transform = _DryRun(policy, self._synced, *self._world)
+        transform = _DryRun(policy, self._synced, self._memory_bytes, *self._world)
         return transform, thunder.jit(self._module, transforms=[transform], executors=self._executors)
+
+
+def _memory_bytes(module: nn.Module, device: Device | None) -> int | None:
+    """Of the device, or else of the GPU that the module is on; None for host memory."""
+    if device is not None and not isinstance(device, Device):
+        raise TypeError(f"device is {device!r}; give a thunder_zero.Device, such as DEVICES['h100'], or None")
+    if device is not None:
+        return device.memory_bytes
+    on_gpu = next((param.device for param in module.parameters() if param.is_cuda), None)
+    return None if on_gpu is None else torch.cuda.get_device_properties(on_gpu).total_memory
 
 
 def _refuse_policy_fields(module: nn.Module, kwargs: Mapping[str, Any]) -> None:

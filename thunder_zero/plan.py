@@ -7,7 +7,7 @@ the stage or the process group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -15,14 +15,16 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from thunder_zero import layout
-from thunder_zero.policy import STAGES, MiB, Policy, is_count
+from thunder_zero.policy import STAGES, Policy, is_count
 from thunder_zero.precision import MixedPrecision
+from thunder_zero.sizes import Sizes, chosen, on_cpu, on_gpu
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 ROOT = ""  # path of the root unit
+STATES = 2  # tensors of a shard's shape that an optimizer keeps: those of Adam
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,7 @@ class Plan:
         rank: one of them.
         params: the parameters, in the order of ``module.named_parameters()``.
         replicas: copies of the sharded model (hybrid sharding).
+        memory_bytes: of the device, or of the smallest one of all ranks; None: host memory.
     """
 
     policy: Policy
@@ -96,6 +99,7 @@ class Plan:
     rank: int
     params: tuple[Param, ...]
     replicas: int = 1
+    memory_bytes: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -130,25 +134,39 @@ class Plan:
         return tuple(dict.fromkeys(param.unit for param in self.params))
 
     @cached_property
-    def in_flight_bytes(self) -> int:
-        """The bound of the bytes in flight: the policy's, or else two of the largest units, 4 to 32 MiB."""
-        if self.policy.in_flight_bytes is not None:
-            return self.policy.in_flight_bytes
-        return min(max(2 * self.largest_unit_bytes, 4 * MiB), 32 * MiB)
+    def sizes(self) -> Sizes:
+        """Bytes of a bucket and in flight, units gathered ahead. They do not depend on a rank's inputs, whose shapes
+        may differ between ranks: all ranks launch the same."""
+        if self.memory_bytes is None:
+            return chosen(self.policy, on_cpu(self.largest_unit_bytes))
+        blocks = {unit: nbytes for unit, nbytes in self.unit_bytes.items() if unit != ROOT} or self.unit_bytes
+        largest = max(max(param.full_bytes, param.grad_bytes) for param in self.params)
+        return chosen(self.policy, on_gpu(max(blocks.values()), largest, self.memory_bytes - self.state_bytes))
 
     @cached_property
-    def largest_unit_bytes(self) -> int:
-        """Bytes of the full parameters of the largest unit, or of their gradients."""
+    def unit_bytes(self) -> Mapping[str, int]:
+        """For each unit, bytes of its full parameters or of their gradients, whichever are more."""
         counts: Counter[str] = Counter()
         for param in self.params:
             counts[param.unit] += max(param.full_bytes, param.grad_bytes)
-        return max(counts.values(), default=0)
+        return counts
 
     @property
-    def ahead_bytes(self) -> int:
-        """The bound of the bytes gathered ahead of their use: the policy's, or else just below ``in_flight_bytes``, so
-        that one of the largest units is there while another computes, not two."""
-        return self.in_flight_bytes - (self.policy.in_flight_bytes is None)
+    def largest_unit_bytes(self) -> int:
+        """Bytes of the full parameters of the largest unit, or of their gradients."""
+        return max(self.unit_bytes.values(), default=0)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """What rests on the device of the busiest rank: shards, or full parameters where they stay; of those that are
+        trained also the gradients and :data:`STATES` tensors of an optimizer."""
+        total = 0
+        for param in self.params:
+            rows = layout.shard_shape(param.shape, self.world_size, layout.busiest_rank(self.world_size))
+            tensors = 1 + (1 + STATES) * param.requires_grad if not self.rests_on_host(param) else 0
+            total += tensors * prod(rows if param.sharded else param.shape) * param.dtype.itemsize
+            total += param.full_bytes * param.resident
+        return total
 
     @cached_property
     def recomputed(self) -> frozenset[str]:
@@ -231,21 +249,8 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
             path that is not a submodule, an ignored path that the module does not have, a pattern that fits nothing.
     """
     _require_world(world_size, rank, replicas)
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
     modules = {path for path, _ in module.named_modules()}
-    paths = {*modules, *(name for of_one in names.values() for name in of_one)}
-    _require_there(policy.ignored, paths, module)
-    _require_fitting("replicated names", policy.replicated, paths, module)
-    with_buffers = {*paths, *(name for name, _ in module.named_buffers())}
-    _require_fitting("mixed_precision overrides", policy.mixed_precision.overrides, with_buffers, module)
-    names = {param: paths for param, paths in names.items() if not any(_is_ignored(path, policy) for path in paths)}
-    if not names:
-        raise ValueError(
-            f"{type(module).__name__} has no parameters{' that are not ignored' * bool(policy.ignored)}; there is "
-            f"nothing to shard or to reduce"
-        )
+    names = _names(module, policy, modules)
     units = (policy.unit_of or repeated_blocks)(module)
     for unit in units:
         if unit not in modules:
@@ -259,6 +264,25 @@ def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, rep
     plan = Plan(policy, world_size, rank, params, replicas)
     _require_units(plan, module)
     return plan
+
+
+def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Parameter, list[str]]:
+    """The names of each parameter that the policy does not ignore; refuses paths that the module does not have."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    paths = {*modules, *(name for of_one in names.values() for name in of_one)}
+    _require_there(policy.ignored, paths, module)
+    _require_fitting("replicated names", policy.replicated, paths, module)
+    with_buffers = {*paths, *(name for name, _ in module.named_buffers())}
+    _require_fitting("mixed_precision overrides", policy.mixed_precision.overrides, with_buffers, module)
+    names = {param: paths for param, paths in names.items() if not any(_is_ignored(path, policy) for path in paths)}
+    if not names:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters{' that are not ignored' * bool(policy.ignored)}; there is "
+            f"nothing to shard or to reduce"
+        )
+    return names
 
 
 def _require_world(world_size: int, rank: int, replicas: int) -> None:

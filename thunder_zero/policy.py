@@ -41,8 +41,9 @@ COUNTS = {  # fields that count something, with their units
     "replicate_below_bytes": "bytes",
     "bucket_bytes": "bytes",
     "in_flight_bytes": "bytes",
-    "prefetch": "buckets",
+    "prefetch": "units",
 }
+OPEN = ("bucket_bytes", "prefetch", "in_flight_bytes")  # None: thunder_zero/sizes.py decides
 PATHS = {  # fields of paths
     "ignored": "paths of parameters or submodules, such as ('router',)",
     "replicated": "patterns of paths of parameters or submodules, such as ('*.bias',)",
@@ -76,14 +77,16 @@ class Policy:
         replicate_below_bytes: every rank keeps parameters smaller than this in full and all-reduces their gradients
             (bytes of the full parameter, default 0: all are sharded).
         mixed_precision: the dtypes of compute and of gradients on the wire (default: those of the parameters).
-        bucket_bytes: cuts the collectives of a unit into buckets of at most this many bytes of full parameters
-            (bytes, default 16 MiB; 0 sends each parameter by itself).
-        prefetch: buckets of gathers that may be in flight while an earlier bucket computes (default 2; 0 starts
-            each gather right before its use).
+        bucket_bytes: cuts the collectives of a unit into buckets of at most this many bytes of full parameters (bytes;
+            0 sends each parameter by itself; default None: 16 MiB on the CPU; on a GPU the largest unit, or 16 MiB).
+        prefetch: units whose gathers may be in flight while an earlier unit computes (0 starts each gather right before
+            its use; default None: 2 on the CPU, 1 on a GPU).
         in_flight_bytes: bounds the bytes in flight: gathers start ahead of their use while the gathered bytes stay
             within it, and reductions stay in flight while the gradients that they still read, and those that backward
-            is making, do (bytes; default None: two of the largest units, 4 to 32 MiB, and one byte less for
-            gathers; 0 starts each gather right before its use). One collective may always be in flight, however large.
+            is making, do (bytes; 0 starts each gather right before its use). One collective may always be in flight,
+            however large. Default None: on the CPU two of the largest units, 4 to 32 MiB, and one byte less for
+            gathers; on a GPU the largest unit beside the largest bucket, but at most a quarter of the memory that the
+            step leaves.
         times: measured times (:func:`thunder_zero.measure_times`). With them a gather starts after the latest earlier
             wait from which it still ends before compute needs it, if the wire carries one collective after the other.
             They replace ``prefetch``; ``in_flight_bytes`` still applies (default None).
@@ -123,8 +126,8 @@ class Policy:
     replicated: tuple[str, ...] = ()
     replicate_below_bytes: int = 0
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
-    bucket_bytes: int = 16 * MiB
-    prefetch: int = 2
+    bucket_bytes: int | None = None
+    prefetch: int | None = None
     in_flight_bytes: int | None = None
     times: Times | None = None
     gather_per_unit: bool = False
@@ -143,7 +146,7 @@ class Policy:
             raise ValueError(f"stage is {self.stage!r}; choose 0 (DDP), 1, 2 or 3 (ZeRO-1, ZeRO-2, ZeRO-3)")
         for name, unit in COUNTS.items():
             count = getattr(self, name)
-            if not is_count(count) and not (count is None and name == "in_flight_bytes"):
+            if not is_count(count) and not (count is None and name in OPEN):
                 raise ValueError(f"{name} is {count!r}; give a number of {unit}, 0 or more")
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):

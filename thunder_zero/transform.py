@@ -10,7 +10,7 @@ import torch
 
 from thunder_zero.arguments import Arguments, check_arguments
 from thunder_zero.comm import agree
-from thunder_zero.comm.device import device_for
+from thunder_zero.comm.device import device_for, memory_bytes
 from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.comm.places import doing
 from thunder_zero.compiled import Compiled
@@ -26,6 +26,7 @@ from thunder_zero.runtime.intact import Intact
 from thunder_zero.runtime.placeholders import is_traced
 from thunder_zero.runtime.state import State
 from thunder_zero.schedule import verify
+from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.program_name import ProgramName
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.state_dict import hooks
@@ -119,6 +120,7 @@ class ZeroTransform(Transform):
             require_untransformed(model, self)
             plan = make_plan(plain, self.policy, inside.size(), inside.rank(), ranks.replicas)
             device = device_for(plain, plan, ranks, where.device)
+        plan = replace(plan, memory_bytes=memory_bytes(device, ranks.everyone))
         if self.policy.cpu_offload and device.type == "cpu":
             warnings.warn(
                 "cpu_offload changes nothing: the model is on the CPU, so its shards and optimizer state already rest "
@@ -206,7 +208,7 @@ class ZeroTransform(Transform):
         programs = {ProgramName(name, executor.program.synced): half for name, half in halves.items()}
         try:
             timeline = proved_timeline(forward, backward, executor)
-        except verify.ScheduleError as error:  # tell the other ranks, which would wait for this one
+        except ScheduleError as error:  # tell the other ranks, which would wait for this one
             for program in programs:
                 executor.runtime.agree_on_schedule(program, [str(error)])
             raise

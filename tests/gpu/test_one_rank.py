@@ -92,6 +92,14 @@ def params_of(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, stage: in
 # The transport
 
 
+def test_the_sizes_of_the_schedule_are_those_for_this_gpu(cuda: None) -> None:
+    model = shard(fresh(Gpt), tz.Policy(3), "cuda")
+    model(tokens("cuda"))
+    plan = tz.traces_of(model).plan
+    assert plan.memory_bytes == torch.cuda.get_device_properties(torch.device("cuda")).total_memory
+    assert plan.sizes.prefetch == 1
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("means", [frozenset(FLOATS), frozenset()], ids=["AVG", "SUM"])
 def test_collectives_of_all_shapes(device: str, dtype: torch.dtype, means: frozenset[torch.dtype]) -> None:

@@ -103,7 +103,7 @@ def test_a_parameter_of_zero3_line_by_line() -> None:
     assert text.startswith(
         "layers.2.weight: 4 x 4 float32, in unit layers.2; ZeRO-3, rank 0 of 2 at rest rows 0 to 1 of 4"
     )
-    assert "right after the wait for layers.0.weight, 2 buckets ahead: Policy.prefetch=2" in text
+    assert "right after the wait for layers.0.weight, 2 units ahead (Policy.prefetch)" in text
     assert "after its last use in this half; it is gathered again" in text
     assert text.endswith("a step gathered twice; this rank sends 96 B and receives 96 B for it")
 
@@ -111,7 +111,7 @@ def test_a_parameter_of_zero3_line_by_line() -> None:
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"prefetch": 1}, "right after the wait for layers.1.weight, one bucket ahead: Policy.prefetch=1"),
+        ({"prefetch": 1}, "right after the wait for layers.1.weight, one unit ahead (Policy.prefetch)"),
         ({"prefetch": 0}, "right before its use: Policy.prefetch=0"),
         ({"in_flight_bytes": 0}, "right before its use: Policy.in_flight_bytes=0"),
         ({"in_flight_bytes": MATRIX}, "layers.1.weight: earlier, more than 64 B would be in flight"),

@@ -119,7 +119,7 @@ def trains(model: Any) -> bool:
         ({"stage": True}, ValueError, ["stage is True", "choose 0"]),
         ({"stage": 2.0}, ValueError, ["stage is 2.0", "choose 0"]),
         ({"bucket_bytes": "1"}, ValueError, ["bucket_bytes is '1'", "0 or more"]),
-        ({"bucket_bytes": None}, ValueError, ["bucket_bytes is None", "0 or more"]),
+        ({"replicate_below_bytes": None}, ValueError, ["replicate_below_bytes is None", "0 or more"]),
         ({"prefetch": 1.5}, ValueError, ["prefetch is 1.5", "0 or more"]),
         ({"times": 0.5}, ValueError, ["times is 0.5", "thunder_zero.Times", "measure_times", "or None"]),
         ({"gather_per_unit": "no"}, ValueError, ["gather_per_unit is 'no'", "True or False"]),

@@ -39,7 +39,8 @@ class OneSize(Search):
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        return ((self.asked.bucket_bytes, self.lifted.plan.in_flight_bytes),)
+        sizes = self.lifted.plan.sizes
+        return ((sizes.bucket_bytes, sizes.in_flight_bytes),)
 
 
 class Net(nn.Module):

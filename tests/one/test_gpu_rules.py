@@ -22,7 +22,7 @@ import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import everyone
 from thunder_zero.checkpoint import background
-from thunder_zero.comm import native
+from thunder_zero.comm import device, native
 from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.native import Grouped, float16_divisors
 from thunder_zero.plan import Param, Plan, make_plan
@@ -58,6 +58,16 @@ def frozen(dtype: torch.dtype) -> tuple[Tensor, Param]:
 
 
 # Devices
+
+
+def test_all_ranks_plan_for_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        total_memory = 80
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(device, "all_gather_object", lambda value, group: [value, 40, 60])
+    assert device.memory_bytes(CUDA, None) == 40  # type: ignore[arg-type]
+    assert device.memory_bytes(torch.device("cpu"), None) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the second refusal needs a machine without a GPU")

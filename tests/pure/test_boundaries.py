@@ -38,7 +38,7 @@ def rooms(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-DATA = rooms("layout times precision policy plan")
+DATA = rooms("layout times precision policy sizes plan")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("times.py",      NOT,    NOT,     NOT,     NOTHING),
     Room("precision.py",  IMPORT, NOT,     NOT,     NOTHING),
     Room("policy.py",     TYPES,  NOT,     NOT,     rooms("times precision")),
-    Room("plan.py",       TYPES,  NOT,     NOT,     rooms("layout precision policy")),
+    Room("sizes.py",      NOT,    NOT,     NOT,     rooms("policy")),
+    Room("plan.py",       TYPES,  NOT,     NOT,     rooms("layout precision policy sizes")),
     Room("rows.py",       IMPORT, NOT,     NOT,     rooms("layout plan")),
     Room("schedule/",     TYPES,  NOT,     NOT,     DATA),
     Room("report/",       NOT,    NOT,     NOT,     DATA | {"schedule"}),
@@ -77,7 +78,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("transform.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("schedule trace comm runtime state_dict arguments "
                                                                  "refusals placement compiled zero_module")),
     Room("plugin.py",     NOT,    NOT,     IMPORT,  rooms("policy trace arguments refusals transform")),
-    Room("dry_run.py",    IMPORT, NOT,     IMPORT,  DATA | rooms("trace runtime compiled transform")),
+    Room("dry_run.py",    IMPORT, NOT,     IMPORT,  DATA | rooms("cost trace runtime compiled transform")),
     Room("measure.py",    NOT,    NOT,     IMPORT,  DATA | rooms("schedule comm runtime zero_module")),
     Room("forecast/",     IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report trace comm runtime "
                                                                  "compiled zero_module")),

@@ -54,7 +54,7 @@ def test_a_search_is_no_worse_than_all_schedules_of_ten_units(in_flight_bytes: i
         f"{unit}_w": {"shape": (16, 16 + 7 * (number * number % 11))} for number, unit in enumerate(units)
     }
     search = Search(model(asked, *(f"{unit}.w" for unit in units), training=True, **shapes), asked)
-    sizes = asked.bucket_bytes, in_flight_bytes
+    sizes = 0, in_flight_bytes
     every = [
         search.candidate(Choices.of(dict(zip(units, chosen, strict=True)), sizes))
         for chosen in product((PLAIN, KEPT), repeat=UNITS)

@@ -252,9 +252,9 @@ def test_prefetch_starts_gathers_at_the_borders_of_the_units_before() -> None:
     ]
 
 
-@pytest.mark.parametrize(("buckets", "under_way"), [(0, 1), (1, 1), (2, 2), (3, 3), (9, 4)])
-def test_prefetch_puts_at_most_so_many_buckets_in_flight(buckets: int, under_way: int) -> None:
-    policy = replace(ALONE, in_flight_bytes=MiB, prefetch=buckets)
+@pytest.mark.parametrize(("units", "under_way"), [(0, 1), (1, 1), (2, 2), (3, 3), (9, 4)])
+def test_prefetch_puts_at_most_so_many_units_in_flight(units: int, under_way: int) -> None:
+    policy = replace(ALONE, in_flight_bytes=MiB, prefetch=units)
     after = prefetch(model(policy, "a.w", "b.w", "c.w", "d.w", "e.w", training=False))
     assert max(in_flight_bytes(after, Kind.GATHER)) == 4 * under_way
 

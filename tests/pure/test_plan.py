@@ -212,8 +212,8 @@ def test_the_bytes_in_flight(width: int, blocks: int, policy: Policy, expected: 
         module.head = nn.Linear(width, 2 * width, bias=False)
         module.blocks = nn.ModuleList(nn.Linear(width, 2 * width, bias=False) for _ in range(blocks))
     plan = make_plan(module, policy, 2, 0)
-    assert plan.in_flight_bytes == expected
-    assert plan.ahead_bytes == (expected if policy.in_flight_bytes else expected - 1)
+    assert plan.sizes.in_flight_bytes == expected
+    assert plan.sizes.ahead_bytes == (expected if policy.in_flight_bytes else expected - 1)
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ from tests.harness.small_timelines import ALONE, lines, model
 from tests.harness.timelines import Terms, in_flight_bytes, interpret, timelines, with_rank
 from thunder_zero.policy import MiB, Policy
 from thunder_zero.schedule.bucket import bucket
+from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.prefetch import ended_in_time, prefetch
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.timeline import Kind, Timeline
-from thunder_zero.schedule.verify import ScheduleError, check_pass, check_schedule
+from thunder_zero.schedule.verify import check_pass, check_schedule
 from thunder_zero.times import Times
 
 NAMES = ("a.w", "b.w", "c.w", "d.w")

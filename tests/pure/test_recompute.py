@@ -16,12 +16,13 @@ from tests.harness.tiers import of_tier
 from tests.harness.timelines import Terms, interpret, make_param, timelines
 from thunder_zero.plan import Plan
 from thunder_zero.policy import Policy
+from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.min_cut import cheapest_to_keep
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.recompute import recompute
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work, gathered_bytes
 from thunder_zero.schedule.units import runs
-from thunder_zero.schedule.verify import ScheduleError, check_schedule
+from thunder_zero.schedule.verify import check_schedule
 from thunder_zero.schedule.verify_recompute import check_recompute
 
 CHEAP, UNITS = Policy(stage=3), Policy(stage=3, recompute="units")

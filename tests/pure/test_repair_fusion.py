@@ -9,11 +9,12 @@ import pytest
 from tests.harness.small_timelines import gathered, model
 from tests.harness.timelines import Terms, Use, interpret
 from thunder_zero.policy import Policy
+from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.repair_fusion import repair_fusion
 from thunder_zero.schedule.timeline import Kind, Timeline
-from thunder_zero.schedule.verify import ScheduleError, check
+from thunder_zero.schedule.verify import check
 
 THREE = Policy(stage=3, gather_last_units_once=False)
 

@@ -56,23 +56,23 @@ def _why_once(param: Param, plan: Plan) -> str:
 
 def why_launch(timeline: Timeline, at: int, after: int, bound: Bound) -> str:
     """Why a gather starts at position ``at``, given what :func:`thunder_zero.schedule.prefetch.bounds` says."""
-    policy = timeline.plan.policy
     half = "backward" if timeline.ops[at].backward else "forward"
     if bound is Bound.HALF:
         return f"it starts with {half}, so that it ends as soon as it can"
     if bound is Bound.USE:
-        field = "prefetch" if timeline.plan.ahead_bytes else "in_flight_bytes"
+        field = "prefetch" if timeline.plan.sizes.ahead_bytes else "in_flight_bytes"
         return f"it starts right before its use: Policy.{field}=0"
     place = _place(timeline, after)
     if bound is Bound.PREFETCH:
-        count = "one bucket" if policy.prefetch == 1 else f"{policy.prefetch} buckets"
-        return f"it starts {place}, {count} ahead: Policy.prefetch={policy.prefetch}"
+        prefetch = timeline.plan.sizes.prefetch
+        count = "one unit" if prefetch == 1 else f"{prefetch} units"
+        return f"it starts {place}, {count} ahead (Policy.prefetch)"
     if bound is Bound.TIMES:
         return f"it starts {place}: by the measured times (Policy.times) it still ends before its use"
     if bound is Bound.FIRST:
         return f"it starts {place}: the first gather of {half} has the wire to itself"
     if bound is Bound.IN_FLIGHT:
-        limit = size(timeline.plan.in_flight_bytes)
+        limit = size(timeline.plan.sizes.in_flight_bytes)
         return f"it starts {place}: earlier, more than {limit} would be in flight (Policy.in_flight_bytes)"
     return "it starts after the gather before it, whose use comes first, or after the line that writes its shard"
 
@@ -110,5 +110,5 @@ def why_wait(timeline: Timeline, at: int) -> str:
         return "at the end of backward, behind all of its compute"
     if any(set(other.reads) & set(op.writes) for other in rest[:-1] if other.kind is Kind.COMPUTE):
         return "right before the line that reads the reduced gradient"
-    limit = size(timeline.plan.in_flight_bytes)
+    limit = size(timeline.plan.sizes.in_flight_bytes)
     return f"before the next gradient is made: with it, more than {limit} would be in flight (Policy.in_flight_bytes)"

@@ -1,4 +1,4 @@
-"""Chooses the device of the shards; refuses parameters that the group cannot send or reduce."""
+"""Chooses the shards' device, reads its memory; refuses what the group cannot send or reduce."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from thunder_zero.comm.backends import transport_for
 from thunder_zero.comm.group import Ranks
+from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.plan import Plan
 
 
@@ -57,6 +58,13 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
         raise ValueError(
             f"device is '{device}', which cannot be used here ({reason}); choose a device that this machine has"
         ) from None
+
+
+def memory_bytes(device: torch.device, group: dist.ProcessGroup) -> int | None:
+    """Bytes of the smallest GPU of all ranks, so that they plan alike; a collective. None on the CPU, without one."""
+    if device.type != "cuda":
+        return None
+    return min(all_gather_object(torch.cuda.get_device_properties(device).total_memory, group))
 
 
 def _has_behaviour(param: nn.Parameter) -> bool:

@@ -10,7 +10,7 @@ one unit start together, in the place of the last::
     wait   b    <- fut1   b
     compute ...
 
-A bucket has one dtype, one kind of collective and at most ``policy.bucket_bytes`` of full parameters, or holds a single
+A bucket has one dtype, one kind of collective and at most ``Sizes.bucket_bytes`` of full parameters, or holds a single
 parameter. Copies (``again``) travel with copies only.
 """
 
@@ -60,7 +60,7 @@ class _Open:
 
 
 def _gather_buckets(timeline: Timeline) -> list[list[int]]:
-    buckets = _Open(timeline.plan.policy.bucket_bytes)
+    buckets = _Open(timeline.plan.sizes.bucket_bytes)
     written: dict[str, int] = {}
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.GATHER:
@@ -73,7 +73,7 @@ def _gather_buckets(timeline: Timeline) -> list[list[int]]:
 
 
 def _reduce_buckets(timeline: Timeline) -> list[list[int]]:
-    buckets = _Open(timeline.plan.policy.bucket_bytes)
+    buckets = _Open(timeline.plan.sizes.bucket_bytes)
     reduced: dict[str, int] = {}  # handle or reduced gradient -> position of its launch
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.REDUCE:

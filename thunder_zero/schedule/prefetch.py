@@ -13,8 +13,9 @@ wait of an earlier one, so that the computations between two waits stay one regi
     wait   c            wait   c
     compute ..          compute ..
 
-The policy decides which wait that is: ``policy.prefetch`` counts buckets; with ``policy.times`` it is the latest wait
-after which the gather can still end in time, if the wire carries one gather after the other::
+The plan decides which wait that is: ``Sizes.prefetch`` counts units, whose gathers start after the first wait of an
+earlier unit; with ``policy.times`` it is the
+latest wait after which the gather can still end in time, if the wire carries one gather after the other::
 
     gather a            gather a
     wait   a            wait   a
@@ -49,9 +50,9 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
 def prefetch(timeline: Timeline) -> Timeline:
-    """Starts each gather as early as ``policy.prefetch`` allows, or as late as ``policy.times`` allow.
+    """Starts each gather as early as ``Sizes.prefetch`` allows, or as late as ``policy.times`` allow.
 
-    At most ``Plan.ahead_bytes`` are in flight. The first gather of a half has the wire to itself: others, which
+    At most ``Sizes.ahead_bytes`` are in flight. The first gather of a half has the wire to itself: others, which
     are needed later, would only delay it.
     """
     ops = timeline.ops
@@ -130,7 +131,7 @@ def _halves(timeline: Timeline) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _starts_at_use(plan: Plan) -> bool:
     """Whether the policy lets no gather start ahead of its use."""
-    return plan.ahead_bytes == 0 or (plan.policy.prefetch == 0 and plan.policy.times is None)
+    return plan.sizes.ahead_bytes == 0 or (plan.sizes.prefetch == 0 and plan.policy.times is None)
 
 
 def _launched(timeline: Timeline, use: _Use) -> int:
@@ -199,9 +200,10 @@ def _ended(timeline: Timeline, uses: Sequence[_Use]) -> list[int]:
 def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
     """The same by what demands it."""
     policy = timeline.plan.policy
-    in_bound = ended_before([timeline.full_bytes(use.gather) for use in uses], timeline.plan.ahead_bytes)
+    in_bound = ended_before([timeline.full_bytes(use.gather) for use in uses], timeline.plan.sizes.ahead_bytes)
     if policy.times is None:
-        name, ahead = Bound.PREFETCH, [number + 1 - policy.prefetch for number in range(len(uses))]
+        units = [timeline.params_of(use.gather)[0].unit for use in uses]
+        name, ahead = Bound.PREFETCH, ended_units(units, timeline.plan.sizes.prefetch)
     else:
         # A bucket that forward gathered has no wait in backward that could be timed. Its time in forward is used:
         # backward computes longer, so the gathers that follow start rather too early than too late.
@@ -213,6 +215,26 @@ def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
         {name: ahead[number], Bound.IN_FLIGHT: in_bound[number], Bound.FIRST: min(number, 1)}
         for number in range(len(uses))
     ]
+
+
+def ended_units(units: Sequence[str], prefetch: int) -> list[int]:
+    """For each gather in a sequence, how many of them must have ended before the gathers of its unit may start.
+
+    That is up to the first one of the unit that computes while ``prefetch`` units are under way.
+
+    >>> ended_units(["a", "a", "b", "b", "c"], prefetch=1)
+    [0, 0, 1, 1, 3]
+    >>> ended_units(["a", "a", "b", "b", "c"], prefetch=2)
+    [0, 0, 0, 0, 1]
+    """
+    firsts: list[int] = []
+    counts: list[int] = []
+    for number, unit in enumerate(units):
+        if number == 0 or unit != units[number - 1]:
+            firsts.append(number)
+        computes = len(firsts) - 1 - prefetch
+        counts.append(firsts[computes] + 1 if computes >= 0 else 0)
+    return counts
 
 
 def ended_before(nbytes: Sequence[int], bound: int) -> list[int]:

@@ -133,7 +133,8 @@ class Search:
     @cached_property
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Bytes of a bucket and in flight: those that were asked for, and smaller ones: two units, one, nothing."""
-        most = self.asked.bucket_bytes, self.lifted.plan.in_flight_bytes
+        plan = self.lifted.plan.sizes
+        most = plan.bucket_bytes, plan.in_flight_bytes
         largest = self.lifted.plan.largest_unit_bytes
         smaller = ((min(most[0], in_flight // 2), in_flight) for in_flight in (2 * largest, largest, 0))
         return (most, *(sizes for sizes in smaller if sizes[1] < most[1]))

@@ -1,7 +1,7 @@
 """Moves the waits of reductions as late as the bytes in flight allow.
 
 A reduction starts where its gradient is made. Its wait comes right before the return, unless the full gradients in
-flight and those that are made next would exceed ``Plan.in_flight_bytes``: then the oldest reduction must end before
+flight and those that are made next would exceed ``Sizes.in_flight_bytes``: then the oldest reduction must end before
 the next gradient is made. If others are in flight, its wait comes right after the collective before that gradient, so
 that computations between two collectives stay one region for the fuser::
 
@@ -24,8 +24,8 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 
 
 def sink_waits(timeline: Timeline) -> Timeline:
-    """Moves the waits of reductions as late as their readers and ``Plan.in_flight_bytes`` allow."""
-    bound = timeline.plan.in_flight_bytes
+    """Moves the waits of reductions as late as their readers and ``Sizes.in_flight_bytes`` allow."""
+    bound = timeline.plan.sizes.in_flight_bytes
     last = len(timeline.ops) - 1
     making = _making(timeline)
     made = 0  # bytes of gradients that are made, or being made, and not yet launched

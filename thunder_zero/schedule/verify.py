@@ -1,25 +1,20 @@
 """Proves that a timeline is right: after each pass, after the last one, and before it runs.
 
 These are ``check_pass``, ``check_schedule`` and ``check``. Each raises on the first rule that a timeline breaks; each
-rule is one function below. They read sizes and orders only, in near-linear time. ``verify_recompute.py`` has the rules
-of computing again.
+rule is one function below. They read sizes and orders only, in near-linear time. ``verify_in_flight.py`` has the rules
+of what is under way at once, ``verify_recompute.py`` those of computing again.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from thunder_zero.schedule.cone import cone, last_reads, needed_again, regathered, returned
+from thunder_zero.schedule.fault import ScheduleError, fault
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 from thunder_zero.schedule.units import is_vector
-
-MOST_NAMES = 8  # of an operation, in an error
-
-
-class ScheduleError(Exception):
-    """A timeline breaks a rule. The message names the operation, its parameters and the rule, in one sentence."""
+from thunder_zero.schedule.verify_in_flight import check_in_flight, check_making
 
 
 def check(timeline: Timeline, trained: Collection[str] = ()) -> None:
@@ -63,7 +58,7 @@ def check_schedule(timeline: Timeline, lifted: Timeline) -> None:
     """
     _check_communication(timeline)
     _check_same(timeline, lifted)
-    _check_making(timeline)
+    check_making(timeline)
     _check_results(timeline, [path for path, _ in lifted.gradients])
     _check_lifetimes(timeline)
     _check_gathered_for(timeline, lifted)
@@ -74,7 +69,7 @@ def _check_communication(timeline: Timeline) -> None:
     _check_launches(timeline)
     _check_waits(timeline)
     _check_reductions(timeline)
-    _check_in_flight(timeline)
+    check_in_flight(timeline)
     _check_copies(timeline)
 
 
@@ -90,14 +85,6 @@ def _check_lifetimes(timeline: Timeline) -> None:
     _check_saved(timeline, inside)
     _check_frees(timeline, inside, last)
     _check_ends(timeline, inside, last)
-
-
-def fault(timeline: Timeline, at: int, rule: str) -> ScheduleError:
-    """The error for an operation that breaks a rule; ``rule`` goes on after its name."""
-    op = timeline.ops[at]
-    names = op.params or op.writes or op.reads
-    what = ", ".join(names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "..."))
-    return ScheduleError(f"op {at} ({op.kind} {what}) {rule}")
 
 
 def _check_order(timeline: Timeline) -> None:
@@ -152,7 +139,7 @@ def _check_bucket(timeline: Timeline, at: int, op: Op) -> None:
     if len(op.writes) != 1 or not 0 < len(op.reads) == len(op.params) == len(set(op.params)):
         raise fault(timeline, at, "must read one value for each of its parameters, and write one handle")
     params = timeline.params_of(op)
-    limit = timeline.plan.policy.bucket_bytes
+    limit = timeline.plan.sizes.bucket_bytes
     if not all(name in timeline.values for name in (*op.reads, *op.writes)):
         raise fault(timeline, at, "reads or writes a value whose bytes and dtype are unknown")
     read = [timeline.values[name].dtype for name in op.reads]
@@ -245,55 +232,6 @@ def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
             raise fault(timeline, at, f"{what} {path}, but {name} is not returned as its gradient")
     if lost := sorted(set(trained) - returned):
         raise ScheduleError(f"backward returns no gradient of {lost[0]}, which is trained")
-
-
-def _check_in_flight(timeline: Timeline) -> None:
-    """Gathers in flight, and reductions in flight, stay within the bounds. A single one may exceed them, and so may one
-    that is waited for immediately."""
-    policy = timeline.plan.policy
-    bound, prefetch = timeline.plan.in_flight_bytes, policy.prefetch
-    under_way: Counter[Kind] = Counter()
-    launches: Counter[Kind] = Counter()
-    for at, op in enumerate(timeline.ops):
-        if op.kind in LAUNCHES:
-            size = timeline.full_bytes(op)
-            under_way[op.kind] += size
-            launches[op.kind] += size > 0
-            if timeline.ops[at + 1].reads == op.writes:
-                continue
-            if size > 0 and launches[op.kind] > 1 and under_way[op.kind] > bound:
-                raise fault(timeline, at, f"puts {under_way[op.kind]} bytes in flight; in_flight_bytes is {bound}")
-            if op.kind is Kind.GATHER and policy.times is None and launches[op.kind] > max(prefetch, 1):
-                raise fault(timeline, at, f"puts {launches[op.kind]} gathers in flight; prefetch is {prefetch}")
-        elif op.kind is Kind.WAIT:
-            kind = timeline.launches[op.reads[0]].kind
-            under_way[kind] -= timeline.full_bytes(op)
-            launches[kind] -= timeline.full_bytes(op) > 0
-
-
-def _check_making(timeline: Timeline) -> None:
-    """Full gradients in flight, and those that are being made for the next reductions, stay within the bound, unless
-    nothing is in flight while they are made. Holds before fusion only: a fuser makes several gradients at once."""
-    bound = timeline.plan.in_flight_bytes
-    written = {name: at for at, op in enumerate(timeline.ops) for name in op.writes}
-    begun: Counter[int] = Counter()
-    for at, op in enumerate(timeline.ops):
-        if op.kind is Kind.REDUCE:
-            begun[min(written.get(name, at) for name in op.reads)] += timeline.full_bytes(op)
-    made = under_way = 0
-    for at, op in enumerate(timeline.ops):
-        made += begun[at]
-        if (begun[at] or op.kind is Kind.REDUCE) and under_way and under_way + made > bound:
-            raise fault(
-                timeline,
-                at,
-                f"makes {made} bytes of gradients while {under_way} bytes are in flight; in_flight_bytes is {bound}",
-            )
-        if op.kind is Kind.REDUCE:
-            under_way += timeline.full_bytes(op)
-            made -= timeline.full_bytes(op)
-        elif timeline.ends(op, Kind.REDUCE):
-            under_way -= timeline.full_bytes(op)
 
 
 def _check_copies(timeline: Timeline) -> None:

@@ -6,9 +6,9 @@ from itertools import accumulate, zip_longest
 
 from thunder_zero.plan import ROOT
 from thunder_zero.schedule.cone import cone, last_reads
+from thunder_zero.schedule.fault import fault
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
 from thunder_zero.schedule.units import NOT_AGAIN, is_vector, segments
-from thunder_zero.schedule.verify import fault
 
 
 def check_recompute(timeline: Timeline, before: Timeline) -> None:

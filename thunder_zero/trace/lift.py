@@ -13,8 +13,8 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from thunder_zero.schedule.cone import frees_of_gathered
+from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
-from thunder_zero.schedule.verify import ScheduleError
 from thunder_zero.trace.flops import flops_of
 from thunder_zero.trace.program import Program
 from thunder_zero.trace.symbols import ZeroExecutor, dtype_name
