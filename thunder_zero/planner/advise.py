@@ -38,6 +38,7 @@ def plan_training(
     sequence_length: int | None = None,
     micro_batch: int = 1,
     precision: MixedPrecision = PRECISION,
+    stages: Sequence[int] = tuple(range(len(STAGES))),
 ) -> TrainingPlan:
     """Compare stages and meshes for a model before anything runs: memory, bytes sent, time of a step.
 
@@ -58,6 +59,7 @@ def plan_training(
         micro_batch: sequences of a rank in a step, of a model by name.
         precision: dtypes of compute and of gradients on the wire (default: bfloat16, float32); parameters and the
             optimizer's state keep their own.
+        stages: to compare (default: 0 to 3).
 
     Returns:
         The rows of the table, the recommended one, the reason, and code to paste.
@@ -76,7 +78,7 @@ def plan_training(
     else:
         subject = of_module(model, *inputs, loss=loss)
     with show_status("tz.plan_training") as tell:
-        return _Comparison(subject, world_size, described, memory, precision, tell).plan()
+        return _Comparison(subject, world_size, described, memory, precision, tell).plan(stages)
 
 
 def described_device(device: Device | str, devices_per_node: int | None) -> Device:
@@ -105,9 +107,10 @@ class _Comparison:
     precision: MixedPrecision
     tell: Callable[[str], None]
 
-    def plan(self) -> TrainingPlan:
+    def plan(self, stages: Sequence[int]) -> TrainingPlan:
         """All of it."""
-        rows = tuple(row for stage in range(len(STAGES)) for row in self._rows(stage))
+        meshes(0, self.world_size, self.device.devices_per_node)
+        rows = tuple(row for stage in stages for row in self._rows(stage))
         chosen = best_of(rows)
         return TrainingPlan(
             model=self.subject.name,

@@ -14,7 +14,7 @@ from thunder_zero.cost.device import Device
 from thunder_zero.cost.step_time import Estimate
 from thunder_zero.dry_run import Interpreted
 from thunder_zero.forecast.memory import memory
-from thunder_zero.plan import ROOT, Plan, make_plan
+from thunder_zero.plan import Plan, make_plan
 from thunder_zero.planner.held import Held, held_whole
 from thunder_zero.planner.meshes import Mesh
 from thunder_zero.planner.step import NotPeriodic, estimate_whole
@@ -22,6 +22,7 @@ from thunder_zero.planner.subject import Subject
 from thunder_zero.policy import Policy
 from thunder_zero.precision import MixedPrecision
 
+PLENTY = 1 << 60  # bytes
 TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
 
 
@@ -62,10 +63,16 @@ class Programs:
     enough: dict[Choice, int] = field(default_factory=dict)
 
     def policy(self, choice: Choice) -> Policy:
-        """The policy of a choice: a unit travels in one bucket, and the next one meanwhile."""
+        """The policy of a choice, with the sizes that a GPU with memory to spare would have; on all meshes the same."""
         policy = Policy(choice.stage, recompute=choice.recompute, mixed_precision=self.precision)
-        nbytes = largest_block_bytes(make_plan(self.subject.module, policy, self.shards, 0))
-        return replace(policy, bucket_bytes=nbytes, in_flight_bytes=2 * nbytes, prefetch=1)
+        plan = make_plan(self.subject.module, policy, self.shards, 0)
+        sizes = replace(plan, memory_bytes=PLENTY).sizes
+        return replace(
+            policy,
+            bucket_bytes=sizes.bucket_bytes,
+            prefetch=sizes.prefetch,
+            in_flight_bytes=sizes.in_flight_bytes,
+        )
 
     def plan(self, choice: Choice, mesh: Mesh) -> Plan:
         """The plan of the whole model, for the rank with the most rows."""
@@ -103,14 +110,10 @@ class Programs:
         if (choice, traced) not in self.compiled:
             self.tell(f"compiles stage {choice.stage}, recompute {choice.recompute}")
             with self.subject.with_blocks(traced), collecting_later():
-                self.compiled[choice, traced] = self._interpreted(traced).under(self.policy_of_traced(choice))
+                self.compiled[choice, traced] = self._interpreted(traced).under(self.policy(choice))
         traces = self.compiled[choice, traced]
         plan = replace(traces.plan, world_size=mesh.shards, replicas=mesh.replicas)
         return on_mesh(traces, plan)
-
-    def policy_of_traced(self, choice: Choice) -> Policy:
-        """The policy of the whole model; its sizes are those of the largest block."""
-        return self.policy(choice)
 
     def _interpreted(self, traced: int) -> Interpreted:
         """The module with few blocks, interpreted once for all choices and meshes."""
@@ -132,14 +135,6 @@ def on_mesh(traces: Traces, plan: Plan) -> Traces:
         timeline=replace(traces.timeline, plan=plan),
         lifted=None if lifted is None else replace(lifted, plan=plan),
     )
-
-
-def largest_block_bytes(plan: Plan) -> int:
-    """Bytes of the full parameters, or gradients, of the largest unit that is no root; of the root, if it is alone."""
-    found: dict[str, int] = {}
-    for param in plan.params:
-        found[param.unit] = found.get(param.unit, 0) + max(param.full_bytes, param.grad_bytes)
-    return max((nbytes for unit, nbytes in found.items() if unit != ROOT), default=max(found.values()))
 
 
 def adamw(params: object) -> torch.optim.Optimizer:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from thunder_zero.from_file import module_and_inputs
 from thunder_zero.planner.models import KNOWN, cross_entropy
+from thunder_zero.policy import is_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,9 @@ def subject_of(model: str, length: int | None, micro_batch: int) -> Subject:
     if known is None:
         raise ValueError(f"there is no model {model!r}; choose {', '.join(KNOWN)}, or give FILE.py:function")
     length = known.sizes.length if length is None else length
+    for what, count, of in (("sequence_length", length, "tokens"), ("micro_batch", micro_batch, "sequences")):
+        if not is_count(count) or not count:
+            raise ValueError(f"{what} is {count!r}; give a number of {of}, at least 1")
     with torch.device("meta"):
         module = known.make(replace(known.sizes, length=length))
         tokens = torch.empty(micro_batch, length, dtype=torch.long)
