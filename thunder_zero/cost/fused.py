@@ -1,4 +1,4 @@
-"""The traffic of a step whose pointwise lines, views and reductions are fused, as nvFuser or inductor would do.
+"""Counts the traffic of a step whose pointwise lines are fused, as nvFuser or inductor would.
 
 Traces of a run on CPUs have such lines one by one. Here those that no product, attention or collective lies between are
 one kernel: it reads each value from outside once, and writes what somebody outside reads. Depth is the number of

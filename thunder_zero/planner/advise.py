@@ -61,13 +61,9 @@ def plan_training(
             optimizer's state keep their own.
         stages: to compare (default: 0 to 3).
 
-    Returns:
-        The rows of the table, the recommended one, the reason, and code to paste.
-
     Raises:
         ValueError: an unknown model or device; ranks that do not fill nodes; no number of bytes.
         TypeError: not a plain module.
-        OSError: the file cannot be read.
     """
     described = described_device(device, devices_per_node)
     memory = described.memory_bytes if memory_bytes is None else memory_bytes

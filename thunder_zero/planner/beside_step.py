@@ -1,4 +1,4 @@
-"""What a step does beside forward and backward: the traffic with memory of the loss and of AdamW."""
+"""Counts what a step does beside forward and backward: the traffic of the loss and of AdamW."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def loss_traffic(
     given = tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), output)
     with _Counting() as counting:
         loss(given).backward()
-    return counting.nbytes
+    return int(counting.nbytes)
 
 
 def adamw_traffic(plan: Plan) -> int:

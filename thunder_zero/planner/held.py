@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thunder_zero.compiled import Traces
-from thunder_zero.forecast.figures import OPTIMIZER_STEP, Memory
+from thunder_zero.forecast.figures import Memory
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.planner.repeat import positions
 from thunder_zero.planner.step import marks_of, stretch_required
+
+AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,31 +60,40 @@ def held_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: int
     """
     changes = _changes(memory)
     order = _order(memory, traces, units, changes, copies)
-    before = Counter[Holds]()
-    rest = count = 0
-    for one in memory.storages:
-        if one.line < 0:
-            times = 1 + copies * (bool(copies) and _is_of(one.name, units[1]))
-            before[one.kind] += times * one.nbytes
-            count += times
-            rest += times * one.nbytes * (one.kind in (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER))
-    total = sum(before.values())
-    peak = at = stepping = 0
+    alive, count = _before(memory, units, copies)
+    rest = sum(alive[kind] for kind in AT_REST)
+    total = sum(alive.values())
     most = count
+    peak = at = 0
     for number, position in enumerate(order):
         change = changes[position]
-        highest = total + change.rise
-        if memory.lines[position].half == OPTIMIZER_STEP:
-            stepping = highest
-        elif highest > peak:
-            peak, at = highest, number
+        if total + change.rise > peak:
+            peak, at = total + change.rise, number
         total += change.total
         count += change.count
         most = max(most, count)
     for position in order[: at + 1]:
-        before.update(dict(changes[position].kinds))
-    by_kind = {str(kind): nbytes for kind, nbytes in before.most_common() if nbytes}
-    return Held(rest, peak, stepping, memory.lines[order[at]].half, by_kind, most)
+        alive.update(dict(changes[position].kinds))
+    by_kind = {str(kind): nbytes for kind, nbytes in alive.most_common() if nbytes}
+    return Held(rest, peak, _stepping(memory, units, copies), memory.lines[order[at]].half, by_kind, most)
+
+
+def _before(memory: Memory, units: Sequence[str], copies: int) -> tuple[Counter[Holds], int]:
+    """Bytes by kind that are there before the step, and the number of storages."""
+    alive, count = Counter[Holds](), 0
+    for one in memory.storages:
+        if one.line < 0:
+            times = 1 + copies * (bool(copies) and _is_of(one.name, units[0]))
+            alive[one.kind] += times * one.nbytes
+            count += times
+    return alive, count
+
+
+def _stepping(memory: Memory, units: Sequence[str], copies: int) -> int:
+    """The most in the optimizer's step: each block adds what rests of it, and its gradients."""
+    kinds = (*AT_REST, Holds.REDUCED_GRADIENT)
+    of_one = [one.nbytes for one in memory.storages if copies and one.kind in kinds and _is_of(one.name, units[0])]
+    return (memory.optimizer_step or 0) + copies * sum(of_one)
 
 
 def _is_of(name: str, unit: str) -> bool:
@@ -94,7 +105,7 @@ def _order(memory: Memory, traces: Traces, units: Sequence[str], changes: Sequen
     marks = marks_of(traces.timeline, units)
     ops = traces.timeline.ops
     order: list[int] = []
-    for half, found in (("forward", marks.forward), ("loss", ()), ("backward", marks.backward), (OPTIMIZER_STEP, ())):
+    for half, found in (("forward", marks.forward), ("loss", ()), ("backward", marks.backward)):
         lines = [at for at, line in enumerate(memory.lines) if line.half == half]
         by_position = {memory.lines[at].position: number for number, at in enumerate(lines)}
         at_marks = [by_position[ops[at].source[0]] for at in found]

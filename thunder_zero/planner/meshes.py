@@ -1,4 +1,4 @@
-"""The meshes to compare: over how many ranks one copy of a model is sharded, and how many copies there are."""
+"""The meshes to compare: ranks that share a copy of a model, and copies. Amounts of memory."""
 
 from __future__ import annotations
 
@@ -59,4 +59,5 @@ def bytes_of(text: str) -> int:
         number = 0.0
     if not found or number <= 0 or (found[3] and not found[2]):
         raise ValueError(f"{text!r} is no amount of memory; give a number with a unit, such as 80GiB or 80GB")
-    return round(number * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " "))
+    power = " KMGT".index(found[2] or " ")
+    return round(number * float((1024 if found[3] else 1000) ** power))

@@ -1,4 +1,4 @@
-"""Models by name for ``thunder-zero plan``, as plain torch modules on the meta device: Llama-3 and a GPT."""
+"""Models by name for ``thunder-zero plan``, as plain torch modules: Llama 3 and a GPT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles a subject's stages, each with few of its blocks, and evaluates each compiled program on meshes."""
+"""Compiles stages with few of a model's blocks, and evaluates the programs on meshes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thunder_zero.cost.device import Device
 from thunder_zero.cost.step_time import Estimate
 from thunder_zero.dry_run import Interpreted
 from thunder_zero.forecast.memory import memory
-from thunder_zero.plan import Plan, make_plan
+from thunder_zero.plan import ROOT, Plan, make_plan
 from thunder_zero.planner.held import Held, held_whole
 from thunder_zero.planner.meshes import Mesh
 from thunder_zero.planner.step import NotPeriodic, estimate_whole
@@ -22,7 +22,7 @@ from thunder_zero.planner.subject import Subject
 from thunder_zero.policy import Policy
 from thunder_zero.precision import MixedPrecision
 
-PLENTY = 1 << 60  # bytes
+MOST_IN_FLIGHT = 4  # blocks
 TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
 
 
@@ -63,16 +63,15 @@ class Programs:
     enough: dict[Choice, int] = field(default_factory=dict)
 
     def policy(self, choice: Choice) -> Policy:
-        """The policy of a choice, with the sizes that a GPU with memory to spare would have; on all meshes the same."""
+        """The policy of a choice, with sizes that are the same on all meshes: a block is a bucket, one block is
+        gathered ahead, and one reduction is under way while the next block's gradients are made."""
         policy = Policy(choice.stage, recompute=choice.recompute, mixed_precision=self.precision)
         plan = make_plan(self.subject.module, policy, self.shards, 0)
-        sizes = replace(plan, memory_bytes=PLENTY).sizes
-        return replace(
-            policy,
-            bucket_bytes=sizes.bucket_bytes,
-            prefetch=sizes.prefetch,
-            in_flight_bytes=sizes.in_flight_bytes,
-        )
+        blocks = {unit: nbytes for unit, nbytes in plan.unit_bytes.items() if unit != ROOT} or plan.unit_bytes
+        block = max(blocks.values())
+        largest = max(max(param.full_bytes, param.grad_bytes) for param in plan.params)
+        in_flight = min(block + max(block, largest), MOST_IN_FLIGHT * block)
+        return replace(policy, bucket_bytes=block, prefetch=1, in_flight_bytes=in_flight)
 
     def plan(self, choice: Choice, mesh: Mesh) -> Plan:
         """The plan of the whole model, for the rank with the most rows."""

@@ -97,6 +97,8 @@ def _longer(
         base = len(ops)
         signs = [(op.kind, costs[at], at - links[at]) for at, op in enumerate(timeline.ops[start:stop], start)]
         stretch = stretch_required(signs, [at - start for at in at_marks], copies)
+        if stretch is not None:
+            _require_balance(timeline.ops[start + stretch.start : start + stretch.end])
         for at, source in enumerate(positions(stop - start, stretch, copies)):
             op, link = timeline.ops[start + source], links[start + source] - start
             handle = (f"handle {base + linked(at, source, link, stretch, copies)}",)
@@ -113,6 +115,17 @@ def _longer(
             )
             found.append(costs[start + source])
     return tuple(ops), tuple(found)
+
+
+def _require_balance(period: Sequence[Op]) -> None:
+    """That a period waits for as many launches as it starts: otherwise they pile up, to be waited for after the last.
+
+    Raises:
+        NotPeriodic: it does not.
+    """
+    started = sum(op.kind in LAUNCHES for op in period)
+    if started != sum(op.kind is Kind.WAIT for op in period):
+        raise NotPeriodic
 
 
 def stretch_required(signs: Sequence[Hashable], marks: Sequence[int], copies: int) -> Stretch | None:

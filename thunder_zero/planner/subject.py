@@ -1,4 +1,4 @@
-"""What is planned: a module without values, its inputs and loss; the same module with fewer blocks."""
+"""What is planned: a module, its inputs and loss; the same module with fewer blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints a plan of training: a table of stages and meshes, the recommendation, code, and what is assumed."""
+"""Prints a plan of training: a table, the recommendation, code, and what is assumed."""
 
 from __future__ import annotations
 
