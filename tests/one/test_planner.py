@@ -72,12 +72,11 @@ def whole(choice: Choice, mesh: Mesh) -> tuple[tz.Traces, tz.Memory]:
     return traces, tz.memory(traces, loss=cross_entropy, optimizer=adamw, backend="nccl")
 
 
-CHOICES = [Choice(stage, recompute) for stage in range(4) for recompute in ("none", "cheap", "units")]
-MESHES = [Mesh(1, 2), Mesh(1, 4), Mesh(2, 4)]  # W divides the rows, does not, and with copies
+CASES = [(Choice(stage, again), Mesh(1, 2)) for stage in range(4) for again in ("none", "cheap", "units")]
+CASES += [(Choice(stage, "cheap"), mesh) for stage in (1, 3) for mesh in (Mesh(1, 4), Mesh(2, 4))]  # 4: uneven rows
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: f"{choice.stage}-{choice.recompute}")
+@pytest.mark.parametrize(("choice", "mesh"), CASES, ids=[f"{one.stage}-{one.recompute}-{on}" for one, on in CASES])
 def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(choice: Choice, mesh: Mesh) -> None:
     found = programs().evaluate(choice, mesh, H100, fused=False)
     assert found.traced < BLOCKS
@@ -97,11 +96,11 @@ def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(choice: Choi
 @pytest.mark.parametrize("stage", [0, 3])
 def test_so_have_fused_kernels(stage: int) -> None:
     choice = Choice(stage, "cheap")
-    found = programs().evaluate(choice, MESHES[0], H100).estimate
-    exact = estimate_whole(whole(choice, MESHES[0])[0], H100, (), 0, fused=True)
+    found = programs().evaluate(choice, CASES[0][1], H100).estimate
+    exact = estimate_whole(whole(choice, CASES[0][1])[0], H100, (), 0, fused=True)
     assert [cost.traffic_bytes for cost in found.costs] == [cost.traffic_bytes for cost in exact.costs]
     assert found.seconds == pytest.approx(exact.seconds, rel=1e-9)
-    lines = sum(cost.traffic_bytes for cost in tz.estimate(whole(choice, MESHES[0])[0], H100).costs)
+    lines = sum(cost.traffic_bytes for cost in tz.estimate(whole(choice, CASES[0][1])[0], H100).costs)
     assert sum(cost.traffic_bytes for cost in found.costs) < lines
 
 

@@ -22,7 +22,6 @@ from thunder_zero.planner.subject import Subject
 from thunder_zero.policy import Policy
 from thunder_zero.precision import MixedPrecision
 
-MOST_IN_FLIGHT = 4  # blocks
 TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
 
 
@@ -69,9 +68,7 @@ class Programs:
         plan = make_plan(self.subject.module, policy, self.shards, 0)
         blocks = {unit: nbytes for unit, nbytes in plan.unit_bytes.items() if unit != ROOT} or plan.unit_bytes
         block = max(blocks.values())
-        largest = max(max(param.full_bytes, param.grad_bytes) for param in plan.params)
-        in_flight = min(block + max(block, largest), MOST_IN_FLIGHT * block)
-        return replace(policy, bucket_bytes=block, prefetch=1, in_flight_bytes=in_flight)
+        return replace(policy, bucket_bytes=block, prefetch=1, in_flight_bytes=2 * block)
 
     def plan(self, choice: Choice, mesh: Mesh) -> Plan:
         """The plan of the whole model, for the rank with the most rows."""
