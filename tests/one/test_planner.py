@@ -170,7 +170,7 @@ def test_if_nothing_fits_the_reason_says_the_least_and_what_would_help() -> None
     found = plan(1 << 30)
     assert (found.chosen, found.code) == (None, "")
     least = min(row.needed_bytes for row in found.rows)
-    assert found.reason.startswith("nothing fits into 1.00 GiB: the least, ZeRO-3 on ")
+    assert found.reason.startswith("nothing fits into 1.00 GiB: the least, ZeRO-")
     assert f"takes {least / 2**30:.2f} GiB" in found.reason
     assert "twice the ranks saves about " in found.reason
 
