@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -209,6 +211,22 @@ def test_the_list_of_blocks_is_as_it_was() -> None:
 def test_it_refuses(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--world-size", "8", *arguments]) == 1
     assert capsys.readouterr().err.startswith(f"thunder-zero: {sentence}")
+
+
+def test_the_page_answers_which_stage_trains_13_b_on_four_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
+    (program,) = re.findall(r"<!-- file: thirteen.py -->\n```python\n(.*?)```", page, re.DOTALL)
+    file = tmp_path / "thirteen.py"
+    file.write_text(program)
+    assert main(["plan", "--model", f"{file}:build", "--world-size", "4", "--memory", "80GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == pytest.approx(13e9, rel=0.02)
+    assert found["chosen"]["stage"] == 3
+    assert [row["stage"] for row in found["rows"] if row["fits"]] == [3]
+    assert f"{found['chosen']['tokens_per_second']:,.0f}" in page
+    assert f"{found['reason'].split(':')[0]}" in page.replace("\n", " ")
 
 
 def test_it_refuses_what_a_function_returns_and_sizes_that_are_its_own(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -106,7 +106,12 @@ class _Comparison:
     def plan(self, stages: Sequence[int]) -> TrainingPlan:
         """All of it."""
         meshes(0, self.world_size, self.device.devices_per_node)
-        rows = tuple(row for stage in stages for row in self._rows(stage))
+        by_stage: dict[int, list[Row]] = {}
+        least = RECOMPUTE  # what does not fit in a higher stage on all ranks does not fit in a lower one
+        for stage in sorted(stages, reverse=True):
+            by_stage[stage] = self._rows(stage, least)
+            least = least[least.index(by_stage[stage][-1].recompute) :]
+        rows = tuple(row for stage in stages for row in by_stage[stage])
         chosen = best_of(rows)
         return TrainingPlan(
             model=self.subject.name,
@@ -136,10 +141,9 @@ class _Comparison:
         with self.subject.with_blocks(1) as module:
             return loss_traffic(module, self.subject.inputs, self.precision.param_dtype, self.subject.loss)
 
-    def _rows(self, stage: int) -> Iterator[Row]:
+    def _rows(self, stage: int, levels: Sequence[str]) -> list[Row]:
         """The meshes of a stage, those of fewest shards first. What does not fit on a mesh does not fit on one of fewer
         shards, so that each starts with what the one before computes again."""
-        levels = list(RECOMPUTE)
         found: list[Row] = []
         for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node)):
             if self._state_bytes(stage, mesh) > self.memory_bytes:
@@ -150,7 +154,7 @@ class _Comparison:
                     break
                 levels = levels[1:]
             found.append(row)
-        return reversed(found)
+        return found[::-1]
 
     def _state_bytes(self, stage: int, mesh: Mesh) -> int:
         """What a rank holds at rest in any case: shards and AdamW's averages, full parameters of ZeRO-1."""

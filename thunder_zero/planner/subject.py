@@ -97,7 +97,8 @@ def subject_of(model: str, length: int | None, micro_batch: int) -> Subject:
     if ".py:" in model:
         if length is not None or micro_batch != 1:
             raise ValueError(f"{model} makes its own inputs; change their shapes there, not with other options")
-        return of_module(*module_and_inputs(model), name=model)
+        made, inputs = module_and_inputs(model)
+        return of_module(made, *inputs, name=model)
     known = KNOWN.get(model)
     if known is None:
         raise ValueError(f"there is no model {model!r}; choose {', '.join(KNOWN)}, or give FILE.py:function")
