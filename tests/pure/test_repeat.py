@@ -43,7 +43,7 @@ def test_links_go_along_with_periods_and_stay_before_them() -> None:
 
 def test_meshes_go_from_a_node_to_all_ranks() -> None:
     assert meshes(0, 1024, 8) == (Mesh(1, 1024),)
-    assert [str(mesh) for mesh in meshes(3, 1024, 8)] == ["128 x 8", "32 x 32", "8 x 128", "2 x 512", "1024"]
+    assert [str(mesh) for mesh in meshes(3, 1024, 8)] == ["128 x 8", "16 x 64", "2 x 512", "1024"]
     assert meshes(2, 4, 8) == (Mesh(1, 4),)
     with pytest.raises(ValueError, match="12 ranks do not fill nodes of 8 devices"):
         meshes(3, 12, 8)

@@ -72,8 +72,8 @@ def held_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: int
         total += change.total
         count += change.count
         most = max(most, count)
-    for position in order[: at + 1]:
-        alive.update(dict(changes[position].kinds))
+    for position, times in Counter(order[: at + 1]).items():
+        alive.update({kind: times * nbytes for kind, nbytes in changes[position].kinds})
     by_kind = {str(kind): nbytes for kind, nbytes in alive.most_common() if nbytes}
     return Held(rest, peak, _stepping(memory, units, copies), memory.lines[order[at]].half, by_kind, most)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from thunder_zero.policy import STAGES, is_count
 
-APART = 4  # a mesh shards over so many times as many ranks as the one before
+APART = 8  # a mesh shards over so many times as many ranks as the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Mesh:
 
 
 def meshes(stage: int, world_size: int, devices_per_node: int) -> tuple[Mesh, ...]:
-    """Meshes of a stage: all ranks, a node, and between them 4, 16, 64 .. nodes. DDP has one.
+    """Meshes of a stage: all ranks, a node, and between them 8, 64 .. nodes. DDP has one.
 
     Raises:
         ValueError: no count; several nodes, of which one is not full.

@@ -67,8 +67,8 @@ def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies:
         costs = _with_traffic(costs, fused_traffic(timeline), timeline, device)
     ops, longer = _longer(timeline, costs, units, copies)
     lifted = traces.lifted or timeline
-    peaks = [Cost(peak_seconds=0.0 if op.again else peak_seconds(op, lifted, device)) for op in lifted.ops]
-    model = sum(cost.peak_seconds for cost in _longer(lifted, peaks, units, copies)[1])
+    peaks = [0.0 if op.again else peak_seconds(op, lifted, device) for op in lifted.ops]
+    model = _total(lifted, peaks, units, copies)
     spans = simulate(replace(timeline, ops=ops), longer, overlaps=device.overlaps)
     return Estimate(replace(timeline, ops=ops), device, longer, spans, model)
 
@@ -93,28 +93,36 @@ def _longer(
     border = timeline.border
     ops: list[Op] = []
     found: list[Cost] = []
+    base = 0
     for start, stop, at_marks in ((0, border, marks.forward), (border, len(timeline.ops), marks.backward)):
-        base = len(ops)
         signs = [(op.kind, costs[at], at - links[at]) for at, op in enumerate(timeline.ops[start:stop], start)]
         stretch = stretch_required(signs, [at - start for at in at_marks], copies)
         if stretch is not None:
             _require_balance(timeline.ops[start + stretch.start : start + stretch.end])
-        for at, source in enumerate(positions(stop - start, stretch, copies)):
+        longer = positions(stop - start, stretch, copies)
+        for at, source in enumerate(longer):
             op, link = timeline.ops[start + source], links[start + source] - start
-            handle = (f"handle {base + linked(at, source, link, stretch, copies)}",)
-            ops.append(
-                Op(
-                    op.kind,
-                    handle * (op.kind is Kind.WAIT),
-                    handle * (op.kind in LAUNCHES),
-                    op.params,
-                    op.backward,
-                    again=op.again,
-                    flops=op.flops,
-                )
-            )
+            if op.kind is Kind.FREE:
+                continue
+            if op.kind in LAUNCHES or op.kind is Kind.WAIT:
+                handle = (f"handle {base + linked(at, source, link, stretch, copies)}",)
+                op = replace(op, reads=handle * (op.kind is Kind.WAIT), writes=handle * (op.kind in LAUNCHES))
+            ops.append(op)
             found.append(costs[start + source])
+        base += len(longer)
     return tuple(ops), tuple(found)
+
+
+def _total(timeline: Timeline, seconds: Sequence[float], units: Sequence[str], copies: int) -> float:
+    """The sum of what each operation takes, in a step with more blocks."""
+    marks, border = marks_of(timeline, units), timeline.border
+    total = sum(seconds)
+    for start, stop, at_marks in ((0, border, marks.forward), (border, len(timeline.ops), marks.backward)):
+        signs = [(op.kind, seconds[at]) for at, op in enumerate(timeline.ops[start:stop], start)]
+        stretch = stretch_required(signs, [at - start for at in at_marks], copies)
+        if stretch is not None:
+            total += copies * sum(seconds[start + stretch.start : start + stretch.end])
+    return total
 
 
 def _require_balance(period: Sequence[Op]) -> None:
