@@ -107,7 +107,7 @@ class _Comparison:
         """All of it."""
         meshes(0, self.world_size, self.device.devices_per_node)
         by_stage: dict[int, list[Row]] = {}
-        least = RECOMPUTE  # what does not fit in a higher stage on all ranks does not fit in a lower one
+        least: Sequence[str] = RECOMPUTE  # what does not fit in a higher stage on all ranks does not fit in a lower one
         for stage in sorted(stages, reverse=True):
             by_stage[stage] = self._rows(stage, least)
             least = least[least.index(by_stage[stage][-1].recompute) :]
