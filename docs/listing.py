@@ -17,7 +17,7 @@ ORDER = (  # bottom up, as the table of imports has it
     *("schedule", "report", "cost", "trace", "comm", "runtime", "calibration", "state_dict", "checkpoint", "convert"),
     *("arguments.py", "refusals.py", "placement.py", "compiled.py", "zero_module.py", "transform.py", "plugin.py"),
     *("full_parameters.py", "dry_run.py", "measure.py", "forecast", "fit.py", "estimate.py", "print_trace.py"),
-    *("ask", "from_file.py", "doctor.py"),
+    *("ask", "from_file.py", "planner", "doctor.py"),
     *("lightning.py", "cli.py", "__init__.py"),
 )
 NAME = 22  # columns

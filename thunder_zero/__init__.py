@@ -25,6 +25,8 @@ from thunder_zero.forecast.memory import memory
 from thunder_zero.full_parameters import full_parameters
 from thunder_zero.measure import measure_times
 from thunder_zero.plan import Param, Plan, make_plan
+from thunder_zero.planner.advise import plan_training
+from thunder_zero.planner.figures import TrainingPlan
 from thunder_zero.plugin import Recipe, Zero, zero
 from thunder_zero.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.precision import MixedPrecision
@@ -70,6 +72,7 @@ __all__ = [
     "Timeline",
     "Times",
     "Traces",
+    "TrainingPlan",
     "Zero",
     "ZeroModule",
     "ZeroTransform",
@@ -89,6 +92,7 @@ __all__ = [
     "make_plan",
     "measure_times",
     "memory",
+    "plan_training",
     "print_trace",
     "save",
     "save_device",

@@ -4,6 +4,7 @@ thunder-zero inspect CHECKPOINT [--verify]
 thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--max-file-bytes N] [--no-verify]
 thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8] [--dtype float32]
 thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--unit blocks.0] [--fold] [--json]
+thunder-zero plan --model llama3-8b --world-size 1024 [--device h100] [--memory 80GiB] [--json]
 thunder-zero doctor [--json]
 thunder-zero calibrate OUT.json [--seconds 30]
 """
@@ -30,9 +31,14 @@ from thunder_zero.convert.consolidate import consolidate
 from thunder_zero.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
 from thunder_zero.convert.shard_safetensors import shard_safetensors
 from thunder_zero.convert.tensor_to_write import FLOAT_DTYPES
+from thunder_zero.cost.device import DEVICES
 from thunder_zero.doctor import examine, text_of
 from thunder_zero.dry_run import trace
 from thunder_zero.from_file import module_and_inputs
+from thunder_zero.planner.advise import plan_training
+from thunder_zero.planner.meshes import bytes_of
+from thunder_zero.planner.models import KNOWN
+from thunder_zero.planner.table import print_plan
 from thunder_zero.print_trace import HALVES, print_trace
 
 WIDTH = 100  # columns, if stdout is not a terminal
@@ -66,6 +72,8 @@ def run(options: argparse.Namespace) -> None:
     """
     if options.command == "trace":
         show_trace(options)
+    elif options.command == "plan":
+        show_plan(options)
     elif options.command == "doctor":
         show_health(as_json=options.json)
     elif options.command == "calibrate":
@@ -118,6 +126,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     cut.add_argument("--ranks", type=int, default=1, help="number of files, one for the rows of each rank (default: 1)")
     cut.add_argument("--dtype", choices=FLOAT_DTYPES, help="of floating-point tensors (default: as in the source)")
     _add_trace(commands.add_parser("trace", help="print the traces that one rank of any world runs"))
+    _add_plan(commands.add_parser("plan", help="compare stages and meshes for a model, and recommend one"))
     doctor = commands.add_parser("doctor", help="print what works here; the exit code is 1 if the package does not")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     measure = commands.add_parser(
@@ -138,6 +147,39 @@ def _add_trace(show: argparse.ArgumentParser) -> None:
     show.add_argument("--unit", help="only the lines where this unit computes, and its collectives")
     show.add_argument("--fold", action="store_true", help="only the lines that handle or read a parameter")
     show.add_argument("--json", action="store_true", help="print JSON: each line, its meaning, bytes")
+
+
+def _add_plan(show: argparse.ArgumentParser) -> None:
+    show.add_argument("--model", required=True, help=f"{', '.join(KNOWN)}, or FILE.py:function: (module, input, ...)")
+    show.add_argument("--world-size", type=int, required=True, help="ranks that train")
+    show.add_argument("--device", default="h100", help=f"{', '.join(DEVICES)} (default: h100)")
+    show.add_argument("--memory", help="of each device, such as 80GiB (default: the device's)")
+    show.add_argument("--devices-per-node", type=int, help="(default: the device's)")
+    show.add_argument("--sequence-length", type=int, help="tokens (default: the model's)")
+    show.add_argument("--micro-batch", type=int, default=1, help="sequences of a rank in a step (default: 1)")
+    show.add_argument("--json", action="store_true", help="print JSON")
+
+
+def show_plan(options: argparse.Namespace) -> None:
+    """Print which stage and mesh to train a model with.
+
+    Raises:
+        OSError: the model's file cannot be read.
+        ValueError: there is no such model or device; ranks that do not fill nodes; no number of bytes.
+    """
+    plan = plan_training(
+        options.model,
+        world_size=options.world_size,
+        device=options.device,
+        memory_bytes=None if options.memory is None else bytes_of(options.memory),
+        devices_per_node=options.devices_per_node,
+        sequence_length=options.sequence_length,
+        micro_batch=options.micro_batch,
+    )
+    if options.json:
+        print(json.dumps(plan.as_json(), indent=1))
+    else:
+        print_plan(plan, Console(width=None if sys.stdout.isatty() else WIDTH))
 
 
 def show_trace(options: argparse.Namespace) -> None:

@@ -90,10 +90,12 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("ask/",          NOT,    NOT,     IMPORT,  rooms("layout plan policy schedule report cost compiled "
                                                           "zero_module forecast estimate print_trace")),
     Room("from_file.py",  IMPORT, NOT,     NOT,     NOTHING),
+    Room("planner/",      IMPORT, NOT,     NOT,     DATA | rooms("schedule report cost compiled dry_run forecast "
+                                                                 "from_file")),
     Room("doctor.py",     IMPORT, IMPORT,  IMPORT,  rooms("_compat policy transform")),
     Room("lightning.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict arguments zero_module "
                                                                  "transform plugin")),
-    Room("cli.py",        NOT,    NOT,     NOT,     rooms("checkpoint convert dry_run print_trace ask "
+    Room("cli.py",        NOT,    NOT,     NOT,     rooms("cost checkpoint convert dry_run print_trace ask planner "
                                                           "from_file doctor calibration")),
     Room("__init__.py",   NOT,    NOT,     NOT,     ALL),
 )

@@ -14,13 +14,14 @@ def traffic_bytes(op: Op, timeline: Timeline) -> int:
     if op.kind is not Kind.COMPUTE or op.work in (Work.NONE, Work.VIEW):
         return 0
     written = sum(timeline.nbytes(name) for name in op.updates or op.writes)
-    read = [_stored(name, timeline) for name in dict.fromkeys(op.reads) if name not in op.updates]
+    read = [read_bytes(name, timeline) for name in dict.fromkeys(op.reads) if name not in op.updates]
     if op.work is Work.INDEX:
         read = [min(nbytes, written) for nbytes in read]
     return written + sum(read)
 
 
-def _stored(name: str, timeline: Timeline) -> int:
+def read_bytes(name: str, timeline: Timeline) -> int:
+    """Bytes of a value that is read once: no more than the memory that it views."""
     return min(timeline.nbytes(name), timeline.nbytes(timeline.memory(name)) or timeline.nbytes(name))
 
 
