@@ -9,29 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from thunder_zero.forecast.around import Operators
 from thunder_zero.plan import Plan
 
 ADAMW = 7  # reads the shard, its gradient and two averages, and writes all but the gradient, in one pass (fused=True)
-
-
-class _Counting(TorchDispatchMode):
-    """Counts the bytes that operators read and write; those that return views do neither."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = [one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)]
-        made = [one for one in tree_iter(out) if isinstance(one, Tensor)]
-        storages = {one.untyped_storage()._cdata for one in given}
-        if any(one.untyped_storage()._cdata not in storages for one in made):
-            self.nbytes += sum(one.nbytes for one in (*given, *made))
-        return out
 
 
 def loss_traffic(
@@ -59,9 +42,9 @@ def loss_traffic(
             tree_map_only(Tensor, without_values, inputs),
         )
     given = tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), output)
-    with _Counting() as counting:
+    with Operators("loss") as operators:
         loss(given).backward()
-    return int(counting.nbytes)
+    return sum(value.nbytes for value in operators.values.values())
 
 
 def adamw_traffic(plan: Plan) -> int:
