@@ -239,3 +239,18 @@ def test_devices_have_names_and_the_costs_of_their_numbers() -> None:
     (cost,) = costs_of(timeline, H100)
     assert cost.wires == ((Lane.INSIDE, H100.inside.seconds(7 * 100 * 3 * 2, steps=7)),)
     assert cost.sent_bytes == timeline.wire_bytes(op)
+
+
+@pytest.mark.parametrize(("kind", "reads", "numel"), [(Kind.GATHER, "float32", 4), (Kind.REDUCE, "bfloat16", 8)])
+def test_a_launch_takes_the_traffic_of_its_casts(kind: Kind, reads: str, numel: int) -> None:
+    """A shard to bfloat16, a full gradient to float32, each read and written once; nothing if nothing is cast."""
+    half = {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    param = make_param("w", (8,), "", Policy(3), **half)
+    launch = Op(kind, ("given",), ("handle",), ("w",))
+    values = {"given": Value(numel * 4, reads)}
+    (cost,) = costs_of(Timeline((launch,), values, Plan(Policy(3), 2, 0, (param,))), SECOND)
+    assert (cost.traffic_bytes, cost.launch_seconds) == (numel * 6, numel * 6)
+    plain = make_param("w", (8,), "", Policy(3))
+    as_is = {"given": Value(numel * 4, "float32")}
+    (cost,) = costs_of(Timeline((launch,), as_is, Plan(Policy(3), 2, 0, (plain,))), SECOND)
+    assert (cost.traffic_bytes, cost.launch_seconds) == (0, 0)

@@ -47,3 +47,9 @@ def test_views_are_free_and_their_memory_is_read_once() -> None:
 
 def test_kernels_that_no_value_connects_are_apart() -> None:
     assert traffic(line(P, "a", "x"), line(P, "b", "z"), line(M, "y", "a", "b")) == (20, 20, 30)
+
+
+def test_a_reshape_is_free_and_what_it_shows_is_written() -> None:
+    """Strides decide whether it copies; a trace does not know them, and a forecast is a lower bound."""
+    assert traffic(line(V, "v", "x"), line(M, "y", "v", "w")) == (0, 30)
+    assert traffic(line(P, "a", "x"), line(V, "v", "a"), line(M, "y", "v", "w")) == (0, 20, 30)

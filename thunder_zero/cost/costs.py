@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thunder_zero.cost.device import Device
-from thunder_zero.cost.traffic import compute_dtype, traffic_bytes
+from thunder_zero.cost.traffic import cast_bytes, compute_dtype, traffic_bytes
 from thunder_zero.cost.wire import Lane, Ring, rings
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
 
@@ -17,7 +17,7 @@ class Cost:
 
     Attributes:
         flops: of its products, attention and convolutions.
-        traffic_bytes: read from memory and written to it.
+        traffic_bytes: read from memory and written to it; of launches, by casts to the dtype on the wire.
         sent_bytes: what the busiest rank sends.
         seconds: on the compute lane.
         peak_seconds: of its FLOPs alone, at the device's peak.
@@ -49,7 +49,9 @@ def costs_of(timeline: Timeline, device: Device) -> tuple[Cost, ...]:
 
 def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
     if op.kind in LAUNCHES:
-        return _cost_of_launch(rings(op, timeline), device)
+        cost, cast = _cost_of_launch(rings(op, timeline), device), cast_bytes(op, timeline)
+        held = device.seconds(0, "", cast, Work.POINTWISE) if cast else 0.0
+        return replace(cost, traffic_bytes=cast, launch_seconds=cost.launch_seconds + held)
     if op.kind is not Kind.COMPUTE or op.work is Work.NONE:
         return Cost()
     traffic, dtype = traffic_bytes(op, timeline), compute_dtype(op, timeline)

@@ -8,39 +8,47 @@ kernels of other kinds that a line must come after; a line that may come later i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from thunder_zero.cost.traffic import read_bytes, traffic_bytes
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Work
 
-FUSED = frozenset({Work.POINTWISE, Work.REDUCTION, Work.VIEW, Work.NONE})
+FREE = frozenset({Work.VIEW, Work.NONE})
+FUSED = FREE | {Work.POINTWISE, Work.REDUCTION}
 
 
 def fused_traffic(timeline: Timeline) -> tuple[int, ...]:
     """Bytes that each operation reads and writes; those of a fused kernel are at its last line."""
-    kernels = _kernels(timeline)
+    kernels, stored = _kernels(timeline), _stored_in(timeline)
     inside = {at: number for number, members in enumerate(kernels) for at in members}
     readers = _readers(timeline)
     found = [0 if at in inside else traffic_bytes(op, timeline) for at, op in enumerate(timeline.ops)]
     for number, members in enumerate(kernels):
         ops = [timeline.ops[at] for at in members]
-        made = {name for op in ops for name in op.writes}
-        needed = {name for name in made if any(inside.get(reader) != number for reader in readers[name])}
-        found[members[-1]] = _traffic(ops, made, needed, timeline)
+        written = [name for op in ops for name in op.writes]
+        needed = {stored[name] for name in written if any(inside.get(reader) != number for reader in readers[name])}
+        found[members[-1]] = _traffic(ops, needed, stored, timeline)
     return tuple(found)
 
 
-def _traffic(ops: Sequence[Op], made: set[str], needed: set[str], timeline: Timeline) -> int:
+def _traffic(ops: Sequence[Op], needed: set[str], stored: Mapping[str, str], timeline: Timeline) -> int:
     """Of one kernel: what it reads from outside, and what it makes that others need. Views are free."""
-    read = {timeline.memory(name): name for op in ops if not _is_view(op, timeline) for name in op.reads}
+    computing = [op for op in ops if op.work not in FREE]
+    made = {stored[name] for op in computing for name in op.writes}
+    read = {stored.get(name, name): name for op in computing for name in op.reads}
     from_outside = sum(read_bytes(name, timeline) for memory, name in read.items() if memory not in made)
-    written = {timeline.memory(name) for name in needed} & made
-    return from_outside + sum(map(timeline.nbytes, written))
+    return from_outside + sum(map(timeline.nbytes, made & needed))
 
 
-def _is_view(op: Op, timeline: Timeline) -> bool:
-    """Whether it writes nothing but views of what it reads."""
-    return op.work is Work.VIEW and all(timeline.memory(name) != name for name in op.writes)
+def _stored_in(timeline: Timeline) -> dict[str, str]:
+    """The value whose memory each value is in; what has the work of a view is in that of what it reads, as
+    :func:`thunder_zero.cost.traffic.traffic_bytes` has it."""
+    stored: dict[str, str] = {}
+    for op in timeline.ops:
+        for name in op.writes:
+            seen = op.reads[0] if op.work is Work.VIEW and op.reads else timeline.memory(name)
+            stored[name] = stored.get(seen, timeline.memory(seen)) if seen != name else name
+    return stored
 
 
 def _is_fused(op: Op) -> bool:

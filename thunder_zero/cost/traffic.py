@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import prod
+
+from thunder_zero.schedule.candidate import itemsize
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Work
 
 
@@ -23,6 +26,18 @@ def traffic_bytes(op: Op, timeline: Timeline) -> int:
 def read_bytes(name: str, timeline: Timeline) -> int:
     """Bytes of a value that is read once: no more than the memory that it views."""
     return min(timeline.nbytes(name), timeline.nbytes(timeline.memory(name)) or timeline.nbytes(name))
+
+
+def cast_bytes(op: Op, timeline: Timeline) -> int:
+    """Bytes that a launch reads and writes to cast shards, or gradients, to the dtype in which they travel."""
+    total = 0
+    for name, param in zip(op.reads, timeline.params_of(op), strict=True):
+        sends, value = timeline.travels_in(op, param), timeline.values.get(name)
+        has = value.dtype if value is not None else ""
+        if has and has != str(sends).removeprefix("torch."):
+            shape = timeline.plan.shard_shape(param) if op.kind is Kind.GATHER else param.shape
+            total += prod(shape) * (itemsize(has) + sends.itemsize)
+    return total
 
 
 def compute_dtype(op: Op, timeline: Timeline) -> str:

@@ -76,11 +76,16 @@ def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies:
 def _with_traffic(
     costs: Sequence[Cost], traffic: Sequence[int], timeline: Timeline, device: Device
 ) -> tuple[Cost, ...]:
-    """The costs with other traffic."""
-    return tuple(
-        replace(cost, traffic_bytes=nbytes, seconds=device.seconds(op.flops, compute_dtype(op, timeline), nbytes))
-        for cost, nbytes, op in zip(costs, traffic, timeline.ops, strict=True)
-    )
+    """The costs of computations with other traffic; a line without any is part of another one's kernel."""
+
+    def of(cost: Cost, nbytes: int, op: Op) -> Cost:
+        if op.kind is not Kind.COMPUTE:
+            return cost
+        is_kernel = nbytes or op.flops
+        seconds = device.seconds(op.flops, compute_dtype(op, timeline), nbytes, op.work) if is_kernel else 0.0
+        return replace(cost, traffic_bytes=nbytes, seconds=seconds)
+
+    return tuple(map(of, costs, traffic, timeline.ops))
 
 
 def _longer(
