@@ -474,13 +474,22 @@ def test_an_error_of_the_users_file_comes_with_its_traceback(
 @pytest.mark.slow
 def test_the_command_traces_with_the_sizes_for_a_device(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = f"{model_file}:build"
-    schedules = {}
-    for device in ((), ("--device", "h100")):
+    for device, ahead in (((), 2), (("--device", "h100"), 1)):  # units gathered ahead: Policy.prefetch
         code, out, _ = run(capsys, "trace", place, "--half", "forward", "--json", *device)
-        assert code == 0
-        schedules[device] = [(line["kind"], line["parameters"]) for line in json.loads(out)["lines"] if line["kind"]]
-    print(schedules)
-    assert schedules[()] != schedules["--device", "h100"]
+        kinds = [line["kind"] for line in json.loads(out)["lines"]]
+        assert (code, kinds[: kinds.index("compute")].count("gather")) == (0, 1 + ahead)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "said"), [((), "plan a training"), (("calibrate",), "GPUs and NCCL are not measured")]
+)
+def test_help_says_what_a_command_does(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*arguments, "--help"])
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
