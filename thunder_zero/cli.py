@@ -3,7 +3,7 @@
 thunder-zero inspect CHECKPOINT [--verify]
 thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--max-file-bytes N] [--no-verify]
 thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8] [--dtype float32]
-thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--unit blocks.0] [--fold] [--json]
+thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--device h100] [--json]
 thunder-zero plan --model llama3-8b --world-size 1024 [--device h100] [--memory 80GiB] [--json]
 thunder-zero doctor [--json]
 thunder-zero calibrate OUT.json [--seconds 30]
@@ -42,6 +42,14 @@ from thunder_zero.planner.table import print_plan
 from thunder_zero.print_trace import HALVES, print_trace
 
 WIDTH = 100  # columns, if stdout is not a terminal
+DESCRIPTION = (
+    "Print and convert checkpoints; print traces; plan a training; print what works on this machine (doctor), and "
+    "measure how fast its CPU and gloo are (calibrate)."
+)
+CALIBRATE = (
+    "Measure the CPU, and under torchrun the ranks' collectives on gloo, for forecasts of time. GPUs and NCCL are not "
+    "measured."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser("thunder-zero", description="Print and convert checkpoints; print traces.")
+    parser = argparse.ArgumentParser("thunder-zero", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("inspect", help="print the contents of a checkpoint; find missing or cut files")
     show.add_argument("checkpoint", type=Path)
@@ -129,9 +137,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_plan(commands.add_parser("plan", help="compare stages and meshes for a model, and recommend one"))
     doctor = commands.add_parser("doctor", help="print what works here; the exit code is 1 if the package does not")
     doctor.add_argument("--json", action="store_true", help="print JSON")
-    measure = commands.add_parser(
-        "calibrate", help="measure this machine for forecasts of time; under torchrun also the ranks' collectives"
-    )
+    measure = commands.add_parser("calibrate", help="measure CPU and gloo, no GPU", description=CALIBRATE)
     measure.add_argument("out", type=Path, help="OUT.json, for tz.load_device")
     measure.add_argument("--seconds", type=float, default=30.0, help="how long to measure (default: 30)")
     return parser.parse_args(arguments)
@@ -143,6 +149,7 @@ def _add_trace(show: argparse.ArgumentParser) -> None:
     show.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
     show.add_argument("--rank", type=int, default=0, help="the rank to trace (default: 0)")
     show.add_argument("--replicas", type=int, default=1, help="copies of the sharded model (default: 1)")
+    show.add_argument("--device", choices=DEVICES, help="open sizes of the policy are for it (default: the module's)")
     show.add_argument("--half", choices=HALVES, default="both", help="(default: both)")
     show.add_argument("--unit", help="only the lines where this unit computes, and its collectives")
     show.add_argument("--fold", action="store_true", help="only the lines that handle or read a parameter")
@@ -166,6 +173,7 @@ def show_plan(options: argparse.Namespace) -> None:
     Raises:
         OSError: the model's file cannot be read.
         ValueError: there is no such model or device; ranks that do not fill nodes; no number of bytes.
+        RuntimeError: the model's file raised an error.
     """
     plan = plan_training(
         options.model,
@@ -188,6 +196,7 @@ def show_trace(options: argparse.Namespace) -> None:
     Raises:
         OSError: the file cannot be read.
         ValueError: there is no such function, unit or rank.
+        RuntimeError: the function raised an error.
     """
     module, inputs = module_and_inputs(options.place)
     traces = trace(
@@ -197,6 +206,7 @@ def show_trace(options: argparse.Namespace) -> None:
         world_size=options.world_size,
         rank=options.rank,
         replicas=options.replicas,
+        device=None if options.device is None else DEVICES[options.device],
     )
     if options.json:
         print(json.dumps(json_of(traces, options.half, unit=options.unit, fold=options.fold), indent=1))

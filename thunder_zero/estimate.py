@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thunder_zero.compiled import Traces
-from thunder_zero.cost.device import Device
+from thunder_zero.cost.device import Device, require_device
 from thunder_zero.cost.step_time import Estimate, step_time
 from thunder_zero.forecast.around import whole_step
 from thunder_zero.forecast.optimizer import MakeOptimizer
@@ -39,8 +39,7 @@ def estimate(
     """
     if not isinstance(traces, Traces):
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
-    if not isinstance(device, Device):
-        raise TypeError(f"estimate takes a Device, got {type(device).__name__}; pass one, such as DEVICES['h100']")
+    require_device("estimate", device)
     around = traces.backward is not None and (loss is not None or optimizer is not None)
     timeline = whole_step(traces, loss, optimizer) if around else traces.timeline
     return step_time(timeline, device, traces.lifted)

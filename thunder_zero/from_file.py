@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -15,7 +16,7 @@ NAME = "thunder_zero_from_file"  # of the file among the modules of Python
 
 
 def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """What a function returns: ``(module, input, ...)``. Errors in the file and in the function are not caught.
+    """What a function returns: ``(module, input, ...)``.
 
     Args:
         place: ``FILE.py:function``; the file imports others of its folder, as a script does.
@@ -23,6 +24,8 @@ def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
     Raises:
         ValueError: there is no function in ``place``; it returns anything else.
         FileNotFoundError: there is no such file.
+        RuntimeError: the file or the function raised an error, which is its cause. So its traceback is printed where
+            errors of this function are one sentence.
     """
     name, _, function = place.rpartition(":")
     if not name.endswith(".py") or not function:
@@ -38,14 +41,26 @@ def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
     folder = str(path.parent.resolve())
     sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
-        made = _function(module, function, name)()
+        with _own_errors(place):
+            spec.loader.exec_module(module)
+        make = _function(module, function, name)
+        with _own_errors(place):
+            made = make()
     finally:
         sys.path.remove(folder)
     if not isinstance(made, tuple) or len(made) < 2 or not isinstance(made[0], nn.Module):
         got = [type(part).__name__ for part in made] if isinstance(made, tuple) else type(made).__name__
         raise ValueError(f"{place} returns {got}; return a tuple of the module and its inputs: (module, input, ...)")
     return made[0], made[1:]
+
+
+@contextmanager
+def _own_errors(place: str) -> Iterator[None]:
+    """Tells errors of the file from those of this module."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"{place} raised {type(error).__name__}: {error}; its traceback is above") from error
 
 
 def _function(module: ModuleType, function: str, file: str) -> Callable[[], Any]:

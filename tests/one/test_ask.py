@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -237,8 +238,10 @@ def test_a_path_that_is_no_parameter_is_refused_with_near_names() -> None:
         tz.explain(of, "layer.3.weight")
     with pytest.raises(ValueError, match=r"'shift' is a buffer, or a parameter that Policy.ignored names"):
         tz.explain(of, "shift")
-    with pytest.raises(TypeError, match="estimate takes a Device, got str"):
+    with pytest.raises(TypeError, match="explain takes a Device, got str"):
         tz.explain(of, weight(0), device="h100")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="save_timeline takes a Device, got str"):
+        tz.save_timeline("trace.json", of, device="h100")  # type: ignore[arg-type]
 
 
 def test_zero3_beside_zero2_unit_by_unit() -> None:
@@ -401,6 +404,9 @@ def build():
 
 def wrong():
     return build()[0]
+
+def broken():
+    return int("three")
 """
 
 
@@ -437,7 +443,7 @@ def test_the_command_traces_a_file_for_any_world(model_file: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("place", "options", "sentence"),
     [
-        ("model.py:nothing", (), "has no function 'nothing'; it has build, wrong"),
+        ("model.py:nothing", (), "has no function 'nothing'; it has build, wrong, broken"),
         ("model.py:wrong", (), "wrong returns Sequential; return a tuple of the module and its inputs"),
         ("model.py", (), "names no function; give FILE.py:function"),
         ("other.py:build", (), "there is no file"),
@@ -452,6 +458,38 @@ def test_a_wrong_place_gets_a_sentence(
     code, _, error = run(capsys, "trace", model_file.parent / place, *options)
     assert (code, error.count("\n")) == (1, 1)
     assert sentence in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [("trace",), ("plan", "--world-size", "8", "--model")])
+def test_an_error_of_the_users_file_comes_with_its_traceback(
+    model_file: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    with pytest.raises(RuntimeError, match=r"model.py:broken raised ValueError: invalid literal for int") as raised:
+        run(capsys, *command, f"{model_file}:broken")
+    assert raised.value.__cause__ is not None
+    assert f'{model_file}", line' in "".join(traceback.format_tb(raised.value.__cause__.__traceback__))
+
+
+@pytest.mark.slow
+def test_the_command_traces_with_the_sizes_for_a_device(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = f"{model_file}:build"
+    for device, ahead in (((), 2), (("--device", "h100"), 1)):  # units gathered ahead: Policy.prefetch
+        code, out, _ = run(capsys, "trace", place, "--half", "forward", "--json", *device)
+        kinds = [line["kind"] for line in json.loads(out)["lines"]]
+        assert (code, kinds[: kinds.index("compute")].count("gather")) == (0, 1 + ahead)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "said"), [((), "plan a training"), (("calibrate",), "GPUs and NCCL are not measured")]
+)
+def test_help_says_what_a_command_does(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*arguments, "--help"])
+    assert said in " ".join(capsys.readouterr().out.split())
 
 
 def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,10 +37,10 @@ def test_a_call_gives_what_the_page_says(call: str, gives: str, names: dict[str,
 def test_the_table_of_devices() -> None:
     rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", PAGE, re.MULTILINE)
     assert [row[0] for row in rows] == list(DEVICES)
-    units = {"GB": 10**9, "GiB": 1 << 30, "TB/s": 1e12, "GB/s": 1e9}
+    units = {"MiB": 1 << 20, "GiB": 1 << 30, "TB/s": 1e12, "GB/s": 1e9}
 
     def sizes(cell: str) -> list[float]:
-        found = re.findall(r"([\d.]+) ([GT]i?B(?:/s)?)", cell)
+        found = re.findall(r"([\d.]+) ([MGT]i?B(?:/s)?)", cell.replace(",", ""))
         return [float(number) * units[unit] for number, unit in found]
 
     for name, peaks, memory, inside, across, *_ in rows:

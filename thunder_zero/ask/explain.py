@@ -14,7 +14,7 @@ from thunder_zero.ask.code_of import code_of
 from thunder_zero.ask.explanation import Explanation, Gathered, Line, Reduced
 from thunder_zero.ask.reasons import lifetime, why_free, why_launch, why_wait
 from thunder_zero.compiled import Traces
-from thunder_zero.cost.device import Device
+from thunder_zero.cost.device import Device, require_device
 from thunder_zero.cost.step_time import Estimate
 from thunder_zero.cost.wire import Lane
 from thunder_zero.estimate import estimate
@@ -49,6 +49,8 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
         TypeError: neither traces nor a model with ZeroTransform; ``device`` is no Device.
         RuntimeError: the model was not called yet.
     """
+    if device is not None:
+        require_device("explain", device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     plan = traces.plan
     _require_parameter(path, traces)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_zero.ask.code_of import code_of
 from thunder_zero.compiled import Traces
-from thunder_zero.cost.device import Device
+from thunder_zero.cost.device import Device, require_device
 from thunder_zero.cost.lanes import Span
 from thunder_zero.cost.step_time import Estimate
 from thunder_zero.cost.wire import Lane
@@ -60,6 +60,7 @@ def save_timeline(
         OSError: a file cannot be read or written.
         RuntimeError: the model was not called yet.
     """
+    require_device("save_timeline", device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     forecast = estimate(traces, device)
     beside = [] if measured is None else _read(Path(measured))

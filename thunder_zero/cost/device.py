@@ -141,6 +141,16 @@ class Device:
         return Link(fastest, on_the_way / (ranks - 1))
 
 
+def require_device(caller: str, device: object) -> None:
+    """Refuse what is no Device.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(device, Device):
+        raise TypeError(f"{caller} takes a Device, got {type(device).__name__}; pass one, such as DEVICES['h100']")
+
+
 def _require_positive(name: str, value: float) -> None:
     if not _is_number(value) or not isfinite(value) or value <= 0:
         raise ValueError(f"{name} is {value!r}; give a number above 0")
@@ -150,7 +160,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-GB, GiB = 10**9, 1 << 30
+MiB, GiB = 1 << 20, 1 << 30
 
 # Latencies of a step of a ring: NCCL's model has 3.4 us over NVLink and 14 us over a network (hwLat, ring, simple
 # protocol, in src/graph/tuning.cc); the scaling book has about 1 us a hop of a TPU's links.
@@ -159,30 +169,31 @@ NVLINK, NETWORK, ICI = 3.4e-6, 14e-6, 1e-6  # seconds
 # float32 is that of torch's default, without TF32. NVLink's 600 and 900 GB/s are the sums of both directions.
 A100 = Device(
     # https://www.nvidia.com/en-us/data-center/a100 (data sheet, SXM 80 GB), without sparsity; a DGX A100 has a
-    # network card of 200 Gbit/s for each GPU
+    # network card of 200 Gbit/s for each GPU; memory as nvidia-smi reports it for "A100-SXM4-80GB"
     name="A100",
     flops_per_second={"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 19.5e12},
     memory_bytes_per_second=2.039e12,
-    memory_bytes=80 * GB,
+    memory_bytes=81_920 * MiB,
     inside=Link(300e9, NVLINK),
     across=Link(25e9, NETWORK),
 )
 H100 = Device(
     # https://www.nvidia.com/en-us/data-center/h100 (data sheet, SXM), without sparsity; a DGX H100 has a network card
-    # of 400 Gbit/s for each GPU
+    # of 400 Gbit/s for each GPU; memory as nvidia-smi reports it for "H100 80GB HBM3"
     name="H100",
     flops_per_second={"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 67e12},
     memory_bytes_per_second=3.35e12,
-    memory_bytes=80 * GB,
+    memory_bytes=81_559 * MiB,
     inside=Link(450e9, NVLINK),
     across=Link(50e9, NETWORK),
 )
 H200 = Device(
-    # https://www.nvidia.com/en-us/data-center/h200 (data sheet, SXM): an H100 with other memory
+    # https://www.nvidia.com/en-us/data-center/h200 (data sheet, SXM): an H100 with other memory, of which nvidia-smi
+    # reports this much
     name="H200",
     flops_per_second=H100.flops_per_second,
     memory_bytes_per_second=4.8e12,
-    memory_bytes=141 * GB,
+    memory_bytes=143_771 * MiB,
     inside=H100.inside,
     across=H100.across,
 )
