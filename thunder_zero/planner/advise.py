@@ -99,7 +99,7 @@ def _subject(
             raise ValueError(f"{given} belongs to models by name; change the shapes of the inputs")
         subject = of_module(model, *inputs, loss=loss)
     else:
-        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module, a name, or FILE.py:function")
+        raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module, a name, or FILE.py:function")
     if not any(param.requires_grad for param in subject.module.parameters()):
         raise ValueError(f"{subject.name} has no parameter that requires a gradient; there is no training to plan")
     return subject
@@ -133,7 +133,9 @@ def described_device(device: Device | str, devices_per_node: int | None) -> Devi
             )
         device = DEVICES[device]
     if not isinstance(device, Device):
-        raise TypeError(f"device is a {type(device).__name__}; give {', '.join(DEVICES)}, or a thunder_zero.Device")
+        raise TypeError(
+            f"device is of type {type(device).__name__}; give {', '.join(DEVICES)}, or a thunder_zero.Device"
+        )
     return device if devices_per_node is None else replace(device, devices_per_node=devices_per_node)
 
 
