@@ -50,7 +50,7 @@ def test_meshes_go_from_a_node_to_all_ranks() -> None:
 
 
 def test_amounts_of_memory() -> None:
-    assert [bytes_of(text) for text in ("80GiB", "80GB", "1.5 MiB", "512", "7B")] == [
+    assert [bytes_of(text) for text in ("80GiB", "80GB", "1.5 MiB", "512B", "7B")] == [
         80 << 30,
         80 * 10**9,
         3 << 19,

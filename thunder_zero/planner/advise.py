@@ -11,20 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.cost.device import DEVICES, Device
-from thunder_zero.planner.beside_step import adamw_traffic, loss_traffic
+from thunder_zero.planner.beside_step import adamw_traffic, loss_traffic, state_bytes
 from thunder_zero.planner.code import code_of
 from thunder_zero.planner.constants import BESIDE
 from thunder_zero.planner.figures import Row, TrainingPlan
 from thunder_zero.planner.meshes import Mesh, meshes
 from thunder_zero.planner.programs import Choice, Programs
-from thunder_zero.planner.reason import reason_of
+from thunder_zero.planner.reason import AS_FAST, reason_of
 from thunder_zero.planner.subject import Subject, of_module, subject_of
 from thunder_zero.policy import RECOMPUTE, STAGES, is_count
 from thunder_zero.precision import MixedPrecision
 from thunder_zero.report.progress import show_status
 
 PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
-AS_FAST = 0.995  # of the fastest: below that share of its tokens a second, nothing makes up for it
 
 
 def plan_training(
@@ -62,19 +61,60 @@ def plan_training(
         stages: to compare (default: 0 to 3).
 
     Raises:
-        ValueError: an unknown model or device; ranks that do not fill nodes; no number of bytes.
-        TypeError: not a plain module.
+        ValueError: an unknown model or device; ranks that do not fill nodes; no number of bytes; no stages; options
+            that do not belong to this kind of model; a model in which nothing is trained.
+        TypeError: neither a plain module nor a string; no device.
     """
+    stages = known_stages(stages)
     described = described_device(device, devices_per_node)
     memory = described.memory_bytes if memory_bytes is None else memory_bytes
     if not is_count(memory) or not memory:
         raise ValueError(f"memory_bytes is {memory_bytes!r}; give a number of bytes, such as 80 << 30")
-    if isinstance(model, str):
-        subject = subject_of(model, sequence_length, micro_batch)
-    else:
-        subject = of_module(model, *inputs, loss=loss)
+    subject = _subject(model, inputs, loss, sequence_length, micro_batch)
     with show_status("tz.plan_training") as tell:
         return _Comparison(subject, world_size, described, memory, precision, tell).plan(stages)
+
+
+def _subject(
+    model: nn.Module | str,
+    inputs: tuple[Any, ...],
+    loss: Callable[[Any], Tensor] | None,
+    sequence_length: int | None,
+    micro_batch: int,
+) -> Subject:
+    """What is planned.
+
+    Raises:
+        ValueError: an unknown model; options of another kind of model; nothing is trained.
+        TypeError: neither a module nor a string.
+    """
+    if isinstance(model, str):
+        if inputs or loss is not None:
+            given = "inputs" if inputs else "loss="
+            raise ValueError(f"{model} comes with inputs and a loss; give {given} with a module alone")
+        subject = subject_of(model, sequence_length, micro_batch)
+    elif isinstance(model, nn.Module):
+        if sequence_length is not None or micro_batch != 1:
+            given = "micro_batch" if sequence_length is None else "sequence_length"
+            raise ValueError(f"{given} belongs to models by name; change the shapes of the inputs")
+        subject = of_module(model, *inputs, loss=loss)
+    else:
+        raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module, a name, or FILE.py:function")
+    if not any(param.requires_grad for param in subject.module.parameters()):
+        raise ValueError(f"{subject.name} has no parameter that requires a gradient; there is no training to plan")
+    return subject
+
+
+def known_stages(stages: Sequence[int]) -> tuple[int, ...]:
+    """The stages to compare.
+
+    Raises:
+        ValueError: there are none, or no such.
+    """
+    known = range(len(STAGES))
+    if not isinstance(stages, Sequence) or not stages or any(not is_count(one) or one not in known for one in stages):
+        raise ValueError(f"stages is {stages!r}; give some of 0, 1, 2 and 3, such as (2, 3)")
+    return tuple(dict.fromkeys(stages))
 
 
 def described_device(device: Device | str, devices_per_node: int | None) -> Device:
@@ -82,13 +122,20 @@ def described_device(device: Device | str, devices_per_node: int | None) -> Devi
 
     Raises:
         ValueError: there is no such device; ``devices_per_node`` is no count.
+        TypeError: ``device`` is neither a device nor a string.
     """
+    if devices_per_node is not None and (not is_count(devices_per_node) or not devices_per_node):
+        raise ValueError(f"devices_per_node is {devices_per_node!r}; give the number of devices of a node, at least 1")
     if isinstance(device, str):
         if device not in DEVICES:
             raise ValueError(
                 f"there is no device {device!r}; choose {', '.join(DEVICES)}, or give a thunder_zero.Device"
             )
         device = DEVICES[device]
+    if not isinstance(device, Device):
+        raise TypeError(
+            f"device is of type {type(device).__name__}; give {', '.join(DEVICES)}, or a thunder_zero.Device"
+        )
     return device if devices_per_node is None else replace(device, devices_per_node=devices_per_node)
 
 
@@ -124,10 +171,14 @@ class _Comparison:
             tokens=self.subject.tokens,
             rows=rows,
             chosen=chosen,
-            reason=reason_of(rows, chosen, self.memory_bytes),
-            code=code_of(chosen, self._programs.policy(Choice(chosen.stage, chosen.recompute))) if chosen else "",
-            assumed=assumed(self.subject, self.precision),
+            reason=reason_of(rows, chosen, self.memory_bytes, self.subject.batch),
+            code=self._code(chosen) if chosen else "",
+            assumed=assumed(self.subject, self.precision, returns_loss=self._programs.returns_loss()),
         )
+
+    def _code(self, chosen: Row) -> str:
+        policy = self._programs.policy(Choice(chosen.stage, chosen.recompute))
+        return code_of(chosen, policy, self.subject.build)
 
     @cached_property
     def _programs(self) -> Programs:
@@ -159,8 +210,7 @@ class _Comparison:
     def _state_bytes(self, stage: int, mesh: Mesh) -> int:
         """What a rank holds at rest in any case: shards and AdamW's averages, full parameters of ZeRO-1."""
         plan = self._programs.plan(Choice(stage, "none"), mesh)
-        shards = 3 * adamw_traffic(plan) // 7
-        return shards + sum(param.full_bytes for param in plan.params if param.resident)
+        return state_bytes(plan) + sum(param.full_bytes for param in plan.params if param.resident)
 
     def _row(self, choice: Choice, mesh: Mesh) -> Row:
         one = self._programs.evaluate(choice, mesh, self.device)
@@ -204,19 +254,27 @@ def best_of(rows: Sequence[Row]) -> Row | None:
     )
 
 
-def assumed(subject: Subject, precision: MixedPrecision) -> tuple[str, ...]:
-    """What the figures assume, sentence by sentence."""
+def assumed(subject: Subject, precision: MixedPrecision, *, returns_loss: bool) -> tuple[str, ...]:
+    """What the figures assume, sentence by sentence; ``returns_loss``: whether forward returns one number."""
     compute, reduce = (
         str(dtype or "the parameters' dtype").removeprefix("torch.")
         for dtype in (precision.param_dtype, precision.reduce_dtype)
     )
-    loss = "the loss is eager torch's" if subject.loss else "the loss is the model's own, or left out"
+    shards = " and ".join(
+        dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in subject.module.parameters())
+    )
+    if subject.loss:
+        loss = "the loss is eager torch's"
+    elif returns_loss:
+        loss = "the one number that the model returns is its loss"
+    else:
+        loss = "the loss is left out, since the model does not return one number and no loss= was given"
     return (
         "the time is a lower bound: products at the device's peak, memory and wires at full speed, no time of the host",
         "attention is one flash kernel each way (the trace's operator for CPUs stands for it); pointwise lines, views "
         "and reductions that no product lies between are one kernel, as nvFuser or torch.compile makes them",
-        f"compute in {compute}, gradients on the wire in {reduce}; float32 shards and AdamW's two averages, stepped by "
-        f"AdamW(fused=True); {loss}; memory is that of lines that are not fused",
+        f"compute in {compute}, gradients on the wire in {reduce}; {shards} shards and AdamW's two averages, stepped "
+        f"by AdamW(fused=True); {loss}; memory is that of lines that are not fused",
         "a collective is a flat ring, with a latency for each rank that a message passes",
         str(BESIDE),
     )

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 from thunder_zero.forecast.around import Operators
 from thunder_zero.plan import Plan
 
-ADAMW = 7  # reads the shard, its gradient and two averages, and writes all but the gradient, in one pass (fused=True)
+TRAFFIC = 7  # shards: AdamW reads parameter, gradient and two averages, and writes all but the gradient, in one pass
+STATE = 3  # shards that rest: parameter and two averages
 
 
 def loss_traffic(
@@ -49,5 +50,15 @@ def loss_traffic(
 
 def adamw_traffic(plan: Plan) -> int:
     """Bytes of memory that a fused AdamW reads and writes on a rank."""
+    return TRAFFIC * trained_bytes(plan)
+
+
+def state_bytes(plan: Plan) -> int:
+    """Bytes of trained parameters and of AdamW's averages that a rank holds between steps."""
+    return STATE * trained_bytes(plan)
+
+
+def trained_bytes(plan: Plan) -> int:
+    """Bytes of a rank's shards of the parameters that are trained."""
     trained = [param for param in plan.params if param.requires_grad]
-    return ADAMW * sum(prod(plan.shard_shape(param)) * param.dtype.itemsize for param in trained)
+    return sum(prod(plan.shard_shape(param)) * param.dtype.itemsize for param in trained)

@@ -59,6 +59,11 @@ class Row:
         """``ZeRO-3 on 128 x 8``."""
         return f"{STAGES[self.stage].name} on {self.mesh}"
 
+    @property
+    def name_with_ranks(self) -> str:
+        """``ZeRO-3 on 128 x 8 ranks``."""
+        return f"{self.name} rank{'s' if self.mesh.ranks > 1 else ''}"
+
 
 @dataclass(frozen=True)
 class TrainingPlan:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+THETA = 500_000.0  # base of Llama 3's rotary frequencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +98,10 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(LlamaBlock(sizes) for _ in range(sizes.blocks))
         self.norm = nn.RMSNorm(sizes.width)
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
-        for name in ("cosines", "sines"):
-            turns = torch.empty(sizes.length, sizes.width // sizes.heads, dtype=torch.bfloat16)
-            self.register_buffer(name, turns, persistent=False)
+        head = sizes.width // sizes.heads
+        angles = torch.outer(torch.arange(sizes.length), THETA ** -(torch.arange(0, head, 2) / head)).repeat(1, 2)
+        for name, turns in (("cosines", angles.cos()), ("sines", angles.sin())):
+            self.register_buffer(name, turns.to(torch.bfloat16), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of (batch, length) tokens."""
@@ -161,6 +164,12 @@ KNOWN: Mapping[str, Known] = MappingProxyType(
         "gpt-1.3b": Known(Gpt, Sizes(24, 2048, 16, 16, 8192, 50304, 1024)),
     }
 )
+
+
+def named(name: str, length: int) -> nn.Module:
+    """A model of ``KNOWN`` for sequences of ``length`` tokens."""
+    known = KNOWN[name]
+    return known.make(replace(known.sizes, length=length))
 
 
 def cross_entropy(logits: Tensor) -> Tensor:

@@ -101,6 +101,12 @@ class Programs:
         held = held_whole(forecast, traces, units, copies)
         return Evaluated(held, estimate_whole(traces, device, units, copies, fused=fused), traced)
 
+    def returns_loss(self) -> bool:
+        """Whether forward returns one number, as a loss is; of what was compiled."""
+        traces = next(iter(self.compiled.values()))
+        flat = traces.forward.output[0]["flat_output"]
+        return len(flat) == 1 and tuple(flat[0].shape) == ()
+
     def _compiled(self, choice: Choice, mesh: Mesh, traced: int) -> Traces:
         """The traces for a mesh: those of any mesh with another plan, since a schedule does not depend on it."""
         if (choice, traced) not in self.compiled:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from thunder_zero.from_file import module_and_inputs
-from thunder_zero.planner.models import KNOWN, cross_entropy
+from thunder_zero.planner.models import KNOWN, cross_entropy, named
 from thunder_zero.policy import is_count
 
 
@@ -46,7 +46,8 @@ class Subject:
         loss: from what forward returns to the loss; None if nobody gave one.
         tokens: of one rank in a step.
         alike: the most of its blocks that are alike; None if none are.
-        build: Python that makes the module, for the code to paste.
+        batch: rows of the inputs that could be fewer; 1 if the caller cannot choose them.
+        build: Python that makes the module, for the code to paste: imports, if any, and one line.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Subject:
     loss: Callable[[Any], Tensor] | None
     tokens: int
     alike: Alike | None
+    batch: int
     build: str
 
     @property
@@ -98,7 +100,8 @@ def subject_of(model: str, length: int | None, micro_batch: int) -> Subject:
         if length is not None or micro_batch != 1:
             raise ValueError(f"{model} makes its own inputs; change their shapes there, not with other options")
         made, inputs = module_and_inputs(model)
-        return of_module(made, *inputs, name=model)
+        build = f"module = ...  # yours: {model} returns it"
+        return replace(of_module(made, *inputs), name=model, batch=1, build=build)
     known = KNOWN.get(model)
     if known is None:
         raise ValueError(f"there is no model {model!r}; choose {', '.join(KNOWN)}, or give FILE.py:function")
@@ -107,20 +110,22 @@ def subject_of(model: str, length: int | None, micro_batch: int) -> Subject:
         if not is_count(count) or not count:
             raise ValueError(f"{what} is {count!r}; give a number of {of}, at least 1")
     with torch.device("meta"):
-        module = known.make(replace(known.sizes, length=length))
+        module = named(model, length)
         tokens = torch.empty(micro_batch, length, dtype=torch.long)
-    return of_module(module, tokens, name=model, loss=cross_entropy)
+    build = f'from thunder_zero.planner.models import named\nmodule = named("{model}", {length})  # untrained'
+    return replace(of_module(module, tokens, loss=cross_entropy), name=model, build=build)
 
 
-def of_module(
-    module: nn.Module, *inputs: Any, name: str | None = None, loss: Callable[[Any], Tensor] | None = None
-) -> Subject:
+def of_module(module: nn.Module, *inputs: Any, loss: Callable[[Any], Tensor] | None = None) -> Subject:
     """A module with its inputs. Tokens are the elements of the first tensor of whole numbers of two dimensions, or the
     rows of the first tensor."""
     tensors = [leaf for leaf in tree_iter(inputs) if isinstance(leaf, Tensor)]
     whole = [one for one in tensors if not one.is_floating_point() and one.ndim == 2]
     tokens = whole[0].numel() if whole else prod(tensors[0].shape[:-1]) if tensors else 1
-    return Subject(name or type(module).__name__, module, inputs, loss, tokens, alike_blocks(module), "build()")
+    name = type(module).__name__
+    batch = len(tensors[0]) if tensors and tensors[0].ndim > 1 else 1
+    build = f"module = ...  # yours: the {name} that was planned"
+    return Subject(name, module, inputs, loss, tokens, alike_blocks(module), batch, build)
 
 
 def alike_blocks(module: nn.Module) -> Alike | None:

@@ -10,7 +10,7 @@ from thunder_zero.planner.reason import milliseconds
 from thunder_zero.policy import STAGES
 from thunder_zero.report.trace_printer import size
 
-COLUMNS = ("shards", "again", "needs", "fits", "sent", "exposed", "step", "tokens/s", "MFU")
+COLUMNS = ("shards", "recompute", "needs", "fits", "sent", "exposed", "step", "tokens/s", "MFU")
 
 
 def print_plan(plan: TrainingPlan, console: Console) -> None:
