@@ -176,7 +176,7 @@ def assert_all_raise(replies: list[tuple[tuple[str, str], bool, float]], words: 
     [
         ({"stage": 2}, ["the policy's stage differs", "rank 0 has 3", "has 2", "the same policy"]),
         ({"bucket_bytes": 8}, ["the policy's bucket_bytes differs", "has 8", "the same policy"]),
-        ({"prefetch": 7}, ["the policy's prefetch differs", "rank 0 has 2", "has 7"]),
+        ({"prefetch": 7}, ["the policy's prefetch differs", "rank 0 has None", "has 7"]),
         ({"times": tz.Times({}, {}, 7)}, ["the policy's times differs", "rank 0 has None", "bytes_per_second=7.0"]),
         ({"broadcast_from": 0}, ["the policy's broadcast_from differs", "rank 0 has None", "has 0"]),
         ({"check_gradients": True}, ["the policy's check_gradients differs", "has True"]),

@@ -131,6 +131,7 @@ def failing(rank: int, world_size: int) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_an_error_leaves_nothing_behind(ranks_pool: RanksPool) -> None:
     first, second = ranks_pool.run(2, failing)
     assert first["one rank"] == ("RuntimeError: rank 1 refused the block of full_parameters, so every rank stops: boom")

@@ -85,6 +85,7 @@ def leave_group(rank: int, world_size: int) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_results_come_by_rank_from_fresh_interpreters() -> None:
     results = run_ranks(2, describe, "hello")
     check_described(results)
