@@ -254,3 +254,11 @@ def test_a_launch_takes_the_traffic_of_its_casts(kind: Kind, reads: str, numel: 
     as_is = {"given": Value(numel * 4, "float32")}
     (cost,) = costs_of(Timeline((launch,), as_is, Plan(Policy(3), 2, 0, (plain,))), SECOND)
     assert (cost.traffic_bytes, cost.launch_seconds) == (0, 0)
+
+
+@pytest.mark.parametrize(("nodes_of", "lanes"), [(4, (Lane.INSIDE, Lane.ACROSS)), (2, (Lane.INSIDE, Lane.INSIDE))])
+def test_a_copy_on_several_nodes_has_one_wire(nodes_of: int, lanes: tuple[Lane, ...]) -> None:
+    """Its rings use all network cards of a node, as those across copies do."""
+    op, timeline = launch_of((5, 3), Kind.REDUCE, 4, 2)
+    (cost,) = costs_of(timeline.with_ops([op]), replace(SECOND, devices_per_node=nodes_of))
+    assert tuple(lane for lane, _ in cost.wires) == lanes

@@ -20,6 +20,7 @@ import thunder
 pytestmark = pytest.mark.timeout(SECONDS + 60)  # longer than any launch may take
 
 
+@pytest.mark.slow
 def test_data_parallel_mlp(tmp_path: Path) -> None:
     options = ("--rows", "96", "--width", "16", "--stage", "3")
     printed = run_example("examples/data_parallel_mlp.py", *options, "--out", str(tmp_path))

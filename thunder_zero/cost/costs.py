@@ -49,7 +49,8 @@ def costs_of(timeline: Timeline, device: Device) -> tuple[Cost, ...]:
 
 def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
     if op.kind in LAUNCHES:
-        cost, cast = _cost_of_launch(rings(op, timeline), device), cast_bytes(op, timeline)
+        one_wire = timeline.plan.world_size > device.devices_per_node
+        cost, cast = _cost_of_launch(rings(op, timeline), device, one_wire), cast_bytes(op, timeline)
         held = device.seconds(0, "", cast, Work.POINTWISE) if cast else 0.0
         return replace(cost, traffic_bytes=cast, launch_seconds=cost.launch_seconds + held)
     if op.kind is not Kind.COMPUTE or op.work is Work.NONE:
@@ -63,14 +64,17 @@ def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
     )
 
 
-def _cost_of_launch(parts: Sequence[Ring], device: Device) -> Cost:
+def _cost_of_launch(parts: Sequence[Ring], device: Device, one_wire: bool) -> Cost:
+    """``one_wire``: a copy of the model takes several nodes: its rings, too, use all network cards of a node."""
     sent = [
         device.collective(part.sends, part.ranks, part.stride, part.nbytes, part.steps, part.tensors) for part in parts
     ]
     loads = tuple(min(one.taken_seconds / one.seconds, 1.0) if one.seconds else 0.0 for one in sent)
     return Cost(
         sent_bytes=sum(part.nbytes for part in parts),
-        wires=tuple((part.lane, one.seconds) for part, one in zip(parts, sent, strict=True)),
+        wires=tuple(
+            (Lane.INSIDE if one_wire else part.lane, one.seconds) for part, one in zip(parts, sent, strict=True)
+        ),
         loads=loads if any(loads) else (),
         launch_seconds=sum(one.launch_seconds for one in sent),
         finish_seconds=sum(one.finish_seconds for one in sent),
