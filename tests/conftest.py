@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _spare(items)
     slow = [item for item in items if item.get_closest_marker("slow")]
     if slow and not is_slow():
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
@@ -58,6 +59,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def _world_size(item: pytest.Item) -> int:
+    """Of a test that runs under dynamo, with several numbers of ranks; 0 of all others."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and item.originalname != item.name else {}
+    size = params.get("world_size") if params.get("ranks_pool") == "dynamo" else 0
+    return size if isinstance(size, int) else 0
+
+
+def _spare(items: list[pytest.Item]) -> None:
+    """Under dynamo leave each test one number of ranks, up to 3: they do not change what the front end does."""
+    largest: dict[str, int] = {}
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        largest[test] = max(largest.get(test, 0), _world_size(item) if _world_size(item) <= 3 else 0)
+    items[:] = [item for item in items if _world_size(item) in (0, largest[item.nodeid.partition("[")[0]])]
+
+
 def _has_cuda() -> bool:
     import torch
 
@@ -68,8 +85,22 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported stays
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """With ``--slow``, run the fast tests of a module with ``BOTH_FRONT_ENDS = True`` under dynamo, too."""
+    is_fast = not any(mark.name == "slow" for mark in metafunc.definition.iter_markers())
+    if is_fast and "ranks_pool" in metafunc.fixturenames and getattr(metafunc.module, "BOTH_FRONT_ENDS", False):
+        both = ["jit", pytest.param("dynamo", marks=pytest.mark.slow)]
+        metafunc.parametrize("ranks_pool", both, indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def ranks_pool() -> Iterator[RanksPool]:
-    """Processes that run functions on 1 to 4 ranks: ``ranks_pool.run(world_size, fn, *args, timeout=60.0)``."""
+def processes() -> Iterator[RanksPool]:
     with RanksPool(fresh=is_slow()) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks_pool(request: pytest.FixtureRequest, processes: RanksPool) -> RanksPool:
+    """Processes that run functions on 1 to 4 ranks: ``ranks_pool.run(world_size, fn, *args, timeout=60.0)``."""
+    processes.front_end = getattr(request, "param", os.environ.get("TZ_FRONT", "jit"))
+    return processes

@@ -17,12 +17,14 @@ from thunder_zero.cost.device import DEVICES, Device, Link
 from thunder_zero.cost.device_file import load_device, save_device
 from thunder_zero.cost.step_time import Estimate
 from thunder_zero.dry_run import trace
+from thunder_zero.dynamo.compile import compile
 from thunder_zero.estimate import estimate
 from thunder_zero.fit import DoesNotFit, fit
 from thunder_zero.forecast.figures import Memory, MemoryLine, Storage
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.forecast.memory import memory
 from thunder_zero.full_parameters import full_parameters
+from thunder_zero.hugging_face.save_pretrained import save_pretrained
 from thunder_zero.measure import measure_times
 from thunder_zero.plan import Param, Plan, make_plan
 from thunder_zero.planner.advise import plan_training
@@ -32,6 +34,7 @@ from thunder_zero.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
 from thunder_zero.precision import MixedPrecision
 from thunder_zero.print_trace import print_trace
 from thunder_zero.runtime.clip import clip_grad_norm_
+from thunder_zero.runtime.ema import EMA
 from thunder_zero.runtime.global_mean import global_mean
 from thunder_zero.schedule.candidate import Prices
 from thunder_zero.schedule.fault import ScheduleError
@@ -40,11 +43,13 @@ from thunder_zero.schedule.verify import check
 from thunder_zero.state_dict.api import full_state_dict
 from thunder_zero.times import Times
 from thunder_zero.transform import ZeroTransform
+from thunder_zero.whole_step.optimizer import whole
 from thunder_zero.zero_module import ZeroModule, traces_of
 
 __all__ = [
     "DDP",
     "DEVICES",
+    "EMA",
     "ZERO1",
     "ZERO2",
     "ZERO3",
@@ -79,6 +84,7 @@ __all__ = [
     "calibrate",
     "check",
     "clip_grad_norm_",
+    "compile",
     "consolidate",
     "diff",
     "estimate",
@@ -96,9 +102,11 @@ __all__ = [
     "print_trace",
     "save",
     "save_device",
+    "save_pretrained",
     "save_timeline",
     "shard_safetensors",
     "trace",
     "traces_of",
+    "whole",
     "zero",
 ]

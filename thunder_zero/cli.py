@@ -1,7 +1,7 @@
 """``thunder-zero``: checkpoints, traces, what works on this machine, and how fast it is.
 
 thunder-zero inspect CHECKPOINT [--verify]
-thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--max-file-bytes N] [--no-verify]
+thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--ema NAME]
 thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8] [--dtype float32]
 thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--device h100] [--json]
 thunder-zero plan --model llama3-8b --world-size 1024 [--device h100] [--memory 80GiB] [--json]
@@ -94,6 +94,7 @@ def run(options: argparse.Namespace) -> None:
             options.out,
             dtype=FLOAT_DTYPES.get(options.dtype),
             optimizer=options.optimizer,
+            ema=options.ema,
             max_file_bytes=options.max_file_bytes,
             verify_files=options.verify_files,
         )
@@ -121,6 +122,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     one.add_argument("out", type=Path, help="OUT.safetensors, or OUT.pt for what torch.save writes")
     one.add_argument("--dtype", choices=FLOAT_DTYPES, help="of floating-point tensors (default: as saved)")
     one.add_argument("--optimizer", action="store_true", help="include the optimizer's state")
+    one.add_argument("--ema", metavar="NAME", help="averages of the EMA that was saved as this extra, as parameters")
     one.add_argument("--max-file-bytes", type=int, help="of each of several files (default: one file)")
     one.add_argument(
         "--no-verify",

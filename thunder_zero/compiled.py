@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,6 +13,8 @@ from thunder_zero.trace.lift import lift_halves
 from thunder_zero.trace.program import Program
 from thunder_zero.trace.symbols import ZeroExecutor
 
+from thunder.core.prims import OpTags
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 
@@ -29,6 +31,8 @@ class Traces:
         others: inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
         epilogue: Thunder's trace that makes what the model returns from what the forward trace does.
         lifted: the timeline before it was scheduled.
+        registered: names of operators that Thunder has from its automatic registration alone: torch computes them and
+            their gradients.
     """
 
     forward: TraceCtx = field(repr=False)
@@ -39,6 +43,7 @@ class Traces:
     others: Mapping[str, str] = field(default_factory=dict)
     epilogue: TraceCtx | None = field(default=None, repr=False)
     lifted: Timeline | None = field(default=None, repr=False)
+    registered: tuple[str, ...] = ()
 
     @property
     def forward_timeline(self) -> Timeline:
@@ -78,8 +83,16 @@ class Compiled:
             others=program.others,
             epilogue=entry.epilogue_traces[-1],
             lifted=program.lifted,
+            registered=tuple(sorted(set(_registered(entry.computation_traces[0].bound_symbols)))),
         )
 
     def program_of(self, entry: Any) -> Program:
         """The facts about the program of an entry of Thunder's cache."""
         return next(self.programs[trace] for trace in entry.computation_traces if trace in self.programs)
+
+
+def _registered(lines: Iterable[BoundSymbol]) -> Iterator[str]:
+    for bsym in lines:
+        if OpTags.AUTO_REGISTERED in (bsym.sym.tags or ()):
+            yield str(bsym.sym.id)
+        yield from _registered(bsym.subsymbols)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from thunder_zero.comm.agree import Fact, all_or_none, broadcast, require_same
 from thunder_zero.comm.places import doing
+from thunder_zero.marks import parameter_like
 from thunder_zero.plan import Param
 from thunder_zero.rows import own_rows
 from thunder_zero.runtime.placeholders import set_tensor
@@ -75,11 +76,13 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
     with doing(f"full_parameters of {state.name}"):
         with all_or_none(everyone, "full_parameters"):
             state.require_not_lent()
+            if writeback:
+                state.require_own_values("write back")
         require_same([Fact("writeback", str(writeback)), Fact("rank0_only", str(rank0_only))], everyone)
         for param in state.plan.params:
             value = state.gather_now(param)
             if not rank0_only or everyone.rank() == 0:
-                found[param.path] = nn.Parameter(value, param.requires_grad)
+                found[param.path] = parameter_like(state.shards[param.path], value)
     return found
 
 

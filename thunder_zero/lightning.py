@@ -180,7 +180,7 @@ class ZeroStrategy(DDPStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make the optimizer step the shards, whichever parameters it was built on, and load full state dicts."""
         hooks.step_shards(optimizer)
-        optimizer.register_load_state_dict_pre_hook(hooks.shard_optimizer_state_dict)
+        optimizer.register_load_state_dict_pre_hook(hooks.shard_optimizer_state_dict, prepend=True)
         return optimizer
 
     def clip_gradients_norm(

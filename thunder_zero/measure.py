@@ -15,7 +15,6 @@ from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.times import Times
 from thunder_zero.zero_module import traces_of, zero_module
 
-from thunder import compile_stats
 from thunder.core.module import ThunderModule
 
 
@@ -45,7 +44,7 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
             raise TypeError(f"step is {step!r}; give a function that runs one forward and backward of the model")
         if not is_count(steps) or steps == 0:
             raise ValueError(f"steps is {steps!r}; give how many steps to measure, 1 or more")
-        if not compile_stats(model).calls:
+        if not any(zero_module(model).graphs()):
             raise RuntimeError("nothing to measure: the model was not called yet; run a step before measure_times")
     runs = []
     for _ in range(steps):

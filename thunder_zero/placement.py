@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from thunder_zero.marks import parameter_like
 from thunder_zero.runtime.initial_values import Other
 from thunder_zero.runtime.intact import Hooks, Link, Members, Pair
 from thunder_zero.runtime.placeholders import set_tensor
@@ -42,7 +43,7 @@ def set_value(model: ThunderModule, other: Other) -> None:
             other.tensor.copy_(other.value)
         return
     is_parameter = isinstance(other.tensor, nn.Parameter)
-    value = nn.Parameter(other.value, other.tensor.requires_grad) if is_parameter else other.value
+    value = parameter_like(other.tensor, other.value) if is_parameter else other.value
     for name in other.names:
         set_tensor(model._model, name, value)
         (model._overrides_parameters if is_parameter else model._overrides_buffers)[name] = value

@@ -139,9 +139,8 @@ class Plan:
         may differ between ranks: all ranks launch the same."""
         if self.memory_bytes is None:
             return chosen(self.policy, on_cpu(self.largest_unit_bytes))
-        blocks = {unit: nbytes for unit, nbytes in self.unit_bytes.items() if unit != ROOT} or self.unit_bytes
         largest = max(max(param.full_bytes, param.grad_bytes) for param in self.params)
-        return chosen(self.policy, on_gpu(max(blocks.values()), largest, self.memory_bytes - self.state_bytes))
+        return chosen(self.policy, on_gpu(self.largest_block_bytes, largest, self.memory_bytes - self.state_bytes))
 
     @cached_property
     def unit_bytes(self) -> Mapping[str, int]:
@@ -155,6 +154,12 @@ class Plan:
     def largest_unit_bytes(self) -> int:
         """Bytes of the full parameters of the largest unit, or of their gradients."""
         return max(self.unit_bytes.values(), default=0)
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """The same of the units but the root, if there are others."""
+        blocks = {unit: nbytes for unit, nbytes in self.unit_bytes.items() if unit != ROOT} or self.unit_bytes
+        return max(blocks.values())
 
     @cached_property
     def state_bytes(self) -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Unpack
 
+from torch import nn
+
 from thunder_zero.arguments import Arguments, check_arguments
+from thunder_zero.dynamo.compile import compile
+from thunder_zero.dynamo.module import DynamoModule
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
 from thunder_zero.trace.operators.choose import NEVER_FUSED
@@ -13,6 +18,7 @@ from thunder_zero.transform import ZeroTransform
 import thunder
 from thunder import Plugin, compile_stats
 from thunder.core.module import ThunderModule
+from thunder.core.recipe import Interpreter
 from thunder.core.recipe import Recipe as ThunderRecipe
 from thunder.core.transforms import add_transform
 from thunder.extend import Executor
@@ -59,15 +65,25 @@ class Zero(Plugin):
         """A new transform for each module that is compiled."""
         return [ZeroTransform(self._policy, **self._arguments)]
 
+    def capture(self, module: nn.Module, executors: Sequence[Executor]) -> DynamoModule:
+        """The module as :func:`thunder_zero.compile` makes it."""
+        return compile(module, self._policy, executors=executors, **self._arguments)
+
 
 class Recipe(ThunderRecipe):
     """Thunder's default executors, on any machine, behind ours for attention and convolutions.
 
     Thunder 0.2.6's own default recipe puts None in the list of executors where nvFuser is missing.
+
+    Args:
+        interpreter: ``"thunder.jit"``, or ``"thunder.fx"`` for dynamo (:func:`~thunder_zero.compile`).
+
+    Raises:
+        ValueError: another interpreter.
     """
 
-    def __init__(self) -> None:
-        super().__init__(plugins=None)
+    def __init__(self, interpreter: str | Interpreter = Interpreter.THUNDER_JIT) -> None:
+        super().__init__(plugins=None, interpreter=interpreter)
 
     def setup_executors(self) -> list[Executor]:
         """Thunder's default executors, behind ours for attention and convolutions."""
@@ -76,6 +92,24 @@ class Recipe(ThunderRecipe):
     def add_plugins(self, plugins: list[Plugin]) -> None:
         """Replace the plugins: a recipe used for a second module must not keep those of the first."""
         self.plugins = list(plugins)
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Compile a module.
+
+        Raises:
+            TypeError: with dynamo, plugins other than one Zero, which would not reach the graphs.
+        """
+        if self.interpreter is Interpreter.THUNDER_JIT:
+            compiled: nn.Module = super().apply(model)
+            return compiled
+        zeros = [plugin for plugin in self.plugins if isinstance(plugin, Zero)]
+        if len(zeros) != 1 or len(self.plugins) != 1:
+            given = ", ".join(type(plugin).__name__ for plugin in self.plugins) or "none"
+            raise TypeError(
+                f"thunder_zero.Recipe(interpreter='thunder.fx') takes one plugin, thunder_zero.Zero, and was given "
+                f"{given}; leave the others out, or use thunder_zero.Recipe()"
+            )
+        return zeros[0].capture(model, self.setup_executors())
 
 
 def _named(name: str, stage: int) -> type[Zero]:

@@ -112,9 +112,10 @@ class Policy:
         check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
             optimizer sees it (default False; costs one pass and one small collective a backward). A gradient scaler
             would skip such a step instead: do not combine the two.
-        trust_optimizer: let optimizers step sharded parameters whose classes are not known to treat every element
-            alone. Such an optimizer sees this rank's rows only: one that reads several elements of a parameter at once
-            (Muon, Adafactor, LBFGS) then trains something else (default False: it is refused before its first step).
+        trust_optimizer: let any optimizer step sharded parameters, unprobed. It sees this rank's rows only: one that
+            couples elements of a parameter (Muon, Adafactor), or parameters (LBFGS), then trains something else
+            (default False: other classes than torch's elementwise ones are probed, and refused before their first step
+            unless the probe finds that they step each row alone).
 
     Raises:
         ValueError: a field is out of its range.

@@ -34,6 +34,10 @@ class UsedOnce(Protocol):
     def used(self) -> bool:
         """Whether it already shards a module."""
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The kinds of submodules that its front end refuses."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -115,7 +119,8 @@ def graph_without_parameters(candidate: Candidate) -> str | None:
         return None
     return (
         "ZeroTransform was given a graph without parameters, as ThunderFX (thunder.dynamo) makes them, so there is "
-        "nothing to shard; compile the module with thunder.jit(module, transforms=[...]) or thunder.compile"
+        "nothing to shard; compile the module with thunder_zero.compile(module, ...), or thunder.compile with "
+        "recipe=thunder_zero.Recipe(interpreter='thunder.fx')"
     )
 
 
@@ -160,12 +165,14 @@ class Part:
         what: what it is or has.
         why: what Thunder does with it.
         instead: what to use.
+        under_dynamo: whether it is refused where dynamo captures graphs, too.
     """
 
     is_it: Callable[[nn.Module], bool]
     what: str
     why: str
     instead: str
+    under_dynamo: bool = True
 
 
 def _prepared_by(module: nn.Module, *kinds: type) -> bool:
@@ -201,6 +208,7 @@ PARTS: tuple[Part, ...] = (
         "is a MultiheadAttention",
         "Thunder cannot trace it",
         "use linear layers and torch.nn.functional.scaled_dot_product_attention",
+        under_dynamo=False,
     ),
     Part(
         lambda module: isinstance(module, nn.RNNBase),
@@ -219,6 +227,7 @@ PARTS: tuple[Part, ...] = (
         "has momentum=None",
         "Thunder cannot trace a cumulative average",
         "give it a momentum",
+        under_dynamo=False,
     ),
     Part(
         lambda module: isinstance(module, nn.SyncBatchNorm),
@@ -249,6 +258,7 @@ PARTS: tuple[Part, ...] = (
         "is under weight_norm",
         "Thunder cannot trace it",
         "compute g * v / v.norm(...) in forward",
+        under_dynamo=False,
     ),
     Part(
         lambda module: isinstance(module, nn.DataParallel),
@@ -271,6 +281,9 @@ PARTS: tuple[Part, ...] = (
 )
 
 
+DYNAMO_PARTS = tuple(part for part in PARTS if part.under_dynamo)
+
+
 def uninitialised(candidate: Candidate) -> str | None:
     for path, tensor in (*candidate.module.named_parameters(), *candidate.module.named_buffers()):
         if is_lazy(tensor):
@@ -282,25 +295,25 @@ def uninitialised(candidate: Candidate) -> str | None:
 
 
 def untraceable_part(candidate: Candidate) -> str | None:
-    return _untraceable(candidate.module)
+    return _untraceable(candidate.module, candidate.transform.parts)
 
 
-def _untraceable(root: nn.Module) -> str | None:
+def _untraceable(root: nn.Module, parts: tuple[Part, ...]) -> str | None:
     for path, module in root.named_modules():
-        for part in PARTS:
+        for part in parts:
             if part.is_it(module):
                 where = f"submodule {path!r} of {type(root).__name__}" if path else type(root).__name__
                 return f"{where} ({type(module).__name__}) {part.what}, and {part.why}; {part.instead}"
     return None
 
 
-def require_traceable(module: nn.Module) -> None:
+def require_traceable(module: nn.Module, parts: tuple[Part, ...]) -> None:
     """Refuse, when a sharded module is compiled or that failed, a submodule that became one of PARTS since.
 
     Raises:
         RuntimeError: naming the first; torch's ``update_bn``, for one, sets ``momentum=None``.
     """
-    if sentence := _untraceable(module):
+    if sentence := _untraceable(module, parts):
         raise RuntimeError(sentence)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from traceback import walk_tb
 from typing import Any, NoReturn
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import is_namedtuple_instance
 
 from thunder_zero.compiled import Compiled, Traces
-from thunder_zero.refusals import require_traceable
+from thunder_zero.refusals import PARTS, require_traceable
+from thunder_zero.runtime.backward_guard import guard
 from thunder_zero.runtime.placeholders import set_tensor, traced
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.runtime.state import State
@@ -20,7 +21,9 @@ from thunder_zero.runtime.state import State
 from thunder import compile_stats
 from thunder.core.jit_ext import build_value_from_wrapped
 from thunder.core.module import ThunderModule
+from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 
+CONNECTED = (ThunderOutputFunction._backward_cls, ThunderFunction._backward_cls)  # their nodes lead to our backward
 EPILOGUE = "thunder.epilogue"  # begins the file names of generated code that builds what forward returns
 
 
@@ -31,6 +34,8 @@ class ZeroModule(ShardedModel, ThunderModule):
     """
 
     _model: nn.Module
+    _forward_fn: Callable[..., Any]
+    _overrides_buffers: dict[str, Tensor]
     _state: State
     _compiled: Compiled
 
@@ -44,18 +49,23 @@ class ZeroModule(ShardedModel, ThunderModule):
         """The module that was jitted; its parameters are placeholders."""
         return self._model
 
-    @property
-    def compiled(self) -> Compiled:
-        """The model's symbols and programs."""
-        return self._compiled
+    def graphs(self) -> Sequence[list[tuple[Compiled, Any]]]:
+        """The programs that Thunder compiled, with the entries of its cache: in the order in which it did, but the one
+        that ran last at the end. For each graph, where forward is not one."""
+        return [entries_of(self, self._compiled)]
+
+    def guard(self, output: Any) -> None:
+        """Make the backward of what a program returned raise where it would be wrong."""
+        guard(output, CONNECTED, type(self.plain).__name__, self.state.accumulation)
 
     def load_original_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load full tensors by the plain module's names; names that are missing keep their values.
 
         Raises:
-            RuntimeError: names that the module does not have; nothing has changed.
+            RuntimeError: names that the module does not have, or inside ``EMA.applied``; nothing has changed.
             ValueError: a parameter has another shape.
         """
+        self._state.require_own_values("load a state dict")
         tensors = chain(self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False))
         known = {name for name, _ in tensors}
         if unexpected := [name for name in state_dict if name not in known]:
@@ -70,17 +80,19 @@ class ZeroModule(ShardedModel, ThunderModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with traced():
             try:
-                return super().forward(*args, **kwargs)
-            except Exception as error:  # where Thunder failed, its words name neither the module nor a way out
-                require_traceable(self._model)
-                if (what := _not_returned(error)) is None:
-                    raise
-                name = type(self._model).__name__
-                raise TypeError(
-                    f"Thunder cannot trace {name}, which returns {what}; use a dict or a dataclass"
-                ) from error
+                return self._run(*args, **kwargs)
             finally:
                 self._state.labels.end()
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._forward_fn(*args, **kwargs)
+        except Exception as error:  # where Thunder failed, its words name neither the module nor a way out
+            require_traceable(self._model, PARTS)
+            if (what := _not_returned(error)) is None:
+                raise
+            name = type(self._model).__name__
+            raise TypeError(f"Thunder cannot trace {name}, which returns {what}; use a dict or a dataclass") from error
 
     def set_buffer(self, name: str, value: Tensor) -> None:
         """Set a buffer of both modules; Thunder calls this with what forward assigned to one.
@@ -140,10 +152,17 @@ def _not_returned(error: Exception) -> str | None:
     return None
 
 
-def adopt(model: ThunderModule, state: State, compiled: Compiled) -> None:
+def adopt(model: ThunderModule, kind: type[ZeroModule], state: State) -> None:
     """Make a jitted module a ZeroModule, in place, as torch's ``fully_shard`` does with a module's class."""
-    model.__class__ = ZeroModule
-    model._state, model._compiled = state, compiled
+    model.__class__ = kind
+    model._state = state
+
+
+def entries_of(jitted: ThunderModule, compiled: Compiled) -> list[tuple[Compiled, Any]]:
+    """The programs of one jitted module, the one that ran last at the end."""
+    stats = compile_stats(jitted)
+    entries = sorted(stats.interpreter_cache, key=lambda entry: entry.computation_traces is stats.last_traces)
+    return [(compiled, entry) for entry in entries]
 
 
 def zero_module(model: object) -> ZeroModule:
@@ -161,24 +180,28 @@ def zero_module(model: object) -> ZeroModule:
     return sharded
 
 
-def traces_of(model: ThunderModule, synced: bool | None = None) -> Traces:
+def traces_of(model: ThunderModule, synced: bool | None = None, graph: int | None = None) -> Traces:
     """The traces that ran last.
 
     Args:
         model: a model with ZeroTransform that was called.
         synced: True: the program that reduces gradients. False: the one under ``no_sync``. None: whichever ran last.
             If the other ran last, returns the one compiled last.
+        graph: which of the graphs that the last forward ran, from 0 on; None if it ran one.
 
     Raises:
         TypeError: not a model with ZeroTransform.
         RuntimeError: the model has not been called, or not in this way.
+        ValueError: the last forward ran several graphs, and none was chosen; or not as many.
     """
-    compiled, stats = zero_module(model).compiled, compile_stats(model)
-    entries = list(reversed(stats.interpreter_cache))
-    entries.sort(key=lambda entry: entry.computation_traces is not stats.last_traces)
-    for entry in entries:
+    graphs: Sequence[list[tuple[Compiled, Any]]] = zero_module(model).graphs()
+    if graphs and ((graph is None and len(graphs) > 1) or not 0 <= (graph or 0) < len(graphs)):
+        raise ValueError(f"graph is {graph}, and the last forward ran {len(graphs)}; choose 0 to {len(graphs) - 1}")
+    entries: list[tuple[Compiled, Any]] = graphs[graph or 0] if graphs else []
+    for compiled, entry in reversed(entries):
         if synced in (None, compiled.program_of(entry).synced):
-            return compiled.traces(entry)
+            found: Traces = compiled.traces(entry)
+            return found
     if entries:
         where = "outside" if synced else "inside"
         raise RuntimeError(f"the model was not called {where} no_sync yet; call it there once")

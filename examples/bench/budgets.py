@@ -8,7 +8,6 @@ The budgets lie between the least that ``tz.fit`` finds and what its choice take
 from __future__ import annotations
 
 import io
-import re
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,7 @@ import thunder_zero as tz  # before thunder
 from examples.bench.cases import TASKS, Case
 from examples.bench.memory import versions
 from examples.bench.memory_table import PAGE, mib
+from examples.bench.page import with_section
 from examples.bench.step_memory import forecast, forecast_of, measure, traces_of
 from thunder_zero.schedule.candidate import Candidate
 
@@ -35,7 +35,7 @@ HEADERS = (
     "computed again",
     "MiB in flight",
 )
-BEGIN, END = "<!-- budgets: python -m examples.bench.budgets -->\n", "<!-- end of budgets -->"
+SECTION = ("budgets", "examples.bench.budgets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,7 @@ def main() -> None:
         console.print(" | ".join(rows[-1].cells), style="dim")
     costs = [row.cost for row in rows]
     assert costs == sorted(costs, reverse=True), f"the cost rises with the budget: {costs}"
-    page = PAGE.read_text()
-    PAGE.write_text(re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + table(rows) + END, page, flags=re.DOTALL))
+    PAGE.write_text(with_section(PAGE.read_text(), *SECTION, table(rows)))
 
 
 if __name__ == "__main__":

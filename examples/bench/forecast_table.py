@@ -11,13 +11,14 @@ from itertools import combinations
 from pathlib import Path
 from statistics import median
 
+from examples.bench.page import json_of, with_section
 from examples.bench.report import rate_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PAGE = DOCS / "forecast.json", DOCS / "cost-model.md"
+SECTION = ("forecasts", "examples.bench.forecast")
 TIE = 0.03  # stages whose measured medians differ by less are as fast
 HEADERS = ("ranks, network", "stage", "measured, s", "min to max", "forecast, s", "off by", "compute", "exposed")
-BEGIN, END = "<!-- forecasts: python -m examples.bench.forecast -->\n", "<!-- end of forecasts -->"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,7 @@ def merged(old: Iterable[Row], new: Iterable[Row]) -> tuple[Row, ...]:
 
 def write(rows: Sequence[Row], path: Path = DATA, page: Path = PAGE) -> None:
     """Write the file, and put its tables into the page."""
-    lines = ",\n".join(f"  {json.dumps(_rounded(row))}" for row in rows)
-    path.write_text(f'{{"rows": [\n{lines}\n]}}\n')
+    path.write_text(json_of(map(_rounded, rows)))
     page.write_text(with_tables(page.read_text(), rows))
 
 
@@ -101,16 +101,8 @@ def _rounded(row: Row) -> dict[str, object]:
 
 
 def with_tables(text: str, rows: Sequence[Row]) -> str:
-    """The page's text with the table of these rows in its place.
-
-    Raises:
-        ValueError: the place is missing.
-    """
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise ValueError("the page has no place for forecasts")
-    return head + begin + tables(rows) + end + tail
+    """The page's text with the tables of these rows."""
+    return with_section(text, *SECTION, tables(rows))
 
 
 def tables(rows: Sequence[Row]) -> str:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.bench.page import with_section
+
 MiB, KiB = 1 << 20, 1 << 10
 DOCS = Path(__file__).parents[2] / "docs"
 DATA, PAGE = DOCS / "memory.json", DOCS / "memory.md"
@@ -107,11 +109,7 @@ def with_tables(text: str, data: Data) -> str:
         ValueError: a place is missing.
     """
     for name, body in places(data).items():
-        head, begin, rest = text.partition(f"<!-- {name}: python -m examples.bench.memory -->\n")
-        _, end, tail = rest.partition(f"<!-- end of {name} -->")
-        if not (begin and end):
-            raise ValueError(f"the page has no place for {name}")
-        text = head + begin + body + end + tail
+        text = with_section(text, name, "examples.bench.memory", body)
     return text
 
 

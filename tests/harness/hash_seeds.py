@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from thunder_zero.transform import schedule_lines
+from thunder_zero.program_transform import schedule_lines
 
 from thunder.executors.torch_compile import torch_compile_ex
 from thunder.extend import add_default_executor
@@ -104,14 +104,14 @@ class Loop(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Changes copies of its parameters in place; the copies may be views, as far as a trace can know."""
+    """Changes values in place that have views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ws = nn.ParameterList([nn.Parameter(torch.randn(4, 4)) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
-        copies = [w.transpose(0, 1).contiguous() for w in self.ws]
+        copies = [(w * 2).transpose(0, 1) for w in self.ws]
         for copy in copies:
             copy += x
         return copies[0] * copies[1] + copies[2] * copies[3]
@@ -121,18 +121,10 @@ def programs() -> Iterator[tuple[str, nn.Module, Tensor, tz.Policy]]:
     """Name, module, input and policy; the last one is to be fused."""
     half = tz.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
     tokens = torch.arange(2 * TOKENS).view(2, TOKENS)
-    for stage in range(4):
-        yield f"T5, stage {stage}", T5(), tokens, tz.Policy(stage=stage)
-    yield "T5, mixed precision", T5(), tokens, tz.Policy(stage=3, mixed_precision=half)
-    yield "T5, gathered per unit", T5(), tokens, tz.Policy(stage=3, gather_per_unit=True, bucket_bytes=300)
+    parts = tz.Policy(stage=3, mixed_precision=half, gather_per_unit=True, bucket_bytes=300)
+    yield "T5, mixed precision, gathered per unit", T5(), tokens, parts
     for module in (Loop(), InPlace()):
-        for stage in (0, 3):
-            yield (
-                f"{type(module).__name__}, stage {stage}",
-                module,
-                torch.ones(4),
-                tz.Policy(stage=stage, bucket_bytes=1),
-            )
+        yield f"{type(module).__name__}, stage 3", module, torch.ones(4), tz.Policy(stage=3, bucket_bytes=1)
     yield "T5, fused", T5(), tokens, tz.Policy(stage=3, bucket_bytes=600, gather_last_units_once=False)
 
 

@@ -242,7 +242,8 @@ def lines(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
 
 
 def parameter_inputs(result: tz.Traces) -> set[str]:
-    spelled = {f"t_{path.replace('.', '_')}" for param in result.plan.params for path in param.names}
+    paths = [path.replace(".", "_") for param in result.plan.params for path in param.names]
+    spelled = {f"{prefix}{path}" for path in paths for prefix in ("t_", "")}  # by front end
     return names(result.forward.args) & spelled
 
 

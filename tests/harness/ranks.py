@@ -86,12 +86,14 @@ class RanksPool:
             that has imported it forks the worker.
 
     Attributes:
+        front_end: that the functions run under (``tests/harness/front_ends.py``).
         pids: process ids of the existing workers, by rank.
     """
 
     def __init__(self, imports: Sequence[str] = ("thunder_zero",), *, fresh: bool = False) -> None:
         self._imports = imports
         self._forks = CAN_FORK and not fresh
+        self.front_end = "jit"
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._calls = 0
@@ -122,7 +124,7 @@ class RanksPool:
         """
         if "<" in fn.__qualname__ or "." in fn.__qualname__:
             raise TypeError(f"fn is {fn.__qualname__}; ranks import it by name, so define it at a module's top level")
-        payload = pickle.dumps((fn, args))
+        payload = pickle.dumps((fn, args, self.front_end))
         self._calls += 1
         store = str(Path(self._folder.name) / f"store{self._calls}")
         try:
@@ -339,10 +341,13 @@ def _serve(job: tuple[int, int, str, str, bytes]) -> Any:
     import torch.distributed as dist
 
     rank, world_size, backend, store, payload = job
-    fn, args = pickle.loads(payload)
+    fn, args, front_end = pickle.loads(payload)
     torch.manual_seed(0)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
-    return fn(rank, world_size, *args)
+    from tests.harness.front_ends import using
+
+    with using(front_end):
+        return fn(rank, world_size, *args)
 
 
 def _leave_group() -> None:

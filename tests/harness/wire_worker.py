@@ -1,7 +1,8 @@
 """One rank of test_wire_bytes.py: trains a model under several policies and counts the bytes its interface sends.
 
 Start it as ``python -m tests.harness.wire_worker`` with the environment variables of ``torch.distributed``. It writes
-one JSON line: for each name in ``RUNS``, the bytes that this rank sent in a step, and those that its timeline predicts.
+one JSON line: for each name in ``RUNS`` and ``WHOLE``, the bytes that this rank sent in a step, and those that its
+timeline predicts.
 It takes the step with the fewest bytes: on a busy machine TCP sometimes sends a segment twice.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -38,6 +39,10 @@ RUNS: dict[str, tz.Policy] = {
     "zero3": replace(tz.ZERO3, gather_last_units_once=False),
     "zero3 with its last units gathered once": tz.ZERO3,
     "a reduction is missing": replace(tz.ZERO2, bucket_bytes=0),
+}
+WHOLE: dict[str, tuple[tz.Policy, int]] = {  # stepped by tz.whole; how often rows travel to their owners and back
+    "whole zero1": (tz.ZERO1, 2),
+    "whole zero3": (RUNS["zero3"], 3),
 }
 
 
@@ -83,9 +88,17 @@ def missing_reduction() -> Iterator[None]:
         yield
 
 
-def bytes_of_a_step(policy: tz.Policy) -> dict[str, int]:
+def rows(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.01)
+
+
+def whole(params: Any) -> torch.optim.Optimizer:
+    return tz.whole(torch.optim.Adafactor, params, lr=0.01)
+
+
+def bytes_of_a_step(policy: tz.Policy, make: Callable[[Any], torch.optim.Optimizer]) -> dict[str, int]:
     model = sharded(fresh(Net), policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = make(model.parameters())
     tokens = torch.arange(8) + 8 * dist.get_rank()
 
     def step() -> None:
@@ -113,7 +126,9 @@ def main() -> None:
     results = {}
     for name, policy in RUNS.items():
         with missing_reduction() if name == "a reduction is missing" else contextlib.nullcontext():
-            results[name] = bytes_of_a_step(policy)
+            results[name] = bytes_of_a_step(policy, rows)
+    for name, (policy, _) in WHOLE.items():
+        results[name] = bytes_of_a_step(policy, whole)
     json.dump(results, reply)
     reply.close()
     dist.destroy_process_group()

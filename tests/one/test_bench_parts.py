@@ -18,6 +18,7 @@ from examples.bench.held import alive, held_bytes
 from examples.bench.memory_table import Workspace, merged, misses, read_data, with_tables, write
 from examples.bench.model import Size, floor_bytes, make_batch, make_model, model_bytes, spared_bytes
 from examples.bench.overhead import added, summary
+from examples.bench.page import marks
 from examples.bench.plot import save_plot
 from examples.bench.report import (
     ALONE,
@@ -312,7 +313,7 @@ def test_the_page_has_the_forecasts_of_its_data_file() -> None:
 @pytest.mark.slow
 def test_the_table_of_forecasts(tmp_path: Path) -> None:
     page, path = tmp_path / "page.md", tmp_path / "forecast.json"
-    page.write_text(f"{forecast_table.BEGIN}old\n{forecast_table.END}\n")
+    page.write_text("old\n".join(marks(*forecast_table.SECTION)))
     tied = replace(STEP, stage=1, measured=(2.05,), seconds=2.1)  # faster by forecast, as fast by measurement
     slower = replace(STEP, stage=3, measured=(3.5,), seconds=2.15)
     forecast_table.write((STEP, tied, slower), path, page)

@@ -32,6 +32,6 @@ def test_timelines_are_the_same_under_all_hash_seeds() -> None:
         command = [sys.executable, "-m", "tests.harness.hash_seeds"]
         run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=True)
         printed.append(run.stdout.splitlines())
-    assert len(printed[0]) > 400
+    assert len(printed[0]) > 200
     for lines in printed[1:]:
         assert lines == printed[0]

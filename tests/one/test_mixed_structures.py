@@ -54,11 +54,8 @@ KINDS: dict[str, tuple[Put, Put]] = {  # put a tensor into a structure, and take
         lambda s: s["a"]["b"][0].t[0].t,
     ),
     "tuple": (lambda t: (t, 1), lambda s: s[0]),
-    "list": (lambda t: [t], lambda s: s[0]),
     "dict": (lambda t: {"t": t}, lambda s: s["t"]),
-    "OrderedDict": (lambda t: OrderedDict(t=t), lambda s: s["t"]),
     "named tuple": (Named, lambda s: s.t),
-    "dataclass": (Data, lambda s: s.t),
 }
 REFUSED: dict[str, Put] = {
     "Derived": Derived,

@@ -19,6 +19,8 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import of_tier, only
 from thunder_zero.runtime.sharded_model import sharded_model
 
+BOTH_FRONT_ENDS = True
+
 STAGES = (0, 1, 2, 3)
 MICRO, ROWS, STEPS = 3, 6, 4  # micro-batches of a step, rows of one over all ranks, steps
 WAYS = ("reduced", "deferred", "mixed")
@@ -99,9 +101,9 @@ def run_eager(rank: int, world_size: int) -> tuple[list[dict[str, Any]], dict[st
     return train(model, "reduced", 0, 1), model.state_dict()
 
 
-@pytest.fixture(scope="module", params=of_tier([3], [1, 3]))
-def ranks(request: pytest.FixtureRequest, ranks_pool: RanksPool) -> list[dict[tuple[str, str], Any]]:
-    return ranks_pool.run(request.param, run, timeout=110)
+@pytest.fixture(scope="module")
+def ranks(ranks_pool: RanksPool) -> list[dict[tuple[str, str], Any]]:
+    return ranks_pool.run(3, run, timeout=110)
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +224,7 @@ def differ(rank: int, world_size: int) -> str:
 
 def test_ranks_that_run_different_programs_hear_of_it(ranks_pool: RanksPool) -> None:
     for told in ranks_pool.run(2, differ):
+        told = told.replace("of graph 0 ", "")  # dynamo's
         assert "rank 0 is in the first forward without backward of model" in told
         assert "rank 1 is in the first forward of model" in told
 

@@ -39,6 +39,8 @@ from thunder_zero.comm.lost_ranks import CPU, timeout_of
 
 import thunder
 
+BOTH_FRONT_ENDS = True
+
 STAGES = of_tier((3,), (0, 1, 2, 3))  # all pairs: tests/one/test_checkpoint_worlds.py
 BEFORE, AFTER = 2, 10  # steps
 ROWS = 12  # of a batch over all ranks

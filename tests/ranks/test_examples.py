@@ -35,23 +35,20 @@ def test_data_parallel_mlp(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "weights", "momentum"), [(1, "every rank", "01"), (3, "01", "01")])
-def test_sequence_mlp(stage: int, weights: str, momentum: str, tmp_path: Path) -> None:
+def test_sequence_mlp(tmp_path: Path) -> None:
     """Biases are replicated. ZeRO-1 shards momentum alone."""
-    options = ("--rows", "64", "--width", "32", "--steps", "25", "--stage", str(stage))
+    options = ("--rows", "64", "--width", "32", "--steps", "25", "--stage", "1")
     printed = run_example("examples/sequence_mlp.py", *options, "--out", str(tmp_path))
     table = table_of(printed)
     assert float(table["last step"][0]) < float(table["mean squared error, first step"][0])
-    drawn = dict(
-        re.findall(r"^  ([\w. ]+?) +\d+ rows +(.+?) *$", printed.partition(f"ZeRO-{stage} on")[2], re.MULTILINE)
-    )
+    drawn = dict(re.findall(r"^  ([\w. ]+?) +\d+ rows +(.+?) *$", printed.partition("ZeRO-1 on")[2], re.MULTILINE))
     shown = {name: row if row == "every rank" else "".join(dict.fromkeys(row)) for name, row in drawn.items()}
     assert shown == {
-        **dict.fromkeys(("0.weight", "2.weight"), weights),
-        **dict.fromkeys(("momentum of 0.weight", "momentum of 2.weight"), momentum),
+        **dict.fromkeys(("0.weight", "2.weight"), "every rank"),
+        **dict.fromkeys(("momentum of 0.weight", "momentum of 2.weight"), "01"),
         **dict.fromkeys(("0.bias", "2.bias", "momentum of 0.bias", "momentum of 2.bias"), "every rank"),
     }
-    assert {path.name for path in tmp_path.iterdir()} >= {f"sequence_mlp_adamw_stage{stage}.png"}
+    assert {path.name for path in tmp_path.iterdir()} >= {"sequence_mlp_adamw_stage1.png"}
 
 
 def forecast_in_all_stages(rank: int, world_size: int) -> dict[str, list[float]]:
@@ -89,14 +86,13 @@ def test_the_velocity_of_momentum_starts_from_zero() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", range(4))
-def test_wire_protocol(stage: int, tmp_path: Path) -> None:
-    table = table_of(run_example("examples/wire_protocol.py", "--stage", str(stage), "--out", str(tmp_path), ranks=3))
+def test_wire_protocol(tmp_path: Path) -> None:
+    table = table_of(run_example("examples/wire_protocol.py", "--stage", "3", "--out", str(tmp_path), ranks=3))
     sent = {table[name][0] for name in ("bytes sent in a step, by hand", "by ZeroTransform", "by the formula")}
     assert len(sent) == 1
     assert table["weights of 3 ranks"][0] == table["weights of two runs"][0] == "equal"
     assert float(table["from ZeroTransform's weights"][0]) < 1e-6
-    assert (tmp_path / f"wire_protocol_stage{stage}.png").exists()
+    assert (tmp_path / "wire_protocol_stage3.png").exists()
 
 
 @pytest.mark.slow
@@ -276,10 +272,9 @@ def test_hugging_face_lora(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_wrong_on_purpose(stage: int) -> None:
-    """Each mistake gets its message; in DDP torch's clipping is right, and a second mean changes nothing."""
-    printed = run_example("examples/wrong_on_purpose.py", "--stage", str(stage))
+def test_wrong_on_purpose() -> None:
+    """Each mistake gets its message."""
+    printed = run_example("examples/wrong_on_purpose.py", "--stage", "3")
     rows = re.split(r"^[├└].*$", printed, flags=re.MULTILINE)[:-1]
     messages = [" ".join(re.findall(r"^│[^│]*│[^│]*│ (.*?) *│$", row, re.MULTILINE)) for row in rows]
     assert len(messages) == 12
@@ -289,7 +284,4 @@ def test_wrong_on_purpose(stage: int) -> None:
         *("ZeroTransform as well", "the checkpoint is of another model"),
     ]
     for number, (message, word) in enumerate(zip(messages, words, strict=True), 1):
-        if stage == 0 and number in (1, 4):
-            assert ("nothing moved" if number == 1 else "no mistake here") in message
-        else:
-            assert word in message, (number, message)
+        assert word in message, (number, message)

@@ -16,6 +16,8 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import of_tier
 from thunder_zero.schedule.timeline import Kind
 
+BOTH_FRONT_ENDS = True
+
 STAGES, STEPS, ROWS = of_tier((1, 3), (0, 1, 2, 3)), 3, 6
 
 

@@ -208,6 +208,41 @@ def test_trains_saves_and_goes_on_as_one_process(ranks_pool: RanksPool, tmp_path
     assert train_plain(model, optimizer, range(SAVED_AFTER, STEPS))[0] == pytest.approx(losses[SAVED_AFTER:], rel=1e-5)
 
 
+def whole(rank: int, world_size: int, folder: Path, steps: range) -> dict[str, Tensor]:
+    """Train with Muon on whole matrices; load before and save after the steps."""
+    with fabric_on(rank, world_size, stage=3) as fabric:
+        model = fabric.setup_module(fresh(Net).double())
+        optimizer = fabric.setup_optimizers(tz.whole(torch.optim.Muon, matrices(model), lr=0.02))
+        if steps.start:
+            fabric.load(folder / f"{steps.start}.pt", {"model": model, "optimizer": optimizer})
+        for step in steps:
+            optimizer.zero_grad()
+            fabric.backward(model(inputs(step, 0, rank, world_size).double()).square().mean())
+            optimizer.step()
+        fabric.save(folder / f"{steps.stop}.pt", {"model": model, "optimizer": optimizer})
+        return full_weights(model)
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [param for name, param in model.named_parameters() if name.endswith(".weight")]
+
+
+@pytest.mark.slow
+def test_whole_states_are_saved_and_loaded_on_other_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(2, whole, tmp_path, range(2), timeout=110)
+    found = ranks_pool.run(1, whole, tmp_path, range(2, 3), timeout=110)
+    found += ranks_pool.run(2, whole, tmp_path, range(3, 4), timeout=110)
+    plain = fresh(Net).double()
+    optimizer = torch.optim.Muon(matrices(plain), lr=0.02)
+    for step in range(4):
+        optimizer.zero_grad()
+        plain(inputs(step, 0, 0, 1).double()).square().mean().backward()
+        optimizer.step()
+    assert differences(found[1], dict(plain.state_dict())) == differences(found[2], dict(plain.state_dict())) == {}
+    saved = torch.load(tmp_path / "4.pt", weights_only=True)["optimizer"]["state"]
+    assert saved.keys() == optimizer.state_dict()["state"].keys()
+
+
 def precise(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Fabric's scaler when the last rank overflows in the second step; and a file loaded where compute is bfloat16."""
     from lightning.fabric.plugins import MixedPrecision
@@ -376,8 +411,8 @@ def words_of_misuse() -> dict[str, list[str]]:
         "compiled": ["True"],
         "not elementwise": [
             "RuntimeError",
-            "Adafactor is not known to treat every element alone",
-            "trust_optimizer=True",
+            "Adafactor couples elements of one parameter",
+            "use tz.whole(Adafactor, ...)",
         ],
         "method": ["RuntimeError", "a method of Net", "move the method's code into forward"],
         "method of a jitted module": ["RuntimeError", "a method of Net"],

@@ -26,7 +26,7 @@ from tests.harness.models import error, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-POLICIES = (tz.ZERO1, tz.ZERO2, tz.Policy(stage=3, gather_last_units_once=False))
+POLICIES = (tz.ZERO1, tz.Policy(stage=3, gather_last_units_once=False))
 WIDTH, ROWS, STEPS = 4, 3, 3
 Loop = Callable[[Any, Callable[[], None], int], list[Tensor]]  # of a model, what averages its gradients, and the rank
 

@@ -18,6 +18,8 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import of_tier
 from thunder_zero.runtime.placeholders import Placeholder
 
+BOTH_FRONT_ENDS = True
+
 TOKENS = torch.arange(9)
 HALF = tz.MixedPrecision(torch.bfloat16, overrides={"layers.1": tz.MixedPrecision()})
 CASES = of_tier((3,), (0, 1, 2, 3))

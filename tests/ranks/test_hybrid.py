@@ -20,6 +20,8 @@ from tests.harness.tiers import of_tier
 
 import thunder
 
+BOTH_FRONT_ENDS = True
+
 STAGES, SHAPE, ROWS, MICRO, STEPS = of_tier((0, 3), (0, 1, 2, 3)), (2, 2), 8, 2, 2
 WAYS = ("reduced", "deferred")
 SMALL = {"replicate_below_bytes": 21, "gather_last_units_once": False}

@@ -27,6 +27,8 @@ from thunder_zero.comm import agree
 
 import thunder
 
+BOTH_FRONT_ENDS = True
+
 WORLDS = of_tier((1, 3), (1, 2, 3))
 STAGES = of_tier((0, 1, 3), (0, 1, 2, 3))
 TOKENS = torch.arange(12).view(6, 2) % 11

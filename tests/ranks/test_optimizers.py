@@ -1,10 +1,12 @@
-"""Which optimizers may step rows: torch's elementwise classes, by exact type, and others on the user's word."""
+"""Which optimizers may step rows: torch's elementwise classes, by exact type, and others by the probe, or the user's
+word."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from tests.harness.checkpoints import stepped
 from tests.harness.errors import raised
 from tests.harness.models import error, fresh
 from tests.harness.ranks import RanksPool
-from thunder_zero.runtime.optimizer_hooks import ELEMENTWISE
+from thunder_zero.runtime import probe as probe_room
+from thunder_zero.runtime.couplings import ELEMENTWISE
 
 import thunder
 
@@ -53,7 +56,7 @@ def test_a_step_on_rows_is_a_step_on_these_rows_of_the_whole(kind: Any, options:
 
 
 class Mine(optim.SGD):
-    """A user's class, which may do anything."""
+    """A user's class, which does what its base does."""
 
 
 def muon(params: list[nn.Parameter]) -> optim.Optimizer:
@@ -62,7 +65,7 @@ def muon(params: list[nn.Parameter]) -> optim.Optimizer:
 
 def mixed(params: list[nn.Parameter]) -> optim.Optimizer:
     groups: list[dict[str, Any]] = [{"params": [nn.Parameter(torch.ones(2))]}, {"params": params[-1:], "lr": 0.1}]
-    return Mine(groups)
+    return optim.Adafactor(groups)
 
 
 def sharded_by_torch(params: list[nn.Parameter]) -> optim.Optimizer:
@@ -71,14 +74,23 @@ def sharded_by_torch(params: list[nn.Parameter]) -> optim.Optimizer:
     return ZeroRedundancyOptimizer(params, optim.SGD, lr=0.1)
 
 
-UNKNOWN: dict[str, tuple[Make, str]] = {
-    "Muon": (muon, "optim.Muon"),
-    "Adafactor": (optim.Adafactor, "optim.Adafactor"),
-    "LBFGS": (optim.LBFGS, "lbfgs.LBFGS"),
-    "SparseAdam": (optim.SparseAdam, "sparse_adam.SparseAdam"),
-    "a subclass": (Mine, "test_optimizers.Mine"),
-    "one sharded parameter": (mixed, "test_optimizers.Mine"),
-    "ZeroRedundancyOptimizer": (sharded_by_torch, "zero_redundancy_optimizer.ZeroRedundancyOptimizer"),
+WHOLE = "use tz.whole("
+REFUSED: dict[str, tuple[Make, str, str]] = {  # what it is, and what to do
+    "Muon": (muon, "torch.optim.Muon couples elements of one parameter (", f"{WHOLE}Muon, ...)"),
+    "Adafactor": (optim.Adafactor, "torch.optim.Adafactor couples elements of one", f"{WHOLE}Adafactor, ...)"),
+    "LBFGS": (
+        optim.LBFGS,
+        "LBFGS couples parameters (",
+        "use an optimizer that steps every parameter alone, or stage=0",
+    ),
+    "SparseAdam": (optim.SparseAdam, "cannot be probed (RuntimeError: SparseAdam does not", "trust_optimizer=True"),
+    "one sharded parameter": (mixed, "Adafactor couples elements of one parameter (", WHOLE),
+    "ZeroRedundancyOptimizer": (
+        sharded_by_torch,
+        "ZeroRedundancyOptimizer may couple elements, and cannot be probed (ValueError: the value of its argument "
+        "'optimizer_class' is neither in defaults nor in an attribute)",
+        "trust_optimizer=True",
+    ),
 }
 
 
@@ -103,10 +115,11 @@ def scheduled(params: list[nn.Parameter]) -> optim.Optimizer:
 
 
 def steps(rank: int, world_size: int) -> tuple[dict[str, tuple[str, bool]], dict[str, tuple[str, bool]]]:
-    refused = {name: step_of(make, stage=3) for name, (make, _) in UNKNOWN.items()}
+    refused = {name: step_of(make, stage=3) for name, (make, *_) in REFUSED.items()}
     copies = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
     passed = {
-        "trusted": step_of(Mine, stage=1, trust_optimizer=True),
+        "trusted": step_of(muon, stage=1, trust_optimizer=True),
+        "a subclass": step_of(Mine, stage=1),
         "scheduled": step_of(scheduled, stage=2),
         "DDP": step_of(muon, stage=0),
         "replicated": step_of(muon, stage=3, replicate_below_bytes=1000),
@@ -116,15 +129,63 @@ def steps(rank: int, world_size: int) -> tuple[dict[str, tuple[str, bool]], dict
     return refused, passed
 
 
-def test_an_optimizer_that_is_not_known_as_elementwise_is_refused_on_rows(ranks_pool: RanksPool) -> None:
-    for refused, passed in ranks_pool.run(2, steps):
-        for name, (told, changed) in refused.items():
-            assert f"{UNKNOWN[name][1]} is not known to treat every element alone" in told, told
-            path = "bias" if name == "one sharded parameter" else "weight"
-            assert f"only some rows of parameter {path!r}; use" in told, told
-            assert ("a subclass of torch.optim.SGD may do anything" in told) is (UNKNOWN[name][0] in (Mine, mixed)), (
-                told
-            )
-            assert "trust_optimizer=True" in told, told
-            assert not changed, name
-        assert set(passed.values()) == {("nothing", True)}, passed
+def test_an_optimizer_that_couples_what_ranks_have_apart_is_refused(ranks_pool: RanksPool) -> None:
+    first, second = ranks_pool.run(2, steps)
+    assert first == second  # the sentences, too
+    refused, passed = first
+    for name, (told, changed) in refused.items():
+        for words in REFUSED[name][1:]:
+            assert words in told, told
+        path = "bias" if name == "one sharded parameter" else "weight"
+        assert f", and each rank has only some rows of parameter {path!r}; use" in told, told
+        assert not changed, name
+    assert set(passed.values()) == {("nothing", True)}, passed
+
+
+class Clipping(optim.SGD):
+    """Clips by the norm of a parameter if its options say so; counts its steps in its group."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for name, value in (("clip", 0.0), ("rank", 0), ("count", 0)):
+                group.setdefault(name, value)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                if group["clip"] or group["rank"]:
+                    param.grad.mul_(0.1 / param.grad.norm())
+        super().step()
+
+
+def options_change(rank: int, world_size: int) -> tuple[dict[str, str], int]:
+    """What a step says after an option has changed; how often the probe tried while none did."""
+    found = {}
+    tries = 0
+    of_class = probe_room._Probe.verdict
+
+    def count(self: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        return of_class(self)
+
+    for name, value in (("clip", 0.5), ("rank", 4)):
+        model = thunder.jit(fresh(nn.Linear, 4, 6), transforms=[tz.ZeroTransform(stage=3)])
+        optimizer = Clipping(list(model.parameters()))
+        with mock.patch.object(probe_room._Probe, "verdict", count):
+            for step in range(4):
+                optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+                stepped(model, optimizer)
+        optimizer.param_groups[0][name] = value
+        found[name] = raised(partial(stepped, model, optimizer))
+    return found, tries
+
+
+@pytest.mark.slow
+def test_an_option_that_changes_after_the_probe_is_probed_again(ranks_pool: RanksPool) -> None:
+    for found, tries in ranks_pool.run(2, options_change):
+        assert all("Clipping couples elements of one parameter" in told for told in found.values()), found
+        assert tries == 1  # a count that steps change, and amounts, are no new options

@@ -16,6 +16,8 @@ from tests.harness.tiers import of_tier
 from tests.harness.training import OPTIMIZERS, Record, assert_same_bits, make_optimizer, train
 from thunder_zero.plan import make_plan
 
+BOTH_FRONT_ENDS = True
+
 STAGES = (0, 1, 2, 3)
 KEY_BIASES = ("blocks.0.key.bias", "blocks.1.key.bias")  # their gradient is zero in exact arithmetic
 TOLERANCE, STAGES_TOLERANCE, ZERO = 1e-5, 1e-6, 1e-7
@@ -99,7 +101,7 @@ def compare(found: Record, right: Record, tolerance: float) -> None:
                 assert error(value, expected) < tolerance, (kind, name)
 
 
-@pytest.mark.parametrize("world_size", of_tier([1, 3], [1, 2, 3, 4]))
+@pytest.mark.parametrize("world_size", of_tier([1, 3], [1, 3, 4]))
 def test_every_stage_trains_as_one_process(trained: Trained, eager: dict[str, Record], world_size: int) -> None:
     ranks = trained(world_size)
     for name in OPTIMIZERS:

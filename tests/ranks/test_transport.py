@@ -549,6 +549,8 @@ def on_fake_ranks(rank: int, world_size: int) -> tuple[str, list[list[Shape]], T
             for transport in (OneByOne, Grouped)
             for kind in KINDS
         ]
+        for transport in (OneByOne, Grouped):
+            transport(everyone()).trade({0: [torch.ones(2)]}, {1: [torch.ones(3, dtype=torch.int16)]}).wait()
         (full,) = Grouped(everyone()).all_gather([torch.full((2,), 3.0)], [param((15,))]).wait()
         return chosen, seen, full
     finally:
@@ -590,3 +592,40 @@ def test_grouped_averages_in_one_launch_and_copies_only_to_pad(ranks_pool: Ranks
         assert shapes == [(4, 2), (6,)]
         assert ops == ["RedOpType.AVG"] * 2
         assert launches == 1
+
+
+def trade(rank: int, world_size: int, name: str) -> tuple[list[list[Tensor]], int]:
+    """Each rank sends every other one tensors of several sizes, some empty; rank 0 sends rank 1 nothing."""
+    transport, peers = transport_named(name), [peer for peer in range(world_size) if peer != rank]
+    sizes: dict[tuple[int, int], Shape] = {}
+    sizes |= {
+        (one, other): (PACK_BELOW_BYTES, 3 + one, 0, 5 + other) for one in range(world_size) for other in range(9)
+    }
+    sizes[0, 1] = ()
+    sent: list[int] = []
+    real_send = pairwise.send
+
+    def counting(message: Tensor, *where: object) -> Callable[[], object]:
+        sent.append(message.nbytes)
+        return real_send(message, *where)  # type: ignore[arg-type]
+
+    outgoing = {peer: [known((size,), rank, seed=peer) for size in sizes[rank, peer]] for peer in peers}
+    incoming = {peer: [torch.empty(size) for size in sizes[peer, rank]] for peer in peers}
+    with mock.patch.object(pairwise, "send", counting):
+        assert transport.trade(outgoing, incoming).wait() == ()
+    assert not transport.in_flight
+    return [incoming.get(peer, []) for peer in range(world_size)], len(sent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Exchange", "OneByOne"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_trade_tensors_of_their_own_sizes(ranks_pool: RanksPool, world_size: int, name: str) -> None:
+    """On gloo small ones share a message."""
+    for rank, (found, messages_sent) in enumerate(ranks_pool.run(world_size, trade, name)):
+        for peer, tensors in enumerate(found):
+            assert len(tensors) == (0 if peer == rank or (peer, rank) == (0, 1) else 4)
+            for tensor in tensors:
+                assert torch.equal(tensor, known(tuple(tensor.shape), peer, seed=rank))
+        others = world_size - 1 - (rank == 0)
+        assert messages_sent == (2 * others if name == "Exchange" else 0)

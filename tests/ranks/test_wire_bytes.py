@@ -20,7 +20,7 @@ from examples.bench.network import Seat, can_limit, seats
 from examples.bench.ranks import PORT, environment
 from tests.harness.models import fresh
 from tests.harness.tiers import of_tier
-from tests.harness.wire_worker import NOT_AGAIN, ROWS, RUNS, SKIPPED, Net
+from tests.harness.wire_worker import NOT_AGAIN, ROWS, RUNS, SKIPPED, WHOLE, Net
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 100.0  # for all runs of one world
@@ -113,6 +113,15 @@ def test_a_step_sends_the_least_possible(replies: list[Reply], name: str) -> Non
     sent = [reply[name]["sent"] for reply in replies]
     assert LEAST <= sum(sent) / least <= MOST, sum(sent) / least
     assert max(sent) <= MOST * least / world_size, max(sent) / (least / world_size)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_whole_parameters_cost_a_part_of_a_gather_for_each_way(replies: list[Reply], name: str) -> None:
+    """u / W a rank, on average, for each time that rows travel to their owners or back."""
+    _, ways = WHOLE[name]
+    more = [reply[name]["sent"] - reply[name]["foreseen"] for reply in replies]
+    part = (len(replies) - 1) / len(replies) * model_bytes()  # W u / W, what all ranks send together
+    assert 0.97 * ways <= sum(more) / part <= 1.03 * ways, [count / part for count in more]
 
 
 def test_a_reduction_that_is_missing_is_found(replies: list[Reply]) -> None:

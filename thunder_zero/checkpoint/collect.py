@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from thunder_zero.checkpoint.item import Item, KeyPath, item_of_tensor, pickle_value
 from thunder_zero.plan import Param
 from thunder_zero.rows import real_rows
-from thunder_zero.runtime.optimizers import SIMPLE, state_is_rows
+from thunder_zero.runtime.optimizers import SIMPLE, class_name, state_is_rows
 from thunder_zero.state_dict.contents import (
     GROUPS,
     MODEL,
@@ -71,7 +71,7 @@ def optimizer_items(contents: ModelContents, optimizers: Sequence[Optimizer]) ->
         saved = [group for optimizer in optimizers for group in optimizer.param_groups]
         for number, (group, members) in enumerate(zip(saved, groups, strict=True)):
             items += _group_items(number, {**group, "params": [named.name for named in members]})
-        classes = [type(optimizer).__name__ for optimizer in optimizers]
+        classes = [class_name(optimizer) for optimizer in optimizers]
         items += [Item((OPTIMIZER_CLASS, number), pickle_value(name)) for number, name in enumerate(classes)]
     return items
 
@@ -99,12 +99,19 @@ def _state_items(contents: ModelContents, named: Named, key: str, value: Any) ->
             f"cannot save the optimizer's state {key!r} of parameter {named.name!r}: the name of a state must be a "
             f"string without dots; rename it"
         )
-    if not isinstance(value, Tensor) and not isinstance(value, SIMPLE):
+    if named.owner is None and not isinstance(value, Tensor) and not isinstance(value, SIMPLE):
         raise ValueError(
             f"cannot save the optimizer's state {key!r} of parameter {named.name!r}: values of type "
             f"{type(value).__name__} cannot be merged across ranks; save it as an extra"
         )
     path: KeyPath = (OPTIM, STATE, named.name, key)
+    if named.owner is not None:
+        try:
+            return [_whole_item(path, value)] if contents.writes and named.owner == contents.plan.rank else []
+        except ValueError as error:
+            raise ValueError(
+                f"cannot save the optimizer's state {key!r} of parameter {named.name!r}: {error}"
+            ) from None
     if isinstance(value, Tensor) and param is not None and state_is_rows(key, value, param, contents.plan):
         start, stop = rows_of(contents, param)
         return [rows_item(contents, param, path, value)] if contents.writes and start < stop else []
@@ -112,4 +119,8 @@ def _state_items(contents: ModelContents, named: Named, key: str, value: Any) ->
         path = (contents.rank_prefix, *path)
     elif not contents.writes_whole(named.number):
         return []
-    return [item_of_tensor(path, value) if isinstance(value, Tensor) else Item(path, pickle_value(value))]
+    return [_whole_item(path, value)]
+
+
+def _whole_item(path: KeyPath, value: Any) -> Item:
+    return item_of_tensor(path, value) if isinstance(value, Tensor) else Item(path, pickle_value(value))

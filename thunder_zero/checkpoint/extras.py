@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
+from thunder_zero.checkpoint.averages import average_items, emas_of, without_emas
 from thunder_zero.checkpoint.dcp_read import read_items
 from thunder_zero.checkpoint.item import Item, pickle_value
 from thunder_zero.runtime.optimizers import parameters_of
@@ -52,8 +53,8 @@ def extra_items(contents: ModelContents, extra: Mapping[str, Any]) -> list[Item]
         TypeError: an extra is a model.
         ValueError: ``torch.load(weights_only=True)`` does not read it, or it is an optimizer of shards.
     """
-    items = []
-    for name, value in extra.items():
+    items = average_items(contents, emas_of(extra))
+    for name, value in without_emas(extra).items():
         if isinstance(value, ShardedModel):
             raise TypeError(f"the extra {name!r} is a model; save it as a checkpoint of its own")
         if isinstance(value, Optimizer) and any(owners_of(parameters_of(value))):

@@ -16,18 +16,21 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint.averages import emas_of, read_averages, require_own, without_emas
 from thunder_zero.checkpoint.background import wait_for_last
+from thunder_zero.checkpoint.dcp_read import read_metadata
 from thunder_zero.checkpoint.extras import NO_EXTRAS, own_extras, require_extras, require_stateful
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.checkpoint.preconditions import (
     list_contents,
-    require_reduced_gradients,
+    require_at_rest,
     require_same_arguments,
     shared_arguments,
 )
 from thunder_zero.checkpoint.read_all import Found, read_checkpoint
 from thunder_zero.comm.agree import all_or_none
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
+from thunder_zero.runtime.ema import EMA
 from thunder_zero.runtime.optimizers import load_exactly
 from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State
@@ -57,7 +60,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizers | None = None,
     *,
-    extra: Mapping[str, Stateful] = NO_EXTRAS,
+    extra: Mapping[str, Stateful | EMA] = NO_EXTRAS,
     verify_files: bool = True,
 ) -> Loaded:
     """Load a checkpoint, on any number of ranks and in any stage: all of it, or nothing.
@@ -73,7 +76,7 @@ def load(
             ``{"model": get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}``.
         model: a model with ZeroTransform.
         optimizer: one or several, of the same classes and parameter groups as when they were saved.
-        extra: objects whose ``load_state_dict`` takes what was saved under their names, as in :attr:`Loaded.own`.
+        extra: objects whose ``load_state_dict`` takes what was saved under their names, as in :attr:`Loaded.own`; EMAs.
         verify_files: False loads a checkpoint of another tool, which has no manifest to compare the files with.
 
     Returns:
@@ -83,28 +86,31 @@ def load(
         TypeError: ``model`` has no ZeroTransform; an extra has no ``load_state_dict``.
         FileNotFoundError: there is no checkpoint.
         ValueError: it is damaged, or of another model or optimizer; an extra is not in it, or differs between ranks.
-        RuntimeError: another rank refused; ranks differ; ``no_sync`` holds gradients.
+        RuntimeError: another rank refused; ranks differ; ``no_sync`` holds gradients; inside ``EMA.applied``.
     """
     sharded = sharded_model(model)
     group = sharded.state.group
     contents, optimizers = list_contents(model, optimizer, extra, "load")
     arguments = shared_arguments("load from", Path(path), extra, optimizers)
     require_same_arguments({**arguments, "verify_files": verify_files}, group)
+    emas, others = emas_of(extra), without_emas(extra)
     with all_or_none(group, "to load"):
-        _require_ready(sharded.state, extra)
+        _require_ready(sharded.state, others, emas)
     where, written = find_checkpoint(Path(path), group, verify_files=verify_files)
     with all_or_none(group, "to load"):
         with refuse_replaced(where, written):
             found = read_checkpoint(where, contents, optimizers, written.ranks if written else 0)
-        loaded = _extras_for(list(extra), found.extras, group)
-    states = [*_of_extras(extra, loaded), *_of_modules(sharded.plain, found), *_of_optimizers(optimizers, found)]
-    write_all_or_none([ValuesToWrite(found.tensors, states)], group)
+            averages = read_averages(where, contents, read_metadata(where), emas)
+        loaded = _extras_for(list(others), found.extras, group)
+    states = [*_of_extras(others, loaded), *_of_modules(sharded.plain, found), *_of_optimizers(optimizers, found)]
+    write_all_or_none([ValuesToWrite(found.tensors, states), averages], group)
     return loaded
 
 
-def _require_ready(state: State, extra: Mapping[str, object]) -> None:
+def _require_ready(state: State, extra: Mapping[str, object], emas: Mapping[str, EMA]) -> None:
+    require_own(emas, state)
     wait_for_last(state)
-    require_reduced_gradients(state, "load")
+    require_at_rest(state, "load")
     require_stateful(extra)
 
 

@@ -52,12 +52,13 @@ def require_same_arguments(arguments: Mapping[str, object], group: dist.ProcessG
     require_same([Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()], group)
 
 
-def require_reduced_gradients(state: State, action: str) -> None:
-    """Raise in the middle of an accumulation.
+def require_at_rest(state: State, action: str) -> None:
+    """Raise in the middle of an accumulation, or if the parameters are averages.
 
     Raises:
-        RuntimeError: ``no_sync`` holds gradients.
+        RuntimeError: ``no_sync`` holds gradients; inside ``EMA.applied``.
     """
+    state.require_own_values(action)
     if state.open_accumulation(state.shards.values()):
         raise RuntimeError(
             f"cannot {action}: no_sync still holds unreduced gradients of the current weights; run the last "

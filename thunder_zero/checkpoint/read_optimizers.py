@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from thunder_zero.checkpoint.dcp_read import read_items
 from thunder_zero.checkpoint.item import Item, key_of
+from thunder_zero.runtime.optimizers import class_name
 from thunder_zero.state_dict.contents import (
     GROUPS,
     OPTIM,
@@ -112,7 +113,7 @@ def require_classes(saved: Mapping[str, str], optimizers: Sequence[Optimizer]) -
         ValueError: one is of another class, which might take the state for something else without an error.
     """
     for number, optimizer in enumerate(optimizers):
-        here = type(optimizer).__name__
+        here = class_name(optimizer)
         found = saved.get(f"{OPTIMIZER_CLASS}.{number}", here)
         if found != here:
             raise ValueError(
@@ -126,6 +127,7 @@ def _states_of(contents: ModelContents, members: Sequence[Named], stored: Mappin
     prefixes = {
         key_of((*(() if named.param else (contents.rank_prefix,)), OPTIM, STATE, named.name)): named
         for named in members
+        if named.owner in (None, contents.plan.rank)  # whole states are read by their owner alone
     }
     states = {}
     for key, found in stored.items():
@@ -143,21 +145,21 @@ def _rows_to_read(contents: ModelContents, named: Named, key: str, found: Any) -
         return None
     param, shape, start = named.param, tuple(found.size), 0
     rows = shape
-    if param is not None and param.sharded:
+    if param is not None and param.sharded and named.owner is None:
         if shape == param.shape:
             start, stop = rows_of(contents, param)
             rows = (stop - start, *shape[1:])
         elif found.size.numel() != 1:
             raise ValueError(
-                f"{key} cannot be cut into rows: its shape is {shape}, the parameter's is {param.shape}; load it where "
-                f"the parameter is replicated (stage 0)"
+                f"{key} cannot be cut into rows: its shape is {shape}, the parameter's is {param.shape}; load it into "
+                f"an optimizer made by tz.whole, or where the parameter is replicated (stage 0)"
             )
     return Item((key,), torch.empty(rows, dtype=found.properties.dtype), start, shape)
 
 
 def _with_padding(contents: ModelContents, state: StateRows, value: Any) -> Any:
     param, item = state.named.param, state.item
-    if item is None or param is None or not param.sharded or item.shape != param.shape:
+    if item is None or state.named.owner is not None or param is None or not param.sharded or item.shape != param.shape:
         return value
     rows = value.new_zeros(contents.plan.shard_shape(param))
     rows[: len(value)] = value

@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import nn
 
+from thunder_zero.checkpoint.averages import average_facts, emas_of, require_own
 from thunder_zero.checkpoint.background import background_saves, raise_error_of_last
 from thunder_zero.checkpoint.collect import copy_to_cpu, model_items, optimizer_items
 from thunder_zero.checkpoint.extras import NO_EXTRAS, extra_items
 from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.preconditions import (
     list_contents,
-    require_reduced_gradients,
+    require_at_rest,
     require_same_arguments,
     shared_arguments,
 )
@@ -53,7 +54,7 @@ def save(
         model: a model with ZeroTransform.
         optimizer: one or several, built on ``model.parameters()``; saved under parameter names.
         extra: this rank's own values by name: anything with ``state_dict`` and ``load_state_dict``, or that
-            ``torch.load(weights_only=True)`` reads (numbers, strings, tensors, dicts and lists).
+            ``torch.load(weights_only=True)`` reads (numbers, strings, tensors, dicts and lists); EMAs.
         max_to_keep: keep so many checkpoints whose names differ only in their last number, and delete older ones.
         wait: False copies everything to the CPU and writes it in a thread, while training continues.
 
@@ -65,7 +66,7 @@ def save(
         TypeError: ``model`` has no ZeroTransform; an extra is a model.
         ValueError: ``path`` or ``max_to_keep`` is invalid; an extra or an optimizer's state cannot be saved.
         OSError: a file cannot be written; FileExistsError: ``path`` is something other than a checkpoint.
-        RuntimeError: another rank refused; ranks differ; ``no_sync`` holds gradients; the previous save failed.
+        RuntimeError: another rank refused; ranks differ; ``no_sync`` or ``EMA.applied``; the previous save failed.
     """
     state = sharded_model(model).state
     contents, optimizers = list_contents(model, optimizer, extra, "save")
@@ -73,8 +74,9 @@ def save(
     require_same_arguments({**arguments, "max_to_keep": max_to_keep, "wait": wait}, state.group)
     with all_or_none(state.group, "to save"):
         _require_ready(state, max_to_keep)
+        require_own(emas_of(extra), state)
         items = model_items(contents) + extra_items(contents, extra) + optimizer_items(contents, optimizers)
-        facts = state_facts(contents, optimizers)
+        facts = state_facts(contents, optimizers) + average_facts(emas_of(extra))
     require_same(facts, state.group)
     write = _write_now if wait else _write_in_thread
     return write(Path(path), items, max_to_keep, state)
@@ -84,7 +86,7 @@ def _require_ready(state: State, max_to_keep: int | None) -> None:
     raise_error_of_last(state)  # it may have failed on one rank alone
     if max_to_keep is not None and (not is_count(max_to_keep) or max_to_keep == 0):
         raise ValueError(f"max_to_keep is {max_to_keep!r}; pass how many to keep, 1 or more, or None for all")
-    require_reduced_gradients(state, "save")
+    require_at_rest(state, "save")
 
 
 def _write_now(path: Path, items: Sequence[Item], max_to_keep: int | None, state: State) -> Future[Path]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Result, Waitable
-from thunder_zero.comm.transport import Transport
+from thunder_zero.comm.transport import Mail, Transport
 from thunder_zero.plan import Param, Plan
 from thunder_zero.rows import real_rows
 
@@ -51,6 +51,10 @@ class Hybrid:
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average over all ranks."""
         return self._everyone.all_reduce(grads, params)
+
+    def trade(self, outgoing: Mail, incoming: Mail) -> Waitable:
+        """Trade inside the copy."""
+        return self._inside.trade(outgoing, incoming)
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """As the transport inside the copy does."""

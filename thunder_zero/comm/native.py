@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager, _world
 
 from thunder_zero import layout
 from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
-from thunder_zero.comm.transport import FLOATS
+from thunder_zero.comm.transport import FLOATS, Mail
 from thunder_zero.plan import Param
 from thunder_zero.rows import rows_in
 
@@ -82,6 +82,25 @@ class _Native:
             self._write_share(mean, grad)
         parts = self._launch(dist.all_reduce, [(mean, self._options(means)) for mean in means])
         return Handle([*parts, self._division(means)], means, self._pending)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def trade(self, outgoing: Mail, incoming: Mail) -> Handle:
+        """See :meth:`thunder_zero.comm.transport.Transport.trade`."""
+        ways = ((dist.isend, outgoing), (dist.irecv, incoming))
+        ops = [
+            dist.P2POp(way, _sendable(tensor), group=self._group, group_peer=rank)
+            for way, mail in ways
+            for rank, tensors in mail.items()
+            for tensor in tensors
+            if tensor.numel()
+        ]
+        return Handle(self._start_messages(ops), (), self._pending)
+
+    def _start_messages(self, ops: Sequence[dist.P2POp]) -> list[BucketPart]:
+        """Start messages between pairs of ranks."""
+        works = dist.batch_isend_irecv(list(ops)) if ops else []
+        return [BucketPart(tuple(work.wait for work in works), _keep_alive(ops))]
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it when its result is waited for; see :meth:`thunder_zero.comm.transport.Transport.soon`."""

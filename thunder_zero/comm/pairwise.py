@@ -8,6 +8,7 @@ from and into the tensors' own memory (rows of dim 0 are contiguous)::
     reduce_scatter   every peer's rows -> that peer, which adds up       (W - 1) / W
     all_reduce       reduce_scatter of equal parts, all_gather of means  2 (W - 1) / W
                      W = 2: both send everything and add up              the same, one message
+    trade            what each rank names for each other one             those bytes
 
 Padding is never sent, and an empty range needs no message. Both ends derive the messages from shapes and
 dtypes alone. Sums run in rank order, half precision is added up in float32, and the division comes last.
@@ -40,7 +41,7 @@ from thunder_zero import layout
 from thunder_zero.comm.background import AVERAGER, COURIER, in_background
 from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
-from thunder_zero.comm.transport import COMPLEX, FLOATS
+from thunder_zero.comm.transport import COMPLEX, FLOATS, Mail
 from thunder_zero.plan import Param
 
 Wait = Callable[[], object]  # waits for the end of a message
@@ -135,6 +136,18 @@ class Exchange:
                 bucket_parts.append(BucketPart((), _unpacking([(mean, slots)])))
         return Handle([*bucket_parts, *self._send_soon(outgoing)], means, self._pending)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def trade(self, outgoing: Mail, incoming: Mail) -> Handle:
+        """Send and receive; see :meth:`thunder_zero.comm.transport.Transport.trade`."""
+        bucket_parts = [part for rank in self._peers for part in self._receive_all(rank, incoming.get(rank, ()))]
+        packed = [
+            {rank: _pack([outgoing[rank][at] for at in members])}
+            for rank in self._peers
+            for members in messages(outgoing.get(rank, ()), 1, sharded=True)
+        ]
+        return Handle([*bucket_parts, *self._send_soon(packed)], (), self._pending)
+
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it in AVERAGER; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
         return in_background(AVERAGER, start).result
@@ -153,6 +166,14 @@ class Exchange:
     def drain(self) -> None:
         """Wait for all that is in flight; see :meth:`thunder_zero.comm.transport.Transport.drain`."""
         drain(self._pending)
+
+    def _receive_all(self, rank: int, slots: Sequence[Tensor]) -> Iterable[BucketPart]:
+        """Receive what a rank trades, in the messages in which it sends it."""
+        for members in messages(slots, 1, sharded=True):
+            column = [slots[at] for at in members]
+            buffer = _one_buffer(column)
+            unpack = _unpacking([(buffer, column)]) if len(members) > 1 else None
+            yield BucketPart(self._receive_soon({rank: buffer}, self._tag), unpack)
 
     def _reduce(self, parts: Sequence[Tensor], mean: Tensor) -> BucketPart:
         """Write the mean of all ranks' parts for this rank into ``mean``.

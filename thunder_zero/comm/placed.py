@@ -12,7 +12,7 @@ from thunder_zero.comm import places
 from thunder_zero.comm.handle import Result, Waitable
 from thunder_zero.comm.lost_ranks import at_place
 from thunder_zero.comm.places import Meeting, Place
-from thunder_zero.comm.transport import Transport
+from thunder_zero.comm.transport import Mail, Transport
 from thunder_zero.plan import Param
 
 
@@ -68,6 +68,10 @@ class Placed:
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """See :meth:`thunder_zero.comm.transport.Transport.all_reduce`."""
         return self._confirmed(self._announced().all_reduce(grads, params))
+
+    def trade(self, outgoing: Mail, incoming: Mail) -> Waitable:
+        """See :meth:`thunder_zero.comm.transport.Transport.trade`."""
+        return self._confirmed(self._announced().trade(outgoing, incoming))
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """See :meth:`thunder_zero.comm.transport.Transport.soon`."""

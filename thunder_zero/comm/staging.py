@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thunder_zero.comm.handle import Result, Waitable
 from thunder_zero.comm.host_copies import HostCopies
-from thunder_zero.comm.transport import Transport
+from thunder_zero.comm.transport import Mail, Transport
 from thunder_zero.plan import Param, Plan
 from thunder_zero.rows import rows_in
 
@@ -80,6 +80,10 @@ class Staging:
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average in ``reduce_dtype``; the means have the parameters' dtypes."""
         return self._put_back(self._inner.all_reduce(_cast_for_reduction(grads, params), params), params)
+
+    def trade(self, outgoing: Mail, incoming: Mail) -> Waitable:
+        """Trade tensors as they are: the caller puts them on the device of compute."""
+        return self._inner.trade(outgoing, incoming)
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """See :meth:`thunder_zero.comm.transport.Transport.soon`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -13,6 +13,7 @@ from thunder_zero.plan import Param
 
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 COMPLEX = frozenset((torch.complex64, torch.complex128))
+Mail = Mapping[int, Sequence[Tensor]]  # 1-D contiguous tensors, by a rank of the copy of the model
 
 
 class Transport(Protocol):
@@ -60,6 +61,19 @@ class Transport(Protocol):
             A handle of the means, equal on all ranks, in new tensors (for W > 1).
         """
 
+    def trade(self, outgoing: Mail, incoming: Mail) -> Waitable:
+        """Send tensors to other ranks of this copy of the model, and receive others from them.
+
+        Both ends list the same sizes in the same order, and all tensors of a call have one dtype.
+
+        Args:
+            outgoing: what each rank gets from this one.
+            incoming: where what each rank sends is written.
+
+        Returns:
+            A handle without results; ``incoming`` is complete when its ``wait`` returns.
+        """
+
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run ``start``, which waits for a handle and launches more on this transport, without blocking the caller.
 
@@ -102,6 +116,11 @@ class Alone:
         return Handle((), means, self._pending)
 
     all_reduce = reduce_scatter
+
+    def trade(self, outgoing: Mail, incoming: Mail) -> Handle:
+        """There is nobody to trade with."""
+        assert len(outgoing) + len(incoming) == 0, "one rank alone has no peers"
+        return Handle((), (), self._pending)
 
     def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it when its result is waited for."""

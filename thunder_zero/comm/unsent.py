@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup
 
@@ -43,6 +44,9 @@ class _NotLaunched:
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         return [BucketPart((lambda: calls,))]
+
+    def _start_messages(self, ops: Sequence[dist.P2POp]) -> list[BucketPart]:
+        return [BucketPart((lambda: ops,))]
 
 
 class UnsentGrouped(_NotLaunched, Grouped):

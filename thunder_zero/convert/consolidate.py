@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thunder_zero.checkpoint.dcp_check import require_files
 from thunder_zero.convert.atomic_files import Create, create_together
 from thunder_zero.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
-from thunder_zero.convert.safetensors_file import (
-    INDEX_SUFFIX,
-    MADE_HERE,
-    SUFFIX,
-    require_float,
-    split_into_files,
-    write_safetensors,
-)
+from thunder_zero.convert.safetensors_file import SUFFIX, require_float
+from thunder_zero.convert.safetensors_parts import is_made_here, remove_older, write_parts
 from thunder_zero.convert.tensor_to_write import ReadTensor, TensorToWrite
 from thunder_zero.convert.torch_file import write_torch
 from thunder_zero.report.progress import show_progress
-from thunder_zero.state_dict.contents import GROUPS, MODEL, OPTIM, STATE, groups_of
+from thunder_zero.state_dict.contents import EMAS, GROUPS, MODEL, OPTIM, STATE, groups_of, listed
 
 TORCH = (".pt", ".pth", ".bin")
 
@@ -77,14 +69,14 @@ def consolidate(
     *,
     dtype: torch.dtype | None = None,
     optimizer: bool = False,
+    ema: str | None = None,
     max_file_bytes: int | None = None,
     verify_files: bool = True,
 ) -> tuple[Path, ...]:
     """Make one file of whole tensors (or a few) from a checkpoint, one tensor at a time.
 
-    Needs no process group and no model. The files get their names once all are complete; then files that an earlier
-    call wrote under the name ``out`` (parts, index, optimizer) and this one did not are deleted. The ranks' own values
-    are left out, and in safetensors files extra states (``get_extra_state``), too: a warning names them.
+    Needs no process group and no model. The files get their names once all are complete; then an earlier call's other
+    files of this name are deleted. A warning names what is left out: ranks' own values, extra states in safetensors.
 
     >>> tz.consolidate("runs/latest", "model.safetensors", dtype=torch.bfloat16)
 
@@ -97,6 +89,7 @@ def consolidate(
         optimizer: also write its state. With safetensors to ``NAME.optimizer.safetensors``: tensors are named
             ``parameter.state``; other states and hyper-parameters are JSON in the metadata, under ``state`` and
             ``param_groups``. A torch file is ``{"model": ..., "optim": ...}`` then, instead of the model's state dict.
+        ema: the name of the extra that an EMA was saved as; its averages are written as parameters (default None).
         max_file_bytes: safetensors only: write files ``NAME-00001-of-00003.safetensors`` of at most so many bytes of
             tensors, and ``NAME.safetensors.index.json`` (default None: one file).
         verify_files: compare the files with their SHA-256 first; False also reads a checkpoint without a manifest.
@@ -105,21 +98,20 @@ def consolidate(
         The files that were written.
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: it is damaged, or an argument is invalid.
-        OSError: a file cannot be written.
+        FileNotFoundError, OSError: there is no checkpoint; a file cannot be written.
+        ValueError: it is damaged, or has no such EMA; an argument is invalid.
     """
     out = Path(out)
     _require_valid(out, dtype, max_file_bytes)
     source = open_checkpoint(Path(checkpoint), verify_files=verify_files)
-    contents = _find_contents(source, dtype, optimizer)
+    contents = _find_contents(source, dtype, optimizer, ema)
     _warn_of_omissions(out, contents)
     with show_progress(f"write {out.name}", contents.nbytes) as done, create_together() as create:
         read = _reading_with_progress(source, done)
         if out.suffix != SUFFIX:
             return _write_torch(create, out, contents, read)
         written = _write_safetensors(create, out, contents, read, max_file_bytes)
-    _remove_older(out, written)
+    remove_older(out, written, is_made_here)
     return tuple(written)
 
 
@@ -133,14 +125,28 @@ def _require_valid(out: Path, dtype: torch.dtype | None, max_file_bytes: int | N
     require_float(dtype)
 
 
-def _find_contents(source: OpenCheckpoint, dtype: torch.dtype | None, optimizer: bool) -> Contents:
+def _find_contents(source: OpenCheckpoint, dtype: torch.dtype | None, optimizer: bool, ema: str | None) -> Contents:
     require_files(source.path, source.metadata)
     model = source.tensors_to_write(f"{MODEL}.", dtype)
     if not model:
         raise ValueError(f"{source.path} has no model; pass a checkpoint that thunder_zero.save wrote")
+    if ema is not None:
+        model = _averaged(source, model, ema)
     prefixes = (f"{MODEL}.", f"{OPTIM}.") if optimizer else (f"{MODEL}.",)
     left_out = [name for name in source.keys_of_single_ranks() if name.startswith(prefixes)]
     return Contents(model, source.values(f"{MODEL}."), _read_optim(source) if optimizer else None, left_out)
+
+
+def _averaged(source: OpenCheckpoint, model: list[TensorToWrite], ema: str) -> list[TensorToWrite]:
+    """The tensors of a model, read from the averages of an EMA where it has one."""
+    prefix = f"{EMAS}.{ema}.{MODEL}."
+    averages = source.tensors(prefix)
+    if not averages:
+        names = {key.split(".")[1] for key in source.metadata.state_dict_metadata if key.startswith(f"{EMAS}.")}
+        raise ValueError(
+            f"{source.path} has no EMA {ema!r}, it has {listed(sorted(names))}; pass the name of its extra"
+        )
+    return [replace(one, key=prefix + one.name) if one.name in averages else one for one in model]
 
 
 def _read_optim(source: OpenCheckpoint) -> Optim:
@@ -202,11 +208,11 @@ def _write_safetensors(
 ) -> list[Path]:
     optim = contents.optim
     if optim is None:
-        return _write_parts(create, out, contents.model, read, {}, max_file_bytes)
+        return write_parts(create, out, contents.model, read, {}, max_file_bytes)
     notes = _notes(optim)  # refuses before anything is written
     of_optimizer = out.with_name(f"{out.stem}.optimizer{SUFFIX}")
-    written = _write_parts(create, out, contents.model, read, {}, max_file_bytes)
-    return written + _write_parts(create, of_optimizer, optim.tensors, read, notes, max_file_bytes)
+    written = write_parts(create, out, contents.model, read, {}, max_file_bytes)
+    return written + write_parts(create, of_optimizer, optim.tensors, read, notes, max_file_bytes)
 
 
 def _notes(optim: Optim) -> dict[str, str]:
@@ -215,51 +221,3 @@ def _notes(optim: Optim) -> dict[str, str]:
         return {STATE: json.dumps(optim.values), GROUPS: json.dumps(optim.groups)}
     except TypeError as error:
         raise ValueError(f"a safetensors file cannot hold the optimizer's state ({error}); write a .pt file") from None
-
-
-def _write_parts(
-    create: Create,
-    out: Path,
-    tensors: list[TensorToWrite],
-    read: ReadTensor,
-    notes: Mapping[str, str],
-    max_file_bytes: int | None,
-) -> list[Path]:
-    """Write safetensors files, and their index if there are several."""
-    files = split_into_files(tensors, max_file_bytes)
-    numbered = [f"{out.stem}-{number:05}-of-{len(files):05}{SUFFIX}" for number in range(1, len(files) + 1)]
-    paths = [out] if len(files) == 1 else [out.with_name(name) for name in numbered]
-    for path, members in zip(paths, files, strict=True):
-        with create(path) as stream:
-            write_safetensors(stream, members, read, notes)
-    if len(files) == 1:
-        return paths
-    where = {tensor.name: path.name for path, members in zip(paths, files, strict=True) for tensor in members}
-    total = {"total_size": sum(tensor.nbytes for tensor in tensors), **MADE_HERE}
-    index = out.with_name(out.name + INDEX_SUFFIX)
-    with create(index) as stream:
-        stream.write(json.dumps({"metadata": total, "weight_map": where}, indent=1).encode() + b"\n")
-    return [*paths, index]
-
-
-def _remove_older(out: Path, written: Iterable[Path]) -> None:
-    """Delete files that an earlier call wrote under this name and this one did not: a reader would mix them."""
-    stem, dot, end = re.escape(out.stem), re.escape(SUFFIX), re.escape(INDEX_SUFFIX)
-    ours = re.compile(rf"{stem}(\.optimizer)?(-\d{{5,}}-of-\d{{5,}}{dot}|{dot}({end})?)")
-    current = {path.name for path in written}
-    for path in list(out.parent.iterdir()):
-        if ours.fullmatch(path.name) and path.name not in current and _is_made_here(path):
-            path.unlink()
-
-
-def _is_made_here(path: Path) -> bool:
-    """Whether ``consolidate`` wrote a safetensors file, or an index, by its metadata."""
-    try:
-        if path.name.endswith(INDEX_SUFFIX):
-            metadata = json.loads(path.read_text())["metadata"]
-        else:
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-        return bool(metadata.items() >= MADE_HERE.items())
-    except (SafetensorError, ValueError, LookupError, AttributeError, TypeError):
-        return False

@@ -46,6 +46,17 @@ def require_float(dtype: torch.dtype | None) -> None:
         raise ValueError(f"dtype is {dtype!r}; pass a floating-point dtype, such as torch.bfloat16, or None")
 
 
+def require_storable(tensors: Iterable[TensorToWrite]) -> None:
+    """Raise unless safetensors files can hold these tensors.
+
+    Raises:
+        ValueError: the format does not have a dtype.
+    """
+    for tensor in tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(f"a safetensors file cannot hold {tensor.name} of {tensor.dtype}; write a .pt file")
+
+
 def write_safetensors(
     stream: BinaryIO, tensors: Iterable[TensorToWrite], read: ReadTensor, notes: Mapping[str, str]
 ) -> None:
@@ -55,12 +66,11 @@ def write_safetensors(
         ValueError: the format does not have a dtype.
         OSError: the file cannot be written.
     """
-    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # so that all are aligned
+    tensors = in_order_of_file(tensors)
+    require_storable(tensors)
     header: dict[str, Any] = {}
     start = 0
     for tensor in tensors:
-        if tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(f"a safetensors file cannot hold {tensor.name} of {tensor.dtype}; write a .pt file")
         offsets = [start, start + tensor.nbytes]
         header[tensor.name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": offsets}
         start += tensor.nbytes
@@ -71,6 +81,11 @@ def write_safetensors(
     stream.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors:
         stream.write(bytes_of(read(tensor)))
+
+
+def in_order_of_file(tensors: Iterable[TensorToWrite]) -> list[TensorToWrite]:
+    """The tensors as a file has them: those with large elements first, so that all are aligned."""
+    return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
 def split_into_files(tensors: Iterable[TensorToWrite], max_bytes: int | None) -> list[list[TensorToWrite]]:

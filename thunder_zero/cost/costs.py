@@ -20,7 +20,6 @@ class Cost:
         traffic_bytes: read from memory and written to it; of launches, by casts to the dtype on the wire.
         sent_bytes: what the busiest rank sends.
         seconds: on the compute lane.
-        peak_seconds: of its FLOPs alone, at the device's peak.
         wires: the lane and the seconds of each ring of a launch, one after the other.
         loads: of each ring: the share of the core that it takes from compute while it is under way; () if none does.
         launch_seconds: on the compute lane, before a launch begins.
@@ -31,7 +30,6 @@ class Cost:
     traffic_bytes: int = 0
     sent_bytes: int = 0
     seconds: float = 0.0
-    peak_seconds: float = 0.0
     wires: tuple[tuple[Lane, float], ...] = ()
     loads: tuple[float, ...] = ()
     launch_seconds: float = 0.0
@@ -60,7 +58,6 @@ def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
         flops=op.flops,
         traffic_bytes=traffic,
         seconds=device.seconds(op.flops, dtype, traffic, op.work),
-        peak_seconds=peak_seconds(op, timeline, device),
     )
 
 

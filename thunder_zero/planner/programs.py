@@ -14,7 +14,7 @@ from thunder_zero.cost.device import Device
 from thunder_zero.cost.step_time import Estimate
 from thunder_zero.dry_run import Interpreted
 from thunder_zero.forecast.memory import memory
-from thunder_zero.plan import ROOT, Plan, make_plan
+from thunder_zero.plan import Plan, make_plan
 from thunder_zero.planner.held import Held, held_whole
 from thunder_zero.planner.meshes import Mesh
 from thunder_zero.planner.step import NotPeriodic, estimate_whole
@@ -65,9 +65,7 @@ class Programs:
         """The policy of a choice, with sizes that are the same on all meshes: a block is a bucket, one block is
         gathered ahead, and one reduction is under way while the next block's gradients are made."""
         policy = Policy(choice.stage, recompute=choice.recompute, mixed_precision=self.precision)
-        plan = make_plan(self.subject.module, policy, self.shards, 0)
-        blocks = {unit: nbytes for unit, nbytes in plan.unit_bytes.items() if unit != ROOT} or plan.unit_bytes
-        block = max(blocks.values())
+        block = make_plan(self.subject.module, policy, self.shards, 0).largest_block_bytes
         return replace(policy, bucket_bytes=block, prefetch=1, in_flight_bytes=2 * block)
 
     def plan(self, choice: Choice, mesh: Mesh) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +12,30 @@ from torch.optim import Optimizer
 from thunder_zero.plan import Param, Plan
 
 SIMPLE = (bool, int, float, str, type(None))  # kinds of states that are no tensors
+
+
+class StepsWhole(Optimizer):
+    """An optimizer over shards that steps no rows: each parameter is stepped whole, by the rank that owns it, and its
+    states are whole, on that rank alone.
+
+    Attributes:
+        kind: the name of the class of the optimizer that steps whole parameters.
+    """
+
+    kind: str
+
+    @abstractmethod
+    def owner_of(self, shard: Tensor) -> int | None:
+        """The rank of the copy of the model that steps a parameter; None if nobody does: it is frozen."""
+
+    @abstractmethod
+    def make_states(self) -> None:
+        """Make the states of this rank's own parameters, if no step has made any on any rank; a collective."""
+
+
+def class_name(optimizer: Optimizer) -> str:
+    """The class of an optimizer, or of that which steps whole parameters for it: their states are alike."""
+    return optimizer.kind if isinstance(optimizer, StepsWhole) else type(optimizer).__name__
 
 
 def state_is_rows(key: str, value: Any, param: Param, plan: Plan) -> bool:
@@ -45,8 +71,8 @@ def state_is_full(key: str, value: Any, param: Param) -> bool:
         return False
     raise ValueError(
         f"cannot cut the optimizer's {key!r} of parameter {param.path!r} into rows: it {_seen(value)} in the state "
-        f"dict, and is neither one number nor of the parameter's shape {param.shape}; load it where the parameter is "
-        f"replicated (stage 0)"
+        f"dict, and is neither one number nor of the parameter's shape {param.shape}; load it into an optimizer made "
+        f"by tz.whole, or where the parameter is replicated (stage 0)"
     )
 
 
@@ -59,6 +85,12 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def names_of(group: Mapping[str, Any]) -> Sequence[str | None]:
+    """The names of a group's parameters; None for each, if the group has no names."""
+    names: Sequence[str | None] = group.get("param_names", [None] * len(group["params"]))
+    return names
+
+
 def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """``optimizer.load_state_dict``, but refuses the state of another kind of optimizer, which torch may accept and
     then fail in a step.
@@ -66,7 +98,7 @@ def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     Raises:
         ValueError: the state is of another kind of optimizer, or the optimizer refuses it.
     """
-    kind, before = type(optimizer).__name__, [dict(group) for group in optimizer.param_groups]
+    kind, before = class_name(optimizer), [dict(group) for group in optimizer.param_groups]
     defaults = set(optimizer.defaults)
     try:
         optimizer.load_state_dict(saved)

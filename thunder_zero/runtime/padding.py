@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from thunder_zero.plan import Param
 from thunder_zero.rows import padding_of
+from thunder_zero.runtime.optimizers import StepsWhole
 from thunder_zero.runtime.state import State
 
 
@@ -32,8 +33,11 @@ def clear_parameters_and_states(state: State, stepped: Collection[int], optimize
     """Zero the padding of parameters and of the optimizer's states by rows; see :func:`clear_gradients`."""
     found: list[tuple[Param, Tensor]] = []
     for param, shard in _padded(state, stepped):
-        values = optimizer.state.get(shard, {}).values()
+        values = () if isinstance(optimizer, StepsWhole) else optimizer.state.get(shard, {}).values()
         rows = [value for value in values if isinstance(value, Tensor) and value.shape == shard.shape]
+        rows = [
+            value for value in rows if value.is_floating_point() or value.is_complex()
+        ]  # no masks: others count them
         found += [(param, tensor) for tensor in (shard, *rows)]
     _clear(state, found)
 

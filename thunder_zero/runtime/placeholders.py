@@ -29,6 +29,19 @@ NAN = float("nan")
 _traced = ContextVar("_traced", default=False)
 
 
+class ValuesNeeded(RuntimeError):
+    """Something computed with a placeholder, or wrote to it.
+
+    Args:
+        sentence: what, and what to do instead.
+        path: of the parameter.
+    """
+
+    def __init__(self, sentence: str, path: str) -> None:
+        super().__init__(sentence)
+        self.path = path
+
+
 class Placeholder(nn.Parameter):
     """A parameter of full shape whose values are in the shards; what computes with it, or writes to it, raises.
 
@@ -47,6 +60,9 @@ class Placeholder(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # traces this as code; in its graph, the parameter is an input
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         name, attribute = _name(func)
         with torch._C.DisableTorchFunctionSubclass():
             if attribute is None and name in CONVERSIONS and _converts_nothing(func, args, kwargs):
@@ -61,7 +77,7 @@ class Placeholder(nn.Parameter):
                 return None
             if name == "requires_grad_" and args[0].requires_grad is (args[1] if args[1:] else True):
                 return args[0]
-            raise RuntimeError(_refusal(func, args, kwargs))
+            raise ValuesNeeded(_refusal(func, args, kwargs), next(_placeholders((args, kwargs))).path)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
         with torch._C.DisableTorchFunctionSubclass():
@@ -79,11 +95,14 @@ class Placeholder(nn.Parameter):
 
 
 def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Placeholder:
-    """The placeholder of a parameter: of the same shape, with the memory of one element.
+    """The placeholder of a parameter: of the same shape and with its marks, with the memory of one element.
 
     Thunder traces shapes and dtypes (those of compute) from the plain module; the values are in the shards.
     """
-    return _make(path, param.shape, dtype, device, param.requires_grad)
+    made = _make(path, param.shape, dtype, device, param.requires_grad)
+    for key, value in vars(param).items():
+        vars(made).setdefault(key, value)
+    return made
 
 
 @contextmanager

@@ -92,6 +92,21 @@ class ResidentParameters:
                 f"write in place, as in param.copy_(new) under torch.no_grad(), on every rank"
             )
 
+    def out_of_date(self, paths: Iterable[str]) -> list[bool]:
+        """Whether each full parameter may differ from the shards, as far as this rank can tell; parameters that are not
+        resident, or whose buffers are copies in another dtype or place, do."""
+        before, now = self._digests, self._digests_now()
+        written = [False] * len(self._digested) if before is None or now is None else (before != now).tolist()
+        unseen = {path for path, was in zip(self._digested, written, strict=True) if was}
+        return [
+            path not in self.shared or path in self._stale or path in unseen or self._versions.changed(path)
+            for path in paths
+        ]
+
+    def full(self, param: Param) -> Tensor:
+        """The full parameter as it was refreshed last, unpadded: a view."""
+        return self._buffers[param.path][: param.shape[0]]
+
     def gather(self, shards: Sequence[Tensor], params: Sequence[Param], transport: Transport) -> Waitable:
         """Refresh the stale parameters; the handle gives all of them."""
         paths = [param.path for param in params]

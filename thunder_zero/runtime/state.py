@@ -16,6 +16,7 @@ from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.places import Place, doing, what_is_done
 from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
+from thunder_zero.marks import parameter_like
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.clock import Clock
@@ -45,6 +46,7 @@ class State:
         copies: copies of shards in host memory to the device, which may still run.
         name: of the model, the same on all ranks, as errors call it: ``"model 0 (Net)"``.
         lent: the plain module has full parameters (``full_parameters``), and the model cannot be called.
+        averaged: the ids of the parameters that have the values of their averages (``EMA.applied``).
         training_forwards: how many forwards have ended in training mode and with gradients enabled.
         transport: launches the collectives.
     """
@@ -64,6 +66,7 @@ class State:
         self.plan, self.ranks, self.group, self.device = plan, ranks, ranks.everyone, device
         self.accumulation = Accumulation()
         self.lent = False
+        self.averaged: frozenset[int] = frozenset()
         self.training_forwards = 0
         self.clock = Clock(device)
         self.labels = Labels(plan)
@@ -71,10 +74,10 @@ class State:
         self.name = f"model {next_number(self.group)} ({type(module).__name__})"
         self.transport = model_transport(plan, ranks, device, self.copies, self.name)
         memory = lay_out(plan, device, at_rest)
-        self.shards = {param.path: nn.Parameter(memory.rows[param.path], param.requires_grad) for param in plan.params}
+        plain = {param.path: module.get_parameter(param.path) for param in plan.params}
+        self.shards = {path: parameter_like(param, memory.rows[path]) for path, param in plain.items()}
         self.placeholders = {
-            param.path: placeholder(param.path, module.get_parameter(param.path), param.compute_dtype, device)
-            for param in plan.params
+            param.path: placeholder(param.path, plain[param.path], param.compute_dtype, device) for param in plan.params
         }
         versions = Versions(self.shards)
         is_copied = plan.world_size > 1 or len(memory.shared) < len(memory.buffers)
@@ -91,6 +94,21 @@ class State:
         if self.lent:
             raise RuntimeError(
                 f"{self.name} is inside full_parameters; leave that block first, or call the module that it gives"
+            )
+
+    def require_own_values(self, action: str) -> None:
+        """Raise if parameters have the values of their averages.
+
+        Args:
+            action: what cannot be done then, such as "save".
+
+        Raises:
+            RuntimeError: naming the model.
+        """
+        if self.averaged:
+            raise RuntimeError(
+                f"cannot {action}: the parameters of {self.name} are averages inside of EMA.applied; leave that block "
+                f"first"
             )
 
     def leave_group(self) -> None:

@@ -183,6 +183,7 @@ def set_model_state_dict(
         Exception: raised by a module's ``set_extra_state``.
     """
     state, contents, options = _prepared(model, options, None)
+    state.require_own_values("load a state dict")
     source, plain = source_for(state, options), sharded_model(model).plain
     found = values_for_model(contents, plain, model_state_dict, source, strict=options.strict)
     write_all_or_none([found.to_write], state.group)
@@ -255,6 +256,7 @@ def set_state_dict(
         ValueError, RuntimeError, Exception: as these two functions.
     """
     state, contents, options = _prepared(model, options, None)
+    state.require_own_values("load a state dict")
     source, plain, strict = source_for(state, options), sharded_model(model).plain, options.strict
     found = values_for_model(contents, plain, model_state_dict, source, strict=strict)
     to_write = values_for_optimizers(contents, optimizer_list(optimizers), optim_state_dict, source, strict=strict)

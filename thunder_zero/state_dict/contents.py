@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from thunder_zero import layout
 from thunder_zero.comm.agree import Fact
 from thunder_zero.plan import Param, Plan
-from thunder_zero.runtime.optimizers import state_is_rows
+from thunder_zero.runtime.optimizers import StepsWhole, class_name, state_is_rows
 from thunder_zero.runtime.sharded_model import ShardedModel
 
 MODEL = "model"
@@ -27,6 +27,7 @@ OPTIM = "optim"
 STATE = "state"
 GROUPS = "param_groups"
 EXTRA = "extra"
+EMAS = "ema"  # averages of parameters, by the name of their extra
 EXTRA_STATE = "_extra_state"  # the end of the name of a module's extra state; other values that hooks add are not saved
 OPTIMIZER_CLASS = "optimizer_class"  # the names of the optimizers' classes, by number
 RANK_KEY = re.compile(r"rank(\d{1,6})\.(.*)", re.DOTALL)
@@ -76,12 +77,15 @@ class Named:
         number: its place in the plan; 0 if it is ignored.
         param: its entry in the plan; None if it is ignored.
         tensor: the shard, or the ignored parameter.
+        owner: the rank of its copy of the model that alone has its states, and in full (``tz.whole``); None if each
+            rank has its rows of them, or all.
     """
 
     name: str
     number: int
     param: Param | None
     tensor: Tensor
+    owner: int | None = None
 
 
 def contents_of(model: ShardedModel) -> ModelContents:
@@ -150,10 +154,11 @@ def named_groups(contents: ModelContents, optimizer: Optimizer) -> list[list[Nam
         for tensor in group["params"]:
             if id(tensor) not in known:
                 raise ValueError(
-                    f"{type(optimizer).__name__} has a parameter of shape {tuple(tensor.shape)} that is not one of "
+                    f"{class_name(optimizer)} has a parameter of shape {tuple(tensor.shape)} that is not one of "
                     f"this model's; build the optimizer on model.parameters()"
                 )
-            members.append(Named(*known[id(tensor)], tensor))
+            owner = optimizer.owner_of(tensor) if isinstance(optimizer, StepsWhole) else None
+            members.append(Named(*known[id(tensor)], tensor, owner))
         found.append(members)
     return found
 
@@ -175,7 +180,7 @@ def all_named_groups(contents: ModelContents, optimizers: Sequence[Optimizer]) -
             if id(key) not in stepped:
                 what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
                 raise ValueError(
-                    f"{type(optimizer).__name__} has a state for {what}, which is not one of its parameters, so the "
+                    f"{class_name(optimizer)} has a state for {what}, which is not one of its parameters, so the "
                     f"state has no name to be saved under; remove it from optimizer.state and save it as an extra"
                 )
     return groups
@@ -195,10 +200,12 @@ def state_facts(contents: ModelContents, optimizers: Sequence[Optimizer]) -> lis
     cannot be gathered or saved."""
     facts = []
     for named, values in named_states(contents, optimizers):
-        if named.param is not None:
+        what = f"the optimizer's state of parameter {named.name!r}"
+        if named.owner is not None:
+            facts.append(Fact(what, f"whole, on rank {named.owner}", "build the same optimizer on every rank"))
+        elif named.param is not None:
             rows = {key for key, value in values.items() if state_is_rows(str(key), value, named.param, contents.plan)}
             shown = ", ".join(f"{key} by rows" if key in rows else str(key) for key in values)
-            what = f"the optimizer's state of parameter {named.name!r}"
             facts.append(Fact(what, shown or "none", "step the optimizer on every rank"))
     return facts
 

@@ -15,6 +15,8 @@ from thunder_zero.rows import real_rows
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.contents import ModelContents
 
+FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0 alone
+
 
 def is_returned(state: State, options: StateDictOptions) -> bool:
     """Whether this rank returns a state dict: as in torch, a full one on the CPU is returned by rank 0 alone."""

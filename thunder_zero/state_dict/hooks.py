@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from thunder_zero.plan import Param
 from thunder_zero.rows import own_rows
-from thunder_zero.runtime.optimizers import parameters_of, state_is_full
+from thunder_zero.runtime.optimizers import StepsWhole, parameters_of, state_is_full
 from thunder_zero.runtime.registry import owners_of, shard_instead_of
 from thunder_zero.runtime.state import State
-from thunder_zero.state_dict.get_optimizer import state_value
+from thunder_zero.state_dict.contents import Named
+from thunder_zero.state_dict.get_optimizer import state_value, with_whole_states
 
 
 @torch.no_grad()
@@ -75,11 +76,21 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     own = optimizer.state_dict()
     states = dict(own["state"])
-    params = parameters_of(optimizer)
-    for index, owner in enumerate(owners_of(params)):  # by index: all ranks gather in the same order
-        values = states.get(index)
-        if owner is not None and values is not None:
-            states[index] = {name: state_value(*owner, name, value, options) for name, value in values.items()}
+    shards = parameters_of(optimizer)
+    models: dict[int, State] = {}
+    found: list[tuple[Named, Mapping[str, Any]]] = []
+    for index, (owner, shard) in enumerate(zip(owners_of(shards), shards, strict=True)):
+        if owner is not None:
+            models[index] = owner[0]
+            rank = optimizer.owner_of(shard) if isinstance(optimizer, StepsWhole) else None
+            found.append((Named(str(index), index, owner[1], shard, rank), states.get(index, {})))
+    if isinstance(optimizer, StepsWhole):
+        found = with_whole_states(models[found[0][0].number], found)
+    for named, values in found:  # all ranks gather in the same order
+        state = models[named.number]
+        if values:
+            of = {name: state_value(state, named, name, value, options) for name, value in values.items()}
+            states[named.number] = of
     return {**own, "state": states} if wanted else {}
 
 
@@ -97,8 +108,12 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
     if len(indices) != len(owners):
         return state_dict  # torch refuses it right after this hook
     states = dict(state_dict["state"])
-    for index, owner in zip(indices, owners, strict=True):
-        if owner is not None and index in states:
+    shards = parameters_of(optimizer)
+    for index, owner, shard in zip(indices, owners, shards, strict=True):
+        if isinstance(optimizer, StepsWhole):
+            if owner is not None and optimizer.owner_of(shard) != owner[0].plan.rank:
+                states.pop(index, None)
+        elif owner is not None and index in states:
             states[index] = {name: _rows_value(*owner, name, value) for name, value in states[index].items()}
     return {**state_dict, "state": states}
 

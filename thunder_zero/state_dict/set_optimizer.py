@@ -31,8 +31,10 @@ from thunder_zero.state_dict.source import StateDictSource
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Replaces a state of the parameter's full shape in what ranks exchange: its tensor is sent or read by itself."""
+    """Replaces a full state, to be cut into rows or owned by one rank, in what ranks exchange: its tensor is sent or
+    read by itself."""
 
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -75,6 +77,8 @@ def values_for_optimizers(
         name: {key: _loaded(members[name], was, states.get(name, {}).get(key), source) for key, was in of.items()}
         for name, of in outline.items()
     }
+    rank = source.state.plan.rank
+    loaded = {name: of for name, of in loaded.items() if members[name].owner in (None, rank)}
     states_to_load = []
     for optimizer, saved_groups in zip(optimizers, groups, strict=True):
         saved = numbered_state_dict(saved_groups, named_groups(contents, optimizer), loaded)
@@ -186,17 +190,26 @@ def _outline(named: Named, values: Mapping[str, Any], source: StateDictSource) -
     """A parameter's states as ranks exchange them, without the full tensors."""
     outline: dict[str, Any] = {}
     for key, value in values.items():
-        full = named.param is not None and state_is_full(key, value, named.param)
+        full = named.param is not None and (
+            _is_tensor(value) if named.owner is not None else state_is_full(key, value, named.param)
+        )
         if isinstance(value, Tensor):
             what = f"the optimizer's {key!r} of parameter {named.name!r}"
             source.require_tensor(what, value, tuple(value.shape), value.dtype)
-        outline[key] = Full(value.dtype) if full else value
+        outline[key] = Full(tuple(value.shape), value.dtype) if full else value
     return outline
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether a whole state is a tensor that is sent by itself."""
+    return isinstance(value, Tensor) and value.ndim > 0
 
 
 def _gathered(named: Named, values: Mapping[str, Any], source: StateDictSource) -> list[str]:
     """The states of a parameter that are DTensors that must be gathered."""
     assert named.param is not None
+    if named.owner is not None:
+        return [key for key, value in values.items() if source.must_gather(value, None)]
     rows = {key: named.param if state_is_full(key, value, named.param) else None for key, value in values.items()}
     return [key for key, value in values.items() if source.must_gather(value, rows[key])]
 
@@ -205,8 +218,9 @@ def _loaded(named: Named, outline: Any, value: Tensor | None, source: StateDictS
     """This rank's part of one state, in memory of its own: the optimizer changes it in place."""
     if isinstance(outline, Full):
         assert named.param is not None
-        rows = source.rows(value, named.param, named.param.shape, outline.dtype)
-        return rows if named.param.sharded else rows.clone()
+        param = named.param if named.owner is None else None  # whole states are cut by nobody
+        rows = source.rows(value, param, outline.shape, outline.dtype)
+        return rows if param is not None and param.sharded else rows.clone()
     if isinstance(outline, DTensor) and named.param is not None:
         return full_tensor(outline, source.state.group)
     return outline.clone() if isinstance(outline, Tensor) else outline

@@ -101,6 +101,7 @@ class ZeroExecutor(OperatorExecutor):
 
     Attributes:
         plan: the plan of each parameter.
+        graph: the name of the graph, if its programs are not all of the model.
         program: the facts about the program that is being compiled, or was compiled last.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
         check_finite, reduce_deferred, land: symbols of lines before backward's return.
@@ -108,9 +109,10 @@ class ZeroExecutor(OperatorExecutor):
         enter: the symbol of the line before the first launch of each half, in the traces that run.
     """
 
-    def __init__(self, plan: Plan, runtime: Runtime) -> None:
+    def __init__(self, plan: Plan, runtime: Runtime, graph: str = "") -> None:
         super().__init__("thunder_zero")
         self.plan = plan
+        self.graph = graph
         self.program = Program(plan)
         self.runtime = runtime
         functions = functions_of(runtime, plan)
@@ -146,6 +148,10 @@ class ZeroExecutor(OperatorExecutor):
     def can_fuse(self, bsym: BoundSymbol) -> bool:
         """Never. Without this method Thunder would search the subsymbols of every line."""
         return False
+
+    def named(self, half: str) -> ProgramName:
+        """The name of a half of the program that is being compiled."""
+        return ProgramName(half, self.program.synced, self.graph)
 
     def reduction(self, param: Param) -> Symbol:
         """The symbol that reduces the parameter's gradient."""

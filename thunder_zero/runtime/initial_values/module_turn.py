@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from thunder_zero.marks import parameter_like
 from thunder_zero.runtime.initial_values.data import CPU
 from thunder_zero.runtime.placeholders import is_all_nan
 
@@ -121,9 +122,7 @@ def _like(meta: Tensor, full: Tensor | None) -> Tensor:
         full = room if full is None else room.copy_(full)
     if not isinstance(meta, nn.Parameter):
         return full
-    param = nn.Parameter(full, requires_grad=meta.requires_grad)
-    vars(param).update(vars(meta))  # marks that initialisers ask for
-    return param
+    return parameter_like(meta, full)  # initialisers ask for marks
 
 
 class LostWrites(TorchDispatchMode):

@@ -1,0 +1,320 @@
+"""Trains with every optimizer of torch and of pytorch_optimizer on two ranks, and compares with one process.
+
+    OMP_NUM_THREADS=1 python -m examples.bench.optimizers               all, 5 to 15 minutes; writes docs/optimizers.md
+    OMP_NUM_THREADS=1 python -m examples.bench.optimizers Lion SOAP     these; prints the table
+
+Each trains two layers of uneven rows for 20 steps in float32, stage 3: on rows, as it is allowed; where it is refused,
+on rows with ``trust_optimizer=True``, to show what was refused; and by ``tz.whole``. The command
+ends with an error if an optimizer that may step rows is off by more than 1e-5, or one by ``tz.whole``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+
+import thunder_zero as tz  # before thunder
+from examples.bench.page import with_section
+
+import thunder
+
+NOT_TRIED = "does not run in one process as it is called here"
+RANKS, STEPS, ROWS, RIGHT = 2, 20, 8, 1e-5
+THIRDS = (1, 0, 1, 0, 1, 0)  # the same parts of a batch, added up three times: the mean is rounded otherwise
+PAGE = Path(__file__).parents[2] / "docs/optimizers.md"
+SECTION = ("optimizers", "examples.bench.optimizers")
+PACKAGE = "pytorch_optimizer"
+
+Params = list[nn.Parameter]
+Make = Callable[[Any], optim.Optimizer]
+
+
+def matrices(params: Params) -> Params:
+    return [param for param in params if param.ndim == 2]
+
+
+def flagged(params: Params) -> list[dict[str, Any]]:
+    vectors = [param for param in params if param.ndim != 2]
+    return [{"params": matrices(params), "use_muon": True}, {"params": vectors, "use_muon": False}]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to construct an optimizer.
+
+    Attributes:
+        words: for the table.
+        chosen: what it is given, from the model's parameters.
+        options: of the constructor.
+        around: an optimizer that it wraps.
+        closure: whether its step takes one.
+    """
+
+    words: str
+    chosen: Callable[[Params], Any] = list
+    options: tuple[tuple[str, Any], ...] = ()
+    around: type[optim.Optimizer] | None = None
+    closure: bool = False
+
+    def make(self, kind: Any, params: Params) -> optim.Optimizer:
+        given = self.chosen(params) if self.around is None else self.around(params, lr=0.01)
+        return kind(given, **dict(self.options))
+
+
+WAYS = (  # the first that works is taken
+    Way(""),
+    Way("matrices alone", matrices),
+    Way("groups with `use_muon`", flagged),
+    Way("20 iterations", options=(("num_iterations", STEPS),)),
+    Way("16 samples", options=(("num_data", 16),)),
+    Way("around AdamW", around=optim.AdamW),
+    Way("a closure", closure=True),
+    Way("around AdamW, a closure", options=(("base_optimizer", optim.AdamW),), closure=True),
+)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(ROWS, 6, generator=generator), torch.randn(ROWS, 5, generator=generator)
+
+
+def loss(model: nn.Module, step: int, part: int) -> Tensor:
+    x, y = (whole.chunk(RANKS)[part] for whole in batch(step))
+    return (model(x) - y).square().mean()
+
+
+def train(model: nn.Module, optimizer: Any, way: Way, parts: Sequence[int]) -> None:
+    """Train on these parts of each batch, of one for each rank."""
+    torch.manual_seed(1)
+    for step in range(STEPS):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            found = [loss(model, step, part) for part in parts]
+            for each in found:
+                each.backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad /= len(parts)
+            return torch.stack(found).mean()
+
+        closure()
+        optimizer.step(closure) if way.closure else optimizer.step()
+
+
+def in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+@dataclass(frozen=True)
+class Right:
+    """What one process trains: the parameters, or why there are none."""
+
+    way: Way
+    params: dict[str, Tensor]
+    why: str = ""
+
+    def off(self, found: Mapping[str, Tensor]) -> float:
+        """How far parameters are from these, relative to their norm."""
+        square = sum(float((found[name] - value).square().sum()) for name, value in self.params.items())
+        return float((square / sum(float(value.square().sum()) for value in self.params.values())) ** 0.5)
+
+
+def one_process(kind: Any, parts: Sequence[int] = range(RANKS)) -> Right:
+    """Train in this process on these parts of each batch."""
+    errors = []
+    for way in WAYS:
+        module = build()
+        try:
+            optimizer = way.make(kind, list(module.parameters()))
+            train(module, optimizer, way, parts)
+        except Exception as error:
+            errors.append(in_words(error))
+        else:
+            return Right(way, {name: param.detach() for name, param in module.named_parameters()})
+    return Right(WAYS[0], {}, errors[0])
+
+
+class Sharded:
+    """A model on ranks, trained from the same values with one optimizer after the other."""
+
+    def __init__(self, **policy: Any) -> None:
+        self.model: Any = thunder.jit(build(), transforms=[tz.ZeroTransform(stage=3, **policy)])
+        self._start = [param.detach().clone() for param in self.model.parameters()]
+
+    def off(self, make: Make, right: Right) -> tuple[float | None, str]:
+        """How far training leads from that of one process, relative to the parameters; or None, and the error."""
+        params = list(self.model.parameters())
+        with torch.no_grad():
+            for param, start in zip(params, self._start, strict=True):
+                param.copy_(start)
+                param.grad = None
+        try:
+            train(self.model, make(params), right.way, [dist.get_rank()])
+        except Exception as error:
+            return None, in_words(error)
+        return right.off(tz.full_state_dict(self.model)), ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        name: of the class.
+        way: how it was constructed.
+        rows, trusted, whole: how far off it is on rows, on rows of a policy that trusts it, and by ``tz.whole``; None:
+            refused, or not tried.
+        rounded: how far off one process is from itself, where its gradients are rounded otherwise.
+        why: why it is refused on rows, or not tried.
+        why_not_whole: why ``tz.whole`` refused it.
+    """
+
+    name: str
+    way: str
+    rows: float | None = None
+    trusted: float | None = None
+    whole: float | None = None
+    rounded: float = 0.0
+    why: str = ""
+    why_not_whole: str = ""
+
+
+def row_of(name: str, kind: Any, model: Sharded, trusting: Sharded) -> Row:
+    right = one_process(kind)
+    if right.why:
+        return Row(name, right.way.words, why=f"{NOT_TRIED}: {right.why}")
+
+    def make(params: Any) -> Any:
+        return right.way.make(kind, params)
+
+    rows, why = model.off(make, right)
+    trusted = None if rows is not None else trusting.off(make, right)[0]
+    whole: tuple[float | None, str] = (None, "")
+    if right.way.around is None:
+        options = dict(right.way.options)
+        whole = model.off(lambda params: tz.whole(kind, right.way.chosen(params), **options), right)
+    rounded = right.off(one_process(kind, THIRDS).params) if (whole[0] or 0) > RIGHT else 0.0
+    return Row(name, right.way.words, rows, trusted, whole[0], rounded, why, whole[1])
+
+
+def classes(names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The classes to try, torch's first, by their full names."""
+    for room in (optim, import_module(PACKAGE)):
+        for name, kind in sorted(vars(room).items(), key=lambda item: item[0].lower()):
+            is_class = isinstance(kind, type) and issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer
+            if is_class and kind.__module__.startswith(room.__name__) and (not names or name in names):
+                yield f"{room.__name__}.{name}", kind
+
+
+def on_rank(rank: int, port: int, names: Sequence[str], found: Any) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    model, trusting = Sharded(), Sharded(trust_optimizer=True)
+    for name, kind in classes(names):
+        row = row_of(name, kind, model, trusting)
+        if rank == 0:
+            print(line_of(row), flush=True)
+            found.put(row)
+    if rank == 0:
+        found.put(None)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def figure(off: float | None) -> str:
+    if off is None:
+        return ""
+    return "more than 100%" if off > 1 else f"{100 * off:.2g}%" if off > RIGHT else f"{off:.0e}" if off else "0"
+
+
+def cells_of(row: Row) -> tuple[str, str, str, str]:
+    name = f"`{row.name}`" + (f" ({row.way})" if row.way else "")
+    if row.why.startswith(NOT_TRIED):
+        return name, "not tried", "", row.why
+    reason = re.sub(r", and each rank has only.*", "", row.why.removeprefix("RuntimeError: "))
+    reason = re.sub(r"^\S+ (couples|draws|may)", r"\1", reason)
+    if row.rows is not None:
+        on_rows = f"{'exact' if row.rows <= RIGHT else 'WRONG'} ({figure(row.rows)})"
+    else:
+        on_rows = "refused" if row.trusted is None else f"refused ({figure(row.trusted)})"
+    return name, on_rows, by_whole(row), reason
+
+
+def by_whole(row: Row) -> str:
+    """The cell of ``tz.whole``."""
+    if row.whole is None:
+        return "refused" if row.why_not_whole else ""
+    if row.whole <= RIGHT:
+        return f"exact ({figure(row.whole)})"
+    if is_random(row):
+        return f"random ({figure(row.whole)})"
+    return f"unstable ({figure(row.whole)}; {figure(row.rounded)})" if row.rounded > RIGHT else "WRONG"
+
+
+def is_random(row: Row) -> bool:
+    """Whether the probe found that it draws random numbers, which owners do each for their parameters."""
+    return "draws random numbers" in row.why
+
+
+def line_of(row: Row) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells_of(row)) + " |"
+
+
+def versions() -> str:
+    """The versions whose classes the table has."""
+    return f"torch {torch.__version__.partition('+')[0]}, {PACKAGE} {version(PACKAGE)}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    head = "| optimizer | on rows | by `tz.whole` | why it is refused on rows |\n|---|---|---|---|\n"
+    return head + "".join(f"{line_of(row)}\n" for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="classes; all by default")
+    names = parser.parse_args().names
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = get_context("spawn")
+    found: Any = context.SimpleQueue()
+    ranks = [context.Process(target=on_rank, args=(rank, port, names, found)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    rows = list(iter(found.get, None))
+    for process in ranks:
+        process.join()
+    if not names:
+        body = f"\n{versions()}\n\n{table(rows)}\n"
+        PAGE.write_text(with_section(PAGE.read_text(), *SECTION, body))
+    wrong = [row.name for row in rows if (row.rows or 0) > RIGHT or by_whole(row) == "WRONG"]
+    sys.exit(f"off by more than {RIGHT}: {', '.join(wrong)}" if wrong else 0)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

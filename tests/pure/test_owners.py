@@ -1,0 +1,73 @@
+"""Owners of whole parameters: each has one, they share the work, and no sender of a bucket carries twice its share."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thunder_zero.whole_step.owners import Piece, assign, work_function, work_of_elements, work_of_products
+
+BLOCK = ((768, 2304), (768, 768), (768, 3072), (3072, 768))  # a GPT's matrices
+GPT = BLOCK * 12
+
+pytestmark = pytest.mark.slow
+
+
+def pieces_of(shapes: tuple[tuple[int, ...], ...]) -> list[Piece]:
+    return [Piece(number, work_of_products(shape), 4 * prod(shape)) for number, shape in enumerate(shapes)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99), st.sampled_from("ab")), max_size=20),
+    st.integers(1, 5),
+    st.integers(0, 200),
+)
+def test_each_piece_has_one_owner_and_travels_once(
+    sizes: list[tuple[int, int, str]], ranks: int, bucket_bytes: int
+) -> None:
+    pieces = [Piece(number, work, nbytes, kind) for number, (work, nbytes, kind) in enumerate(sizes)]
+    buckets = assign(pieces, ranks, bucket_bytes)
+    assert sorted(number for bucket in buckets for number in bucket.numbers) == list(range(len(pieces)))
+    assert all(0 <= owner < ranks for bucket in buckets for owner in bucket.owners)
+    for bucket in buckets:
+        assert len({pieces[number].kind for number in bucket.numbers}) == 1
+        nbytes = [pieces[number].nbytes for number in bucket.numbers]
+        assert sum(nbytes) <= max(bucket_bytes, ranks * nbytes[0])
+    assert buckets == assign(list(reversed(pieces)), ranks, bucket_bytes), "by number, not by the order given"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_no_sender_of_a_gpts_bucket_carries_twice_its_share(ranks: int) -> None:
+    pieces = pieces_of(GPT)
+    totals = [0] * ranks
+    for bucket in assign(pieces, ranks, 16 << 20):
+        sent = [0] * ranks
+        for number, owner in zip(bucket.numbers, bucket.owners, strict=True):
+            sent[owner] += pieces[number].nbytes
+            totals[owner] += pieces[number].work
+        largest = max(pieces[number].nbytes for number in bucket.numbers)
+        assert max(sent) <= max(2 * sum(sent) / ranks, largest), sent
+    assert max(totals) < 1.15 * sum(totals) / ranks, totals
+
+
+def test_the_largest_goes_first_and_later_parameters_go_to_idle_ranks() -> None:
+    works = (9, 8, 7, 3, 3, 1)
+    pieces = [Piece(number, work, 5) for number, work in enumerate(works)]
+    first, second = assign(pieces, 2, 15)
+    assert (first.numbers, first.owners) == ((0, 1, 2), (0, 1, 1))
+    assert (second.numbers, second.owners) == ((3, 4, 5), (0, 1, 0)), "rank 0 has 9, rank 1 has 15"
+    (more,) = assign([Piece(6, 1, 5)], 2, 15, before=(14, 18))
+    assert more.owners == (0,)
+
+
+def test_work_is_of_products_or_of_elements() -> None:
+    assert work_of_products((4, 6)) == 4 * 6 * 4
+    assert work_of_products((8, 2, 3, 3)) == 8 * 18 * 8
+    assert work_of_products((5,)) == work_of_elements((5,)) == 5
+    assert work_of_products(()) == 1
+    assert work_of_products((0, 3)) == 0
+    assert work_function("Muon") is work_of_products
+    assert work_function("Adafactor") is work_of_elements

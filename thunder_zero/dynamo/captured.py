@@ -1,0 +1,192 @@
+"""Gives a graph of dynamo the module's parameters back, under their paths.
+
+Dynamo makes them inputs of its graph, and calls it with those of another submodule where it may, as it guards the
+looks of parameters and not which they are::
+
+    def forward(L_self_parameters_weight_, L_x_):              def forward(self, L_x_):
+        y = linear(L_x_, L_self_parameters_weight_)     ->         y = linear(L_x_, self.h.0.weight)
+
+so that Thunder sees a module, whose parameters it traces as it does without dynamo: one for each choice of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator
+from torch.amp.autocast_mode import _enter_autocast
+from torch.nn.functional import multi_head_attention_forward
+from torch.utils.checkpoint import checkpoint
+
+from thunder_zero.dynamo.out_of_place import replacement
+from thunder_zero.runtime.placeholders import Placeholder
+
+ATTENTION = FunctionType(  # another function of the same code: Thunder has one operator for the first, which fails
+    multi_head_attention_forward.__code__,
+    multi_head_attention_forward.__globals__,
+    "attention",
+    multi_head_attention_forward.__defaults__,
+)
+ATTENTION.__module__ = __name__
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+Paths = tuple[str | None, ...]  # of each input: of a parameter, or None
+
+
+def paths_of(inputs: Sequence[Any]) -> Paths:
+    """The paths of those inputs of a graph that are parameters of a sharded model."""
+    return tuple(value.path if isinstance(value, Placeholder) else None for value in inputs)
+
+
+def detached(graph: fx.GraphModule) -> tuple[bool, ...]:
+    """Whether each output is a tensor without a gradient in eager: Thunder connects all outputs to its backward."""
+    (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+    examples = [node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs]
+    return tuple(isinstance(example, Tensor) and not example.requires_grad for example in examples)
+
+
+def written(graph: fx.GraphModule) -> tuple[int, ...]:
+    """The positions of the inputs that the graph writes to, where autograd must know of it: a loop that adds to one
+    tensor in graph after graph, such as the experts of a mixture."""
+    examples = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+    return tuple(
+        position
+        for position, example in enumerate(examples)
+        if isinstance(example, Tensor) and example._version and example.requires_grad
+    )
+
+
+def require_apart(inputs: Sequence[Any], positions: Sequence[int], name: str) -> None:
+    """Refuse inputs that a graph writes to, and that share memory with others, which would keep what was there.
+
+    Args:
+        inputs: of the graph.
+        positions: those that it writes to (:func:`written`).
+        name: of the module's class.
+
+    Raises:
+        RuntimeError: naming no more than the shape, as inputs have no names.
+    """
+    for position in positions:
+        memory = inputs[position].untyped_storage().data_ptr()
+        for other, value in enumerate(inputs):
+            is_other = other != position and isinstance(value, Tensor) and not isinstance(value, Placeholder)
+            if is_other and value.untyped_storage().data_ptr() == memory:
+                raise RuntimeError(
+                    f"forward of {name} writes in place to a tensor of shape {tuple(inputs[position].shape)} that "
+                    f"shares its memory with another input of a graph, of shape {tuple(value.shape)}, which would not "
+                    f"see it; write to a clone()"
+                )
+
+
+def with_parameters(graph: fx.GraphModule, inputs: Sequence[Any], name: str) -> nn.Module:
+    """A graph whose parameters are its own, by their paths; its inputs are the others, in the same order.
+
+    What it would write to some of them (:func:`written`) are further outputs: Thunder would write without autograd.
+
+    Args:
+        graph: of dynamo.
+        inputs: what it is called with.
+        name: of the module's class, for errors.
+
+    Raises:
+        RuntimeError: it has a higher-order operator, such as a ``torch.autograd.Function``, of which Thunder 0.2.6 does
+            not know what this torch passes.
+    """
+    root, new = nn.Module(), fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(placeholders, inputs, strict=True):
+        if isinstance(value, Placeholder):
+            _put(root, value.path, value)
+            env[node] = new.get_attr(value.path)
+        else:
+            env[node] = new.node_copy(node)
+    copies = [placeholders[position] for position in written(graph)]
+    for node in copies:
+        env[node] = new.call_method("clone", (env[node],))
+    outputs = _copy(graph, root, new, env)
+    new.output((*outputs, *(env[copy] for copy in copies)))
+    return _module(root, new, name)
+
+
+def _body(graph: fx.GraphModule) -> nn.Module:
+    """The body of a checkpoint, rewritten as the graph around it is."""
+    root, new = nn.Module(), fx.Graph()
+    env = {node: new.node_copy(node) for node in graph.graph.nodes if node.op == "placeholder"}
+    new.output(_copy(graph, root, new, env))
+    return _module(root, new, "Body")
+
+
+def _module(root: nn.Module, graph: fx.Graph, name: str) -> nn.Module:
+    """Not a GraphModule: Thunder would trace what that does around a forward that fails, and not come to an end."""
+    forward = type(fx.GraphModule(root, graph)).forward
+    root.__class__ = type(name, (nn.Module,), {"forward": forward})
+    return root
+
+
+def _copy(graph: fx.GraphModule, root: nn.Module, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> Any:
+    """Copy what lies between inputs and outputs; return the outputs."""
+    has_gradients = True
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op == "get_attr":
+            found = _attribute(graph, node.target)
+            _put(root, node.target, _body(found) if isinstance(found, fx.GraphModule) else found)
+        if node.target is CHECKPOINT:
+            env[node] = new.call_function(checkpoint, fx.map_arg(node.args, env.__getitem__), {"use_reentrant": False})
+            continue
+        if isinstance(node.target, HigherOrderOperator):
+            raise RuntimeError(
+                f"forward calls {node.target.name()}, as dynamo has it, which Thunder cannot trace; for a "
+                f"torch.autograd.Function use thunder.jit with ZeroTransform, or write its formula with operators"
+            )
+        if node.target is _enter_autocast and node.args[2] is False and torch.is_autocast_enabled(node.args[0]):
+            raise RuntimeError(
+                "forward turns autocast off inside of an autocast around the model, and Thunder would not follow; "
+                "leave out the one around the model, and give compile mixed_precision=thunder_zero.MixedPrecision()"
+            )
+        env[node] = new.node_copy(node, env.__getitem__)
+        if node.target is multi_head_attention_forward:
+            env[node].target = ATTENTION
+        elif node.target is torch._C._set_grad_enabled:
+            has_gradients = node.args[0]
+        elif has_gradients and (other := replacement(node)) is not None:
+            env[node].target = other
+            env[node.args[0]] = env[node]
+    (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
+    return fx.map_arg(outputs, env.__getitem__)
+
+
+def shapes_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, torch.Size]:
+    """The shapes of the inputs that are no parameters, by the Python expressions that dynamo has for them."""
+    nodes = (node for node in graph.graph.nodes if node.op == "placeholder")
+    return {
+        str(node.meta["grapharg"].source.name): value.shape
+        for node, value in zip(nodes, inputs, strict=True)
+        if isinstance(value, Tensor) and not isinstance(value, Placeholder)
+    }
+
+
+def _attribute(root: nn.Module, target: str) -> Any:
+    found: Any = root
+    for name in target.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _put(root: nn.Module, path: str, value: Any) -> None:
+    """Put a tensor or a module at a path of a tree of modules."""
+    *parents, last = path.split(".")
+    for name in parents:
+        if name not in root._modules:
+            root.add_module(name, nn.Module())
+        root = root.get_submodule(name)
+    put: Callable[[str, Any], None] = root.add_module
+    if isinstance(value, Tensor):
+        put = root.register_parameter if isinstance(value, nn.Parameter) else root.register_buffer
+    put(last, value)

@@ -1,0 +1,153 @@
+"""ProgramTransform: Thunder's hooks for traces: synchronise, schedule, prove."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from thunder_zero.compiled import Compiled
+from thunder_zero.plan import Plan
+from thunder_zero.refusals import Part, require_traceable
+from thunder_zero.runtime.placeholders import is_traced
+from thunder_zero.schedule import verify
+from thunder_zero.schedule.fault import ScheduleError
+from thunder_zero.schedule.timeline import Kind, Timeline
+from thunder_zero.trace import named_members, refused_calls
+from thunder_zero.trace.broadcast_scalars import broadcast_scalars
+from thunder_zero.trace.enter import with_enter
+from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
+from thunder_zero.trace.insert import insert_synchronize, module_inputs, shard_checks
+from thunder_zero.trace.lift import lift_halves
+from thunder_zero.trace.operators.choose import operators
+from thunder_zero.trace.random_lines import draw_once
+from thunder_zero.trace.symbols import Runtime, ZeroExecutor
+from thunder_zero.trace.wrong_gradients import require_gradients, require_unwritten
+
+from thunder import compile_data
+from thunder.core.module import ThunderModule
+from thunder.core.trace import TraceCtx, TraceTag
+from thunder.core.transform_common import Transform
+from thunder.extend import FusionExecutor
+
+
+class ProgramTransform(Transform):
+    """Thunder's hooks for one program: synchronise before autodiff, schedule, prove what will run."""
+
+    parts: tuple[Part, ...] = ()  # refused when a program is compiled
+
+    def __init__(self) -> None:
+        self._compiled: Compiled | None = None
+        self._forward: TraceCtx | None = None
+        self._plain: torch.nn.Module  # install sets it
+
+    @property
+    def compiled(self) -> Compiled:
+        """The model's symbols and programs.
+
+        Raises:
+            TypeError: Thunder has not called ``transform_module``: it was given a function.
+        """
+        if self._compiled is None:
+            raise TypeError(
+                "ZeroTransform shards a module, and thunder.jit was given a function; jit the module alone, and call "
+                "the jitted module from a function that is not jitted"
+            )
+        return self._compiled
+
+    def install(self, model: ThunderModule, plan: Plan, runtime: Runtime, graph: str = "") -> None:
+        """Put our executors around the others: symbols and schedule first, the repair of fused regions last.
+
+        Args:
+            model: the jitted module, or graph of a module.
+            plan: of each parameter.
+            runtime: what the symbols call.
+            graph: the name of the graph, if the program is not all of the module.
+        """
+        named_members.in_order()
+        refused_calls.refuse(is_traced)
+        self._plain = model._model
+        executor = ZeroExecutor(plan, runtime, graph)
+        self._compiled = Compiled(executor)
+        data = compile_data(model)
+        front = operators(data.executors_list)
+        others = [other for other in data.executors_list if other not in front]  # tz.Recipe has some, too
+        schedule = ScheduleJointTrace(executor)
+        repair = RepairFusion(executor, schedule, tuple(one for one in others if isinstance(one, FusionExecutor)))
+        data.executors_list = (executor, schedule, *front, *others, repair)
+
+    def transform_traces_pre_prologue(
+        self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        """Synchronise at first use, and draw random numbers once; runs before autodiff."""
+        executor = self.compiled.executor
+        require_traceable(self._plain, self.parts)
+        if torch.is_grad_enabled() and any(param.requires_grad for param in executor.plan.params):
+            require_gradients(computation, type(self._plain).__name__)
+        computation = draw_once(computation)
+        computation = insert_synchronize(computation, module_inputs(prologue, computation), executor)
+        computation = broadcast_scalars(computation)
+        shard_checks(prologue, executor)
+        return prologue, computation, epilogue
+
+    def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+        """Prove the traces that will run, and that all ranks will run the same; let each half say what it is."""
+        executor = self.compiled.executor
+        if TraceTag.BACKWARD in trace.tags:
+            self._prove(self._forward, trace)
+            return with_enter(trace, executor.named("backward"), executor)
+        if TraceTag.AUGMENTED_FORWARD in trace.tags:
+            require_unwritten(trace, type(self._plain).__name__)
+        self._forward = trace
+        half = "forward"
+        if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
+            self._prove(trace, None)
+            half = "forward without backward"
+        named = with_enter(trace, executor.named(half), executor)
+        self.compiled.programs[named] = executor.program
+        return named
+
+    def _prove(self, forward: TraceCtx, backward: TraceCtx | None) -> None:
+        executor = self.compiled.executor
+        halves = {"forward without backward": False} if backward is None else {"forward": False, "backward": True}
+        programs = {executor.named(name): half for name, half in halves.items()}
+        try:
+            timeline = proved_timeline(forward, backward, executor)
+        except ScheduleError as error:  # tell the other ranks, which would wait for this one
+            for program in programs:
+                executor.runtime.agree_on_schedule(program, [str(error)])
+            raise
+        for program, half in programs.items():
+            executor.runtime.agree_on_schedule(program, collective_lines(timeline, half))
+
+
+def _saves_nothing(forward: TraceCtx) -> bool:
+    """Whether a forward trace saves nothing for backward, so that it must end every collective it starts."""
+    return TraceTag.AUGMENTED_FORWARD not in forward.tags or not any(forward.bound_symbols[-1].args[1])
+
+
+def proved_timeline(forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor) -> Timeline:
+    """The timeline of the traces that will run.
+
+    Raises:
+        ScheduleError: a collective or a free of it is wrong.
+    """
+    timeline = lift_halves(forward, backward, executor)
+    if backward is None:
+        timeline = replace(timeline, plan=executor.plan)  # forward alone frees everything
+    verify.check(timeline, trained=() if backward is None else executor.program.trained)
+    return timeline
+
+
+def schedule_lines(timeline: Timeline, backward: bool) -> list[str]:
+    """What one half does with parameters, in order, such as ``gather h.0.w, h.0.b``."""
+    ops = [op for op in timeline.ops if op.params and op.backward is backward]
+    return [f"{op.kind} {', '.join(op.params)}" for op in ops]
+
+
+def collective_lines(timeline: Timeline, backward: bool) -> list[str]:
+    """The same without frees: ranks compare it. With ``recompute="units"`` the shapes of a rank's inputs decide what it
+    computes again, and so where it frees a bias."""
+    ops = timeline.with_ops(op for op in timeline.ops if op.kind is not Kind.FREE)
+    return schedule_lines(ops, backward)

@@ -1,0 +1,268 @@
+"""Tries on stand-ins whether an optimizer's step on rows is a step of the whole; can only refuse.
+
+Stand-ins take steps with gradients of many kinds and scales: all together and each alone, then each whole and in
+pieces, as ranks have them. A difference proves that the optimizer couples what ranks have apart. No difference proves
+nothing: an optimizer may do other things after more steps, or with other gradients.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from itertools import zip_longest
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thunder_zero.runtime.gradients_to_try import start_of
+from thunder_zero.runtime.stand_ins import (
+    NO_CHANGES,
+    attributes_of,
+    described,
+    is_data,
+    late_counts,
+    options_of,
+    same_optimizer,
+)
+from thunder_zero.runtime.trial import NoCollectives, Piece, Seed, Team, first_difference, unseeded
+
+SIDE, ELEMENTS = 144, 1 << 15  # the most that a stand-in has: rows or columns (some classes differ from 128), elements
+SIDE_TOGETHER = 32  # where stand-ins step together, which hardly depends on their sizes
+KINDS = 16  # of parameters that are tried: by shape and options
+SOON = 4  # steps: what an optimizer would do only after more of them, it does after so many in a second trial
+
+probing: ContextVar[bool] = ContextVar("probing", default=False)  # stand-ins step now
+
+
+class Coupling(Enum):
+    """What an optimizer's step couples, as far as the probe sees."""
+
+    NOTHING = "steps each row alone"
+    ELEMENTS = "couples elements of one parameter"
+    PARAMETERS = "couples parameters"
+    RANDOM = "draws random numbers"
+    UNKNOWN = "cannot be probed"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the probe found.
+
+    Attributes:
+        coupling: what is coupled.
+        evidence: what differed, by how much; or why the optimizer cannot be probed. Empty if nothing is coupled.
+        moving: options of groups that steps change, such as counts.
+    """
+
+    coupling: Coupling
+    evidence: str = ""
+    moving: frozenset[str] = field(default=frozenset(), compare=False)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Subject:
+    """A parameter that the optimizer steps.
+
+    Attributes:
+        group: the number of its group.
+        shape: of the whole parameter.
+        sharded: whether ranks have rows of it.
+        name: in its group, if the group has names.
+        marks: attributes that the user, or a library, has set on it.
+    """
+
+    group: int
+    shape: tuple[int, ...]
+    sharded: bool
+    name: str | None = None
+    marks: Mapping[str, Any] = field(default_factory=dict)
+
+
+_verdicts: weakref.WeakKeyDictionary[type[Optimizer], dict[str, Verdict]] = weakref.WeakKeyDictionary()
+
+
+def probe(optimizer: Optimizer, subjects: Sequence[Subject], device: torch.device) -> Verdict:
+    """Try an optimizer's class with its options, once a process; the same on every rank that has the same options.
+
+    The optimizer, its parameters and the random state stay as they are.
+
+    Args:
+        optimizer: is not stepped itself.
+        subjects: its parameters, in its order.
+        device: where its parameters are.
+    """
+    kinds = _kinds(optimizer, subjects)
+    for name, value in (item for kind in kinds for item in kind.marks.items()):
+        if not is_data(value):
+            kind = type(value).__name__
+            return Verdict(Coupling.UNKNOWN, f"the attribute {name!r} of a parameter is a {kind}, and is not copied")
+    options = [options_of(optimizer, number) for number in sorted({kind.group for kind in kinds})]
+    attributes = {name: value for name, value in attributes_of(optimizer).items() if is_data(value)}
+    twice = len(subjects) > len(kinds)
+    key = f"{described((optimizer.defaults, options, attributes, kinds, twice))} {device}"
+    known = _verdicts.setdefault(type(optimizer), {})
+    if key not in known:
+        known[key] = _Probe(optimizer, kinds, device, twice).verdict()
+    return known[key]
+
+
+def _kinds(optimizer: Optimizer, subjects: Sequence[Subject]) -> list[Subject]:
+    """Parameters of which no two look alike: of those with the same options, marks and number of dimensions the
+    largest, then of each the next one, and so on, up to KINDS."""
+    families: defaultdict[object, dict[object, Subject]] = defaultdict(dict)
+    for subject in sorted(subjects, key=lambda subject: -prod(subject.shape)):
+        options = options_of(optimizer, subject.group).items()
+        switches = [(name, bool(value) if isinstance(value, float) else value) for name, value in options]
+        family = families[described((switches, subject.marks)), len(subject.shape)]
+        if prod(subject.shape):
+            family.setdefault((subject.shape, subject.sharded, _role(subject.name)), subject)
+    in_turn = zip_longest(*(family.values() for family in families.values()))
+    return [subject for turn in in_turn for subject in turn if subject is not None][:KINDS]
+
+
+def _role(name: str | None) -> str:
+    """A name without numbers: layers have the same."""
+    return "".join(char for char in name or "" if not char.isdigit())
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """The trials of one optimizer."""
+
+    optimizer: Optimizer
+    kinds: Sequence[Subject]
+    device: torch.device
+    twice: bool  # the first kind has a second parameter: without it, nothing could couple two of one kind
+    moving: set[str] = field(default_factory=set)
+
+    def verdict(self) -> Verdict:
+        no_collectives: Any = NoCollectives  # torch's constructor has no types
+        with _undisturbed(self.device), no_collectives():
+            try:
+                found = self._with(NO_CHANGES)
+                sooner = late_counts(self.optimizer, SOON)
+            except Exception as error:
+                return Verdict(Coupling.UNKNOWN, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
+            if found is None and sooner:
+                try:
+                    found = self._with(sooner)
+                except Exception:
+                    found = None  # such options do not fit together: the first trial has to do
+                if found is not None:
+                    options = ", ".join(f"{name}={value}" for name, value in sooner.items())
+                    found = replace(found, evidence=f"with {options} {found.evidence}")
+        return replace(found or Verdict(Coupling.NOTHING), moving=frozenset(self.moving))
+
+    def _with(self, changes: Mapping[str, Any]) -> Verdict | None:
+        """The verdict with these changes of options; None if nothing is coupled."""
+        together = [*(_second(kind) for kind in self.kinds[: self.twice]), *self.kinds]
+        small = [replace(kind, shape=capped(kind.shape, SIDE_TOGETHER)) for kind in together]
+        alone = [[Piece(number)] for number in range(len(small))]
+        if found := self._compare(small, alone, changes, Coupling.PARAMETERS):
+            return found
+        for kind in self.kinds:
+            large = replace(kind, shape=capped(kind.shape, SIDE))
+            rows = large.shape[0] if kind.sharded else 1
+            cuts = sorted({1, -(-rows // 2)}) if rows > 1 else ()  # one row and the rest; halves
+            pieces = [[Piece(0, *part)] for cut in cuts for part in ((0, cut), (cut, rows))]
+            if pieces and (found := self._compare([large], pieces, changes, Coupling.ELEMENTS)):
+                return found
+        return None
+
+    def _compare(
+        self,
+        kinds: Sequence[Subject],
+        teams: Sequence[Sequence[Piece]],
+        changes: Mapping[str, Any],
+        coupling: Coupling,
+    ) -> Verdict | None:
+        """This coupling, if stand-ins of these kinds step otherwise where each team has an optimizer of its own."""
+        whole = [Piece(number) for number in range(len(kinds))]
+        if not (found := self._difference(kinds, teams, changes)):
+            return None
+        if not (again := self._difference(kinds, [whole], changes)):
+            return Verdict(coupling, found)
+        if coupling is Coupling.PARAMETERS:  # seeded alike, the first stand-in gets what it gets alone
+            orders = ([kind, *kinds[:at], *kinds[at + 1 :]] for at, kind in enumerate(kinds))
+            differences = (
+                self._difference(order, [[Piece(0)]], changes, partial(_seed, self.device)) for order in orders
+            )
+            if found := next(filter(None, differences), ""):
+                return Verdict(Coupling.UNKNOWN, f"it draws random numbers, and beside other stand-ins {found}")
+        return Verdict(Coupling.RANDOM, again)
+
+    def _difference(
+        self,
+        kinds: Sequence[Subject],
+        teams: Sequence[Sequence[Piece]],
+        changes: Mapping[str, Any],
+        seed: Seed = unseeded,
+    ) -> str:
+        """What stand-ins of these kinds do otherwise where each team has an optimizer of its own; empty if nothing."""
+        starts = [start_of(number, kind.shape, self.device) for number, kind in enumerate(kinds)]
+
+        def make(members: Sequence[tuple[int, Tensor]]) -> Optimizer:
+            seed(-1)
+            for number, tensor in members:
+                vars(tensor).update(kinds[number].marks)
+            of_groups = [(kinds[number].group, kinds[number].name, tensor) for number, tensor in members]
+            return same_optimizer(self.optimizer, of_groups, changes)
+
+        whole = [Piece(number) for number in range(len(kinds))]
+        made = [Team(make, starts, team) for team in (whole, *teams)]
+        found = first_difference(*made, seed=seed)
+        self.moving.update(*(team.moved_options() for team in made))
+        return found
+
+
+def _second(kind: Subject) -> Subject:
+    return kind if kind.name is None else replace(kind, name=f"{kind.name} 2")
+
+
+def capped(shape: Sequence[int], side: int) -> tuple[int, ...]:
+    """A shape with no side above ``side``, and at most ELEMENTS elements."""
+    sides = [min(length, side) for length in shape]
+    while prod(sides) > ELEMENTS:
+        at = sides.index(max(sides))
+        sides[at] = -(-sides[at] // 2)
+    return tuple(sides)
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Inside the block random numbers are the same each time; afterwards they go on as before. No warnings."""
+    numpy = sys.modules.get("numpy")
+    state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    token = probing.set(True)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _seed(device, 0)
+            yield
+    finally:
+        probing.reset(token)
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def _seed(device: torch.device, step: int) -> None:
+    """Seed all generators by the number of a step, from -1."""
+    random.seed(step + 1)
+    torch.default_generator.manual_seed(step + 1)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(step + 1)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(step + 1)

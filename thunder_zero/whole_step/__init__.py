@@ -1,0 +1,6 @@
+"""Optimizers that step whole parameters: each has one owner among the ranks that share it.
+
+``owners`` decides on integers who steps what, and in which buckets; ``exchange`` brings a bucket's rows to their owners
+and back; ``stepper`` steps an ordinary optimizer on an owner's whole parameters; ``optimizer`` is the
+``torch.optim.Optimizer`` over the shards.
+"""

@@ -1,0 +1,328 @@
+"""``tz.whole``: an ordinary optimizer on whole parameters, over the shards of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thunder_zero.comm.places import Place, doing
+from thunder_zero.runtime.couplings import look_of
+from thunder_zero.runtime.optimizers import StepsWhole, names_of, parameters_of
+from thunder_zero.runtime.state import State
+from thunder_zero.whole_step.agreement import all_ranks, begin, raise_on_all
+from thunder_zero.whole_step.exchange import FromOwners, Member, ToOwners
+from thunder_zero.whole_step.members import listed, members_of, model_of, ordinary
+from thunder_zero.whole_step.owners import work_function
+from thunder_zero.whole_step.sentences import changed_by_hand, no_attribute, not_copied, shares
+from thunder_zero.whole_step.stepper import Make, Owned, Stepper, hyper_parameters, parameters_in
+
+
+def whole(optimizer: Make, params: Iterable[Any], /, **options: Any) -> Whole:
+    """Step whole parameters with an optimizer that is not elementwise, such as Muon, Shampoo or Adafactor.
+
+    Each parameter has one owner among the ranks that share it. In ``step`` the rows of the parameter and of its
+    gradient go to the owner, which steps the ordinary optimizer on the whole and sends the updated rows back; the
+    result is that of one process. Shards, their gradients, the schedule and the model's checkpoints stay as they are.
+
+    >>> optimizer = tz.whole(torch.optim.Muon, [param for param in model.parameters() if param.ndim == 2], lr=1e-3)
+
+    A step is a collective: all ranks must call it. With u = (W - 1) / W of the parameters' bytes, a rank sends on
+    average 3 u / W bytes a step in stages 2 and 3 (gradient and parameter to the owner, the parameter back), 2 u / W in
+    stage 1, where the owner has the parameter, and u where parameters are replicated. Each state is on the owner alone.
+    Two buckets of whole parameters and gradients, and a third one's parameters, are in memory at most, spread over the
+    ranks.
+
+    Args:
+        optimizer: an optimizer's class, or a function that makes one of parameter groups and options.
+        params: parameters of one sharded model, named ones, or groups of them, as for any optimizer of torch.
+        options: of the optimizer.
+
+    Returns:
+        A ``torch.optim.Optimizer`` over the shards: schedulers, ``add_param_group``, ``zero_grad``, gradient scalers
+        and ``tz.clip_grad_norm_`` work as usual. Its ``state`` has the states of this rank's own parameters, and its
+        ``repr`` the owners.
+
+    Raises:
+        TypeError: ``optimizer`` makes no ``torch.optim.Optimizer``.
+        ValueError: a parameter of no sharded model, or of another one; an optimizer that needs a closure.
+        RuntimeError: unless the transform has ``trust_optimizer=True``: the optimizer couples parameters, cannot be
+            probed, or draws random numbers where the model has several copies.
+        Exception: raised by the optimizer, such as for a parameter that is no matrix.
+    """
+    return Whole(optimizer, params, options)
+
+
+def exact(loaded: Any, saved: Any) -> Any:
+    """What torch has loaded, in the dtypes that were saved: it casts tensors to the parameter's."""
+    if isinstance(loaded, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict):
+        return {key: exact(value, saved[key]) for key, value in loaded.items()}
+    if isinstance(loaded, list | tuple):
+        return type(loaded)(exact(value, of) for value, of in zip(loaded, saved, strict=True))
+    return loaded
+
+
+def copied(value: Any) -> Any:
+    """A copy of what a step may change in place: tensors and collections."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: copied(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return list(map(copied, value))
+    return value
+
+
+def take_options(groups: Sequence[dict[str, Any]], changed: Sequence[Mapping[str, Any]]) -> None:
+    """Give groups what a step has made of their options."""
+    for group, options in zip(groups, changed, strict=True):
+        for key, value in options.items():
+            if isinstance(own := group.get(key), Tensor) and isinstance(value, Tensor):
+                own.copy_(value)  # a user or a scheduler may have it
+            else:
+                group[key] = value
+
+
+def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """A hook of :class:`Whole` before it loads a state dict.
+
+    Raises:
+        ValueError: it has a state of a parameter that another rank owns.
+    """
+    assert isinstance(optimizer, Whole)
+    rank, shards = optimizer.model.plan.rank, parameters_of(optimizer)
+    for number, values in state_dict["state"].items():
+        if not isinstance(number, int):
+            raise ValueError(
+                f"the state dict has a state {number!r} that is of no parameter, which tz.whole cannot load: each rank "
+                f"steps some of the parameters, and keeps its own; use an optimizer whose states are of parameters"
+            )
+        if values and number < len(shards) and (owner := optimizer.owner_of(shards[number])) != rank:
+            raise ValueError(
+                f"the state dict has a state of parameter {number}, which rank {owner} owns, and this is rank {rank}: "
+                f"another rank saved it, or the owners were others; save with tz.save and load with tz.load, which "
+                f"find the owners"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Travelling:
+    """The parameters of a bucket, and what steps those of them that this rank owns."""
+
+    members: tuple[Member, ...]
+    stepper: Stepper
+
+    def to_owners(
+        self, state: State, paths: Collection[str], at_hand: Collection[str], made: Collection[Travelling]
+    ) -> ToOwners:
+        """Send the parameters of these paths; all of them while owners make their optimizers (those of ``made`` have
+        them), which may keep the values."""
+        members = self.members if self not in made else self.with_paths(paths)
+        return ToOwners(state, members, paths, at_hand)
+
+    def with_paths(self, paths: Collection[str]) -> list[Member]:
+        """The parameters of these paths."""
+        return [member for member in self.members if member.param.path in paths]
+
+
+class Whole(StepsWhole):
+    """See :func:`whole`.
+
+    Args:
+        make: makes the ordinary optimizer.
+        params: of one sharded model.
+        options: of ``make``.
+
+    Attributes:
+        kind: the name of the ordinary optimizer's class.
+        model: the sharded model's state.
+        members: the parameters that it trains, in the order in which they travel.
+    """
+
+    def __init__(self, make: Make, params: Iterable[Any], options: Mapping[str, Any]) -> None:
+        self._make, self._options = make, dict(options)
+        self._buckets: list[Travelling] = []
+        self._steps = 0
+        self._is_compared = self._is_provisional = False
+        self._made: frozenset[Travelling] = frozenset()  # buckets whose optimizers all owners have made
+        self.members: list[Member] = []
+        self._owners: dict[int, int] = {}  # by the shard's id
+        groups = listed(params)
+        self.model: State = model_of([shard for group in groups for shard in group["params"]])
+        like, self._moving = ordinary(make, groups, self._options, self.model)
+        self._like, self.kind = type(like), type(like).__name__
+        self._work_of = work_function(self.kind)
+        given = zip(groups, like.param_groups, strict=True)
+        super().__init__([{**hyper_parameters(of), **parameters_in(group)} for group, of in given], like.defaults)
+        self._give_owners(self.param_groups)
+        self.register_load_state_dict_pre_hook(require_own_states)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters get owners, those of others stay.
+
+        Raises:
+            ValueError, Exception: as :func:`whole`.
+        """
+        if not self._buckets:  # torch's constructor calls this
+            super().add_param_group(param_group)
+            return
+        groups = listed([param_group])
+        model_of(groups[0]["params"], self.model)
+        (of,) = ordinary(self._make, groups, self._options, self.model)[0].param_groups
+        super().add_param_group({**hyper_parameters(of), **parameters_in(groups[0])})
+        self._give_owners(self.param_groups[-1:])
+
+    def _give_owners(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Give owners to the parameters of the last groups."""
+        plan, offset = self.model.plan, len(self.param_groups) - len(groups)
+        loads = [0] * plan.world_size
+        for member in self.members:
+            loads[member.owner] += self._work_of(member.param.shape)
+        for bucket in members_of(groups, self.model, self._work_of, loads):
+            self.members += bucket
+            self._owners |= {id(member.shard): member.owner for member in bucket}
+            mine = {id(member.shard): member.param for member in bucket if member.owner == plan.rank}
+            owned = [
+                Owned(mine[id(shard)], shard, offset + number, name)
+                for number, group in enumerate(groups)
+                for shard, name in zip(group["params"], names_of(group), strict=True)
+                if id(shard) in mine
+            ]
+            stepper = Stepper(self._make, self._options, owned, named="param_names" in groups[0])
+            self._buckets.append(Travelling(tuple(bucket), stepper))
+        self._is_compared = False
+        self._listed = tuple(map(id, parameters_of(self)))
+        self._look = look_of(self, self._moving) if offset == 0 else ()
+
+    def owner_of(self, shard: Tensor) -> int | None:
+        """The rank of the copy of the model that steps a parameter; None if nobody does: it is frozen."""
+        return self._owners.get(id(shard))
+
+    @torch.no_grad()
+    def make_states(self) -> None:
+        """See :meth:`thunder_zero.runtime.optimizers.StepsWhole.make_states`."""
+        has_gradient = any(member.shard.grad is not None for member in self.members)
+        if not all_ranks(not (self._steps or self.state or has_gradient), self.model):
+            return
+        still = [{**hyper_parameters(group), **({"lr": 0.0} if "lr" in group else {})} for group in self.param_groups]
+        self._is_provisional = True
+        failure: Exception | None = None
+        for bucket in self._buckets:
+            values = ToOwners(self.model, bucket.members, (), ()).wait()
+            zeros = {path: replace(of, grad=torch.zeros_like(of.param)) for path, of in values.items()}
+            try:
+                bucket.stepper.step(zeros, copied(still), self.state)
+            except Exception as error:  # the other ranks wait for the next bucket
+                failure = error
+            bucket.stepper.forget()
+        if failure is not None:
+            raise failure
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step all parameters that have a gradient; a collective.
+
+        Raises:
+            RuntimeError: a closure is given; ranks differ; a parameter has a gradient on some ranks only; the ordinary
+                optimizer raised on another rank.
+            Exception: the ordinary optimizer raised it here.
+        """
+        if closure is not None:
+            raise RuntimeError(
+                f"tz.whole({self.kind}).step was given a closure, and evaluates no loss; call backward, then step()"
+            )
+        if self._listed != tuple(map(id, parameters_of(self))):
+            raise RuntimeError(changed_by_hand(self.kind))
+        self._steps += 1
+        what = f"step number {self._steps} of tz.whole({self.kind}) of {self.model.name}"
+        with doing(what):
+            if self._is_provisional:
+                self.state.clear()
+                self._is_provisional = False
+            paths, at_hand = begin(self.kind, self.members, self.param_groups, self.model, known=self._is_compared)
+            self._is_compared = True
+            self._probe_again()
+            self.model.transport.enter(Place(what, repr((sorted(paths), sorted(at_hand)))))
+            raise_on_all(self._step(paths, at_hand), self.kind, self.model)
+            self._made = frozenset(self._buckets)
+
+    def _probe_again(self) -> None:
+        """After a change of options or groups: on all ranks alike, since they have compared those.
+
+        Raises:
+            RuntimeError: the optimizer couples parameters now.
+        """
+        if self._look != look_of(self, self._moving):
+            self._moving |= ordinary(self._make, self.param_groups, self._options, self.model)[1]
+            self._look = look_of(self, self._moving)
+
+    def _step(self, paths: frozenset[str], at_hand: frozenset[str]) -> Exception | None:
+        """Step these parameters, bucket by bucket: the next one travels to its owners, and the last one back, while
+        this rank steps its own. After an error the rest travels as it is, since the other ranks wait for it.
+
+        Returns:
+            What the ordinary optimizer raised.
+        """
+        failure: Exception | None = None
+        groups = after = [hyper_parameters(group) for group in self.param_groups]
+        buckets, to = self._buckets, (self.model, paths, at_hand, self._made)
+        arriving, leaving = buckets[0].to_owners(*to), None
+        for at, bucket in enumerate(buckets):
+            values = arriving.wait()
+            if at + 1 < len(buckets):
+                arriving = buckets[at + 1].to_owners(*to)
+            updated = {path: value.param for path, value in values.items()}
+            if failure is None:
+                try:
+                    updated, found = bucket.stepper.step(values, copied(groups), self.state)
+                    after = found if at == 0 else after
+                except Exception as error:
+                    failure = error
+            del values
+            back = FromOwners(self.model, bucket.with_paths(paths), updated)
+            if leaving is not None:
+                leaving.wait()
+            leaving = back
+        assert leaving is not None, "an optimizer has parameters"
+        leaving.wait()
+        take_options(self.param_groups, after)
+        return failure
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Called for copies and pickles.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(not_copied(self.kind))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned on this rank, in the dtypes that were saved.
+
+        Raises:
+            ValueError: it has a state of a parameter that another rank owns, or other groups.
+        """
+        super().load_state_dict(state_dict)
+        self._is_provisional = False
+        for number, shard in enumerate(parameters_of(self)):
+            if shard in self.state:
+                self.state[shard] = exact(self.state[shard], state_dict["state"][number])
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what a ``torch.optim.Optimizer`` does not have.
+
+        Raises:
+            AttributeError: always; naming the class whose attribute it may be.
+        """
+        raise AttributeError(no_attribute(name, vars(self).get("_like", Optimizer)))
+
+    def __repr__(self) -> str:
+        """The groups, then what each rank owns."""
+        title = f"{self.kind} of whole parameters of {self.model.name}"
+        return "\n".join([super().__repr__(), title, *shares(self.members, self._work_of, self.model.plan.world_size)])

@@ -1,0 +1,139 @@
+"""Steps an ordinary optimizer on the whole parameters of one bucket that this rank owns.
+
+Between steps its parameters have their shapes and no memory; its states are those of the optimizer over the shards, by
+reference, and its hyper-parameters are copied from there before each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thunder_zero.marks import marked, parameter_like
+from thunder_zero.plan import Param
+from thunder_zero.whole_step.exchange import Values
+
+Make = Callable[..., Optimizer]  # as torch's classes: called with parameters or groups, and options
+Groups = Sequence[Mapping[str, Any]]
+PARAMETERS = ("params", "param_names")
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """A parameter that this rank owns.
+
+    Attributes:
+        param: its entry in the plan.
+        shard: the key of its states.
+        group: the number of its group.
+        name: its name in the group, if the group has names.
+    """
+
+    param: Param
+    shard: Tensor
+    group: int
+    name: str | None = None
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key not in PARAMETERS}
+
+
+def parameters_in(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's parameters, as an optimizer's constructor takes them: with their names, if they have any."""
+    params = group["params"]
+    return {"params": list(zip(group["param_names"], params, strict=True)) if "param_names" in group else list(params)}
+
+
+def blank(param: Param, shard: Tensor) -> nn.Parameter:
+    """A parameter like its shard, of the full shape, that takes the memory of one element."""
+    return parameter_like(shard, torch.zeros((), dtype=param.dtype, device=shard.device).expand(param.shape))
+
+
+class Stepper:
+    """The ordinary optimizer of one bucket on one rank; it is made in the first step, when there are values.
+
+    Args:
+        make: makes it.
+        options: of ``make``.
+        owned: the bucket's parameters that this rank owns.
+        named: groups have the names of their parameters.
+    """
+
+    def __init__(self, make: Make, options: Mapping[str, Any], owned: Sequence[Owned], *, named: bool) -> None:
+        self._make, self._options, self._owned, self._named = make, options, owned, named
+        self._params = [blank(of.param, of.shard) for of in owned]
+        self._optimizer: Optimizer | None = None
+
+    def step(
+        self, values: Mapping[str, Values], groups: Groups, states: MutableMapping[Any, Any]
+    ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        """Step the parameters that have values.
+
+        Args:
+            values: by path; the optimizer may write to them.
+            groups: the hyper-parameters of all groups, without parameters and their names.
+            states: by shard, or by whatever else the optimizer keeps; updated.
+
+        Returns:
+            The updated parameters by path, and the groups' hyper-parameters after the step.
+        """
+        for of, param in zip(self._owned, self._params, strict=True):
+            if (found := values.get(of.param.path)) is not None:
+                param.data, param.grad = found.param, found.grad
+            marked(param, of.shard)
+        try:
+            optimizer = self._with_groups(groups, states)
+            self._give_states(optimizer, states)
+            optimizer.step()
+            self._take_states(optimizer, states)
+            pairs = zip(self._owned, self._params, strict=True)
+            updated = {of.param.path: param.data for of, param in pairs if of.param.path in values}
+            return updated, [hyper_parameters(group) for group in optimizer.param_groups]
+        finally:
+            for of, param in zip(self._owned, self._params, strict=True):
+                param.grad = None
+                param.data = blank(of.param, of.shard).data
+
+    def forget(self) -> None:
+        """Make the optimizer anew in the next step."""
+        self._optimizer = None
+
+    def _with_groups(self, groups: Groups, states: MutableMapping[Any, Any]) -> Optimizer:
+        """The optimizer with these hyper-parameters."""
+        if self._optimizer is None:
+            given = [{**self._members(number), **group} for number, group in enumerate(groups)]
+            self._optimizer = self._make(given, **self._options)
+            for of, param in zip(self._owned, self._params, strict=True):
+                if param in self._optimizer.state:  # made with the parameter, and perhaps loaded since
+                    states.setdefault(of.shard, self._optimizer.state[param])
+        for group in groups[len(self._optimizer.param_groups) :]:
+            self._optimizer.add_param_group({**self._members(len(self._optimizer.param_groups)), **group})
+        for own, group in zip(self._optimizer.param_groups, groups, strict=True):
+            own.update(group)
+        return self._optimizer
+
+    def _members(self, number: int) -> dict[str, Any]:
+        """The parameters of a group, with their names if groups have names."""
+        pairs = zip(self._owned, self._params, strict=True)
+        members = [(of.name, param) for of, param in pairs if of.group == number]
+        names = {"param_names": [name for name, _ in members]} if self._named else {}
+        return {"params": [param for _, param in members], **names}
+
+    def _give_states(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
+        for of, param in zip(self._owned, self._params, strict=True):
+            if of.shard in states:
+                optimizer.state[param] = states[of.shard]
+            else:
+                optimizer.state.pop(param, None)
+
+    def _take_states(self, optimizer: Optimizer, states: MutableMapping[Any, Any]) -> None:
+        shards: dict[Any, Tensor] = {param: of.shard for of, param in zip(self._owned, self._params, strict=True)}
+        for key, state in optimizer.state.items():
+            states[shards.get(key, key)] = state
