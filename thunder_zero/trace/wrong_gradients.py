@@ -120,9 +120,9 @@ def _require_writable(line: BoundSymbol, leaves: set[str], loses: bool, module: 
         )
     if leaves:
         raise RuntimeError(
-            f"forward of {module} writes in place to an input that requires a gradient, a view of one or of a "
-            f"parameter, or what Thunder takes for a view, such as weight.transpose(0, 1).contiguous(), and the "
-            f"gradient would be lost; write to a clone, weight.transpose(0, 1).clone(){_where(line)}"
+            f"forward of {module} writes in place to an input that requires a gradient, to a view of one or of a "
+            f"parameter, or to what Thunder takes for one, as weight.transpose(0, 1).contiguous(), and loses the "
+            f"gradient; write to a clone, weight.transpose(0, 1).clone(){_where(line)}"
         )
 
 
