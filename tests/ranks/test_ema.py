@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,7 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "decay": raised(lambda: tz.EMA(model, 1.0)),
         "every": raised(lambda: tz.EMA(model, 0.9, every=0)),
         "frozen model": raised(lambda: tz.EMA(sharded(fresh(nn.Linear, 2, 3).requires_grad_(False), 1))),
+        "copied": raised(lambda: deepcopy(ema)),
         "none yet": raised(lambda: enter(tz.EMA(model, 0.9, every=3))),
         "in full_parameters": raised(lambda: inside(tz.full_parameters(model), ema)),
     }
@@ -293,6 +295,7 @@ WORDS = {
     "decay": "ValueError: decay is 1.0; give a number, 0 or more and less than 1",
     "every": "ValueError: every is 0; give a number of updates, 1 or more",
     "frozen model": "requires gradients; make an EMA of a model that trains",
+    "copied": "an EMA of model 0 (Two) cannot be copied or pickled, as it belongs to a model, and has this rank's rows",
     "none yet": "has no average yet, after 0 updates with every=3; call update() after the optimizer's steps first",
     "in full_parameters": "is inside full_parameters",
     "nested": f"cannot enter EMA.applied: the parameters of model 0 (Two) {AVERAGES}",

@@ -143,20 +143,23 @@ def test_an_optimizer_that_couples_what_ranks_have_apart_is_refused(ranks_pool: 
 
 
 class Clipping(optim.SGD):
-    """Clips by the norm of a parameter if its options say so; counts its steps in its group."""
+    """Clips by the norm of a parameter if an option or an attribute says so; counts its steps in its group and in an
+    attribute."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
         for group in self.param_groups:
             for name, value in (("clip", 0.0), ("rank", 0), ("count", 0)):
                 group.setdefault(name, value)
+        self.steps, self.norms = 0, 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
         for group in self.param_groups:
             group["count"] += 1
             for param in group["params"]:
-                if group["clip"] or group["rank"]:
+                if group["clip"] or group["rank"] or self.norms:
                     param.grad.mul_(0.1 / param.grad.norm())
         super().step()
 
@@ -172,14 +175,17 @@ def options_change(rank: int, world_size: int) -> tuple[dict[str, str], int]:
         tries += 1
         return of_class(self)
 
-    for name, value in (("clip", 0.5), ("rank", 4)):
+    for name, value in (("clip", 0.5), ("rank", 4), ("norms", 1)):
         model = thunder.jit(fresh(nn.Linear, 4, 6), transforms=[tz.ZeroTransform(stage=3)])
         optimizer = Clipping(list(model.parameters()))
         with mock.patch.object(probe_room._Probe, "verdict", count):
             for step in range(4):
                 optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
                 stepped(model, optimizer)
-        optimizer.param_groups[0][name] = value
+        if name in optimizer.param_groups[0]:
+            optimizer.param_groups[0][name] = value
+        else:
+            setattr(optimizer, name, value)
         found[name] = raised(partial(stepped, model, optimizer))
     return found, tries
 

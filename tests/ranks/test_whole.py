@@ -509,6 +509,29 @@ class CoupledIfAsked(optim.SGD):
                     param -= group["lr"] / group["count"] * param.grad / norm
 
 
+class CountsItself(optim.SGD):
+    """Counts its steps in an attribute."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            param -= 0.1 / self.count * param.grad
+
+
+class NeedsParameters(optim.SGD):
+    """Fails on groups without parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            torch.stack([param.sum() for param in group["params"]])
+
+
 def misused_later(rank: int, model: Any, params: list[Any], optimizer: Any) -> dict[str, str]:
     """Habits of torch's users, after a step."""
     found, grads = {}, gradients(fresh(Mlp), 0)
@@ -530,6 +553,13 @@ def misused_later(rank: int, model: Any, params: list[Any], optimizer: Any) -> d
     coupling.param_groups[0]["norm"] = 1.0
     give(model, grads)
     found["coupled later"] = raised(coupling.step)
+    counting = tz.whole(CountsItself, params[:2], lr=0.1)
+    found["set"] = raised(lambda: setattr(counting, "count", 100))
+    counting.mine = 1
+    found["group before"] = raised(lambda: counting.add_param_group({"params": params[2:4]}))
+    counting.step()
+    found["group after"] = raised(lambda: counting.add_param_group({"params": params[4:]}))
+    found["no empty group"] = raised(lambda: tz.whole(NeedsParameters, params))
     return found
 
 
@@ -589,6 +619,10 @@ EXPECTED = {
     "a state of nothing": "the state dict has a state 'k' that is of no parameter, which tz.whole cannot load",
     "by hand": "the parameters in the groups of tz.whole(Adafactor) were changed by hand; use add_param_group",
     "coupled later": "CoupledIfAsked couples parameters (beside other stand-ins ",
+    "set": "tz.whole(CountsItself) cannot set 'count', which CountsItself has: each rank steps CountsItself on a part",
+    "group before": "nothing",
+    "group after": "steps of CountsItself change its 'count', which begins anew for parameters that are added after",
+    "no empty group": "NeedsParameters cannot step groups without parameters (RuntimeError: stack expects a non-empty",
     "later lr": "'lr' of group 0 of Adafactor differs between ranks: rank 0 has 0.009999999776482582",
     "later eps": "'eps' of group 0 of Adafactor differs between ranks: rank 0 has (None, 0.001), rank 1 has (None, 0.",
     "later d": "'d' of group 0 of Adafactor differs between ranks: rank 0 has 1.0, rank 1 has 2.0",

@@ -48,7 +48,7 @@ SENTENCES = {
     ),
 }
 
-# optimizers that the probe let pass, how they looked then, and the options that their own steps change
+# optimizers that the probe let pass, how they looked then, and the options and attributes that their own steps change
 _passed: weakref.WeakKeyDictionary[Optimizer, tuple[tuple[object, ...], frozenset[str]]] = weakref.WeakKeyDictionary()
 
 
@@ -95,7 +95,7 @@ def refuse_coupled_parameters(
         copies: of the model, each with an owner of every parameter.
 
     Returns:
-        The options of groups that the optimizer's own steps change.
+        The options of groups, and the attributes, that the optimizer's own steps change.
 
     Raises:
         RuntimeError: what it couples, why it cannot be probed, or that it is random.
@@ -139,15 +139,17 @@ def _needs_probe(state: State, param: Param) -> bool:
 
 
 def look_of(optimizer: Optimizer, moving: Collection[str]) -> tuple[object, ...]:
-    """What a verdict of the probe is good for: these parameters, their attributes, these options and switches. Amounts
-    may change, as schedulers change them, but not from or to zero; the options that steps change (``moving``) may."""
+    """What a verdict of the probe is good for: these parameters, their attributes, these options and attributes of the
+    optimizer. Amounts may change, as schedulers change them, but not from or to zero; what steps change (``moving``)
+    may."""
     groups = [group.items() for group in optimizer.param_groups]
     params = parameters_of(optimizer)
     marks = (item for param in params for item in vars(param).items())
     options = ((name, value) for group in groups for name, value in group if name not in {*OWN, *moving})
     own = {} if isinstance(optimizer, StepsWhole) else attributes_of(optimizer)
-    switches = ((name, value) for name, value in own.items() if isinstance(value, bool | str))
-    return *map(id, params), *((name, _kind_of(value)) for name, value in (*marks, *options, *switches))
+    numbers = {name: value for name, value in own.items() if isinstance(value, bool | int | float | str)}
+    attributes = ((name, value) for name, value in numbers.items() if name not in moving)
+    return *map(id, params), *((name, _kind_of(value)) for name, value in (*marks, *options, *attributes))
 
 
 def _kind_of(value: object) -> object:

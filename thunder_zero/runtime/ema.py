@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +92,17 @@ class EMA:
         """The settings, and how often it averaged."""
         return (
             f"EMA(decay={self.decay}, every={self.every}) of {self.state.name}, {self.counts.averaged} times averaged"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Called for copies and pickles.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"an EMA of {self.state.name} cannot be copied or pickled, as it belongs to a model, and has this rank's "
+            f"rows; save it with tz.save(..., extra={{'ema': ema}})"
         )
 
     @torch.no_grad()

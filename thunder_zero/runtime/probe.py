@@ -63,7 +63,7 @@ class Verdict:
     Attributes:
         coupling: what is coupled.
         evidence: what differed, by how much; or why the optimizer cannot be probed. Empty if nothing is coupled.
-        moving: options of groups that steps change, such as counts.
+        moving: options of groups, and attributes, that steps change, such as counts.
     """
 
     coupling: Coupling
@@ -149,7 +149,7 @@ class _Probe:
 
     def verdict(self) -> Verdict:
         no_collectives: Any = NoCollectives  # torch's constructor has no types
-        with _undisturbed(self.device), no_collectives():
+        with undisturbed(self.device), no_collectives():
             try:
                 found = self._with(NO_CHANGES)
                 sooner = late_counts(self.optimizer, SOON)
@@ -223,7 +223,7 @@ class _Probe:
         whole = [Piece(number) for number in range(len(kinds))]
         made = [Team(make, starts, team) for team in (whole, *teams)]
         found = first_difference(*made, seed=seed)
-        self.moving.update(*(team.moved_options() for team in made))
+        self.moving.update(*(team.moved() for team in made))
         return found
 
 
@@ -241,8 +241,9 @@ def capped(shape: Sequence[int], side: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Inside the block random numbers are the same each time; afterwards they go on as before. No warnings."""
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Inside the block random numbers are the same each time; afterwards they go on as before. No warnings, and no
+    hooks of this package."""
     numpy = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
     token = probing.set(True)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_zero.runtime.gradients_to_try import STEPS, gradient_of
+from thunder_zero.runtime.stand_ins import attributes_of
 
 TOLERANCE = 1e-6  # of a row's step, or of the largest value of a state
 ROUNDING = 64 * torch.finfo(torch.float64).eps  # of a row's largest value
@@ -54,7 +55,7 @@ class Team:
         self.pieces = pieces
         self.params = [nn.Parameter(piece.of(starts).clone()) for piece in pieces]
         self.optimizer = make([(piece.number, param) for piece, param in zip(pieces, self.params, strict=True)])
-        self._options = self._numbers()
+        self._before = self._numbers()
         self._needs_closure = any(
             parameter.default is Parameter.empty and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
             for parameter in signature(self.optimizer.step).parameters.values()
@@ -74,16 +75,16 @@ class Team:
         step(set_gradients) if self._needs_closure else step()
         return [param.detach() - old for param, old in zip(self.params, before, strict=True)]
 
-    def moved_options(self) -> set[str]:
-        """The options of groups that the steps have changed."""
-        pairs = zip(self._options, self._numbers(), strict=True)
+    def moved(self) -> set[str]:
+        """The options of groups, and the attributes, that the steps have changed."""
+        pairs = zip(self._before, self._numbers(), strict=True)
         return {name for old, new in pairs for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
 
     def _numbers(self) -> list[dict[str, object]]:
         kept = (bool, int, float, str, type(None))
         return [
-            {name: value for name, value in group.items() if isinstance(value, kept)}
-            for group in self.optimizer.param_groups
+            {name: value for name, value in values.items() if isinstance(value, kept)}
+            for values in (*self.optimizer.param_groups, attributes_of(self.optimizer))
         ]
 
     def left(self, at: int) -> dict[str, Any]:

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thunder_zero.runtime.couplings import refuse_coupled_parameters
+from thunder_zero.runtime.probe import undisturbed
 from thunder_zero.runtime.registry import owners_of, replaced_path
 from thunder_zero.runtime.state import State
 from thunder_zero.whole_step.exchange import Member
 from thunder_zero.whole_step.owners import Piece, WorkOf, assign
-from thunder_zero.whole_step.stepper import Make, blank
+from thunder_zero.whole_step.sentences import steps_no_empty_group
+from thunder_zero.whole_step.stepper import Make, Stepper, blank, copied, hyper_parameters
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -72,7 +74,7 @@ def ordinary(make: Make, groups: Groups, options: Mapping[str, Any], state: Stat
 
     Raises:
         TypeError: not an optimizer.
-        ValueError: its step needs a closure; it makes other groups.
+        ValueError: its step needs a closure, or fails on groups without parameters; it makes other groups.
         RuntimeError: it couples parameters, or cannot be probed.
         Exception: raised by ``make``.
     """
@@ -97,9 +99,25 @@ def ordinary(make: Make, groups: Groups, options: Mapping[str, Any], state: Stat
             f"tz.whole cannot tell their parameters apart; give tz.whole each of its groups, or each of the optimizers "
             f"that it combines"
         )
+    _require_steps_empty_groups(make, made, options, state)
     if state.plan.ranks == 1 or state.plan.policy.trust_optimizer:
         return made, frozenset()
     return made, refuse_coupled_parameters(made, state.device, state.plan.world_size, state.plan.replicas)
+
+
+def _require_steps_empty_groups(make: Make, like: Optimizer, options: Mapping[str, Any], state: State) -> None:
+    """Of most groups, most ranks own no parameter in most buckets.
+
+    Raises:
+        ValueError: the optimizer fails on groups without parameters.
+    """
+    groups = [copied(hyper_parameters(group)) for group in like.param_groups]
+    stepper = Stepper(make, options, [], named="param_names" in like.param_groups[0])
+    try:
+        with undisturbed(state.device):
+            stepper.step({}, groups, {})
+    except Exception as error:
+        raise ValueError(steps_no_empty_group(type(like).__name__, error)) from error
 
 
 def members_of(groups: Groups, state: State, work_of: WorkOf, loads: Sequence[int]) -> list[list[Member]]:

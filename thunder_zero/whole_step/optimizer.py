@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 from thunder_zero.comm.places import Place, doing
 from thunder_zero.runtime.couplings import look_of
 from thunder_zero.runtime.optimizers import StepsWhole, names_of, parameters_of
+from thunder_zero.runtime.stand_ins import OF_BASE
 from thunder_zero.runtime.state import State
 from thunder_zero.whole_step.agreement import all_ranks, begin, raise_on_all
 from thunder_zero.whole_step.exchange import FromOwners, Member, ToOwners
 from thunder_zero.whole_step.members import listed, members_of, model_of, ordinary
 from thunder_zero.whole_step.owners import work_function
-from thunder_zero.whole_step.sentences import changed_by_hand, no_attribute, not_copied, shares
-from thunder_zero.whole_step.stepper import Make, Owned, Stepper, hyper_parameters, parameters_in
+from thunder_zero.whole_step.sentences import changed_by_hand, later_group, no_attribute, not_copied, not_set, shares
+from thunder_zero.whole_step.stepper import Make, Owned, Stepper, copied, hyper_parameters, parameters_in
 
 
 def whole(optimizer: Make, params: Iterable[Any], /, **options: Any) -> Whole:
@@ -66,17 +67,6 @@ def exact(loaded: Any, saved: Any) -> Any:
     if isinstance(loaded, list | tuple):
         return type(loaded)(exact(value, of) for value, of in zip(loaded, saved, strict=True))
     return loaded
-
-
-def copied(value: Any) -> Any:
-    """A copy of what a step may change in place: tensors and collections."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: copied(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return list(map(copied, value))
-    return value
 
 
 def take_options(groups: Sequence[dict[str, Any]], changed: Sequence[Mapping[str, Any]]) -> None:
@@ -156,11 +146,12 @@ class Whole(StepsWhole):
         groups = listed(params)
         self.model: State = model_of([shard for group in groups for shard in group["params"]])
         like, self._moving = ordinary(make, groups, self._options, self.model)
-        self._like, self.kind = type(like), type(like).__name__
+        self.kind = type(like).__name__
         self._work_of = work_function(self.kind)
         given = zip(groups, like.param_groups, strict=True)
         super().__init__([{**hyper_parameters(of), **parameters_in(group)} for group, of in given], like.defaults)
         self._give_owners(self.param_groups)
+        self._foreign = frozenset(dir(like)).difference(OF_BASE, dir(self))
         self.register_load_state_dict_pre_hook(require_own_states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -168,10 +159,13 @@ class Whole(StepsWhole):
 
         Raises:
             ValueError, Exception: as :func:`whole`.
+            RuntimeError: steps have changed attributes of the ordinary optimizer, such as a count.
         """
         if not self._buckets:  # torch's constructor calls this
             super().add_param_group(param_group)
             return
+        if counts := self._buckets[0].stepper.moved_attributes():
+            raise RuntimeError(later_group(self.kind, counts))
         groups = listed([param_group])
         model_of(groups[0]["params"], self.model)
         (of,) = ordinary(self._make, groups, self._options, self.model)[0].param_groups
@@ -320,7 +314,17 @@ class Whole(StepsWhole):
         Raises:
             AttributeError: always; naming the class whose attribute it may be.
         """
-        raise AttributeError(no_attribute(name, vars(self).get("_like", Optimizer)))
+        raise AttributeError(no_attribute(name, vars(self).get("kind", "..."), vars(self).get("_foreign", ())))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of this object.
+
+        Raises:
+            AttributeError: the ordinary optimizer has it, which would not see it.
+        """
+        if name in vars(self).get("_foreign", ()):
+            raise AttributeError(not_set(name, self.kind))
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         """The groups, then what each rank owns."""

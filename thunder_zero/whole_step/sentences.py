@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch.optim import Optimizer
+from collections.abc import Collection, Sequence
 
 from thunder_zero.whole_step.exchange import Member
 from thunder_zero.whole_step.owners import WorkOf
@@ -23,14 +21,37 @@ def shares(members: Sequence[Member], work_of: WorkOf, ranks: int) -> list[str]:
     return lines
 
 
-def no_attribute(name: str, like: type[Optimizer]) -> str:
-    """There is no attribute of this name; ``like`` is the class of the ordinary optimizer."""
-    if name not in dir(like):
+def no_attribute(name: str, kind: str, foreign: Collection[str]) -> str:
+    """There is no attribute of this name; ``foreign`` are those that the ordinary optimizer has."""
+    if name not in foreign:
         return f"tz.whole has no attribute {name!r}; use those of torch.optim.Optimizer"
     return (
-        f"tz.whole({like.__name__}) has no {name!r}, which {like.__name__} has: it has what torch.optim.Optimizer has, "
-        f"as each rank steps {like.__name__} on a part of the parameters; put {like.__name__} on model.parameters() "
-        f"itself if it steps each row alone"
+        f"tz.whole({kind}) has no {name!r}, which {kind} has: it has what torch.optim.Optimizer has, as each rank "
+        f"steps {kind} on a part of the parameters; put {kind} on model.parameters() itself if it steps each row alone"
+    )
+
+
+def not_set(name: str, kind: str) -> str:
+    """An attribute of the ordinary optimizer is not set from outside."""
+    return (
+        f"tz.whole({kind}) cannot set {name!r}, which {kind} has: each rank steps {kind} on a part of the parameters, "
+        f"and would not see it; give tz.whole a function that makes {kind} and sets it"
+    )
+
+
+def later_group(kind: str, counts: Sequence[str]) -> str:
+    """No group may be added after a step that has changed these attributes."""
+    return (
+        f"steps of {kind} change its {', '.join(map(repr, counts))}, which begins anew for parameters that are added "
+        f"after a step; give tz.whole all groups before the first step, or make another optimizer of the new ones"
+    )
+
+
+def steps_no_empty_group(kind: str, error: Exception) -> str:
+    """It fails on groups without parameters."""
+    return (
+        f"{kind} cannot step groups without parameters ({type(error).__name__}: {' '.join(str(error).split())[:120]}), "
+        f"and a rank has such a group if others own all of its parameters; use a class that skips them"
     )
 
 

@@ -16,11 +16,17 @@ from torch.optim import Optimizer
 
 from thunder_zero.marks import marked, parameter_like
 from thunder_zero.plan import Param
+from thunder_zero.runtime.stand_ins import attributes_of, described, is_data
 from thunder_zero.whole_step.exchange import Values
 
 Make = Callable[..., Optimizer]  # as torch's classes: called with parameters or groups, and options
 Groups = Sequence[Mapping[str, Any]]
 PARAMETERS = ("params", "param_names")
+
+
+def _data_of(optimizer: Optimizer) -> dict[str, str]:
+    """An optimizer's attributes that are data, in words."""
+    return {name: described(value) for name, value in attributes_of(optimizer).items() if is_data(value)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +49,17 @@ class Owned:
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group without its parameters."""
     return {key: value for key, value in group.items() if key not in PARAMETERS}
+
+
+def copied(value: Any) -> Any:
+    """A copy of what a step may change in place: tensors and collections."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: copied(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return list(map(copied, value))
+    return value
 
 
 def parameters_in(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,6 +87,7 @@ class Stepper:
         self._make, self._options, self._owned, self._named = make, options, owned, named
         self._params = [blank(of.param, of.shard) for of in owned]
         self._optimizer: Optimizer | None = None
+        self._attributes: dict[str, str] = {}
 
     def step(
         self, values: Mapping[str, Values], groups: Groups, states: MutableMapping[Any, Any]
@@ -101,6 +119,11 @@ class Stepper:
                 param.grad = None
                 param.data = blank(of.param, of.shard).data
 
+    def moved_attributes(self) -> list[str]:
+        """The attributes of the optimizer that its steps have changed, such as a count."""
+        now = {} if self._optimizer is None else _data_of(self._optimizer)
+        return sorted(name for name, value in now.items() if self._attributes.get(name, value) != value)
+
     def forget(self) -> None:
         """Make the optimizer anew in the next step."""
         self._optimizer = None
@@ -110,6 +133,7 @@ class Stepper:
         if self._optimizer is None:
             given = [{**self._members(number), **group} for number, group in enumerate(groups)]
             self._optimizer = self._make(given, **self._options)
+            self._attributes = _data_of(self._optimizer)
             for of, param in zip(self._owned, self._params, strict=True):
                 if param in self._optimizer.state:  # made with the parameter, and perhaps loaded since
                     states.setdefault(of.shard, self._optimizer.state[param])
