@@ -13,7 +13,8 @@ PACKAGE = ROOT / "thunder_zero"
 PAGE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- listing: python docs/listing.py -->\n```\n", "```\n<!-- end of the listing -->"
 ORDER = (  # bottom up, as the table of imports has it
-    *("_compat.py", "layout.py", "times.py", "precision.py", "policy.py", "sizes.py", "plan.py", "rows.py", "marks.py"),
+    *("_compat.py", "_shortcuts.py", "layout.py", "times.py", "precision.py", "policy.py", "sizes.py", "plan.py"),
+    *("rows.py", "marks.py"),
     *("schedule", "report", "cost", "trace", "comm", "runtime", "whole_step", "calibration"),
     *("state_dict", "checkpoint", "convert"),
     *("arguments.py", "refusals.py", "placement.py", "compiled.py", "zero_module.py", "program_transform.py"),

@@ -1,6 +1,6 @@
 """DDP and ZeRO-1/2/3 for Lightning Thunder, as traces that can be read. Import before Thunder."""
 
-from thunder_zero import _compat  # noqa: F401  # lets Thunder import
+from thunder_zero import _compat, _shortcuts  # noqa: F401  # let Thunder import, and spare it work
 from thunder_zero.ask.diff import diff
 from thunder_zero.ask.difference import Difference
 from thunder_zero.ask.explain import explain

@@ -54,6 +54,7 @@ class Room:
 ROOMS = (  # bottom up: each reads rooms above its row only
     # file or folder      torch   torch.d. thunder  reads
     Room("_compat.py",    IMPORT, NOT,     IMPORT,  NOTHING),
+    Room("_shortcuts.py", NOT,    NOT,     IMPORT,  NOTHING),
     Room("layout.py",     NOT,    NOT,     NOT,     NOTHING),
     Room("times.py",      NOT,    NOT,     NOT,     NOTHING),
     Room("precision.py",  IMPORT, NOT,     NOT,     NOTHING),

@@ -121,7 +121,44 @@ class Travelling:
         return [member for member in self.members if member.param.path in paths]
 
 
-class Whole(StepsWhole):
+class Closed(StepsWhole):
+    """Refuses what would reach only a part of the ordinary optimizers, and so none: their attributes, copies.
+
+    Attributes:
+        kind: the name of their class.
+    """
+
+    kind = "..."  # while it is not known
+    _foreign: frozenset[str] = frozenset()  # the attributes that they alone have
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what a ``torch.optim.Optimizer`` does not have.
+
+        Raises:
+            AttributeError: always; naming the class whose attribute it may be.
+        """
+        raise AttributeError(no_attribute(name, self.kind, self._foreign))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of this object.
+
+        Raises:
+            AttributeError: the ordinary optimizer has it, which would not see it.
+        """
+        if name in self._foreign:
+            raise AttributeError(not_set(name, self.kind))
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Called for copies and pickles.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(not_copied(self.kind))
+
+
+class Whole(Closed):
     """See :func:`whole`.
 
     Args:
@@ -288,14 +325,6 @@ class Whole(StepsWhole):
         take_options(self.param_groups, after)
         return failure
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Called for copies and pickles.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(not_copied(self.kind))
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned on this rank, in the dtypes that were saved.
 
@@ -307,24 +336,6 @@ class Whole(StepsWhole):
         for number, shard in enumerate(parameters_of(self)):
             if shard in self.state:
                 self.state[shard] = exact(self.state[shard], state_dict["state"][number])
-
-    def __getattr__(self, name: str) -> Any:
-        """Called for what a ``torch.optim.Optimizer`` does not have.
-
-        Raises:
-            AttributeError: always; naming the class whose attribute it may be.
-        """
-        raise AttributeError(no_attribute(name, vars(self).get("kind", "..."), vars(self).get("_foreign", ())))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of this object.
-
-        Raises:
-            AttributeError: the ordinary optimizer has it, which would not see it.
-        """
-        if name in vars(self).get("_foreign", ()):
-            raise AttributeError(not_set(name, self.kind))
-        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         """The groups, then what each rank owns."""

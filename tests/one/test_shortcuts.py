@@ -1,0 +1,119 @@
+"""Shortcuts in Thunder's interpreter change no trace and no guard, and spare most frames."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.harness.models import fresh
+from thunder_zero import _shortcuts
+
+import thunder
+from thunder.core import interpreter
+
+SETTINGS: dict[str, float] = {}
+len_of_all = len
+
+
+class Asks(nn.Module):
+    """Asks whether things are empty or true, and calls builtins, its own and the user's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.extra = nn.ModuleList()
+
+    def forward(self, x: Tensor, parts: dict[str, Tensor], flags: tuple[int, ...] = (), name: str = "") -> Tensor:
+        scale = len(parts) + sum(flags) if flags else max(1, len_of_all(parts))
+        if parts and not SETTINGS and not self.extra:
+            x = x + parts["a"] if "a" in parts else x - 1
+        found: list[Tensor] = []
+        if not found and bool(x.shape) and isinstance(scale, int):
+            found.append(self.layer(x) * scale)
+        return found[0] if found and not name else x
+
+
+class Sized:
+    """True by its length."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+class WithOthers(nn.Module):
+    """Has an object with a length, a hook, and a builtin's name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sized, self.norm = Sized(), nn.LayerNorm(3)
+        self.norm.register_forward_hook(lambda module, args, out: out * 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def len(of: Any) -> int:
+            return 5
+
+        return self.norm(x) * len(x) if not self.sized and range(2) and "yes" and 0.5 else x
+
+
+X = torch.arange(6.0).view(2, 3)
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "an input of a dict": (Asks, (X, {"a": X})),
+    "an empty dict": (Asks, (X, {})),
+    "flags": (Asks, (X, {"b": X}, (1, 2), "name")),
+    "others": (WithOthers, (X,)),
+    "layers of torch": (lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.0), nn.Linear(3, 2)), (X,)),
+}
+
+
+@contextmanager
+def without_shortcuts() -> Iterator[None]:
+    _shortcuts.install(*_shortcuts.THUNDERS)
+    try:
+        yield
+    finally:
+        _shortcuts.install(_shortcuts.globals_lookup, _shortcuts.is_true)
+
+
+def interpreted(name: str) -> tuple[list[str], Tensor, int]:
+    """The traces of a case as text, with guards; what it returns; how many frames were interpreted."""
+    make, inputs = CASES[name]
+    jitted = thunder.jit(fresh(make))
+    with mock.patch.object(interpreter, "_run_frame", wraps=interpreter._run_frame) as run:
+        out = jitted(*inputs)
+    traces = thunder.last_prologue_traces(jitted)[-1], thunder.last_traces(jitted)[0], thunder.last_traces(jitted)[-1]
+    return [re.sub(r"took \d+ \w+", "", str(trace)) for trace in traces], out, run.call_count
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_traces_and_guards_are_those_of_thunder_alone(name: str) -> None:
+    traces, out, frames = interpreted(name)
+    with without_shortcuts():
+        thunders, expected, all_frames = interpreted(name)
+    assert traces == thunders
+    assert torch.equal(out, expected)
+    assert 2 * frames < all_frames
+
+
+def test_a_global_that_hides_a_builtin_is_found() -> None:
+    def own(of: Any) -> int:
+        return 7
+
+    class Hidden(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * len(x)
+
+    names = {**globals(), "len": own}
+    Hidden.forward = FunctionType(Hidden.forward.__code__, names)  # type: ignore[method-assign]
+    assert torch.equal(thunder.jit(Hidden())(X), X * 7)
+    del names["len"]
+    assert torch.equal(thunder.jit(Hidden())(X), X * 2)
+    names["__builtins__"] = {"len": lambda of: 9}
+    assert torch.equal(thunder.jit(Hidden())(X), X * 9)
