@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import builtins
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -40,11 +41,22 @@ def is_true(value: Any) -> Any:
     return THUNDERS[1](value)
 
 
-def install(lookup: Ask, truth: Ask) -> None:
+def _install(lookup: Ask, truth: Ask) -> None:
     """Make Thunder's interpreter look globals up, and test for truth, with these functions."""
     interpreter.globals_lookup = lookup
     interpreter._default_lookaside_map[bool] = truth
 
 
+@contextmanager
+def left_out() -> Iterator[None]:
+    """Thunder interprets as it does alone, inside the block."""
+    before = interpreter.globals_lookup, interpreter._default_lookaside_map[bool]
+    _install(*THUNDERS)
+    try:
+        yield
+    finally:
+        _install(*before)
+
+
 if version("lightning-thunder") == KNOWN:
-    install(globals_lookup, is_true)
+    _install(globals_lookup, is_true)

@@ -171,11 +171,12 @@ def test_added_and_its_sentences() -> None:
     seconds = {"plain": [10.0, 10.0, 50.0], "zero3": [10.4, 10.5, 10.6]}
     assert added(seconds) == 0.05
     assert added(seconds, sum) == -0.55
-    seconds = {"plain": [9.0, 10.0, 11.0], "zero3": [10.4, 10.5, 10.6]}
+    seconds = {"alone": [20.0, 22.0], "plain": [9.0, 10.0, 11.0], "zero3": [10.4, 10.5, 10.6]}
     cpu = {"plain": [10.0], "zero3": [10.3]}
     compiled = {"seconds": seconds, "cpu": cpu, "ours": [{"a": 0.1, "b": 0.2}]}
     sentences = summary({"compile": compiled, "host": {"full": seconds}})
-    assert "(+5.0%; in CPU time +3.0%); inside our functions 0.30 s (3.0% of Thunder's)" in sentences[0]
+    assert "21.00 s with Thunder alone, 10.00 s with the shortcuts" in sentences[0]
+    assert "(+5.0%; in CPU time +3.0%); inside our functions 0.30 s." in sentences[0]
     assert "10000.00 ms without the transform, 10500.00 ms with ZeRO-3 (+5.0%)" in sentences[1]
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 from unittest import mock
@@ -73,15 +72,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
 }
 
 
-@contextmanager
-def without_shortcuts() -> Iterator[None]:
-    _shortcuts.install(*_shortcuts.THUNDERS)
-    try:
-        yield
-    finally:
-        _shortcuts.install(_shortcuts.globals_lookup, _shortcuts.is_true)
-
-
 def interpreted(name: str) -> tuple[list[str], Tensor, int]:
     """The traces of a case as text, with guards; what it returns; how many frames were interpreted."""
     make, inputs = CASES[name]
@@ -95,7 +85,7 @@ def interpreted(name: str) -> tuple[list[str], Tensor, int]:
 @pytest.mark.parametrize("name", CASES)
 def test_traces_and_guards_are_those_of_thunder_alone(name: str) -> None:
     traces, out, frames = interpreted(name)
-    with without_shortcuts():
+    with _shortcuts.left_out():
         thunders, expected, all_frames = interpreted(name)
     assert traces == thunders
     assert torch.equal(out, expected)
