@@ -423,11 +423,11 @@ def planted(rank: int, world_size: int) -> dict[str, Any]:
         found["lost row"] = steps_differ(sharded(fresh(Mlp), 3), fresh(Mlp), optim.Adafactor)
     step = stepper.Stepper.step
 
-    def twice(self: Any, values: Any, groups: Any, states: Any) -> Any:
+    def rolled(self: Any, values: Any, *args: Any) -> Any:
         rows = {path: replace(of, grad=of.grad.roll(1, 0)) for path, of in values.items()}
-        return step(self, rows, groups, states)
+        return step(self, rows, *args)
 
-    with mock.patch.object(stepper.Stepper, "step", twice):
+    with mock.patch.object(stepper.Stepper, "step", rolled):
         found["rows of another rank"] = steps_differ(sharded(fresh(Mlp), 2), fresh(Mlp), optim.Adafactor)
     with mock.patch.object(ResidentParameters, "out_of_date", lambda self, paths: [False for _ in paths]):
         found["old parameters"] = steps_differ(sharded(fresh(Mlp), 1), fresh(Mlp), optim.Adafactor)
@@ -526,10 +526,14 @@ class CountsItself(optim.SGD):
 class NeedsParameters(optim.SGD):
     """Fails on groups without parameters."""
 
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 0.1)
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             torch.stack([param.sum() for param in group["params"]])
+        super().step()
 
 
 def misused_later(rank: int, model: Any, params: list[Any], optimizer: Any) -> dict[str, str]:

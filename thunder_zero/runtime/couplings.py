@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
-from types import NoneType
+from collections.abc import Collection, Mapping, Sequence
+from enum import Enum
+from types import MethodType, NoneType
 from typing import Any
 
 import torch
-from torch import optim
+from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from thunder_zero.plan import Param
 from thunder_zero.runtime import registry
 from thunder_zero.runtime.optimizers import StepsWhole, names_of, parameters_of
-from thunder_zero.runtime.probe import Coupling, Subject, Verdict, probe
-from thunder_zero.runtime.stand_ins import OWN, attributes_of
+from thunder_zero.runtime.probe import Coupling, Subject, Verdict, moves_without_gradients, probe
+from thunder_zero.runtime.stand_ins import CODE, FEW, OWN, attributes_of, described, is_data
 from thunder_zero.runtime.state import State
 
 # torch's optimizers that treat every element alone. By exact type: a subclass may do anything, and is probed.
@@ -75,7 +76,7 @@ def refuse_coupling(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             tuple(param.shape) if owner is None else owner[1].shape for param, owner in zip(params, owners, strict=True)
         ]
         verdict = probe(optimizer, _subjects(optimizer, shapes, rows), params[rows.index(True)].device)
-        moving = verdict.moving
+        moving = verdict.moved_options | verdict.moved_attributes
         if verdict.coupling is not Coupling.NOTHING:
             path = next(owner[1].path for owner, has_rows in zip(owners, rows, strict=True) if owner and has_rows)
             raise RuntimeError(_refusal(type(optimizer), verdict, path))
@@ -95,7 +96,7 @@ def refuse_coupled_parameters(
         copies: of the model, each with an owner of every parameter.
 
     Returns:
-        The options of groups, and the attributes, that the optimizer's own steps change.
+        The options of groups that the optimizer's own steps change.
 
     Raises:
         RuntimeError: what it couples, why it cannot be probed, or that it is random.
@@ -119,7 +120,15 @@ def refuse_coupled_parameters(
             f"rank steps only some of them; give the transform trust_optimizer=True if it steps every parameter alone, "
             f"or use it in stage=0 without tz.whole"
         )
-    return verdict.moving
+    return verdict.moved_options
+
+
+def moves_parameters_without_gradients(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether an optimizer of whole parameters moves those that have no gradient; False if that cannot be tried."""
+    shapes = [tuple(param.shape) for param in parameters_of(optimizer)]
+    if type(optimizer) in ELEMENTWISE:
+        return False
+    return moves_without_gradients(optimizer, _subjects(optimizer, shapes, [False] * len(shapes)), device)
 
 
 def _subjects(optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], sharded: Sequence[bool]) -> list[Subject]:
@@ -142,22 +151,29 @@ def look_of(optimizer: Optimizer, moving: Collection[str]) -> tuple[object, ...]
     """What a verdict of the probe is good for: these parameters, their attributes, these options and attributes of the
     optimizer. Amounts may change, as schedulers change them, but not from or to zero; what steps change (``moving``)
     may."""
-    groups = [group.items() for group in optimizer.param_groups]
     params = parameters_of(optimizer)
     marks = (item for param in params for item in vars(param).items())
-    options = ((name, value) for group in groups for name, value in group if name not in {*OWN, *moving})
+    options = (item for group in optimizer.param_groups for item in group.items() if item[0] not in OWN)
     own = {} if isinstance(optimizer, StepsWhole) else attributes_of(optimizer)
-    numbers = {name: value for name, value in own.items() if isinstance(value, bool | int | float | str)}
-    attributes = ((name, value) for name, value in numbers.items() if name not in moving)
-    return *map(id, params), *((name, _kind_of(value)) for name, value in (*marks, *options, *attributes))
+    attributes = (item for item in own.items() if isinstance(item[1], MethodType) or is_data(item[1]))
+    items = [*marks, *(item for item in (*options, *attributes) if item[0] not in moving)]
+    return *map(id, params), *((name, _kind_of(value)) for name, value in items)
 
 
 def _kind_of(value: object) -> object:
+    """What of a value may change what is coupled."""
+    if isinstance(value, Mapping):
+        return tuple((str(key), _kind_of(inner)) for key, inner in value.items())
     if isinstance(value, list | tuple):
         return tuple(map(_kind_of, value))
+    if isinstance(value, Tensor):
+        few = value.numel() <= FEW and value.device.type == "cpu"  # elsewhere the host would wait
+        return tuple(map(bool, value.detach().flatten().tolist())) if few else None
+    if isinstance(value, (MethodType, *CODE)):
+        return described(value.__func__ if isinstance(value, MethodType) else value)
     if isinstance(value, float):
         return bool(value)
-    return value if isinstance(value, bool | int | str | NoneType) else None
+    return value if isinstance(value, bool | int | str | NoneType | Enum) else None
 
 
 def _refusal(kind: type, verdict: Verdict, path: str) -> str:

@@ -8,7 +8,6 @@ it: keep padding zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -18,10 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from thunder_zero.runtime import padding, registry
 from thunder_zero.runtime.couplings import refuse_coupling
 from thunder_zero.runtime.optimizers import parameters_of
-from thunder_zero.runtime.probe import probing
 from thunder_zero.runtime.state import State
-
-Hook = Callable[[Optimizer, Any, Any], None]
 
 _hooked = False
 
@@ -37,19 +33,9 @@ def watch(state: State, module: nn.Module) -> None:
     registry.register(state, module)
     if not _hooked:
         for hook in (_refuse_replaced, refuse_coupling, _refuse_open, _refuse_averaged, _clear_padding_of_gradients):
-            register_optimizer_step_pre_hook(_unless_probing(hook))
-        register_optimizer_step_post_hook(_unless_probing(_note_step))
+            register_optimizer_step_pre_hook(hook)
+        register_optimizer_step_post_hook(_note_step)
         _hooked = True
-
-
-def _unless_probing(hook: Hook) -> Hook:
-    """The hook, which does nothing while the probe's stand-ins step."""
-
-    def run(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not probing.get():
-            hook(optimizer, args, kwargs)
-
-    return run
 
 
 def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

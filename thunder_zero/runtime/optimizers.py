@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim import optimizer as of_torch
 
 from thunder_zero.plan import Param, Plan
 
+PARAMETERS = ("params", "param_names")  # entries of a group that are no options
 SIMPLE = (bool, int, float, str, type(None))  # kinds of states that are no tensors
 
 
@@ -31,6 +34,34 @@ class StepsWhole(Optimizer):
     @abstractmethod
     def make_states(self) -> None:
         """Make the states of this rank's own parameters, if no step has made any on any rank; a collective."""
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key not in PARAMETERS}
+
+
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Inside the block optimizers step without the hooks of all optimizers: those of this package, and the users'."""
+    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
+    kept = {name: vars(of_torch)[name] for name in names}
+    vars(of_torch).update((name, {}) for name in names)  # torch may be walking through those kept
+    try:
+        yield
+    finally:
+        vars(of_torch).update(kept)
+
+
+def exact(loaded: Any, saved: Any) -> Any:
+    """What torch has loaded, in the dtypes that were saved: it casts tensors to the parameter's."""
+    if isinstance(loaded, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict):
+        return {key: exact(value, saved[key]) for key, value in loaded.items()}
+    if isinstance(loaded, list | tuple):
+        return type(loaded)(exact(value, of) for value, of in zip(loaded, saved, strict=True))
+    return loaded
 
 
 def class_name(optimizer: Optimizer) -> str:
@@ -128,7 +159,4 @@ def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     load_state(optimizer, saved)
     params = parameters_of(optimizer)
     for number, values in saved["state"].items():
-        state = optimizer.state[params[number]]
-        for name, value in values.items():
-            if isinstance(value, Tensor) and name in state and state[name].dtype != value.dtype:
-                state[name] = value.to(state[name].device)
+        optimizer.state[params[number]] = exact(optimizer.state[params[number]], values)

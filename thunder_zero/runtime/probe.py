@@ -14,7 +14,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -26,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thunder_zero.runtime.gradients_to_try import start_of
+from thunder_zero.runtime.gradients_to_try import gradient_of, start_of
+from thunder_zero.runtime.optimizers import hyper_parameters, without_hooks
 from thunder_zero.runtime.stand_ins import (
     NO_CHANGES,
     attributes_of,
@@ -42,8 +42,6 @@ SIDE, ELEMENTS = 144, 1 << 15  # the most that a stand-in has: rows or columns (
 SIDE_TOGETHER = 32  # where stand-ins step together, which hardly depends on their sizes
 KINDS = 16  # of parameters that are tried: by shape and options
 SOON = 4  # steps: what an optimizer would do only after more of them, it does after so many in a second trial
-
-probing: ContextVar[bool] = ContextVar("probing", default=False)  # stand-ins step now
 
 
 class Coupling(Enum):
@@ -63,12 +61,14 @@ class Verdict:
     Attributes:
         coupling: what is coupled.
         evidence: what differed, by how much; or why the optimizer cannot be probed. Empty if nothing is coupled.
-        moving: options of groups, and attributes, that steps change, such as counts.
+        moved_options: of groups; those that steps change, such as counts.
+        moved_attributes: those that steps change.
     """
 
     coupling: Coupling
     evidence: str = ""
-    moving: frozenset[str] = field(default=frozenset(), compare=False)
+    moved_options: frozenset[str] = field(default=frozenset(), compare=False)
+    moved_attributes: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,11 +103,9 @@ def probe(optimizer: Optimizer, subjects: Sequence[Subject], device: torch.devic
         subjects: its parameters, in its order.
         device: where its parameters are.
     """
+    if found := _uncopied(optimizer, subjects):
+        return Verdict(Coupling.UNKNOWN, found)
     kinds = _kinds(optimizer, subjects)
-    for name, value in (item for kind in kinds for item in kind.marks.items()):
-        if not is_data(value):
-            kind = type(value).__name__
-            return Verdict(Coupling.UNKNOWN, f"the attribute {name!r} of a parameter is a {kind}, and is not copied")
     options = [options_of(optimizer, number) for number in sorted({kind.group for kind in kinds})]
     attributes = {name: value for name, value in attributes_of(optimizer).items() if is_data(value)}
     twice = len(subjects) > len(kinds)
@@ -118,12 +116,44 @@ def probe(optimizer: Optimizer, subjects: Sequence[Subject], device: torch.devic
     return known[key]
 
 
+def moves_without_gradients(optimizer: Optimizer, subjects: Sequence[Subject], device: torch.device) -> bool:
+    """Whether an optimizer moves parameters that have no gradient; False if that cannot be tried.
+
+    Args:
+        optimizer, subjects, device: as for :func:`probe`.
+    """
+    if _uncopied(optimizer, subjects):
+        return False
+    kinds = [replace(kind, shape=capped(kind.shape, SIDE_TOGETHER)) for kind in _kinds(optimizer, subjects)]
+    tried = _Probe(optimizer, kinds, device, twice=False)
+    no_collectives: Any = NoCollectives  # torch's constructor has no types
+    with undisturbed(device), no_collectives():
+        try:
+            team = tried.team_of_all(kinds)
+            team.step([gradient_of(0, at, param.detach(), param.detach()) for at, param in enumerate(team.params)])
+            return any(bool(move.any()) for move in team.step(None))
+        except Exception:
+            return False
+
+
+def _uncopied(optimizer: Optimizer, subjects: Sequence[Subject]) -> str:
+    """Why stand-ins cannot have the options of groups and attributes of parameters; empty if they can."""
+    marks = (("attribute", "parameter", *item) for subject in subjects for item in subject.marks.items())
+    groups = (hyper_parameters(group) for group in optimizer.param_groups)
+    options = (("option", "group", *item) for group in groups for item in group.items())
+    for what, of, name, value in (*marks, *options):
+        if not is_data(value) and (what == "attribute" or not isinstance(value, Tensor)):
+            return f"the {what} {name!r} of a {of} is a {type(value).__name__}, and is not copied"
+    return ""
+
+
 def _kinds(optimizer: Optimizer, subjects: Sequence[Subject]) -> list[Subject]:
     """Parameters of which no two look alike: of those with the same options, marks and number of dimensions the
     largest, then of each the next one, and so on, up to KINDS."""
     families: defaultdict[object, dict[object, Subject]] = defaultdict(dict)
+    of_groups = [options_of(optimizer, number).items() for number in range(len(optimizer.param_groups))]
     for subject in sorted(subjects, key=lambda subject: -prod(subject.shape)):
-        options = options_of(optimizer, subject.group).items()
+        options = of_groups[subject.group]
         switches = [(name, bool(value) if isinstance(value, float) else value) for name, value in options]
         family = families[described((switches, subject.marks)), len(subject.shape)]
         if prod(subject.shape):
@@ -145,7 +175,7 @@ class _Probe:
     kinds: Sequence[Subject]
     device: torch.device
     twice: bool  # the first kind has a second parameter: without it, nothing could couple two of one kind
-    moving: set[str] = field(default_factory=set)
+    moved: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))  # options, attributes
 
     def verdict(self) -> Verdict:
         no_collectives: Any = NoCollectives  # torch's constructor has no types
@@ -163,7 +193,8 @@ class _Probe:
                 if found is not None:
                     options = ", ".join(f"{name}={value}" for name, value in sooner.items())
                     found = replace(found, evidence=f"with {options} {found.evidence}")
-        return replace(found or Verdict(Coupling.NOTHING), moving=frozenset(self.moving))
+        moved, of_optimizer = map(frozenset, self.moved)
+        return replace(found or Verdict(Coupling.NOTHING), moved_options=moved, moved_attributes=of_optimizer)
 
     def _with(self, changes: Mapping[str, Any]) -> Verdict | None:
         """The verdict with these changes of options; None if nothing is coupled."""
@@ -211,6 +242,20 @@ class _Probe:
         seed: Seed = unseeded,
     ) -> str:
         """What stand-ins of these kinds do otherwise where each team has an optimizer of its own; empty if nothing."""
+        made = [self.team_of_all(kinds, changes, seed), *(self._team(kinds, team, changes, seed) for team in teams)]
+        found = first_difference(*made, seed=seed)
+        for team in made:
+            self.moved[0].update(team.moved_options())
+            self.moved[1].update(team.moved_attributes())
+        return found
+
+    def team_of_all(
+        self, kinds: Sequence[Subject], changes: Mapping[str, Any] = NO_CHANGES, seed: Seed = unseeded
+    ) -> Team:
+        """Whole stand-ins of these kinds, which one optimizer steps."""
+        return self._team(kinds, [Piece(number) for number in range(len(kinds))], changes, seed)
+
+    def _team(self, kinds: Sequence[Subject], pieces: Sequence[Piece], changes: Mapping[str, Any], seed: Seed) -> Team:
         starts = [start_of(number, kind.shape, self.device) for number, kind in enumerate(kinds)]
 
         def make(members: Sequence[tuple[int, Tensor]]) -> Optimizer:
@@ -220,11 +265,7 @@ class _Probe:
             of_groups = [(kinds[number].group, kinds[number].name, tensor) for number, tensor in members]
             return same_optimizer(self.optimizer, of_groups, changes)
 
-        whole = [Piece(number) for number in range(len(kinds))]
-        made = [Team(make, starts, team) for team in (whole, *teams)]
-        found = first_difference(*made, seed=seed)
-        self.moving.update(*(team.moved() for team in made))
-        return found
+        return Team(make, starts, pieces)
 
 
 def _second(kind: Subject) -> Subject:
@@ -243,17 +284,16 @@ def capped(shape: Sequence[int], side: int) -> tuple[int, ...]:
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Inside the block random numbers are the same each time; afterwards they go on as before. No warnings, and no
-    hooks of this package."""
+    hooks of all optimizers."""
     numpy = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
-    token = probing.set(True)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
+        devices = [device] if device.type == "cuda" else []
+        with without_hooks(), torch.random.fork_rng(devices), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _seed(device, 0)
             yield
     finally:
-        probing.reset(token)
         random.setstate(state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)

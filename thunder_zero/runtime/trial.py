@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_zero.runtime.gradients_to_try import STEPS, gradient_of
-from thunder_zero.runtime.stand_ins import attributes_of
+from thunder_zero.runtime.stand_ins import attributes_of, in_words
 
 TOLERANCE = 1e-6  # of a row's step, or of the largest value of a state
 ROUNDING = 64 * torch.finfo(torch.float64).eps  # of a row's largest value
@@ -55,19 +55,17 @@ class Team:
         self.pieces = pieces
         self.params = [nn.Parameter(piece.of(starts).clone()) for piece in pieces]
         self.optimizer = make([(piece.number, param) for piece, param in zip(pieces, self.params, strict=True)])
-        self._before = self._numbers()
-        self._needs_closure = any(
-            parameter.default is Parameter.empty and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
-            for parameter in signature(self.optimizer.step).parameters.values()
-        )
+        self._before = self._options(), self._attributes()
+        self._needs_closure = bool(needed_by_step(self.optimizer))
 
-    def step(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Step with the pieces' rows of the gradients of all stand-ins; returns how far each piece moves."""
+    def step(self, gradients: Sequence[Tensor] | None) -> list[Tensor]:
+        """Step with the pieces' rows of the gradients of all stand-ins, or without any; returns how far each piece
+        moves."""
         before = [param.detach().clone() for param in self.params]
 
         def set_gradients() -> Tensor:
             for piece, param in zip(self.pieces, self.params, strict=True):
-                param.grad = piece.of(gradients).clone()
+                param.grad = None if gradients is None else piece.of(gradients).clone()
             return torch.stack([param.detach().sum() for param in self.params]).sum()
 
         step: Any = self.optimizer.step
@@ -75,17 +73,19 @@ class Team:
         step(set_gradients) if self._needs_closure else step()
         return [param.detach() - old for param, old in zip(self.params, before, strict=True)]
 
-    def moved(self) -> set[str]:
-        """The options of groups, and the attributes, that the steps have changed."""
-        pairs = zip(self._before, self._numbers(), strict=True)
-        return {name for old, new in pairs for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+    def moved_options(self) -> set[str]:
+        """The options of groups that the steps have changed."""
+        return changed_options(self._before[0], self._options())
 
-    def _numbers(self) -> list[dict[str, object]]:
-        kept = (bool, int, float, str, type(None))
-        return [
-            {name: value for name, value in values.items() if isinstance(value, kept)}
-            for values in (*self.optimizer.param_groups, attributes_of(self.optimizer))
-        ]
+    def moved_attributes(self) -> set[str]:
+        """The attributes that the steps have changed."""
+        return changed_options([self._before[1]], [self._attributes()])
+
+    def _options(self) -> list[dict[str, str]]:
+        return [in_words(group) for group in self.optimizer.param_groups]
+
+    def _attributes(self) -> dict[str, str]:
+        return in_words(attributes_of(self.optimizer))
 
     def left(self, at: int) -> dict[str, Any]:
         """Numbers and tensors of the state of one piece, and of its group, by readable names."""
@@ -94,6 +94,21 @@ class Team:
         options = {name: value for name, value in group.items() if name != "params"}
         state = dict(_leaves("the state", self.optimizer.state.get(param, {})))
         return state | dict(_leaves("the group's", options))
+
+
+def needed_by_step(optimizer: Optimizer) -> list[str]:
+    """The arguments that a step needs, such as a closure."""
+    return [
+        parameter.name
+        for parameter in signature(optimizer.step).parameters.values()
+        if parameter.default is Parameter.empty and parameter.kind is Parameter.POSITIONAL_OR_KEYWORD
+    ]
+
+
+def changed_options(before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]) -> set[str]:
+    """The names of what differs, or is there only before or after, in one of several mappings."""
+    pairs = zip(before, after, strict=True)
+    return {name for old, new in pairs for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
 
 
 class NoCollectives(TorchDispatchMode):

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.small_collectives import all_reduce_sum
-from thunder_zero.runtime.optimizers import SIMPLE
+from thunder_zero.runtime.optimizers import SIMPLE, hyper_parameters
 from thunder_zero.runtime.state import State
 from thunder_zero.whole_step.exchange import Member
-from thunder_zero.whole_step.stepper import hyper_parameters
 
 NAMED = (Number, Enum, torch.dtype, torch.device)  # what has the same repr in all processes, as SIMPLE has
 FIRST = "build the same optimizer, with the same groups, on every rank"

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thunder_zero.runtime.couplings import refuse_coupled_parameters
+from thunder_zero.runtime.couplings import moves_parameters_without_gradients, refuse_coupled_parameters
+from thunder_zero.runtime.optimizers import hyper_parameters
 from thunder_zero.runtime.probe import undisturbed
 from thunder_zero.runtime.registry import owners_of, replaced_path
+from thunder_zero.runtime.stand_ins import in_words
 from thunder_zero.runtime.state import State
+from thunder_zero.runtime.trial import changed_options, needed_by_step
 from thunder_zero.whole_step.exchange import Member
 from thunder_zero.whole_step.owners import Piece, WorkOf, assign
-from thunder_zero.whole_step.sentences import steps_no_empty_group
-from thunder_zero.whole_step.stepper import Make, Stepper, blank, copied, hyper_parameters
-
-Groups = Sequence[Mapping[str, Any]]
+from thunder_zero.whole_step.sentences import described_shortly, moves_with_parameters_only, steps_no_empty_group
+from thunder_zero.whole_step.stepper import Given, Groups, Make, Stepper, blank, copied, only, parameters_in
 
 
 class _Listed(Optimizer):
@@ -33,8 +34,10 @@ def listed(params: Iterable[Any]) -> Groups:
     """The groups of parameters, named parameters or groups, with lists of parameters.
 
     Raises:
-        TypeError, ValueError: torch refuses them, such as one parameter in two groups.
+        TypeError, ValueError: a module; or torch refuses them, such as one parameter in two groups.
     """
+    if isinstance(params, nn.Module):
+        raise TypeError(f"tz.whole was given a {type(params).__name__}; give it model.parameters(), or some of them")
     return _Listed(params, {}).param_groups
 
 
@@ -68,30 +71,66 @@ def model_of(shards: Sequence[Tensor], state: State | None = None) -> State:
     return state
 
 
-def ordinary(make: Make, groups: Groups, options: Mapping[str, Any], state: State) -> tuple[Optimizer, frozenset[str]]:
-    """The ordinary optimizer of parameters of full shapes, which take no memory: every rank sees all of them, and so
-    gets the same defaults, and the same errors. And the options of groups that its own steps change.
+@dataclass(frozen=True, eq=False)
+class Ordinary:
+    """What is known of the optimizer that each rank steps on a part of the parameters.
+
+    Attributes:
+        like: one over parameters of full shapes, which take no memory.
+        moving: the options of groups that its own steps change.
+        moves_all: it moves parameters without a gradient, too.
+    """
+
+    like: Optimizer
+    moving: frozenset[str]
+    moves_all: bool
+
+
+def ordinary(make: Make, groups: Groups, given: Given, options: Mapping[str, Any], state: State) -> Ordinary:
+    """Make the ordinary optimizer, and try it, on every rank alike: all get the same defaults, and the same errors.
+
+    Args:
+        make: makes it.
+        groups: of shards.
+        given: of each group the options that the user gave.
+        options: of ``make``.
+        state: the model's.
 
     Raises:
         TypeError: not an optimizer.
-        ValueError: its step needs a closure, or fails on groups without parameters; it makes other groups.
+        ValueError: its step needs arguments, or fails on groups without parameters; it makes other groups, or changes
+            options only where a group has parameters.
         RuntimeError: it couples parameters, or cannot be probed.
         Exception: raised by ``make``.
     """
+    like = _like(make, groups, given, options)
+    _require_steppable(like, groups)
+    trusted = state.plan.ranks == 1 or state.plan.policy.trust_optimizer
+    moving = (
+        frozenset[str]()
+        if trusted
+        else refuse_coupled_parameters(like, state.device, state.plan.world_size, state.plan.replicas)
+    )
+    _require_steps_empty_groups(make, like, given, options, state, moving)
+    return Ordinary(like, moving, moves_parameters_without_gradients(like, state.device))
+
+
+def _like(make: Make, groups: Groups, given: Given, options: Mapping[str, Any]) -> Optimizer:
+    if isinstance(make, Optimizer) or not callable(make):
+        raise TypeError(
+            f"tz.whole was given {described_shortly(make)} to make optimizers with; give the class itself and then the "
+            f"parameters, as in tz.whole(torch.optim.Muon, params, lr=1e-3)"
+        )
     shards = [shard for group in groups for shard in group["params"]]
     owners = [owner for owner in owners_of(shards) if owner is not None]
-    like = {id(shard): blank(param, shard) for shard, (_, param) in zip(shards, owners, strict=True)}
-    given = [{**of, "params": [like[id(shard)] for shard in of["params"]]} for of in groups]
-    made = make(given, **options)
+    blanks = {id(shard): blank(param, shard) for shard, (_, param) in zip(shards, owners, strict=True)}
+    of_blanks = [{**group, "params": [blanks[id(shard)] for shard in group["params"]]} for group in groups]
+    made_of = [{**parameters_in(group), **only(group, keys)} for group, keys in zip(of_blanks, given, strict=True)]
+    made = make(made_of, **options)
     if not isinstance(made, Optimizer):
         raise TypeError(
-            f"tz.whole was given {make!r}, which makes a {type(made).__name__}; give a class of torch.optim.Optimizer"
-        )
-    closure = inspect.signature(made.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{type(made).__name__} evaluates the loss several times in a step, by a closure, and tz.whole has one "
-            f"gradient a step; use an optimizer whose step needs no closure"
+            f"tz.whole was given {described_shortly(make)}, which makes a {type(made).__name__}; give a class of "
+            f"torch.optim.Optimizer"
         )
     if len(made.param_groups) != len(groups):
         raise ValueError(
@@ -99,25 +138,39 @@ def ordinary(make: Make, groups: Groups, options: Mapping[str, Any], state: Stat
             f"tz.whole cannot tell their parameters apart; give tz.whole each of its groups, or each of the optimizers "
             f"that it combines"
         )
-    _require_steps_empty_groups(make, made, options, state)
-    if state.plan.ranks == 1 or state.plan.policy.trust_optimizer:
-        return made, frozenset()
-    return made, refuse_coupled_parameters(made, state.device, state.plan.world_size, state.plan.replicas)
+    for own, group, keys in zip(made.param_groups, groups, given, strict=True):
+        own.update({key: value for key, value in hyper_parameters(group).items() if key not in keys})
+    return made
 
 
-def _require_steps_empty_groups(make: Make, like: Optimizer, options: Mapping[str, Any], state: State) -> None:
-    """Of most groups, most ranks own no parameter in most buckets.
+def _require_steppable(like: Optimizer, groups: Groups) -> None:
+    kind = type(like).__name__
+    for name in needed_by_step(like):
+        if name == "closure":
+            raise ValueError(
+                f"{kind} evaluates the loss several times in a step, by a closure, and tz.whole has one gradient a "
+                f"step; use an optimizer whose step needs no closure"
+            )
+        raise ValueError(
+            f"a step of {kind} needs the argument {name!r}, and tz.whole has none to give; use an optimizer whose step "
+            f"needs no argument"
+        )
 
-    Raises:
-        ValueError: the optimizer fails on groups without parameters.
-    """
-    groups = [copied(hyper_parameters(group)) for group in like.param_groups]
+
+def _require_steps_empty_groups(
+    make: Make, like: Optimizer, given: Given, options: Mapping[str, Any], state: State, moving: Collection[str]
+) -> None:
+    """Of most groups, most ranks own no parameter in most buckets."""
+    kind, groups = type(like).__name__, [copied(hyper_parameters(group)) for group in like.param_groups]
     stepper = Stepper(make, options, [], named="param_names" in like.param_groups[0])
+    before = list(map(in_words, groups))
     try:
         with undisturbed(state.device):
-            stepper.step({}, groups, {})
+            _, after = stepper.step({}, groups, given, {})
     except Exception as error:
-        raise ValueError(steps_no_empty_group(type(like).__name__, error)) from error
+        raise ValueError(steps_no_empty_group(kind, error)) from error
+    if still := sorted(set(moving) - changed_options(before, list(map(in_words, after)))):
+        raise ValueError(moves_with_parameters_only(kind, still[0]))
 
 
 def members_of(groups: Groups, state: State, work_of: WorkOf, loads: Sequence[int]) -> list[list[Member]]:

@@ -12,15 +12,24 @@ from torch.optim import Optimizer
 
 from thunder_zero.comm.places import Place, doing
 from thunder_zero.runtime.couplings import look_of
-from thunder_zero.runtime.optimizers import StepsWhole, names_of, parameters_of
-from thunder_zero.runtime.stand_ins import OF_BASE
+from thunder_zero.runtime.optimizers import StepsWhole, exact, hyper_parameters, names_of, parameters_of
+from thunder_zero.runtime.stand_ins import OF_BASE, in_words
 from thunder_zero.runtime.state import State
+from thunder_zero.runtime.trial import changed_options
 from thunder_zero.whole_step.agreement import all_ranks, begin, raise_on_all
 from thunder_zero.whole_step.exchange import FromOwners, Member, ToOwners
 from thunder_zero.whole_step.members import listed, members_of, model_of, ordinary
 from thunder_zero.whole_step.owners import work_function
-from thunder_zero.whole_step.sentences import changed_by_hand, later_group, no_attribute, not_copied, not_set, shares
-from thunder_zero.whole_step.stepper import Make, Owned, Stepper, copied, hyper_parameters, parameters_in
+from thunder_zero.whole_step.sentences import (
+    changed_by_hand,
+    later_group,
+    moves_with_parameters_only,
+    no_attribute,
+    not_copied,
+    not_set,
+    shares,
+)
+from thunder_zero.whole_step.stepper import Make, Owned, Stepper, copied, parameters_in
 
 
 def whole(optimizer: Make, params: Iterable[Any], /, **options: Any) -> Whole:
@@ -58,17 +67,6 @@ def whole(optimizer: Make, params: Iterable[Any], /, **options: Any) -> Whole:
     return Whole(optimizer, params, options)
 
 
-def exact(loaded: Any, saved: Any) -> Any:
-    """What torch has loaded, in the dtypes that were saved: it casts tensors to the parameter's."""
-    if isinstance(loaded, Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if isinstance(loaded, dict):
-        return {key: exact(value, saved[key]) for key, value in loaded.items()}
-    if isinstance(loaded, list | tuple):
-        return type(loaded)(exact(value, of) for value, of in zip(loaded, saved, strict=True))
-    return loaded
-
-
 def take_options(groups: Sequence[dict[str, Any]], changed: Sequence[Mapping[str, Any]]) -> None:
     """Give groups what a step has made of their options."""
     for group, options in zip(groups, changed, strict=True):
@@ -77,6 +75,16 @@ def take_options(groups: Sequence[dict[str, Any]], changed: Sequence[Mapping[str
                 own.copy_(value)  # a user or a scheduler may have it
             else:
                 group[key] = value
+
+
+def require_same_options(groups: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], kind: str) -> None:
+    """Groups have the same options after the steps of two buckets.
+
+    Raises:
+        RuntimeError: they have not.
+    """
+    if changed := sorted(changed_options(list(map(in_words, groups)), list(map(in_words, others)))):
+        raise RuntimeError(moves_with_parameters_only(kind, changed[0]))
 
 
 def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -108,15 +116,7 @@ class Travelling:
     members: tuple[Member, ...]
     stepper: Stepper
 
-    def to_owners(
-        self, state: State, paths: Collection[str], at_hand: Collection[str], made: Collection[Travelling]
-    ) -> ToOwners:
-        """Send the parameters of these paths; all of them while owners make their optimizers (those of ``made`` have
-        them), which may keep the values."""
-        members = self.members if self not in made else self.with_paths(paths)
-        return ToOwners(state, members, paths, at_hand)
-
-    def with_paths(self, paths: Collection[str]) -> list[Member]:
+    def of_paths(self, paths: Collection[str]) -> list[Member]:
         """The parameters of these paths."""
         return [member for member in self.members if member.param.path in paths]
 
@@ -182,13 +182,14 @@ class Whole(Closed):
         self._owners: dict[int, int] = {}  # by the shard's id
         groups = listed(params)
         self.model: State = model_of([shard for group in groups for shard in group["params"]])
-        like, self._moving = ordinary(make, groups, self._options, self.model)
-        self.kind = type(like).__name__
+        self._given: list[frozenset[str]] = [frozenset(hyper_parameters(group)) for group in groups]
+        found = ordinary(make, groups, self._given, self._options, self.model)
+        self._moving, self._moves_all, self.kind = found.moving, found.moves_all, type(found.like).__name__
         self._work_of = work_function(self.kind)
-        given = zip(groups, like.param_groups, strict=True)
-        super().__init__([{**hyper_parameters(of), **parameters_in(group)} for group, of in given], like.defaults)
+        made = zip(groups, found.like.param_groups, strict=True)
+        super().__init__([{**hyper_parameters(of), **parameters_in(group)} for group, of in made], found.like.defaults)
         self._give_owners(self.param_groups)
-        self._foreign = frozenset(dir(like)).difference(OF_BASE, dir(self))
+        self._foreign = frozenset(dir(found.like)).difference(OF_BASE, dir(self))
         self.register_load_state_dict_pre_hook(require_own_states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -205,8 +206,10 @@ class Whole(Closed):
             raise RuntimeError(later_group(self.kind, counts))
         groups = listed([param_group])
         model_of(groups[0]["params"], self.model)
-        (of,) = ordinary(self._make, groups, self._options, self.model)[0].param_groups
+        given = [frozenset(hyper_parameters(groups[0]))]
+        (of,) = ordinary(self._make, groups, given, self._options, self.model).like.param_groups
         super().add_param_group({**hyper_parameters(of), **parameters_in(groups[0])})
+        self._given += given
         self._give_owners(self.param_groups[-1:])
 
     def _give_owners(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -248,7 +251,7 @@ class Whole(Closed):
             values = ToOwners(self.model, bucket.members, (), ()).wait()
             zeros = {path: replace(of, grad=torch.zeros_like(of.param)) for path, of in values.items()}
             try:
-                bucket.stepper.step(zeros, copied(still), self.state)
+                bucket.stepper.step(zeros, copied(still), self._given, self.state)
             except Exception as error:  # the other ranks wait for the next bucket
                 failure = error
             bucket.stepper.forget()
@@ -290,7 +293,8 @@ class Whole(Closed):
             RuntimeError: the optimizer couples parameters now.
         """
         if self._look != look_of(self, self._moving):
-            self._moving |= ordinary(self._make, self.param_groups, self._options, self.model)[1]
+            found = ordinary(self._make, self.param_groups, self._given, self._options, self.model)
+            self._moving, self._moves_all = self._moving | found.moving, found.moves_all
             self._look = look_of(self, self._moving)
 
     def _step(self, paths: frozenset[str], at_hand: frozenset[str]) -> Exception | None:
@@ -302,21 +306,28 @@ class Whole(Closed):
         """
         failure: Exception | None = None
         groups = after = [hyper_parameters(group) for group in self.param_groups]
-        buckets, to = self._buckets, (self.model, paths, at_hand, self._made)
-        arriving, leaving = buckets[0].to_owners(*to), None
+        buckets = self._buckets
+
+        def send(bucket: Travelling) -> ToOwners:
+            # while owners make their optimizers those may keep the values
+            everything = self._moves_all or bucket not in self._made
+            return ToOwners(self.model, bucket.members if everything else bucket.of_paths(paths), paths, at_hand)
+
+        arriving, leaving = send(buckets[0]), None
         for at, bucket in enumerate(buckets):
             values = arriving.wait()
             if at + 1 < len(buckets):
-                arriving = buckets[at + 1].to_owners(*to)
+                arriving = send(buckets[at + 1])
             updated = {path: value.param for path, value in values.items()}
             if failure is None:
                 try:
-                    updated, found = bucket.stepper.step(values, copied(groups), self.state)
-                    after = found if at == 0 else after
+                    updated, found = bucket.stepper.step(values, copied(groups), self._given, self.state)
+                    require_same_options(after if at else found, found, self.kind)
+                    after = found
                 except Exception as error:
                     failure = error
             del values
-            back = FromOwners(self.model, bucket.with_paths(paths), updated)
+            back = FromOwners(self.model, bucket.members if self._moves_all else bucket.of_paths(paths), updated)
             if leaving is not None:
                 leaving.wait()
             leaving = back

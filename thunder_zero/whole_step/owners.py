@@ -61,7 +61,12 @@ def work_of_elements(shape: tuple[int, ...]) -> int:
 
 
 # Optimizers that only pass over elements, by class name; all others are taken to multiply the gradient's sides.
-PASSES_OVER_ELEMENTS = frozenset(("Adafactor", "Adam", "AdamW", "SGD", "Lamb", "LARS", "Lion"))
+PASSES_OVER_ELEMENTS = frozenset(
+    (
+        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
+        *("Adafactor", "AdaFactor", "CAME", "Lamb", "LARS", "Lion", "NovoGrad", "StableAdamW"),
+    )
+)
 
 
 def work_function(kind: str) -> WorkOf:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from torch.optim import Optimizer
+
 from thunder_zero.whole_step.exchange import Member
 from thunder_zero.whole_step.owners import WorkOf
 
@@ -44,6 +46,20 @@ def later_group(kind: str, counts: Sequence[str]) -> str:
     return (
         f"steps of {kind} change its {', '.join(map(repr, counts))}, which begins anew for parameters that are added "
         f"after a step; give tz.whole all groups before the first step, or make another optimizer of the new ones"
+    )
+
+
+def described_shortly(value: object) -> str:
+    """What a user gave where a class belongs."""
+    return f"a {type(value).__name__}" if isinstance(value, Optimizer | list | dict) else f"{value!r}"[:80]
+
+
+def moves_with_parameters_only(kind: str, name: str) -> str:
+    """It changes an option only in groups with parameters or gradients, which are on some ranks."""
+    return (
+        f"{kind} changes {name!r} of a group only where it has parameters of the group to step, and ranks step "
+        f"different ones, so each would have another value; let its step change it in every group, or keep it in the "
+        f"states of parameters"
     )
 
 

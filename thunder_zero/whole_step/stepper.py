@@ -6,7 +6,7 @@ reference, and its hyper-parameters are copied from there before each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,17 +16,13 @@ from torch.optim import Optimizer
 
 from thunder_zero.marks import marked, parameter_like
 from thunder_zero.plan import Param
-from thunder_zero.runtime.stand_ins import attributes_of, described, is_data
+from thunder_zero.runtime.optimizers import hyper_parameters, without_hooks
+from thunder_zero.runtime.stand_ins import attributes_of, in_words
 from thunder_zero.whole_step.exchange import Values
 
 Make = Callable[..., Optimizer]  # as torch's classes: called with parameters or groups, and options
 Groups = Sequence[Mapping[str, Any]]
-PARAMETERS = ("params", "param_names")
-
-
-def _data_of(optimizer: Optimizer) -> dict[str, str]:
-    """An optimizer's attributes that are data, in words."""
-    return {name: described(value) for name, value in attributes_of(optimizer).items() if is_data(value)}
+Given = Sequence[Collection[str]]  # of each group the options that the user gave; schedulers and classes add others
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +42,6 @@ class Owned:
     name: str | None = None
 
 
-def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
-    return {key: value for key, value in group.items() if key not in PARAMETERS}
-
-
 def copied(value: Any) -> Any:
     """A copy of what a step may change in place: tensors and collections."""
     if isinstance(value, Tensor):
@@ -60,6 +51,11 @@ def copied(value: Any) -> Any:
     if isinstance(value, list):
         return list(map(copied, value))
     return value
+
+
+def only(group: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """The options of a group that the user gave, as they are now: constructors may refuse others."""
+    return {key: group[key] for key in given if key in group}
 
 
 def parameters_in(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,13 +86,14 @@ class Stepper:
         self._attributes: dict[str, str] = {}
 
     def step(
-        self, values: Mapping[str, Values], groups: Groups, states: MutableMapping[Any, Any]
+        self, values: Mapping[str, Values], groups: Groups, given: Given, states: MutableMapping[Any, Any]
     ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         """Step the parameters that have values.
 
         Args:
             values: by path; the optimizer may write to them.
             groups: the hyper-parameters of all groups, without parameters and their names.
+            given: which of them a constructor takes.
             states: by shard, or by whatever else the optimizer keeps; updated.
 
         Returns:
@@ -107,9 +104,10 @@ class Stepper:
                 param.data, param.grad = found.param, found.grad
             marked(param, of.shard)
         try:
-            optimizer = self._with_groups(groups, states)
+            optimizer = self._with_groups(groups, given, states)
             self._give_states(optimizer, states)
-            optimizer.step()
+            with without_hooks():  # they belong to the optimizer over the shards
+                optimizer.step()
             self._take_states(optimizer, states)
             pairs = zip(self._owned, self._params, strict=True)
             updated = {of.param.path: param.data for of, param in pairs if of.param.path in values}
@@ -121,24 +119,25 @@ class Stepper:
 
     def moved_attributes(self) -> list[str]:
         """The attributes of the optimizer that its steps have changed, such as a count."""
-        now = {} if self._optimizer is None else _data_of(self._optimizer)
+        now = {} if self._optimizer is None else in_words(attributes_of(self._optimizer))
         return sorted(name for name, value in now.items() if self._attributes.get(name, value) != value)
 
     def forget(self) -> None:
         """Make the optimizer anew in the next step."""
         self._optimizer = None
 
-    def _with_groups(self, groups: Groups, states: MutableMapping[Any, Any]) -> Optimizer:
+    def _with_groups(self, groups: Groups, given: Given, states: MutableMapping[Any, Any]) -> Optimizer:
         """The optimizer with these hyper-parameters."""
+        taken = [only(group, keys) for group, keys in zip(groups, given, strict=True)]
         if self._optimizer is None:
-            given = [{**self._members(number), **group} for number, group in enumerate(groups)]
-            self._optimizer = self._make(given, **self._options)
-            self._attributes = _data_of(self._optimizer)
+            made_of = [{**self._members(number), **group} for number, group in enumerate(taken)]
+            self._optimizer = self._make(made_of, **self._options)
+            self._attributes = in_words(attributes_of(self._optimizer))
             for of, param in zip(self._owned, self._params, strict=True):
                 if param in self._optimizer.state:  # made with the parameter, and perhaps loaded since
                     states.setdefault(of.shard, self._optimizer.state[param])
-        for group in groups[len(self._optimizer.param_groups) :]:
-            self._optimizer.add_param_group({**self._members(len(self._optimizer.param_groups)), **group})
+        for later in taken[len(self._optimizer.param_groups) :]:
+            self._optimizer.add_param_group({**self._members(len(self._optimizer.param_groups)), **later})
         for own, group in zip(self._optimizer.param_groups, groups, strict=True):
             own.update(group)
         return self._optimizer
