@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -13,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from thunder_zero.runtime import probe as probe_room
-from thunder_zero.runtime.couplings import ELEMENTWISE, refuse_coupled_parameters
+from thunder_zero.runtime.couplings import ELEMENTWISE, look_of, refuse_coupled_parameters
 from thunder_zero.runtime.probe import Coupling, Subject, Verdict, capped, probe
 
 pytestmark = pytest.mark.slow
@@ -352,3 +355,107 @@ def test_an_argument_that_cannot_be_copied_is_not_left_out() -> None:
     found = verdict(Configured, clip=WithTensors())
     assert found.coupling is UNKNOWN
     assert "its argument 'clip' is a WithTensors, which cannot be copied for another optimizer" in found.evidence
+
+
+class Kept(Planted):
+    """Keeps what its arguments ask for in attributes of other names, which are no plain values."""
+
+    def __init__(self, params: Any, how: str = "", norm: bool = False) -> None:
+        super().__init__(params)
+        self._normed: set[int] = set()
+        self._update: Any = self._by_norm if how == "a method" and norm else self._as_it_is
+        self._shares = torch.tensor([float(norm), 1.0]) if how == "a tensor" else None
+
+    def _by_norm(self, grad: Tensor) -> Tensor:
+        return grad / (1 + grad.norm())
+
+    def _as_it_is(self, grad: Tensor) -> Tensor:
+        return grad
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"]):
+            normed = id(param) in self._normed or (self._shares is not None and bool(self._shares[0]))
+            param.grad = (self._by_norm if normed else self._update)(param.grad)
+        super().step()
+
+
+class ById(Kept):
+    """Knows its matrices by their ids."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self._normed = {id(param) for group in self.param_groups for param in group["params"] if param.ndim > 1}
+
+
+class Lost(Planted):
+    """Keeps its argument in tensors like the parameters."""
+
+    def __init__(self, params: Any, norm: bool = False) -> None:
+        super().__init__(params)
+        everything = [param for group in self.param_groups for param in group["params"]]
+        self.held = [torch.full_like(param, float(norm)) for param in everything]
+
+
+def test_methods_tensors_and_ids_in_attributes_are_the_users() -> None:
+    for how, coupling in {"a method": ELEMENTS, "a tensor": ELEMENTS, "": NOTHING}.items():
+        assert verdict(Kept, how=how, norm=True).coupling is coupling, how
+    assert verdict(ById).coupling is ELEMENTS
+    lost = verdict(Lost, norm=True)
+    assert lost.coupling is UNKNOWN
+    assert "its attribute 'held' cannot be copied, and may be what its argument 'norm' has become" in lost.evidence
+
+
+def test_a_new_function_where_a_freed_one_was_is_tried() -> None:
+    class WithFunction(Planted):
+        """Of this test alone."""
+
+    addresses: set[int] = set()
+    for number in range(200):
+        factor: Any = (lambda *_: 1.0) if number % 2 == 0 else (lambda param, grad, *_: 1 / (1 + grad.norm()))
+        seen = id(factor) in addresses
+        addresses.add(id(factor))
+        if seen or number < 2:
+            assert verdict(WithFunction, factor=factor).coupling is (ELEMENTS if number % 2 else NOTHING)
+        if seen and number % 2:
+            return
+        del factor
+
+
+class Mode(Enum):
+    """A kind of option."""
+
+    PLAIN = 1
+    NORM = 2
+
+
+def test_every_kind_of_option_that_changes_is_seen() -> None:
+    optimizer = Planted([nn.Parameter(torch.ones(2, 2))], factor=of_row)
+    optimizer.param_groups[0] |= {"mode": Mode.PLAIN, "kw": {"norm": False}, "fn": of_row, "share": torch.zeros(2)}
+    kept = look_of(optimizer, ())
+    assert look_of(optimizer, ()) == kept
+    changes = {"mode": Mode.NORM, "kw": {"norm": True}, "fn": if_large, "share": torch.ones(2)}
+    for name, value in changes.items():
+        before, optimizer.param_groups[0][name] = optimizer.param_groups[0][name], value
+        assert look_of(optimizer, ()) != kept, name
+        assert look_of(optimizer, (name,)) == look_of(optimizer, (name,))
+        optimizer.param_groups[0][name] = before
+    assert look_of(optimizer, ()) == kept
+    optimizer.factor = if_large
+    assert look_of(optimizer, ()) != kept
+
+
+def test_options_that_cannot_be_copied_are_named_and_hooks_of_the_user_are_not_called() -> None:
+    calls: list[int] = []
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    try:
+        for value in (threading.Lock(), nn.Linear(2, 2)):
+            optimizer = Planted([{"params": [nn.Parameter(torch.ones(4, 3))], "held": value}])
+            found = probe(optimizer, [Subject(0, (4, 3), True)], CPU)
+            assert found.coupling is UNKNOWN
+            assert f"the option 'held' of a group is a {type(value).__name__}, and is not copied" in found.evidence
+        verdict(Planted, factor=of_row)
+        assert calls == []
+        optim.SGD([nn.Parameter(torch.ones(2))], 0.1).step()
+        assert calls == [1]
+    finally:
+        handle.remove()

@@ -20,6 +20,7 @@ import thunder_zero as tz
 from tests.harness.errors import raised
 from tests.harness.models import Mlp, Small, count_sends, error, fresh, sharded, storages
 from tests.harness.ranks import RanksPool
+from tests.harness.tiers import of_tier
 from thunder_zero import layout
 from thunder_zero.comm.placed import Placed
 from thunder_zero.rows import own_rows
@@ -523,6 +524,33 @@ class CountsItself(optim.SGD):
             param -= 0.1 / self.count * param.grad
 
 
+class NeedsLoss(optim.SGD):
+    """Cannot step without a loss."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 0.1)
+
+    def step(self, loss: Any) -> None:  # type: ignore[override]
+        super().step()
+
+
+class CountsWhereItSteps(optim.SGD):
+    """Counts the steps of a group in which parameters have gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 0.1)
+        for group in self.param_groups:
+            group.setdefault("steps", 0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if params := [param for param in group["params"] if param.grad is not None]:
+                group["steps"] += 1
+                for param in params:
+                    param -= 0.1 / group["steps"] * param.grad
+
+
 class NeedsParameters(optim.SGD):
     """Fails on groups without parameters."""
 
@@ -563,6 +591,11 @@ def misused_later(rank: int, model: Any, params: list[Any], optimizer: Any) -> d
     found["group before"] = raised(lambda: counting.add_param_group({"params": params[2:4]}))
     counting.step()
     found["group after"] = raised(lambda: counting.add_param_group({"params": params[4:]}))
+    trusting = sharded(fresh(Mlp), tz.Policy(stage=3, trust_optimizer=True, bucket_bytes=64))
+    of_kinds = [[param for param in trusting.parameters() if param.ndim == ndim] for ndim in (2, 1)]
+    give(trusting, grads)
+    counting = tz.whole(CountsWhereItSteps, [{"params": members} for members in of_kinds])
+    found["counts, and is trusted"] = raised(counting.step)
     found["no empty group"] = raised(lambda: tz.whole(NeedsParameters, params))
     return found
 
@@ -578,6 +611,11 @@ def misused(rank: int, world_size: int) -> dict[str, str]:
         "two models": raised(lambda: tz.whole(optim.Adafactor, [params[0], next(other.parameters())])),
         "not an optimizer": raised(lambda: tz.whole(not_an_optimizer, params)),
         "needs a closure": raised(lambda: tz.whole(optim.LBFGS, params)),
+        "needs a loss": raised(lambda: tz.whole(NeedsLoss, params)),
+        "an instance": raised(lambda: tz.whole(optim.SGD(params, 0.1), params)),  # type: ignore[arg-type]
+        "a list": raised(lambda: tz.whole(params, optim.SGD)),  # type: ignore[arg-type]
+        "a model": raised(lambda: tz.whole(optim.Adafactor, model)),
+        "counts where it steps": raised(lambda: tz.whole(CountsWhereItSteps, params)),
         "couples parameters": raised(lambda: tz.whole(Coupled, params, lr=0.1)),
         "no matrix": raised(lambda: tz.whole(optim.Muon, params)),
         "twice": raised(lambda: tz.whole(optim.Adafactor, [{"params": params[:1]}, {"params": params[:1]}])),
@@ -626,6 +664,7 @@ EXPECTED = {
     "set": "tz.whole(CountsItself) cannot set 'count', which CountsItself has: each rank steps CountsItself on a part",
     "group before": "nothing",
     "group after": "steps of CountsItself change its 'count', which begins anew for parameters that are added after",
+    "counts, and is trusted": "CountsWhereItSteps changes 'steps' of a group only where it has parameters of the group",
     "no empty group": "NeedsParameters cannot step groups without parameters (RuntimeError: stack expects a non-empty",
     "later lr": "'lr' of group 0 of Adafactor differs between ranks: rank 0 has 0.009999999776482582",
     "later eps": "'eps' of group 0 of Adafactor differs between ranks: rank 0 has (None, 0.001), rank 1 has (None, 0.",
@@ -637,6 +676,11 @@ EXPECTED = {
     "two models": "(Mlp); make one for each model",
     "not an optimizer": "which makes a list; give a class of torch.optim.Optimizer",
     "needs a closure": "LBFGS evaluates the loss several times in a step",
+    "needs a loss": "a step of NeedsLoss needs the argument 'loss', and tz.whole has none to give",
+    "an instance": "tz.whole was given a SGD to make optimizers with; give the class itself and then the parameters",
+    "a list": "tz.whole was given a list to make optimizers with; give the class itself and then the parameters",
+    "a model": "tz.whole was given a ZeroModule; give it model.parameters(), or some of them",
+    "counts where it steps": "CountsWhereItSteps changes 'steps' of a group only where it has parameters of the group",
     "couples parameters": "Coupled couples parameters (beside other stand-ins ",
     "no matrix": "Muon only supports 2D parameters",
     "twice": "some parameters appear in more than one parameter group",
@@ -658,6 +702,59 @@ def test_bad_uses_get_one_sentence_on_every_rank(ranks_pool: RanksPool) -> None:
         assert found.keys() == EXPECTED.keys()
         for name, told in found.items():
             assert EXPECTED[name] in told, (name, told)
+
+
+class Strict(optim.Optimizer):
+    """As the Muon of many scripts: takes groups of certain keys only, and steps parameters without a gradient, too."""
+
+    def __init__(self, groups: Any) -> None:
+        for group in groups:
+            group["lr"] = group.get("lr", 0.1)
+            assert group.keys() - {"param_names"} == {"params", "lr", "matrices"}
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                past = self.state[param].setdefault("past", torch.zeros_like(param))
+                past.lerp_(param.grad, 0.5)
+                param.mul_(1 - 0.1 * group["lr"])
+                param -= group["lr"] * past / (1 + past.norm() if group["matrices"] else 1)
+
+
+def strict_steps(rank: int, world_size: int, stages: tuple[int, ...]) -> dict[int, list[str]]:
+    """A scheduler adds to the groups; one parameter has no gradient in the first step, another one in the third."""
+    found = {}
+    for stage in stages:
+        model, plain = sharded(fresh(Mlp), stage), fresh(Mlp)
+        both = []
+        for of, make in ((model, partial(tz.whole, Strict)), (plain, Strict)):
+            params = list(of.parameters())
+            groups = {matrices: [of for of in params if (of.ndim > 1) is matrices] for matrices in (True, False)}
+            optimizer = make([{"params": members, "matrices": matrices} for matrices, members in groups.items()])
+            both.append((optimizer, optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)))
+        for step in range(4):
+            grads = gradients(plain, step)
+            for name in {0: ("layers.1.weight",), 2: ("layers.0.bias", "layers.2.weight")}.get(step, ()):
+                del grads[name]
+            plain.zero_grad()
+            model.zero_grad()
+            for name, param in plain.named_parameters():
+                param.grad = grads[name].clone() if name in grads else None
+            give(model, grads)
+            for optimizer, scheduler in both:
+                optimizer.step()
+                scheduler.step()
+        found[stage] = differing(model, plain)
+    return found
+
+
+def test_constructors_take_their_own_keys_and_parameters_move_without_gradients(ranks_pool: RanksPool) -> None:
+    for found in ranks_pool.run(2, strict_steps, of_tier((3,), (0, 1, 2, 3))):
+        assert not any(found.values()), found
 
 
 class Noisy(optim.SGD):

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.places import doing
 from thunder_zero.policy import is_count
 from thunder_zero.runtime.sharded_model import sharded_model
+
+OF_AVERAGED_MODEL = frozenset(dir(AveragedModel)) | {"module", "n_averaged"}
 
 
 class Counts:
@@ -63,7 +66,6 @@ class EMA:
         every: average in every so many calls of ``update``, 1 or more.
 
     Attributes:
-        decay, every: as given.
         counts: how often it was updated.
         state: the model's.
 
@@ -74,12 +76,9 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, every: int = 1) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
-            raise ValueError(f"decay is {decay!r}; give a number, 0 or more and less than 1, such as 0.999")
-        if not is_count(every) or every == 0:
-            raise ValueError(f"every is {every!r}; give a number of updates, 1 or more")
+        self.decay, self.every = decay, every
         sharded = sharded_model(model)
-        self.decay, self.every, self.counts, self.state = float(decay), every, Counts(), sharded.state
+        self.counts, self.state = Counts(), sharded.state
         self.state.require_own_values("make an EMA")
         self._params = {name: param for name, param in sharded.named_parameters() if param.is_floating_point()}
         self._averages = {name: _copy(param) for name, param in self._params.items() if param.requires_grad}
@@ -92,6 +91,41 @@ class EMA:
         """The settings, and how often it averaged."""
         return (
             f"EMA(decay={self.decay}, every={self.every}) of {self.state.name}, {self.counts.averaged} times averaged"
+        )
+
+    @property
+    def decay(self) -> float:
+        """The weight of the old average; may be set between updates, on all ranks alike."""
+        return self._decay
+
+    @decay.setter
+    def decay(self, decay: float) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
+            raise ValueError(f"decay is {decay!r}; give a number, 0 or more and less than 1, such as 0.999")
+        self._decay = float(decay)
+
+    @property
+    def every(self) -> int:
+        """Average in every so many calls of ``update``; may be set between updates, on all ranks alike."""
+        return self._every
+
+    @every.setter
+    def every(self, every: int) -> None:
+        if not is_count(every) or every == 0:
+            raise ValueError(f"every is {every!r}; give a number of updates, 1 or more")
+        self._every = every
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what an EMA does not have.
+
+        Raises:
+            AttributeError: always.
+        """
+        if name not in OF_AVERAGED_MODEL:
+            raise AttributeError(f"EMA has no attribute {name!r}")
+        raise AttributeError(
+            f"EMA has no {name!r}, as torch's AveragedModel has: it averages rows of a model, and is no model; call "
+            f"update() after a step, evaluate in 'with ema.applied():', and save by tz.save(..., extra={{'ema': ema}})"
         )
 
     def __getstate__(self) -> dict[str, Any]:

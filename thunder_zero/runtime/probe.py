@@ -31,6 +31,7 @@ from thunder_zero.runtime.stand_ins import (
     NO_CHANGES,
     attributes_of,
     described,
+    in_words,
     is_data,
     late_counts,
     options_of,
@@ -107,7 +108,7 @@ def probe(optimizer: Optimizer, subjects: Sequence[Subject], device: torch.devic
         return Verdict(Coupling.UNKNOWN, found)
     kinds = _kinds(optimizer, subjects)
     options = [options_of(optimizer, number) for number in sorted({kind.group for kind in kinds})]
-    attributes = {name: value for name, value in attributes_of(optimizer).items() if is_data(value)}
+    attributes = in_words(attributes_of(optimizer))
     twice = len(subjects) > len(kinds)
     key = f"{described((optimizer.defaults, options, attributes, kinds, twice))} {device}"
     known = _verdicts.setdefault(type(optimizer), {})

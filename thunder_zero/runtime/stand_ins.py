@@ -115,8 +115,11 @@ def is_data(value: object) -> bool:
 
 
 def in_words(values: Mapping[str, Any]) -> dict[str, str]:
-    """Options or attributes that are data, in words."""
-    return {name: described(value) for name, value in values.items() if is_data(value)}
+    """Options or attributes in words: those that are data, methods, and tensors of few elements."""
+    functions = {name: value.__func__ for name, value in values.items() if isinstance(value, MethodType)}
+    tensors = {name: value.tolist() for name, value in values.items() if isinstance(value, Tensor) and _has_few(value)}
+    data = {name: value for name, value in values.items() if is_data(value)}
+    return {name: described(value) for name, value in (data | functions | tensors).items()}
 
 
 def described(value: object, depth: int = 0) -> str:
@@ -144,6 +147,10 @@ def _inside(value: object) -> list[object] | None:
     if isinstance(value, Tensor | nn.Module | Optimizer) or getattr(type(value), "__dictoffset__", 0) == 0:
         return None
     return [vars(value)]
+
+
+def _has_few(value: Tensor) -> bool:
+    return value.numel() <= FEW and not value.requires_grad
 
 
 def _is_number(value: object) -> bool:
@@ -194,7 +201,7 @@ def _take_attributes(optimizer: Optimizer, other: Optimizer, changes: Mapping[st
     ids, shapes = set(map(id, params)), {param.shape for param in params}
     left: list[str] = []
     for name, value in attributes_of(optimizer).items():
-        few = isinstance(value, Tensor) and value.numel() <= FEW and not value.requires_grad
+        few = isinstance(value, Tensor) and _has_few(value)
         if isinstance(value, MethodType) and value.__self__ is optimizer:
             made[name] = MethodType(value.__func__, other)
         elif (few and value.shape not in shapes) or (is_data(value) and not _whole_numbers(value) & ids):

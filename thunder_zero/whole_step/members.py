@@ -30,6 +30,19 @@ class _Listed(Optimizer):
         """Nothing."""
 
 
+def require_maker(make: object) -> None:
+    """Refuse what makes no optimizers.
+
+    Raises:
+        TypeError: an optimizer, parameters or another object in the place of a class.
+    """
+    if isinstance(make, Optimizer) or not callable(make):
+        raise TypeError(
+            f"tz.whole was given {described_shortly(make)} to make optimizers with; give the class itself and then the "
+            f"parameters, as in tz.whole(torch.optim.Muon, params, lr=1e-3)"
+        )
+
+
 def listed(params: Iterable[Any]) -> Groups:
     """The groups of parameters, named parameters or groups, with lists of parameters.
 
@@ -104,7 +117,7 @@ def ordinary(make: Make, groups: Groups, given: Given, options: Mapping[str, Any
         Exception: raised by ``make``.
     """
     like = _like(make, groups, given, options)
-    _require_steppable(like, groups)
+    _require_steppable(like)
     trusted = state.plan.ranks == 1 or state.plan.policy.trust_optimizer
     moving = (
         frozenset[str]()
@@ -116,11 +129,6 @@ def ordinary(make: Make, groups: Groups, given: Given, options: Mapping[str, Any
 
 
 def _like(make: Make, groups: Groups, given: Given, options: Mapping[str, Any]) -> Optimizer:
-    if isinstance(make, Optimizer) or not callable(make):
-        raise TypeError(
-            f"tz.whole was given {described_shortly(make)} to make optimizers with; give the class itself and then the "
-            f"parameters, as in tz.whole(torch.optim.Muon, params, lr=1e-3)"
-        )
     shards = [shard for group in groups for shard in group["params"]]
     owners = [owner for owner in owners_of(shards) if owner is not None]
     blanks = {id(shard): blank(param, shard) for shard, (_, param) in zip(shards, owners, strict=True)}
@@ -143,7 +151,7 @@ def _like(make: Make, groups: Groups, given: Given, options: Mapping[str, Any]) 
     return made
 
 
-def _require_steppable(like: Optimizer, groups: Groups) -> None:
+def _require_steppable(like: Optimizer) -> None:
     kind = type(like).__name__
     for name in needed_by_step(like):
         if name == "closure":

@@ -18,7 +18,7 @@ from thunder_zero.runtime.state import State
 from thunder_zero.runtime.trial import changed_options
 from thunder_zero.whole_step.agreement import all_ranks, begin, raise_on_all
 from thunder_zero.whole_step.exchange import FromOwners, Member, ToOwners
-from thunder_zero.whole_step.members import listed, members_of, model_of, ordinary
+from thunder_zero.whole_step.members import listed, members_of, model_of, ordinary, require_maker
 from thunder_zero.whole_step.owners import work_function
 from thunder_zero.whole_step.sentences import (
     changed_by_hand,
@@ -173,6 +173,7 @@ class Whole(Closed):
     """
 
     def __init__(self, make: Make, params: Iterable[Any], options: Mapping[str, Any]) -> None:
+        require_maker(make)
         self._make, self._options = make, dict(options)
         self._buckets: list[Travelling] = []
         self._steps = 0
