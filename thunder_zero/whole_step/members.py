@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_zero.runtime.couplings import moves_parameters_without_gradients, refuse_coupled_parameters
+from thunder_zero.runtime.gradients_to_try import STEPS
 from thunder_zero.runtime.optimizers import hyper_parameters
 from thunder_zero.runtime.probe import undisturbed
 from thunder_zero.runtime.registry import owners_of, replaced_path
@@ -171,10 +172,11 @@ def _require_steps_empty_groups(
     """Of most groups, most ranks own no parameter in most buckets."""
     kind, groups = type(like).__name__, [copied(hyper_parameters(group)) for group in like.param_groups]
     stepper = Stepper(make, options, [], named="param_names" in like.param_groups[0])
-    before = list(map(in_words, groups))
+    before, after = list(map(in_words, groups)), groups
     try:
         with undisturbed(state.device):
-            _, after = stepper.step({}, groups, given, {})
+            for _ in range(STEPS):  # as many as the probe took
+                _, after = stepper.step({}, after, given, {})
     except Exception as error:
         raise ValueError(steps_no_empty_group(kind, error)) from error
     if still := sorted(set(moving) - changed_options(before, list(map(in_words, after)))):
