@@ -77,13 +77,13 @@ def take_options(groups: Sequence[dict[str, Any]], changed: Sequence[Mapping[str
                 group[key] = value
 
 
-def require_same_options(groups: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]], kind: str) -> None:
-    """Groups have the same options after the steps of two buckets.
+def require_same_options(words: Sequence[Mapping[str, str]], others: Sequence[Mapping[str, str]], kind: str) -> None:
+    """Groups have the same options, in words, after the steps of two buckets.
 
     Raises:
         RuntimeError: they have not.
     """
-    if changed := sorted(changed_options(list(map(in_words, groups)), list(map(in_words, others)))):
+    if changed := sorted(changed_options(words, others)):
         raise RuntimeError(moves_with_parameters_only(kind, changed[0]))
 
 
@@ -307,7 +307,7 @@ class Whole(Closed):
         """
         failure: Exception | None = None
         groups = after = [hyper_parameters(group) for group in self.param_groups]
-        buckets = self._buckets
+        buckets, words = self._buckets, list[dict[str, str]]()
 
         def send(bucket: Travelling) -> ToOwners:
             # while owners make their optimizers those may keep the values
@@ -322,9 +322,9 @@ class Whole(Closed):
             updated = {path: value.param for path, value in values.items()}
             if failure is None:
                 try:
-                    updated, found = bucket.stepper.step(values, copied(groups), self._given, self.state)
-                    require_same_options(after if at else found, found, self.kind)
-                    after = found
+                    updated, after = bucket.stepper.step(values, copied(groups), self._given, self.state)
+                    before, words = words, list(map(in_words, after))
+                    require_same_options(before or words, words, self.kind)
                 except Exception as error:
                     failure = error
             del values
