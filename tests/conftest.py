@@ -1,7 +1,6 @@
 """Rules for the rooms of the tests: pure (nothing), one (one process), ranks (1 to 4 gloo ranks), gpu (CUDA).
 
-Two tiers: what is slow shows something that a fast test shows, too, in more combinations, and runs with ``--slow``
-only (``tests/harness/tiers.py``).
+What runs when: ``tests/harness/tiers.py``.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.harness.cpu import CpuSeconds
 from tests.harness.ranks import RanksPool
-from tests.harness.tiers import VARIABLE, is_slow
+from tests.harness.tiers import VARIABLE, left_out
 
 TESTS = Path(__file__).parent
 RANKS_SECONDS = 120
 ROOMS = ("ranks", "gpu", "one", "pure")  # the longest files first, so that no worker waits for the other at the end
 
 # No test may fail because a machine is busy; on CI Hypothesis also repeats its examples from run to run.
-settings.register_profile("fast", settings(), deadline=None, max_examples=30)
-settings.register_profile("slow", settings(), deadline=None)
+settings.register_profile("usual", settings(), deadline=None, max_examples=30)
+settings.register_profile("deep", settings(), deadline=None, max_examples=1000)
 
 
 def room_of(item: pytest.Item) -> str:
@@ -31,22 +31,28 @@ def room_of(item: pytest.Item) -> str:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run all tests, and each rank in a fresh interpreter")
+    parser.addoption("--slow", action="store_true", help="run tests marked slow, too, as CI does")
+    parser.addoption("--deep", action="store_true", help="run all tests, and 1,000 examples of each property")
+
+
+def tier_of(config: pytest.Config) -> str:
+    return "deep" if config.getoption("--deep") else "slow" if config.getoption("--slow") else ""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--slow"):
+    if tier_of(config):
         os.environ[VARIABLE] = "1"
-    settings.load_profile("slow" if is_slow() else "fast")
+    settings.load_profile("deep" if tier_of(config) == "deep" else "usual")
     gc.set_threshold(100_000, 20, 100)  # compiling makes much and frees little
+    config.pluginmanager.register(CpuSeconds(), "cpu-seconds")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _spare(items)
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    if slow and not is_slow():
-        items[:] = [item for item in items if not item.get_closest_marker("slow")]
-        config.hook.pytest_deselected(items=slow)
+    tier = tier_of(config)
+    later = [item for item in items if left_out((mark.name for mark in item.iter_markers()), tier)]
+    if later:
+        items[:] = [item for item in items if item not in set(later)]
+        config.hook.pytest_deselected(items=later)
     for item in items:
         if room_of(item) == "ranks" and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(RANKS_SECONDS))
@@ -57,22 +63,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in gpu:
             if item.get_closest_marker("rehearsal") is None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def _world_size(item: pytest.Item) -> int:
-    """Of a test that runs under dynamo, with several numbers of ranks; 0 of all others."""
-    params = item.callspec.params if isinstance(item, pytest.Function) and item.originalname != item.name else {}
-    size = params.get("world_size") if params.get("ranks_pool") == "dynamo" else 0
-    return size if isinstance(size, int) else 0
-
-
-def _spare(items: list[pytest.Item]) -> None:
-    """Under dynamo leave each test one number of ranks, up to 3: they do not change what the front end does."""
-    largest: dict[str, int] = {}
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        largest[test] = max(largest.get(test, 0), _world_size(item) if _world_size(item) <= 3 else 0)
-    items[:] = [item for item in items if _world_size(item) in (0, largest[item.nodeid.partition("[")[0]])]
 
 
 def _has_cuda() -> bool:
@@ -86,7 +76,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """With ``--slow``, run the fast tests of a module with ``BOTH_FRONT_ENDS = True`` under dynamo, too."""
+    """REMOVE with the last BOTH_FRONT_ENDS: with ``--slow``, run a module's fast tests under dynamo, too."""
     is_fast = not any(mark.name == "slow" for mark in metafunc.definition.iter_markers())
     if is_fast and "ranks_pool" in metafunc.fixturenames and getattr(metafunc.module, "BOTH_FRONT_ENDS", False):
         both = ["jit", pytest.param("dynamo", marks=pytest.mark.slow)]
@@ -95,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def processes() -> Iterator[RanksPool]:
-    with RanksPool(fresh=is_slow()) as pool:
+    with RanksPool() as pool:
         yield pool
 
 

@@ -1,0 +1,84 @@
+"""Reports CPU-seconds by test file at the end of a run: of the process that tests, and of all that it started.
+
+Seconds of CPUs and not of clocks, so that a busy machine changes little; they are reported, no test fails on them.
+Elsewhere than on Linux a process does not see what its children take before they end; their seconds are then missing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROC = Path("/proc")
+WORKER_KEY = "cpu_seconds"
+
+
+def tree_seconds(root: int) -> float:
+    """User and system seconds of a process and its descendants; of ended ones, if their parents waited for them."""
+    if not (PROC / "self/stat").exists():
+        return sum(os.times()[:4])
+    parents: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for stat in PROC.glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()  # behind the name, which may have spaces
+        except OSError:  # it has ended meanwhile
+            continue
+        pid = int(stat.parent.name)
+        parents[pid] = int(fields[1])
+        seconds[pid] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+    def descends(pid: int) -> bool:
+        while pid not in (root, 0):
+            pid = parents.get(pid, 0)
+        return pid == root
+
+    return sum(seconds[pid] for pid in seconds if descends(pid))
+
+
+class CpuSeconds:
+    """A plugin of pytest. With xdist each worker counts its own tree, and the controller adds the workers up."""
+
+    def __init__(self) -> None:
+        self.by_file: Counter[str] = Counter()
+        self._seen = 0.0
+
+    def note(self, name: str) -> None:
+        """What was taken since the last note belongs to ``name``."""
+        now = tree_seconds(os.getpid())
+        self.by_file[name] += max(now - self._seen, 0.0)  # type: ignore[assignment]  # counters add floats, too
+        self._seen = now
+
+    def pytest_collection_finish(self) -> None:
+        self.note("(imports, collection)")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+        result = yield
+        if nextitem is None or nextitem.path != item.path:
+            self.note(str(item.path.relative_to(item.config.rootpath)))
+        return result  # type: ignore[return-value]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output[WORKER_KEY] = dict(self.by_file)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.by_file.update(getattr(node, "workeroutput", {}).get(WORKER_KEY, {}))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        total = sum(self.by_file.values())
+        if total < 60:  # a few tests, run by hand
+            return
+        terminalreporter.section(f"{total:.0f} CPU-seconds; files that take a hundredth or more")
+        for name, seconds in self.by_file.most_common():
+            if seconds >= total / 100:
+                terminalreporter.write_line(f"{seconds:8.1f}  {name}")
