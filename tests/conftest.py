@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def room_of(item: pytest.Item) -> str:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run tests marked slow, too, as CI does")
     parser.addoption("--deep", action="store_true", help="run all tests, and 1,000 examples of each property")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run files, and the tests of each, in a random order")
 
 
 def tier_of(config: pytest.Config) -> str:
@@ -56,13 +58,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if room_of(item) == "ranks" and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(RANKS_SECONDS))
-    if "PYTEST_XDIST_WORKER" in os.environ:  # xdist gives whole files to its workers in this order
+    if (seed := config.getoption("--shuffle")) is not None:
+        shuffle(items, random.Random(seed))
+    elif "PYTEST_XDIST_WORKER" in os.environ:  # xdist gives whole files to its workers in this order
         items.sort(key=lambda item: ROOMS.index(room_of(item)))
     gpu = [item for item in items if room_of(item) == "gpu"]
     if gpu and not _has_cuda():
         for item in gpu:
             if item.get_closest_marker("rehearsal") is None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def shuffle(items: list[pytest.Item], dice: random.Random) -> None:
+    """Order files, and the tests within each, at random; the tests of a file stay together, as they share fixtures."""
+    files = {path: dice.random() for path in dict.fromkeys(item.path for item in items)}
+    places = {item: dice.random() for item in items}
+    items.sort(key=lambda item: (files[item.path], places[item]))
 
 
 def _has_cuda() -> bool:
