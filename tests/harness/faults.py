@@ -1,4 +1,4 @@
-"""``./dev faults [NAME ...]``: plants the faults of ``tests/faults.toml``, one at a time, and says which no test catches.
+"""``./dev faults [NAME ...]``: plants the faults of ``tests/faults.toml``, each alone, and says which no test catches.
 
 Each is planted in a copy of the checkout, where the tests named for it run. A row is an error if its text is not in its
 file exactly once, as after a change of the code, or if its tests fail without it.
@@ -84,9 +84,9 @@ def outdated(faults: Iterable[Fault], root: Path = ROOT) -> list[str]:
 
 
 def _has_test(root: Path, test: str) -> bool:
-    file, _, name = test.partition("::")
-    path = root / file
-    return path.is_file() and (not name or f"def {name.partition('[')[0]}(" in path.read_text())
+    file, _, id_ = test.partition("::")
+    name, path = id_.partition("[")[0], root / file
+    return path.is_file() and (not name or f"def {name}(" in path.read_text())
 
 
 def run_tests(tests: Iterable[str], fault: Fault | None = None) -> tuple[int, str]:
