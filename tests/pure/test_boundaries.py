@@ -10,13 +10,12 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from runpy import run_path
 
-import pytest
-
-TESTS = Path(__file__).parents[1]
-PACKAGE = TESTS.parent / "thunder_zero"
+ROOT = Path(__file__).parents[2]
+PACKAGE, TESTS = ROOT / "thunder_zero", ROOT / "tests"
 
 
 class May(IntEnum):
@@ -114,7 +113,13 @@ def room_of(path: str) -> Room | None:
     return next((room for room in ROOMS if path == room.name or path.startswith(f"{room.name.rstrip('/')}/")), None)
 
 
-def imports_of(source: str) -> set[tuple[str, May]]:
+def sources(folder: Path, names_from: Path) -> dict[str, str]:
+    """The text of each module, by its path."""
+    return {str(file.relative_to(names_from)): file.read_text() for file in sorted(folder.rglob("*.py"))}
+
+
+@cache
+def imports_of(source: str) -> frozenset[tuple[str, May]]:
     """Dotted names that the source imports (or reaches as ``torch.distributed``), and for what."""
     found: set[tuple[str, May]] = set()
 
@@ -130,13 +135,13 @@ def imports_of(source: str) -> set[tuple[str, May]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: rooms are imported by their full names"
             found.update((f"{node.module}.{alias.name}", use) for alias in node.names)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+        elif isinstance(node, ast.Attribute) and node.attr == "distributed" and ast.unparse(node.value) == "torch":
             found.add(("torch.distributed", use))
         for child in ast.iter_child_nodes(node):
             visit(child, use)
 
     visit(ast.parse(source), IMPORT)
-    return found
+    return frozenset(found)
 
 
 def faults(path: str, source: str) -> list[str]:
@@ -144,36 +149,31 @@ def faults(path: str, source: str) -> list[str]:
     room = room_of(path)
     if room is None:
         return [f"{path} has no row in ROOMS"]
-    out = []
-    for name, use in sorted(imports_of(source)):
-        top, _, rest = name.partition(".")
-        inside = rest.partition(".")[0]
-        if top == "torch" and inside == "distributed":
-            allowed = use <= room.distributed
-        elif top == "torch":
-            allowed = use <= room.torch
-        elif top == "thunder":
-            allowed = use <= room.thunder
-        elif top == "thunder_zero":
-            home = path.partition("/")[0].removesuffix(".py")
-            allowed = inside in room.reads or inside == home or (room.reads is ALL and inside not in EXTRAS)
-        elif top in EXTRAS:
-            allowed = path == f"{top}.py"
-        else:
-            continue
-        if not allowed:
-            out.append(f"{path} imports {name}" + (" for types" if use is TYPES else ""))
-    return out
+    return [
+        f"{path} imports {name}{' for types' if use is TYPES else ''}"
+        for name, use in sorted(imports_of(source))
+        if not allowed(path, room, name, use)
+    ]
 
 
-@pytest.mark.parametrize("path", sorted(str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")))
-def test_a_room_imports_only_what_it_may(path: str) -> None:
-    assert faults(path, (PACKAGE / path).read_text()) == []
+def allowed(path: str, room: Room, name: str, use: May) -> bool:
+    top, inside, *_ = [*name.split("."), ""]
+    if top == "torch":
+        return use <= (room.distributed if inside == "distributed" else room.torch)
+    if top == "thunder":
+        return use <= room.thunder
+    if top == "thunder_zero":
+        home = path.partition("/")[0].removesuffix(".py")
+        return inside in room.reads or inside == home or (room.reads is ALL and inside not in EXTRAS)
+    return top not in EXTRAS or path == f"{top}.py"
 
 
-@pytest.mark.parametrize(
-    ("path", "source", "fault"),
-    [
+def test_a_room_imports_only_what_it_may() -> None:
+    assert [fault for path, source in sources(PACKAGE, PACKAGE).items() for fault in faults(path, source)] == []
+
+
+def test_forbidden_imports_are_found() -> None:
+    for path, source, fault in (
         ("layout.py", "import torch", "layout.py imports torch"),
         ("policy.py", "from torch import nn", "policy.py imports torch.nn"),
         ("layout.py", "if TYPE_CHECKING:\n    import torch", "layout.py imports torch for types"),
@@ -187,28 +187,20 @@ def test_a_room_imports_only_what_it_may(path: str) -> None:
         ("trace/casts.py", "from lightning.fabric import Fabric", "trace/casts.py imports lightning.fabric.Fabric"),
         ("__init__.py", "import thunder_zero.lightning", "__init__.py imports thunder_zero.lightning"),
         ("attic/old.py", "", "attic/old.py has no row in ROOMS"),
-    ],
-)
-def test_a_forbidden_import_is_found(path: str, source: str, fault: str) -> None:
-    assert faults(path, source) == [fault]
-
-
-def test_allowed_imports_pass() -> None:
+    ):
+        assert faults(path, source) == [fault]
     assert faults("policy.py", "if TYPE_CHECKING:\n    from torch import nn") == []
     assert faults("trace/lift.py", "import torch, thunder\nfrom thunder_zero.trace.symbols import x") == []
     assert faults("schedule/free.py", "from thunder_zero.schedule import cone\nfrom thunder_zero import layout") == []
 
 
-def test_the_listing_has_the_rooms_in_this_order() -> None:
-    listing = run_path(str(PACKAGE.parent / "docs/listing.py"))
-    assert list(listing["ORDER"]) == [room.name.rstrip("/") for room in ROOMS]
-
-
-def test_a_room_reads_only_rooms_above_its_row() -> None:
+def test_a_room_reads_only_rooms_above_its_row_and_the_listing_has_their_order() -> None:
     names = [room.name.rstrip("/").removesuffix(".py") for room in ROOMS]
     assert len(names) == len(set(names))
     for at, room in enumerate(ROOMS):
         assert room.reads is ALL or room.reads <= set(names[:at]), room.name
+    listing = run_path(str(ROOT / "docs/listing.py"))
+    assert list(listing["ORDER"]) == [room.name.rstrip("/") for room in ROOMS]
 
 
 def modules_read(files: Mapping[str, str]) -> dict[str, set[str]]:
@@ -236,24 +228,19 @@ def circle(read: Mapping[str, set[str]]) -> list[str]:
 
 def test_no_modules_import_each_other() -> None:
     """Imports for types count."""
-    files = {}
-    for file in PACKAGE.rglob("*.py"):
-        dotted = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-        files[dotted] = file.read_text()
-    assert len(files) > 50
-    assert circle(modules_read(files)) == []
-
-
-def test_a_circle_is_found() -> None:
-    files = {
+    example = {
         "p": "from p.a import x",
         "p.a": "from p import b\nimport p.d",
         "p.b": "if TYPE_CHECKING:\n    from p.c import y",
         "p.c": "def f():\n    from p.a import x",
         "p.d": "import torch",
     }
-    assert circle(modules_read(files)) == ["p.a", "p.b", "p.c"]
-    assert circle(modules_read({**files, "p.c": ""})) == []
+    assert circle(modules_read(example)) == ["p.a", "p.b", "p.c"]
+    assert circle(modules_read({**example, "p.c": ""})) == []
+    paths = sources(PACKAGE, ROOT)
+    dotted = {path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): paths[path] for path in paths}
+    assert len(dotted) > 50
+    assert circle(modules_read(dotted)) == []
 
 
 def too_long(source: str) -> list[str]:
@@ -267,16 +254,12 @@ def too_long(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", ["thunder_zero", "tests", "examples", "docs"])
-def test_a_function_fits_a_screen(folder: str) -> None:
-    files = sorted((PACKAGE.parent / folder).rglob("*.py"))
-    assert {str(file): long for file in files if (long := too_long(file.read_text()))} == {}
-
-
-def test_a_long_function_is_found() -> None:
+def test_a_function_fits_a_screen() -> None:
     assert too_long("def f():\n" + "    x = 1\n" * 50) == ["f: 51 lines"]
     assert too_long("def f():\n" + "    x = 1\n" * 49) == []
     assert too_long("class A:\n" + "    x = 1\n" * 200) == ["A: 201 lines"]
+    for folder in (PACKAGE, TESTS, ROOT / "examples", ROOT / "docs"):
+        assert {path: long for path, source in sources(folder, ROOT).items() if (long := too_long(source))} == {}
 
 
 # The tests
@@ -293,6 +276,7 @@ def faults_of_test(path: str, source: str) -> list[str]:
     return out
 
 
+@cache
 def brings_thunder(name: str) -> bool:
     """By the table: ``thunder_zero`` itself does in any case, and is not meant."""
     top, *rest = name.split(".")
@@ -305,14 +289,8 @@ def brings_thunder(name: str) -> bool:
     return top == "thunder"
 
 
-@pytest.mark.parametrize("path", sorted(str(file.relative_to(TESTS.parent)) for file in TESTS.rglob("*.py")))
-def test_a_test_imports_only_the_harness_and_a_pure_one_no_thunder(path: str) -> None:
-    assert faults_of_test(path, (TESTS.parent / path).read_text()) == []
-
-
-@pytest.mark.parametrize(
-    ("path", "source", "imported"),
-    [
+def test_a_test_imports_only_the_harness_and_a_pure_one_no_thunder() -> None:
+    for path, source, imported in (
         ("tests/one/test_a.py", "from tests.one.test_b import x", "tests.one.test_b.x"),
         ("tests/harness/a.py", "import tests.ranks.test_b", "tests.ranks.test_b"),
         ("tests/pure/test_a.py", "import thunder", "thunder"),
@@ -321,7 +299,7 @@ def test_a_test_imports_only_the_harness_and_a_pure_one_no_thunder(path: str) ->
         ("tests/pure/test_a.py", "from thunder_zero.trace import lift", "thunder_zero.trace.lift"),
         ("tests/pure/test_a.py", "from thunder_zero import ZERO3", "thunder_zero.ZERO3"),
         ("tests/pure/test_a.py", "from tests.harness.models import Mlp", "tests.harness.models.Mlp"),
-    ],
-)
-def test_a_forbidden_import_of_a_test_is_found(path: str, source: str, imported: str) -> None:
-    assert faults_of_test(path, source) == [f"{path} imports {imported}"]
+    ):
+        assert faults_of_test(path, source) == [f"{path} imports {imported}"]
+    found = [fault for path, source in sources(TESTS, ROOT).items() for fault in faults_of_test(path, source)]
+    assert found == []

@@ -30,36 +30,29 @@ def dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def record_pip(dev: ModuleType, monkeypatch: pytest.MonkeyPatch, fails: int = 0) -> list[tuple[str, ...]]:
-    """What pip is asked for; the first ``fails`` times it fails."""
-    asked: list[tuple[str, ...]] = []
+def record_pip(dev: ModuleType, monkeypatch: pytest.MonkeyPatch, fails: int = 0) -> list[str]:
+    """What pip is asked for in each call, and from where if not from its index; the first ``fails`` calls fail."""
+    asked: list[str] = []
 
     def pip_install(*what: str) -> int:
-        asked.append(what)
+        (*_, index) = ["", *(option.removeprefix("--index-url=") for option in what if "index-url" in option)]
+        asked.append(f"{what[-1]} {index}".strip())
         return int(len(asked) <= fails)
 
     monkeypatch.setattr(dev, "pip_install", pip_install)
     return asked
 
 
-PROBE = ("torch==2.13.0+cpu",)
-INDEX = ("--retries=1", "--timeout=20", "--index-url=https://download.pytorch.org/whl/cpu", "torch==2.13.0+cpu")
-PACKAGE = ("--editable", ".[test,plot]")
-
-
-@pytest.mark.parametrize(
-    ("fails", "asked"), [(0, [PROBE, PACKAGE]), (1, [PROBE, INDEX, PACKAGE]), (2, [PROBE, INDEX, PACKAGE])]
-)
-def test_the_cpu_build_is_sought_in_turn(
-    dev: ModuleType, monkeypatch: pytest.MonkeyPatch, fails: int, asked: list[tuple[str, ...]]
-) -> None:
-    record = record_pip(dev, monkeypatch, fails)
-    dev.install("test,plot")
-    assert record == asked
-
-
-def test_with_a_gpu_or_an_installed_torch_pip_decides(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = record_pip(dev, monkeypatch)
+def test_where_torch_comes_from(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU build from pip's index, or else from PyTorch's, or else what pip decides, as with a GPU or a torch."""
+    sources = [dev.CPU_TORCH, f"{dev.CPU_TORCH} {dev.CPU_INDEX}"]
+    for fails, tries in ((0, 1), (1, 2), (2, 2)):
+        asked = record_pip(dev, monkeypatch, fails)
+        dev.install("test,plot")
+        assert asked == [*sources[:tries], ".[test,plot]"]
+        (stamp,) = dev.VENV.glob("installed-*")
+        stamp.unlink()
+    asked = record_pip(dev, monkeypatch)
     monkeypatch.setattr(dev, "has_gpu", lambda: True)
     dev.install("test,plot")
     monkeypatch.setattr(dev, "has_gpu", lambda: False)
@@ -67,28 +60,21 @@ def test_with_a_gpu_or_an_installed_torch_pip_decides(dev: ModuleType, monkeypat
     torch.mkdir(parents=True)
     (torch / "version.py").touch()
     dev.install("lint")
-    assert record == [PACKAGE, ("--editable", ".[lint]")]
+    assert asked == [".[test,plot]", ".[lint]"]
 
 
-def test_it_installs_again_only_after_a_change(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_installs_again_only_after_a_change_or_a_failure(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dev, "install_torch", lambda: None)
-    record = record_pip(dev, monkeypatch)
+    asked = record_pip(dev, monkeypatch, fails=1)
+    with pytest.raises(SystemExit, match="the installation failed"):
+        dev.install("lint")
     for _ in range(2):
         dev.install("test,plot")
         dev.install("lint")
-    assert len(record) == 2
+    assert asked == [".[lint]", ".[test,plot]", ".[lint]"]
     (dev.ROOT / "pyproject.toml").write_text("two")
     dev.install("lint")
-    assert len(record) == 3
-
-
-def test_a_failed_installation_leaves_no_stamp(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dev, "install_torch", lambda: None)
-    record = record_pip(dev, monkeypatch, fails=1)
-    with pytest.raises(SystemExit, match="the installation failed"):
-        dev.install("lint")
-    dev.install("lint")
-    assert len(record) == 2
+    assert asked[3:] == [".[lint]"]
 
 
 def test_the_exit_code_is_that_of_the_worst_check(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,27 +84,24 @@ def test_the_exit_code_is_that_of_the_worst_check(dev: ModuleType, monkeypatch: 
 
 
 def test_bad_input_gets_one_sentence(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dev, "install", lambda extras: pytest.fail("nothing is installed"))
     assert dev.main("train") == 2
+    with pytest.raises(SystemExit, match=r"this machine has no NVIDIA GPU, which \./dev gpu needs"):
+        dev.main("gpu")
     monkeypatch.setattr("sys.version_info", (3, 10, 1))
     with pytest.raises(SystemExit, match=r"use 3\.11 to 3\.13"):
         dev.main("test")
 
 
-def test_gpu_on_a_machine_without_one(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dev, "install", lambda extras: pytest.fail("nothing is installed"))
-    with pytest.raises(SystemExit, match=r"this machine has no NVIDIA GPU, which \./dev gpu needs"):
-        dev.main("gpu")
-
-
 def test_gpu_runs_the_tests_and_then_the_bench(dev: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both, even if a test fails, and the exit status says so."""
+    """Both, even if a test fails, and the exit status says so; the bench gets the tests' results and the options."""
     calls: list[tuple[object, ...]] = []
     monkeypatch.setattr(dev, "has_gpu", lambda: True)
     monkeypatch.setattr(dev, "install", lambda extras: None)
     monkeypatch.setattr(dev, "call", lambda *command: calls.append(command) or int("pytest" in command))
     assert dev.main("gpu", "--rounds", "5") == 1
-    assert [("pytest" in command, "examples/bench/gpu.py" in command) for command in calls] == [
-        (True, False),
-        (False, True),
-    ]
-    assert calls[1][-4:] == ("--tests=runs/gpu/tests.xml", "--report=runs/gpu/report.md", "--rounds", "5")
+    tests, bench = calls
+    assert "tests/gpu" in tests
+    assert "--junitxml=runs/gpu/tests.xml" in tests
+    assert "examples/bench/gpu.py" in bench
+    assert {"--tests=runs/gpu/tests.xml", "--rounds", "5"} <= set(bench)

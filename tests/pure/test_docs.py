@@ -23,46 +23,26 @@ LISTING = run_path(str(ROOT / "docs/listing.py"))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(document: Path) -> None:
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text())
+def test_what_a_document_names_exists(document: Path) -> None:
+    """Links, files and tests."""
+    text = document.read_text()
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
     assert [link for link in links if not (document.parent / link).exists()] == []
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_named_files_exist(document: Path) -> None:
-    names = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|md|toml|sh))`", document.read_text())
+    files = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|md|toml|sh))`", text)
     places = (ROOT, PACKAGE, document.parent, PACKAGE / "report", ROOT / "tests")
-    assert [name for name in names if not any((place / name).exists() for place in places)] == []
+    assert [file for file in files if not any((place / file).exists() for place in places)] == []
+    tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert tests or document.name != "fsdp2.md"
+    assert [(file, name) for file, name in tests if f"\ndef {name}(" not in (ROOT / file).read_text()] == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_named_tests_exist(document: Path) -> None:
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document.read_text())
-    assert named or document.name != "fsdp2.md"
-    assert [(file, name) for file, name in named if f"\ndef {name}(" not in (ROOT / file).read_text()] == []
-
-
-def test_the_listing_is_the_first_lines_of_the_modules() -> None:
-    assert LISTING["listing"]() in ARCHITECTURE, "run python docs/listing.py"
-    assert {path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"} - {"py.typed"} == set(
-        LISTING["ORDER"]
-    )
-
-
-def test_every_module_says_what_it_is_for() -> None:
-    lines = LISTING["listing"]().splitlines()
-    assert [line for line in lines if len(line.split(maxsplit=1)) < 2 or len(line) > 120] == []
-
-
-def test_every_room_has_tests() -> None:
-    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| room | tests |\n|---|---|\n")[2].partition("\n\n")[0]
-    rows = {
-        room: re.findall(r"`([^`]+)`", tests) for room, tests in re.findall(r"^\| `(.+?)` \| (.+) \|$", table, re.M)
-    }
-    rooms = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert rows.keys() == rooms - {"__pycache__/"}
-    assert all(rows.values())
-    assert [file for files in rows.values() for file in files if not (ROOT / "tests" / file).is_file()] == []
+def test_the_architecture_lists_the_first_lines_of_all_modules() -> None:
+    listing = LISTING["listing"]()
+    assert listing in ARCHITECTURE, "run python docs/listing.py"
+    modules = {path.name for path in PACKAGE.iterdir()} - {"__pycache__", "py.typed"}
+    assert modules == set(LISTING["ORDER"])
+    assert [line for line in listing.splitlines() if len(line.split(maxsplit=1)) < 2 or len(line) > 120] == []
+    assert len(ARCHITECTURE.replace(listing, "").splitlines()) < 150, "the page is long"
 
 
 def test_the_changelog_names_what_is_exported() -> None:
@@ -76,9 +56,8 @@ def test_the_changelog_names_what_is_exported() -> None:
     assert named - set(names) <= {field.name for field in fields(Policy)}
 
 
-@pytest.mark.parametrize(("old", "new"), RENAMED)
-def test_only_the_new_name_exists(old: str, new: str) -> None:
-    assert (exists(old), exists(new)) == (False, True)
+def test_of_renamed_things_only_the_new_name_exists() -> None:
+    assert [pair for pair in RENAMED if (exists(pair[0]), exists(pair[1])) != (False, True)] == []
 
 
 def exists(name: str) -> bool:
@@ -104,7 +83,3 @@ def members(node: ast.ClassDef | ast.FunctionDef) -> set[str]:
         return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
     methods = {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
     return methods | {ast.unparse(inner.target) for inner in node.body if isinstance(inner, ast.AnnAssign)}
-
-
-def test_the_architecture_is_short() -> None:
-    assert len(ARCHITECTURE.replace(LISTING["listing"](), "").splitlines()) < 150
