@@ -1,11 +1,13 @@
-"""Lifted timelines for tests, as ``trace/lift.py`` makes them, and an interpreter of them."""
+"""Timelines for tests: made by hand, by Hypothesis, shown as lines of text; and an interpreter of them."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import inf, prod
+from types import MappingProxyType
 
 import torch
 from hypothesis import strategies as st
@@ -14,8 +16,11 @@ from thunder_zero.layout import is_sharded
 from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import RECOMPUTE, STAGES, MiB, Policy
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Value, Work
+from thunder_zero.times import Times
 
 CHEAP_BITS = 12
+WORK = {"*": Work.MATMUL, "?": Work.OTHER, "~": Work.RANDOM, "/": Work.VIEW, "|": Work.VIEW}  # by mark, see ``program``
+ALONE = Policy(stage=3, bucket_bytes=0, in_flight_bytes=0, gather_last_units_once=False)  # nothing merges or is ahead
 
 
 def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **fields: object) -> Param:
@@ -30,6 +35,28 @@ def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **f
     resident = sharded and stage.resident
     param = Param(path, (), shape, dtype, compute, reduce, True, unit, sharded, resident, once, gather_per_unit)  # type: ignore[arg-type]
     return replace(param, **fields)  # type: ignore[arg-type]
+
+
+def lines(timeline: Timeline, *kinds: Kind, backward: bool | None = None) -> list[str]:
+    """One line for each operation: its kind and parameters, or the values that it writes and reads."""
+
+    def line(op: Op) -> str:
+        computed = f"{' '.join(op.writes) or 'return'} <- {' '.join(op.reads)}"
+        return f"{op.kind} {' '.join(op.params)}" if op.params else computed
+
+    wanted = kinds or tuple(Kind)
+    return [line(op) for op in timeline.ops if op.kind in wanted and backward in (None, op.backward)]
+
+
+def gathered(timeline: Timeline, *, backward: bool) -> Counter[str]:
+    gathers = (op for op in timeline.ops if op.kind is Kind.GATHER and op.backward == backward)
+    return Counter(path for op in gathers for path in op.params)
+
+
+def split(text: str) -> list[str]:
+    """The lines of a text that also has several in one, behind ";", and comments."""
+    pieces = (piece for line in text.splitlines() for piece in line.partition("#")[0].split(";"))
+    return [piece.strip() for piece in pieces if piece.strip()]
 
 
 def in_flight_bytes(timeline: Timeline, *kinds: Kind) -> tuple[int, ...]:
@@ -185,21 +212,71 @@ def _backward(
     return reduced, g
 
 
-def gpt(layers: int, policy: Policy, *, world_size: int = 4, training: bool = True, **fields: object) -> Timeline:
+def model(policy: Policy, *uses: Use | str, training: bool = True, **fields: dict[str, object]) -> Timeline:
+    """A timeline of 4-byte parameters named ``unit.name``; ``fields`` has the special ones, by ``unit_name``."""
+    all_uses = [use if isinstance(use, Use) else Use(use) for use in uses]
+    paths = dict.fromkeys(path for use in all_uses for path in (use.path, *use.steps) if "." in path)
+    params = []
+    for path in paths:
+        special: dict[str, object] = {"shape": (1,), **fields.get(path.replace(".", "_"), {})}
+        params.append(make_param(path, unit=path.split(".")[0], policy=policy, **special))  # type: ignore[arg-type]
+    return lifted(Plan(policy, 2, 0, tuple(params)), all_uses, training=training)
+
+
+def program(text: str, policy: Policy, nbytes: Mapping[str, int] = MappingProxyType({})) -> Timeline:
+    """A timeline from lines such as ``y <-* x w`` (forward, then after ``--`` backward).
+
+    The mark says the work: none for cheap pointwise work, ``*`` a matmul, ``?`` unknown, ``~`` random, ``/`` a view,
+    ``|`` a view or a copy, ``!`` overwrites the second value that it reads. ``gather w`` gathers a parameter
+    ``unit.w`` (and waits). Values have 8 bytes unless ``nbytes`` says otherwise.
+    """
+    paths = dict.fromkeys(re.findall(r"gather ([\w.]+)", text))
+    params = tuple(
+        make_param(path, (9,) if "bias" in path else (3, 3), path.rpartition(".")[0], policy) for path in paths
+    )
+    ops: list[Op] = []
+    values = {name: Value(size, "float32") for name, size in {"x": 8, **nbytes}.items()}
+    backward = False
+    for line in split(text):
+        at = (len(ops),)
+        if line == "--":
+            backward = True
+            ops.append(Op(Kind.COMPUTE, (), ("g",), backward=True, source=at))
+        elif line.startswith("gather "):
+            path = line.split()[1]
+            ops.append(Op(Kind.GATHER, (f"t_{path}",), (f"fut_{path}",), (path,), source=at))
+            ops.append(Op(Kind.WAIT, (f"fut_{path}",), (path,), (path,), source=(len(ops),)))
+            values[f"t_{path}"] = Value(20, "float32")
+            values |= dict.fromkeys((f"fut_{path}", path), Value(36, "float32"))
+        else:
+            writes, mark, reads = re.fullmatch(r"(.*) <-(\S*)(.*)", line).groups()
+            work, read, wrote = WORK.get(mark, Work.POINTWISE), tuple(reads.split()), tuple(writes.split())
+            can = mark not in ("~", "!")
+            updates = (read[1],) if mark == "!" else ()
+            ops.append(Op(Kind.COMPUTE, read, wrote, (), backward, can, False, at, work, mark in ("", "/"), updates))
+            base = values[read[0]].base or read[0] if mark == "/" else ""
+            values |= {name: Value(nbytes.get(name, 8), "float32", base) for name in wrote}
+    inputs = {"x": None, **{f"t_{path}": path for path in paths}}
+    outputs = tuple(name for name in values if name.startswith("out"))
+    ops.append(Op(Kind.COMPUTE, (*outputs, ops[-1].writes[0]), (), backward=backward, source=(len(ops),)))
+    return Timeline(tuple(ops), values, Plan(policy, 2, 0, params), inputs)
+
+
+def gpt(layers: int, policy: Policy) -> Timeline:
     """A small GPT: an embedding tied to the head through a transpose, and blocks of twelve parameters."""
     shapes = {"ln1.w": (8,), "ln1.b": (8,), "qkv.w": (24, 8), "qkv.b": (24,), "proj.w": (8, 8), "proj.b": (8,)}
     shapes |= {"ln2.w": (8,), "ln2.b": (8,), "fc.w": (32, 8), "fc.b": (32,), "out.w": (8, 32), "out.b": (8,)}
-    params = [make_param("wte", (64, 8), "", policy, **fields), make_param("wpe", (16, 8), "", policy, **fields)]
+    params = [make_param("wte", (64, 8), "", policy), make_param("wpe", (16, 8), "", policy)]
     uses = [Use("wte", needed=False), Use("wpe", needed=False)]
     for layer in range(layers):
         for name, shape in shapes.items():
             path = f"h.{layer}.{name}"
-            params.append(make_param(path, shape, f"h.{layer}", policy, **fields))
+            params.append(make_param(path, shape, f"h.{layer}", policy))
             is_weight = name.endswith(".w")
             uses.append(Use(path, ("view",) if len(shape) == 2 else (), needed=is_weight))
-    params.append(make_param("ln_f", (8,), "", policy, **fields))
+    params.append(make_param("ln_f", (8,), "", policy))
     uses += [Use("ln_f"), Use("wte", ("view",))]
-    return lifted(Plan(policy, world_size, 0, tuple(params)), uses, training=training)
+    return lifted(Plan(policy, 4, 0, tuple(params)), uses)
 
 
 @st.composite
@@ -238,6 +315,23 @@ def timelines(draw: st.DrawFn) -> Timeline:
     return with_cheap(lifted(plan, uses, training=draw(often)), draw(st.integers(0, (1 << CHEAP_BITS) - 1)))
 
 
+@st.composite
+def timed(draw: st.DrawFn) -> Timeline:
+    """A lifted timeline whose policy has times, of most buckets; small integers, so that sums are exact.
+
+    Units with parameters that are gathered once have no time in forward: prefetch would use it for their first read in
+    backward, where a test's clock counts no time.
+    """
+    timeline = draw(timelines())
+    plan = timeline.plan
+    seconds = st.dictionaries(st.sampled_from([param.path for param in plan.params]), st.integers(0, 60).map(float))
+    forward, backward = draw(seconds), draw(seconds)
+    once = {param.unit for param in plan.params if param.gathered_once and param.sharded}
+    forward = {path: time for path, time in forward.items() if plan.by_name[path].unit not in once}
+    times = Times(forward, backward, draw(st.sampled_from((0.5, 1.0, 4.0, 16.0, inf))))
+    return with_policy(timeline, times=times)
+
+
 def with_cheap(timeline: Timeline, which: int) -> Timeline:
     """The timeline in which some repeatable computations are cheap, by the bits of a number, and values that data has
     gone into have various sizes."""
@@ -254,6 +348,18 @@ def with_cheap(timeline: Timeline, which: int) -> Timeline:
 def with_rank(timeline: Timeline, rank: int) -> Timeline:
     """The same timeline seen from another rank."""
     return replace(timeline, plan=replace(timeline.plan, rank=rank))
+
+
+def with_policy(timeline: Timeline, **fields: object) -> Timeline:
+    """The same timeline under another policy."""
+    policy = replace(timeline.plan.policy, **fields)  # type: ignore[arg-type]
+    return replace(timeline, plan=replace(timeline.plan, policy=policy))
+
+
+def same_results(after: Timeline, before: Timeline) -> bool:
+    """Whether the return of both reads equal expressions; each read must find its value (:func:`interpret`)."""
+    terms: Terms = {}
+    return interpret(after, terms) == interpret(before, terms)
 
 
 Terms = dict[object, int]

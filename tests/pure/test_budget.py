@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.small_timelines import model
+from tests.harness.timelines import model
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.alive import alive_bytes
 from thunder_zero.schedule.budget import Choice, cheapest
@@ -18,7 +18,7 @@ from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.search import Choices, Search
 from thunder_zero.schedule.timeline import Kind, Op, Value, Work
 
-UNITS = 10
+UNITS = 7
 ROUNDING = 1e-12  # costs are sums of floats
 CHOICES = st.builds(Choice, left=st.integers(0, 9), peak=st.integers(0, 20), cost=st.integers(0, 9))
 
@@ -33,11 +33,10 @@ def least_cost(units: list[list[Choice]], budget: int) -> float | None:
 
 
 @given(st.lists(st.lists(CHOICES, min_size=2, max_size=2), min_size=UNITS, max_size=UNITS), st.integers(0, 120))
-def test_no_worse_than_exhaustive_search_on_ten_units(units: list[list[Choice]], budget: int) -> None:
+def test_no_worse_than_exhaustive_search(units: list[list[Choice]], budget: int) -> None:
     expected, numbers = least_cost(units, budget), cheapest(units, budget)
-    if expected is None or numbers is None:
-        assert expected is None
-        assert numbers is None
+    assert (expected is None) == (numbers is None)
+    if numbers is None:
         return
     chosen = tuple(choices[number] for choices, number in zip(units, numbers, strict=True))
     assert fits(chosen, budget)
@@ -46,8 +45,8 @@ def test_no_worse_than_exhaustive_search_on_ten_units(units: list[list[Choice]],
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_flight_bytes", [0, 20_000])
-def test_a_search_is_no_worse_than_all_schedules_of_ten_units(in_flight_bytes: int) -> None:
-    """Ten units of different sizes, each kept or gathered again; 2 to the power of 10 schedules."""
+def test_a_search_is_no_worse_than_all_schedules(in_flight_bytes: int) -> None:
+    """Units of different sizes, each kept or gathered again."""
     asked = Policy(bucket_bytes=0, in_flight_bytes=in_flight_bytes, gather_last_units_once=False)
     units = [f"u{number}" for number in range(UNITS)]
     shapes: dict[str, dict[str, object]] = {
@@ -66,18 +65,6 @@ def test_a_search_is_no_worse_than_all_schedules_of_ten_units(in_flight_bytes: i
         assert best is not None
         assert search.candidate(best).peak <= budget
         assert search.candidate(best).cost <= (1 + ROUNDING) * min(one.cost for one in every if one.peak <= budget)
-
-
-def test_more_memory_never_costs_more() -> None:
-    save, again = Choice(left=8, peak=10, cost=0), Choice(left=1, peak=12, cost=5)
-    costs = []
-    for budget in range(12, 90):
-        numbers = cheapest([[save, again]] * UNITS, budget)
-        costs.append(sum(numbers or ()) * 5 if numbers else None)
-    found = [cost for cost in costs if cost is not None]
-    assert costs[0] is None
-    assert found == sorted(found, reverse=True)
-    assert found[-1] == 0
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.small_timelines import model
-from tests.harness.timelines import make_param, timelines
+from tests.harness.timelines import make_param, model, program, timelines
 from thunder_zero.cost.costs import Cost, costs_of
 from thunder_zero.cost.device import A100, DEVICES, H100, TPU_V2, Device, Link
+from thunder_zero.cost.fused import fused_traffic
 from thunder_zero.cost.step_time import simulate, step_time
 from thunder_zero.cost.traffic import compute_dtype, traffic_bytes
 from thunder_zero.cost.wire import Lane, Ring, Sends, rings
@@ -37,8 +37,8 @@ def wait(name: str) -> Op:
     return Op(Kind.WAIT, (f"fut_{name}",), (name,))
 
 
-def compute(*reads: str, to: str = "y") -> Op:
-    return Op(Kind.COMPUTE, reads, (to,))
+def compute(*reads: str) -> Op:
+    return Op(Kind.COMPUTE, reads, ("y",))
 
 
 def lanes(ops: Sequence[tuple[Op, Cost]], *, overlaps: bool = True) -> list[tuple[str, float, float]]:
@@ -68,45 +68,25 @@ STEP = [
 
 
 def test_a_wire_carries_one_launch_at_a_time_beside_compute() -> None:
-    assert lanes(STEP) == [
-        ("inside", 0, 2),
-        ("inside", 2, 4),
-        ("compute", 0, 1),
-        ("wait", 1, 2),
-        ("compute", 2, 5),
-        ("compute", 5, 6),  # b has come meanwhile
-    ]
+    wires = [("inside", 0, 2), ("inside", 2, 4)]
+    computing = [("compute", 0, 1), ("wait", 1, 2), ("compute", 2, 5), ("compute", 5, 6)]  # b has come meanwhile
+    assert lanes(STEP) == [*wires, *computing]
 
 
 def test_without_overlap_compute_waits_for_each_launch() -> None:
-    assert lanes(STEP, overlaps=False) == [
-        ("inside", 0, 2),
-        ("wait", 0, 2),
-        ("inside", 2, 4),
-        ("wait", 2, 4),
-        ("compute", 4, 5),
-        ("compute", 5, 8),
-        ("compute", 8, 9),
-    ]
+    launches = [("inside", 0, 2), ("wait", 0, 2), ("inside", 2, 4), ("wait", 2, 4)]
+    assert lanes(STEP, overlaps=False) == [*launches, ("compute", 4, 5), ("compute", 5, 8), ("compute", 8, 9)]
 
 
 def test_the_wires_of_hybrid_sharding_run_side_by_side() -> None:
     ops = [(gather("a"), on_wire(1, 2)), (gather("b"), on_wire(1, 2)), (wait("b"), Cost())]
-    assert lanes(ops) == [
-        ("inside", 0, 1),
-        ("across", 1, 3),
-        ("inside", 1, 2),  # while the other wire carries a
-        ("across", 3, 5),
-        ("wait", 0, 5),
-    ]
+    a, b = [("inside", 0, 1), ("across", 1, 3)], [("inside", 1, 2), ("across", 3, 5)]
+    assert lanes(ops) == [*a, *b, ("wait", 0, 5)]
 
 
 def test_a_launch_waits_for_the_compute_before_it() -> None:
-    assert lanes([(compute("x"), busy(2)), (gather("a"), on_wire(1)), (wait("a"), Cost())]) == [
-        ("compute", 0, 2),
-        ("inside", 2, 3),
-        ("wait", 2, 3),
-    ]
+    ops = [(compute("x"), busy(2)), (gather("a"), on_wire(1)), (wait("a"), Cost())]
+    assert lanes(ops) == [("compute", 0, 2), ("inside", 2, 3), ("wait", 2, 3)]
 
 
 def test_the_figures_of_a_step() -> None:
@@ -147,18 +127,14 @@ def test_the_rings_of_a_launch() -> None:
 
 
 @pytest.mark.slow
-@given(timelines(), st.integers(1, 3))
-def test_rings_send_what_the_busiest_rank_sends(timeline: Timeline, copies: int) -> None:
-    timeline = replace(timeline, plan=replace(timeline.plan, replicas=copies))
+@given(timelines(), st.integers(1, 3), st.booleans())
+def test_rings_send_what_the_busiest_rank_sends_and_the_critical_path_is_the_step(
+    timeline: Timeline, copies: int, overlaps: bool
+) -> None:
+    timeline = run(replace(timeline, plan=replace(timeline.plan, replicas=copies)))
     for op in timeline.ops:
         if op.kind in LAUNCHES:
             assert sum(ring.nbytes for ring in rings(op, timeline)) == timeline.wire_bytes(op)
-
-
-@pytest.mark.slow
-@given(timelines(), st.integers(1, 3), st.booleans())
-def test_the_critical_path_is_the_step(timeline: Timeline, copies: int, overlaps: bool) -> None:
-    timeline = run(replace(timeline, plan=replace(timeline.plan, replicas=copies)))
     timeline = timeline.with_ops(replace(op, work=Work.OTHER) for op in timeline.ops)
     estimate = step_time(timeline, replace(SECOND, overlaps=overlaps, devices_per_node=3))
     path = estimate.critical_path
@@ -199,18 +175,12 @@ def test_a_product_computes_in_the_dtype_of_what_it_reads() -> None:
     assert compute_dtype(compute(), timeline) == ""
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stride", "bytes_per_second"),
-    [
-        (8, 1, 450e9),
-        (16, 1, 400e9),  # eight network cards of a node
-        (2, 8, 50e9),  # one each
-        (4, 4, 100e9),
-        (2, 4, 450e9),  # both in one node
-    ],
-)
-def test_a_ring_is_as_fast_as_its_slowest_link(ranks: int, stride: int, bytes_per_second: float) -> None:
-    assert H100.ring(ranks, stride).bytes_per_second == bytes_per_second
+def test_a_ring_is_as_fast_as_its_slowest_link() -> None:
+    """Links of 450 GB/s inside a node of eight, network cards of 50 GB/s, one for each device."""
+    gigabytes = {(8, 1): 450, (16, 1): 8 * 50, (2, 8): 50, (4, 4): 100, (2, 4): 450}
+    assert {
+        (ranks, stride): H100.ring(ranks, stride).bytes_per_second / 1e9 for ranks, stride in gigabytes
+    } == gigabytes
 
 
 def test_a_ring_takes_its_latency_at_each_step() -> None:
@@ -220,17 +190,19 @@ def test_a_ring_takes_its_latency_at_each_step() -> None:
     assert H100.ring(24).seconds(0, steps=23) == pytest.approx(21 * 3.4e-6 + 2 * 14e-6)  # two steps leave a node
 
 
-def test_what_a_device_lacks_is_named() -> None:
-    with pytest.raises(ValueError, match="TPU v2 has FLOP/s for bfloat16, but the step computes in 'float32'"):
-        TPU_V2.peak("float32")
-    with pytest.raises(ValueError, match="TPU v2 has no link to other nodes, but 512 ranks"):
-        TPU_V2.ring(512)
-    with pytest.raises(ValueError, match="memory_bytes is 0; give a number above 0"):
-        replace(A100, memory_bytes=0)
-    with pytest.raises(ValueError, match="flops_per_second of 'float32' is -1"):
-        replace(A100, flops_per_second={"float32": -1})
-    with pytest.raises(ValueError, match="latency_seconds is -1"):
-        Link(1.0, -1)
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: TPU_V2.peak("float32"), "TPU v2 has FLOP/s for bfloat16, but the step computes in 'float32'"),
+        (lambda: TPU_V2.ring(512), "TPU v2 has no link to other nodes, but 512 ranks"),
+        (lambda: replace(A100, memory_bytes=0), "memory_bytes is 0; give a number above 0"),
+        (lambda: replace(A100, flops_per_second={"float32": -1}), "flops_per_second of 'float32' is -1"),
+        (lambda: Link(1.0, -1), "latency_seconds is -1"),
+    ],
+)
+def test_what_a_device_lacks_is_named(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
 
 
 def test_devices_have_names_and_the_costs_of_their_numbers() -> None:
@@ -262,3 +234,21 @@ def test_a_copy_on_several_nodes_has_one_wire(nodes_of: int, lanes: tuple[Lane, 
     op, timeline = launch_of((5, 3), Kind.REDUCE, 4, 2)
     (cost,) = costs_of(timeline.with_ops([op]), replace(SECOND, devices_per_node=nodes_of))
     assert tuple(lane for lane, _ in cost.wires) == lanes
+
+
+@pytest.mark.parametrize(
+    ("text", "traffic"),
+    [
+        ("h <-* x w; a <- h; b <- a x; y <-* b w", (24, 0, 24, 24)),  # reads h and x, writes b
+        ("a <- x; b <- a; y <-* b w; c <- a y", (0, 24, 24, 24)),  # another kernel reads a: reads x, writes a and b
+        ("a <- x; b <- a; --; c <- a b", (0, 24, 0, 24)),  # so does another half
+        ("h <-* x w; again <- saved; b <- h again; y <-* b w", (24, 0, 24, 24)),  # a line may come late, as its reader
+        ("v <-/ x; a <- v; b <- a x; y <-* b w", (0, 0, 16, 24)),  # views are free, their memory is read once
+        ("a <- x; b <- z; y <-* a b", (16, 16, 24)),  # no value connects them
+        ("v <-| x; y <-* v w", (0, 24)),  # strides decide whether it copies: a forecast is a lower bound
+        ("a <- x; v <-| a; y <-* v w", (0, 16, 24)),  # what it shows is written
+    ],
+)
+def test_pointwise_lines_between_products_are_one_kernel(text: str, traffic: tuple[int, ...]) -> None:
+    """It reads what comes in, and writes what others read; each value has 8 bytes."""
+    assert fused_traffic(program(text, Policy(0), {"w": 8, "z": 8, "saved": 8}))[:-1] == traffic

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.harness.small_timelines import gathered, model
-from tests.harness.timelines import Terms, Use, interpret
+from tests.harness.timelines import Use, gathered, model, same_results
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.free import free
@@ -41,8 +40,7 @@ def test_backward_reads_the_gather_that_it_has(reader: int) -> None:
     repaired = repair_fusion(broken)
     check(free(repaired))
     assert gathered(repaired, backward=True) == {"a.w": 1, "b.w": 1, "c.w": 1}
-    terms: Terms = {}
-    assert interpret(repaired, terms) == interpret(broken, terms)
+    assert same_results(repaired, broken)
 
 
 def test_a_parameter_that_backward_did_not_need_is_gathered_alone() -> None:
@@ -51,7 +49,7 @@ def test_a_parameter_that_backward_did_not_need_is_gathered_alone() -> None:
     repaired = repair_fusion(broken)
     check(free(repaired))
     assert gathered(repaired, backward=True) == {"a.embedding": 1, "a.w": 1, "b.w": 1}
-    assert [op.params for op in repaired.ops if op.kind is Kind.GATHER and op.params == ("a.embedding",)]
+    assert ("a.embedding",) in [op.params for op in repaired.ops if op.kind is Kind.GATHER and op.backward]
 
 
 def test_a_view_is_computed_again() -> None:

@@ -50,13 +50,8 @@ def test_meshes_go_from_a_node_to_all_ranks() -> None:
 
 
 def test_amounts_of_memory() -> None:
-    assert [bytes_of(text) for text in ("80GiB", "80GB", "1.5 MiB", "512B", "7B")] == [
-        80 << 30,
-        80 * 10**9,
-        3 << 19,
-        512,
-        7,
-    ]
+    amounts = {"80GiB": 80 << 30, "80GB": 80 * 10**9, "1.5 MiB": 3 << 19, "512B": 512, "7B": 7}
+    assert {text: bytes_of(text) for text in amounts} == amounts
     for text in ("", "80 GiBs", "-1GB", "0", "1.2.3GB", "5iB", "much"):
         with pytest.raises(ValueError, match="is no amount of memory"):
             bytes_of(text)

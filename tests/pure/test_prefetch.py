@@ -1,0 +1,241 @@
+"""When gathers start: some units ahead; or, by times, as late as they can, so that compute never waits longer."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.harness.timelines import ALONE, in_flight_bytes, lines, model, split, timed, with_policy, with_rank
+from thunder_zero.policy import MiB, Policy
+from thunder_zero.schedule.bucket import bucket
+from thunder_zero.schedule.fault import ScheduleError
+from thunder_zero.schedule.prefetch import ended_before, ended_in_time, prefetch
+from thunder_zero.schedule.regather import regather
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
+from thunder_zero.schedule.verify import check_pass
+from thunder_zero.times import Times
+
+NAMES = ("a.w", "b.w", "c.w", "d.w")
+BYTES = 4  # of each of them; on two ranks each rank sends and receives all of it at most
+SECONDS = {"a.w": 3.0, "b.w": 1.0, "c.w": 1.0}  # so waits are at 0, 3, 4 and 5 s
+NOTHING_AHEAD = """
+    gather a.w; wait a.w; y0 <- x a.w
+    gather b.w; wait b.w; y1 <- y0 b.w
+    gather c.w; wait c.w; y2 <- y1 c.w
+    gather d.w; wait d.w; y3 <- y2 d.w; return <- y3
+"""
+ONE_AHEAD = """
+    gather a.w; wait a.w
+    gather b.w; y0 <- x a.w; wait b.w
+    gather c.w; y1 <- y0 b.w; wait c.w
+    gather d.w; y2 <- y1 c.w; wait d.w; y3 <- y2 d.w; return <- y3
+"""
+TWO_AHEAD = """
+    gather a.w; wait a.w
+    gather b.w; gather c.w; y0 <- x a.w; wait b.w
+    gather d.w; y1 <- y0 b.w; wait c.w
+    y2 <- y1 c.w; wait d.w; y3 <- y2 d.w; return <- y3
+"""
+ALL_AHEAD = """
+    gather a.w; wait a.w  # alone: what is not needed yet would only delay it
+    gather b.w; gather c.w; gather d.w; y0 <- x a.w; wait b.w
+    y1 <- y0 b.w; wait c.w
+    y2 <- y1 c.w; wait d.w; y3 <- y2 d.w; return <- y3
+"""
+
+
+def times(seconds: dict[str, float], bytes_per_second: float = BYTES) -> Times:
+    return Times(seconds, {}, bytes_per_second)
+
+
+@pytest.mark.parametrize(
+    ("times", "in_flight", "rows_of_d", "expected"),
+    [
+        (times(SECONDS, math.inf), MiB, 1, ONE_AHEAD),
+        (times(SECONDS), MiB, 1, ONE_AHEAD),  # c and d take 1 s, all the time between two waits
+        (times(SECONDS, BYTES * 0.99), MiB, 1, TWO_AHEAD),
+        (times(SECONDS), MiB, 3, TWO_AHEAD),  # d takes 2 s and leaves at 3 s, with b's wait; c must end by 3 s
+        (times(SECONDS), MiB, 5, ALL_AHEAD),  # d takes 3 s and leaves at 2 s, c at 1 s, b at 0 s
+        (times({"a.w": 3.0, "b.w": 1.0}), MiB, 1, TWO_AHEAD),  # no time is no compute: d seems to be needed with c
+        (times({}), MiB, 1, ALL_AHEAD),
+        (times(SECONDS, 0.001), MiB, 1, ALL_AHEAD),
+        (times(SECONDS, 0.001), 12, 1, ALL_AHEAD),
+        (times(SECONDS, 0.001), 8, 1, TWO_AHEAD),
+        (times(SECONDS, 0.001), 0, 1, NOTHING_AHEAD),
+        (None, MiB, 1, ALL_AHEAD),  # the same, with all units in flight that the bytes allow
+        (None, 8, 1, TWO_AHEAD),
+        (None, 0, 1, NOTHING_AHEAD),
+    ],
+)
+def test_a_gather_starts_at_the_last_wait_that_is_early_enough(
+    times: Times | None, in_flight: int, rows_of_d: int, expected: str
+) -> None:
+    for units in (0, 1, 99) if times else (99,):  # whatever ``policy.prefetch`` says
+        policy = replace(ALONE, in_flight_bytes=in_flight, prefetch=units, times=times)
+        timeline = model(policy, *NAMES, training=False, d_w={"shape": (rows_of_d,)})
+        assert lines(prefetch(timeline)) == split(expected), units
+
+
+@pytest.mark.parametrize(("units", "under_way"), [(0, 1), (1, 1), (2, 2), (3, 3), (9, 4)])
+def test_prefetch_puts_at_most_so_many_units_in_flight(units: int, under_way: int) -> None:
+    policy = replace(ALONE, in_flight_bytes=MiB, prefetch=units)
+    after = prefetch(model(policy, *NAMES, "e.w", training=False))
+    assert max(in_flight_bytes(after, Kind.GATHER)) == 4 * under_way
+
+
+def test_prefetch_keeps_the_gathers_of_backward_in_backward() -> None:
+    after = bucketed(model(replace(ALONE, in_flight_bytes=MiB), "a.w", "b.w"))
+    assert lines(after, backward=True)[:4] == ["gather b.w", "g <- gy", "gw1 <- g y0", "wait b.w"]
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "backward"),
+    [
+        (BYTES, "gather d; wait d; gather c; wait c; gather b; wait b; gather a; wait a"),
+        (BYTES * 0.9, "gather d; wait d; gather c; gather b; wait c; gather a; wait b; wait a"),
+    ],
+)
+def test_backward_has_times_of_its_own_and_its_reductions_take_the_wire_too(
+    bytes_per_second: float, backward: str
+) -> None:
+    """Waits for d, c, b, a at 0, 2, 4, 6 s. A gather takes 1 s or more; so does the reduction of the unit before."""
+    seconds = {"d.w": 2.0, "c.w": 2.0, "b.w": 2.0}
+    policy = replace(ALONE, in_flight_bytes=MiB, times=Times({}, seconds, bytes_per_second))
+    after = bucketed(model(policy, *NAMES))
+    gathers = [op for op in after.ops if op.backward and (op.kind is Kind.GATHER or after.ends(op, Kind.GATHER))]
+    assert [f"{op.kind} {op.params[0][0]}" for op in gathers] == split(backward)
+
+
+def test_the_busiest_rank_of_all_decides() -> None:
+    """In gathers and reduce-scatters of rows that do not divide; an all-reduce keeps all ranks equally busy."""
+    for world_size in (1, 2, 3, 5):
+        timeline = model(ALONE, "a.w", "a.scalar", a_w={"shape": (7, 3)}, a_scalar={"shape": ()})
+        timeline = replace(timeline, plan=replace(timeline.plan, world_size=world_size))
+        ranks = [with_rank(timeline, rank) for rank in range(world_size)]
+        for op in (op for op in timeline.ops if op.kind in LAUNCHES):
+            busiest = max(seen.bytes_sent(op) for seen in ranks)
+            assert timeline.wire_bytes(op) >= busiest
+            if op.kind is Kind.GATHER or op.params == ("a.scalar",):
+                assert {seen.wire_bytes(op) for seen in ranks} == {busiest}
+
+
+# What holds for all
+
+
+def moments(timeline: Timeline, times: Times, more: int) -> list[float]:
+    """When the wait for each gather is over, on a wire that carries one gather after the other, in launch order.
+
+    The computations between two waits take the seconds in ``times``, and ``more``.
+    """
+    now, wire, half = 0.0, 0.0, False
+    ends: dict[str, float] = {}
+    waited: list[float] = []
+    computing = 0.0  # until the next wait, unless that comes at once
+    for op in timeline.ops:
+        if op.backward is not half:
+            half, computing = True, 0.0
+        if op.kind is Kind.GATHER:
+            wire = max(wire, now) + timeline.wire_bytes(op) / times.bytes_per_second
+            ends[op.writes[0]] = wire
+        elif op.kind is Kind.COMPUTE:
+            now, computing = now + computing, 0.0
+        elif timeline.ends(op, Kind.GATHER):
+            now = max(now + computing, ends[op.reads[0]])
+            waited.append(now)
+            computing = (times.backward if half else times.forward).get(op.params[0], 0.0) + more
+    return waited
+
+
+def bucketed(timeline: Timeline) -> Timeline:
+    return prefetch(bucket(regather(timeline)))
+
+
+@given(timed(), st.integers(0, 1))
+def test_compute_waits_no_longer_than_if_all_started_as_early_as_they_may(timeline: Timeline, more: int) -> None:
+    """Also if compute takes longer than the times say. And nothing starts earlier than without times."""
+    times = timeline.plan.policy.times
+    assert times is not None
+    after, eager = bucketed(timeline), bucketed(with_policy(timeline, times=None, prefetch=10**6))
+    late, early = moments(after, times, more), moments(eager, times, more)
+    assert len(late) == len(early)
+    assert all(one <= other for one, other in zip(late, early, strict=True))
+    most = [max(in_flight_bytes(each, Kind.GATHER), default=0) for each in (after, eager)]
+    assert most[0] <= most[1]
+
+
+@given(st.lists(st.integers(1, 20)), st.integers(0, 40))
+def test_gathers_start_as_early_as_the_bound_allows(nbytes: list[int], bound: int) -> None:
+    ended = ended_before(nbytes, bound)
+    assert ended == sorted(ended)
+    for number, before in enumerate(ended):
+        assert 0 <= before <= number
+        under_way = sum(nbytes[before : number + 1])
+        assert under_way <= bound or before == number
+        assert before == 0 or under_way + nbytes[before - 1] > bound  # one earlier would exceed it
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9))))
+def test_each_starts_at_the_latest_wait_that_suffices(pairs: list[tuple[int, int]]) -> None:
+    """Against the definition, by trying all waits for each gather."""
+    computed, on_wire = [float(c) for c, _ in pairs], [float(w) for _, w in pairs]
+    waits = [sum(computed[:number]) for number in range(len(pairs))]
+    for number, ended in enumerate(ended_in_time(computed, on_wire)):
+
+        def in_time(start: float, first: int = number) -> bool:
+            return all(start + sum(on_wire[first : last + 1]) <= waits[last] for last in range(first, len(waits)))
+
+        assert 0 <= ended <= number
+        assert ended == 0 or in_time(waits[ended - 1])
+        assert ended == number or not in_time(waits[ended])
+
+
+def test_the_limit_of_units_under_way_is_checked_without_times_only() -> None:
+    lifted = model(replace(ALONE, in_flight_bytes=MiB, times=times({})), *NAMES, training=False)
+    timeline = prefetch(lifted)
+    check_pass(timeline, lifted)
+    with pytest.raises(ScheduleError, match="prefetch is 2"):
+        check_pass(with_policy(timeline, times=None), lifted)
+
+
+# The data
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Times({"a": -1.0}, {}, 1.0), "forward of 'a' is -1.0; give seconds of compute, 0 or more"),
+        (lambda: Times({}, {"a": math.nan}, 1.0), "backward of 'a' is nan; give seconds"),
+        (lambda: Times({"a": math.inf}, {}, 1.0), "forward of 'a' is inf; give seconds"),
+        (lambda: Times({"a": "1"}, {}, 1.0), "forward of 'a' is '1'; give seconds"),  # type: ignore[dict-item]
+        (lambda: Times({"a": True}, {}, 1.0), "forward of 'a' is True; give seconds"),
+        (lambda: Times({0: 1.0}, {}, 1.0), "forward has times for 0; give the path"),  # type: ignore[dict-item]
+        (lambda: Times([1.0], {}, 1.0), r"forward is \[1.0\]; give a mapping"),  # type: ignore[arg-type]
+        (lambda: Times({}, {}, 0), "bytes_per_second is 0; give the bytes that a rank sends per second, more than 0"),
+        (lambda: Times({}, {}, -1.0), "bytes_per_second is -1.0; give"),
+        (lambda: Times({}, {}, math.nan), "bytes_per_second is nan; give"),
+        (lambda: Times({}, {}, None), "bytes_per_second is None; give"),  # type: ignore[arg-type]
+        (lambda: Policy(times={}), r"times is \{\}; give thunder_zero.Times"),  # type: ignore[arg-type]
+    ],
+)
+def test_times_that_cannot_be(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_times_are_values_that_nobody_changes() -> None:
+    """Ranks compare how their policies look."""
+    seconds = {"a": 1, "b": 2.0}
+    one, other = Times(seconds, {}, 3), Times({"b": 2, "a": 1.0}, {}, 3.0)
+    assert (one, repr(one), hash(one)) == (other, repr(other), hash(other))
+    assert {Policy(times=one), Policy(times=other)} == {Policy(times=one)}
+    seconds["b"] = 2.5
+    assert one == other != Times(seconds, {}, 3)
+    assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one
