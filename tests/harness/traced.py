@@ -1,0 +1,59 @@
+"""Traces that several tests read. They are frozen data, so a process makes each of them once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+import thunder_zero as tz
+
+from thunder.executors.torch_compile import torch_compile_ex
+
+
+@cache
+def traced(
+    make: Callable[[], nn.Module],
+    shape: tuple[int, ...],
+    policy: tz.Policy | int = tz.ZERO3,
+    *,
+    world_size: int = 2,
+    replicas: int = 1,
+    synced: bool = True,
+    fused: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tz.Traces:
+    """Of a model on the meta device, for one input; ``fused``: by torch_compile_ex."""
+    with torch.device("meta"):
+        module, x = make(), torch.empty(shape, dtype=dtype)
+    executors = [torch_compile_ex] if fused else None
+    return tz.trace(
+        module, x, policy=policy, world_size=world_size, replicas=replicas, synced=synced, executors=executors
+    )
+
+
+# Models call ``forward`` of their modules: Thunder interprets the hook handling of ``nn.Module.__call__`` as well.
+
+
+class ResidualBlock(nn.Module):
+    """Adds to its input what two linear layers, four times as wide between them, make of it. Its parameters and
+    activations weigh about the same."""
+
+    def __init__(self, width: int, function: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down.forward(self.function(self.up.forward(x)))
+
+
+class Chain(nn.Sequential):
+    """Modules one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self:
+            x = module.forward(x)
+        return x

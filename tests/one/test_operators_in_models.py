@@ -1,0 +1,159 @@
+"""Sharded models with attention, convolutions, activations and a norm: eager's gradients, and torch's own operators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import thunder_zero as tz
+from examples.bench.attention import measured
+from examples.bench.model import Size, make_model
+from tests.harness.models import fresh, saved, sharded
+from tests.harness.operators import FLASH, FLASH_BACKWARD, OF_INPUT, OF_WEIGHT, names_of_lines
+from tests.harness.tiers import deep, slow
+from tests.harness.traced import traced
+from thunder_zero.schedule.timeline import Kind, Work
+from thunder_zero.trace.operators.choose import NEVER_FUSED
+from thunder_zero.trace.work_classes import work_of
+
+import thunder
+from thunder.core.proxies import TensorProxy
+from thunder.core.trace import TraceCtx
+from thunder.executors.torch_compile import torch_compile_ex
+
+WIDTH, LENGTH = 8, 17
+X = torch.randn(2, 3, LENGTH, generator=torch.Generator().manual_seed(2))
+
+
+class Net(nn.Module):
+    """Convolutions around attention and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(3, WIDTH, 3, padding=1)
+        self.qkv, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.last = nn.ConvTranspose1d(WIDTH, WIDTH, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.attend(self.first.forward(x).transpose(1, 2))
+        x = F.softmax(self.down.forward(F.gelu(self.up.forward(self.norm.forward(x)))), -1)
+        return self.last.forward(x.transpose(1, 2))
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv.forward(x).chunk(3, -1))
+        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Checked(Net):
+    """Computes its attention again in backward."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(super().attend, x, use_reentrant=False)
+        return y
+
+
+FORWARD = [FLASH, "native_layer_norm", "gelu", "softmax"]
+
+
+def assert_eagers_gradients(model: nn.Module, plain: nn.Module) -> None:
+    for module in (model, plain):
+        module(X).square().sum().backward()
+    for (name, mine), its in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-5, atol=1e-6, msg=name)
+    last, its_last = (module.get_parameter("last.weight").grad for module in (model, plain))
+    assert last is None or torch.equal(last, its_last)  # behind it there is no product that Thunder adds up otherwise
+
+
+def squares(trace: TraceCtx | None) -> set[str]:
+    """The tensors of a trace whose last two dimensions are both the length of the sequence."""
+    outputs = (leaf for line in trace.bound_symbols for leaf in line.flat_proxy_outs) if trace else ()
+    return {leaf.name for leaf in outputs if isinstance(leaf, TensorProxy) and tuple(leaf.shape[-2:]) == (LENGTH,) * 2}
+
+
+@pytest.mark.parametrize("stage", [3, *slow(1)])
+def test_a_sharded_model_gets_eagers_gradients(stage: int, group: ProcessGroup) -> None:
+    plain = fresh(Net)
+    plain.last.weight.requires_grad_(stage == 3)
+    model = sharded(plain, stage)
+    assert_eagers_gradients(model, plain)
+    traces = tz.traces_of(model)
+    assert names_of_lines(traces.forward) == FORWARD
+    # GELU is computed again, and a layer norm where its bias, which backward does not read, is there anyway.
+    norm = ["native_layer_norm"] if stage < 2 else []
+    of_last = [OF_INPUT, OF_WEIGHT] if stage == 3 else [OF_INPUT]
+    middle = ["softmax_backward", "gelu", "gelu_backward", *norm, "layer_norm_backward", FLASH_BACKWARD]
+    assert names_of_lines(traces.backward) == [*of_last, *middle, OF_WEIGHT]  # images have no gradient
+    assert not squares(traces.forward) | squares(traces.backward)
+
+
+@pytest.mark.parametrize("fused", [*slow(False), *deep(True)])
+def test_a_checkpointed_part_computes_its_attention_again(fused: bool, group: ProcessGroup) -> None:
+    plain = fresh(Checked)
+    model = sharded(plain, 3, executors=[torch_compile_ex] if fused else None)
+    assert_eagers_gradients(model, plain)
+    lines = names_of_lines(tz.traces_of(model).backward)
+    assert lines[lines.index(FLASH) + 1] == FLASH_BACKWARD
+
+
+@pytest.mark.slow
+def test_no_fuser_takes_attention_and_convolutions_into_its_regions() -> None:
+    """It gets the parts of activations and norms."""
+    traces = traced(Net, tuple(X.shape), fused=True)
+    assert any(line.sym.is_fusion for line in traces.forward.bound_symbols)
+    assert names_of_lines(traces.forward) == [FLASH]
+    assert names_of_lines(traces.backward) == [OF_INPUT, OF_WEIGHT, FLASH_BACKWARD, OF_WEIGHT]
+
+
+@pytest.mark.slow
+def test_in_bfloat16_and_without_flash_attention() -> None:
+    half = tz.MixedPrecision(torch.bfloat16)
+    policy = replace(tz.ZERO3, mixed_precision=half, gather_last_units_once=False)
+    traces = traced(Net, tuple(X.shape), policy)
+    assert names_of_lines(traces.forward) == FORWARD
+    assert not squares(traces.forward) | squares(traces.backward)
+    lines = [line for trace in (traces.forward, traces.backward) if trace for line in trace.bound_symbols]
+    works = [work_of(line) for line in lines]
+    assert (works.count(Work.ATTENTION), works.count(Work.CONVOLUTION)) == (2, 2 + 3)
+    again = {path for op in traces.timeline.ops if op.kind is Kind.GATHER and op.backward for path in op.params}
+    assert "last.weight" in again
+    assert "first.weight" not in again  # its gradient reads its shape alone
+    with sdpa_kernel(SDPBackend.MATH):
+        decomposed = tz.trace(Net(), X, world_size=2).forward
+    assert FLASH not in names_of_lines(decomposed)
+    assert squares(decomposed) & saved(decomposed)
+
+
+@pytest.mark.slow
+def test_forward_alone_and_deferred_gradients_use_the_same_lines(group: ProcessGroup) -> None:
+    """Recipe and transform bring each executor once."""
+    model = thunder.compile(Net(), plugins=[tz.Zero(stage=3)], recipe=tz.Recipe())
+    with torch.no_grad():
+        model(X)
+    alone = tz.traces_of(model)
+    assert (names_of_lines(alone.forward), alone.backward) == (FORWARD, None)
+    with model.no_sync():
+        model(X).sum().backward()
+    deferring = tz.traces_of(model)
+    assert names_of_lines(deferring.forward) == FORWARD
+    assert {FLASH_BACKWARD, OF_INPUT, OF_WEIGHT} <= set(names_of_lines(deferring.backward))
+    executors = list(thunder.compile_data(model).executors_list)
+    assert [executors.count(one) for one in NEVER_FUSED] == [1] * len(NEVER_FUSED)
+
+
+@pytest.mark.slow
+def test_the_bench_counts_what_attention_saves(group: ProcessGroup) -> None:
+    """Decomposed, it saves a tensor of 2 * 2 * 128 * 128 floats, which are 0.25 MiB."""
+    size = Size(blocks=1, width=16, heads=2, vocabulary=16, tokens=128)
+    flash, decomposed = (
+        float(measured(sharded(make_model(size), 0), size, kernel).partition(",")[0])
+        for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
+    )
+    assert decomposed - flash == pytest.approx(0.25, abs=0.1)
