@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-
 
 def raised_as(call: Callable[[], Any]) -> tuple[str, str]:
     """The name of the error's type, and its text; ``("", "nothing")`` if the call raises none."""
@@ -25,13 +23,24 @@ def raised(call: Callable[[], Any]) -> str:
     return f"{kind}: {text}" if kind else text
 
 
+def says(call: Callable[[], Any], *words: str) -> None:
+    """The call raises an error; the name of its type and its text have these words."""
+    text = raised(call)
+    assert [word for word in words if word not in text] == [], f"{words} are not all in: {text}"
+
+
 @contextmanager
 def refused(kind: type[Exception], *words: str) -> Iterator[None]:
     """The block raises one sentence with these words, which names the action after a semicolon."""
-    with pytest.raises(kind) as caught:
+    text = ""
+    try:
         yield
-    text = str(caught.value)
-    assert type(caught.value) is kind, text
+    except Exception as error:
+        if type(error) is not kind:
+            error.add_note(f"instead of {kind.__name__} with {words}")
+            raise
+        text = str(error)
+    assert text, f"nothing was raised, instead of {kind.__name__} with {words}"
     assert [word for word in words if word not in text] == [], text
     assert "\n" not in text, text
     assert len(re.sub(r"/(?:[^\s/]+/)+", "", text)) < 320, text  # folders do not count: checkouts lie anywhere

@@ -174,6 +174,21 @@ def sharded(module: nn.Module, policy: tz.Policy | int, **options: Any) -> Any:
     return thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(policy)], **options)
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether the module still has its own weights."""
+    return not any(isinstance(param, Placeholder) for param in module.parameters())
+
+
+def trains(model: Any, *inputs: Any) -> bool:
+    """Whether a step changes every parameter."""
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(*inputs).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return bool(before) and not any(map(torch.equal, before, model.parameters()))
+
+
 def whole(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -> Tensor:
     """The full tensor, from all ranks' shards or copies of it.
 

@@ -1,0 +1,70 @@
+"""Versions of torch and Thunder that were not tested warn; a Thunder that failed to import is found out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.harness.errors import refused
+from thunder_zero import _compat
+
+VERSIONS = {  # those that were tested, and others
+    "torch": (("2.7.1", "2.13.0+cpu", "2.15.1"), ("2.7.0", "2.16.0", "3.0")),
+    "lightning-thunder": (("0.2.6", "0.2.6.post1"), ("0.2.5", "0.3.0")),
+}
+
+
+@pytest.mark.parametrize("package", VERSIONS)
+def test_a_version_outside_of_what_was_tested(package: str) -> None:
+    tested, others = VERSIONS[package]
+    assert [_compat.untested(package, version) for version in tested] == [None] * len(tested)
+    for version in others:
+        sentence = _compat.untested(package, version) or ""
+        for word in (package, version, *_compat.TESTED[package], "install a tested version"):
+            assert word in sentence, (version, sentence)
+
+
+def test_an_untested_version_is_a_warning(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    _compat.import_thunder()
+    assert not [warning for warning in recwarn if "thunder_zero" in str(warning.message)], "these versions were tested"
+    monkeypatch.setattr(_compat, "version", {"torch": "9.9", "lightning-thunder": "0.2.6"}.__getitem__)
+    with pytest.warns(UserWarning, match="9.9") as caught:
+        _compat.import_thunder()
+    assert [str(warning.message) for warning in caught] == [_compat.untested("torch", "9.9")]
+
+
+def test_half_of_thunder_is_told_from_thunder(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _compat.half_imported({"thunder": None, "thunder.core": None})
+    assert not _compat.half_imported({"thunder_zero": None, "thunderstorm.core": None})
+    monkeypatch.setattr(_compat, "sys", SimpleNamespace(modules={"thunder.core": None}))
+    with refused(
+        ImportError, "an earlier `import thunder` failed", "restart Python and", "`import thunder_zero` before"
+    ):
+        _compat.import_thunder()
+
+
+THUNDER_FIRST = r"""
+for name in ("thunder", "thunder_zero", "thunder_zero"):
+    try:
+        __import__(name)
+    except Exception as error:
+        print(type(error).__name__, str(error).partition("\n")[0])
+"""
+
+
+@pytest.mark.skipif(
+    all(hasattr(torch.Tensor, name) for name in _compat.DROPPED_METHODS), reason="this torch lets Thunder import"
+)
+def test_thunder_imported_first_where_it_cannot_be() -> None:
+    """Thunder raises its own error; importing thunder_zero raises ours, at each attempt."""
+    command = [sys.executable, "-W", "ignore", "-c", THUNDER_FIRST]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    theirs, *ours = done.stdout.strip().splitlines()
+    assert theirs.startswith(("AttributeError", "RuntimeError")), theirs
+    assert len(ours) == 2, ours
+    for line in ours:
+        assert line.startswith("ImportError an earlier `import thunder` failed"), ours

@@ -1,0 +1,386 @@
+"""Refused of a model that is sharded: changes, wrong optimizers, programs that would train wrong; then it still trains.
+
+Before a module is sharded: ``test_bad_input.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from tests.harness.errors import refused
+from tests.harness.models import is_plain, trains
+from tests.harness.tiers import slow
+from thunder_zero.runtime.placeholders import Placeholder
+
+import thunder
+
+X = torch.ones(3, 4)
+pytestmark = pytest.mark.usefixtures("group")
+
+
+class Net(nn.Module):
+    """Two layers, tied on request; returns ``give`` of its output and its second weight."""
+
+    def __init__(self, give: Callable[[Tensor, Tensor], Any] = lambda y, w: y, tied: bool = False) -> None:
+        super().__init__()
+        self.a, self.b, self.give = nn.Linear(4, 4), nn.Linear(4, 4), give
+        if tied:
+            self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.give(self.b.forward(torch.tanh(self.a.forward(x))), self.b.weight)
+
+
+def shard(module: nn.Module | None = None, **arguments: Any) -> Any:
+    return thunder.jit(module or Net(), transforms=[tz.ZeroTransform(**arguments)])
+
+
+# Transformed again.
+
+AGAIN: list[tuple[Callable[[Any, Any], Any], str]] = [  # given the plain module and the sharded one
+    (lambda module, model: shard(module), "already transformed by ZeroTransform"),
+    (lambda module, model: shard(module.a), "already transformed by ZeroTransform"),
+    (lambda module, model: tz.zero(thunder.jit(module)), "already transformed by ZeroTransform"),
+    (lambda module, model: shard(model), "already jitted"),
+    (lambda module, model: tz.zero(model), "as well"),
+    (lambda module, model: thunder.compile(module, plugins="zero1", recipe=tz.Recipe()), "already transformed"),
+    (lambda module, model: thunder.distributed.ddp(model), "as well"),
+    (lambda module, model: thunder.distributed.fsdp(model, device=torch.device("cpu")), "as well"),
+    (lambda module, model: shard(deepcopy(module)), "parameter 'a.weight' has no values"),
+    (lambda module, model: deepcopy(model), "a sharded Net cannot be copied"),
+]
+
+
+def test_a_module_that_we_transformed() -> None:
+    transform, module, second = tz.ZeroTransform(), Net(), Net()
+    expected = deepcopy(module)(X)
+    model = thunder.jit(module, transforms=[transform])
+    for call, words in AGAIN:
+        with refused(RuntimeError, words):
+            call(module, model)
+    with refused(RuntimeError, "the ZeroTransform given for Net already shards a module", "a new ZeroTransform"):
+        thunder.jit(second, transforms=[transform])
+    assert is_plain(second)
+    assert torch.equal(model(X), expected), "the model still works, with its weights"
+    assert trains(model, X)
+
+
+def test_a_module_whose_sharded_model_is_gone() -> None:
+    """A notebook cell that runs twice: the weights went with the first model, NaN must not be sharded."""
+    module = Net()
+    before = list(module.parameters())
+    shard(module)
+    gc.collect()
+    with refused(RuntimeError, "Net is already transformed by ZeroTransform", "build a new module"):
+        shard(module)
+    before[0].grad = torch.ones_like(before[0])
+    value = before[0].detach().clone()
+    torch.optim.SGD(before, lr=1.0).step()
+    assert torch.equal(before[0], value - 1), "its old parameters belong to nobody else"
+
+
+def test_the_transform_after_the_first_call() -> None:
+    module = Net()
+    model = thunder.jit(module)
+    expected = model(X)
+    with refused(RuntimeError, "Net was called before", "right after thunder.jit"):
+        tz.zero(model)
+    assert torch.equal(model(X), expected), "the model is as it was"
+    assert not any(param.isnan().any() for param in tz.zero(thunder.jit(module)).parameters())
+
+
+def test_a_sharded_model_inside_of_something_else() -> None:
+    """DDP would send rank 0's rows to all ranks as if they were theirs."""
+    model = shard()
+    before = [param.detach().clone() for param in model.parameters()]
+    with refused(RuntimeError, "DistributedDataParallel", "Net that thunder_zero trains", "train the model without it"):
+        nn.parallel.DistributedDataParallel(model)
+    assert all(map(torch.equal, before, model.parameters()))
+    with refused(TypeError, "thunder.jit was given a function that calls Net", "not jitted"):
+        thunder.jit(lambda x: model(x) * 2)(X)
+    for call in (torch.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())):
+        with refused(RuntimeError, "Net was called inside of torch.func or vmap", "torch.autograd.grad"):
+            call(lambda x: model(x))(X)
+    assert trains(model, X)
+
+
+@pytest.mark.slow  # Dynamo takes long to load
+def test_torch_compile_leaves_a_sharded_model_to_thunder() -> None:
+    model = shard()
+    compiled: Any = torch.compile(model, backend="eager")
+    assert torch.equal(compiled(X), model(X))
+
+
+# The optimizer.
+
+
+@pytest.mark.parametrize("stage", [3, *slow(0, 1)])
+def test_an_optimizer_on_other_parameters(stage: int) -> None:
+    module = Net()
+    before = list(module.parameters())
+    model = shard(module, stage=stage)
+    after: list[nn.Parameter] = list(model.parameters())
+    groups: dict[str, tuple[list[Any], str]] = {
+        "before": (before, "a.weight"),
+        "plain module": (list(module.parameters()), "a.weight"),
+        "groups that mix": ([{"params": after[:2]}, {"params": after[2:3] + before[3:]}], "b.bias"),
+    }
+    model(X).sum().backward()
+    for name, (params, path) in groups.items():
+        optimizer = torch.optim.AdamW(params, lr=0.1)
+        for param in before:
+            param.grad = torch.ones_like(param)
+        held = [param for param in (*before, *after) if not isinstance(param, Placeholder)]
+        values = [param.detach().clone() for param in held]
+        with refused(RuntimeError, "AdamW", path, "model.parameters()"):
+            optimizer.step()
+        assert all(map(torch.equal, held, values)), name
+        assert not optimizer.state, name
+    model.zero_grad()
+    assert trains(model, X)
+
+
+# The model, changed after the transform.
+
+Undo = Callable[[], Any]
+
+
+def set_again(thing: Any, name: str, value: Any) -> Undo:
+    old = getattr(thing, name)
+    setattr(thing, name, value)
+    return lambda: setattr(thing, name, old)
+
+
+def replace_through_the_model(module: Any, model: Any) -> Undo:
+    model.b = nn.Linear(4, 4)
+    return lambda: delattr(model, "b")
+
+
+def replace_override(module: Any, model: Any) -> Undo:
+    old = model._overrides_parameters["b.weight"]
+    model._overrides_parameters["b.weight"] = nn.Parameter(torch.randn_like(old))
+    return lambda: model._overrides_parameters.update({"b.weight": old})
+
+
+def assign(module: Any, model: Any) -> Undo:
+    old = dict(model._overrides_parameters)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return lambda: model._overrides_parameters.update(old)
+
+
+def with_data(make: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], Undo]:
+    def change(module: Any, model: Any) -> Undo:
+        shard = model.get_parameter("b.weight")
+        return set_again(shard, "data", make(shard.data))
+
+    return change
+
+
+def freeze(module: Any, model: Any) -> Undo:
+    shard = model.get_parameter("b.weight").requires_grad_(False)
+    return lambda: shard.requires_grad_(True)
+
+
+REPLACED = ("parameter 'b.weight' was replaced", "copy new values")
+SUBMODULE = ("submodule 'b' was replaced", "before thunder.jit")
+HOOK = ("a hook was registered on submodule 'b'", "would not call it", "before thunder.jit")
+CHANGES: list[tuple[Callable[[Any, Any], Undo], tuple[str, ...]]] = [
+    (lambda module, model: set_again(module.b, "weight", nn.Parameter(torch.randn(4, 5))), REPLACED),
+    (replace_override, REPLACED),
+    (lambda module, model: set_again(module, "b", nn.Linear(4, 4)), SUBMODULE),
+    (replace_through_the_model, SUBMODULE),
+    (assign, ("parameter 'a.weight' was replaced", "load_original_state_dict")),
+    (with_data(Tensor.half), ("'b.weight' was moved or cast: it is torch.float16 on cpu", "as torch.float32 on cpu")),
+    (with_data(lambda rows: rows[:2]), ("'b.weight' was replaced (.data = ...)", "(2, 4)", "(4, 4)", "in place")),
+    (freeze, ("requires_grad of parameter 'b.weight' became False", "planned it as True")),
+    (lambda module, model: module.b.register_forward_hook(print).remove, HOOK),
+    (lambda module, model: module.b.register_full_backward_hook(print).remove, HOOK),
+]
+
+
+def test_a_model_that_was_changed() -> None:
+    """Refused before Thunder traces, compiled already or not; with the change undone, it works as before."""
+    module = Net()
+    expected = deepcopy(module)(X)
+    model = shard(module)
+    for _ in ("before the first call", "between calls"):
+        for change, words in CHANGES:
+            undo = change(module, model)
+            for _ in range(2):
+                with refused(RuntimeError, *words):
+                    model(X)
+            undo()
+        assert torch.equal(model(X), expected)
+    assert trains(model, X)
+    assert thunder.cache_misses(model) == 1, "nothing was compiled for a changed model"
+
+
+def test_memory_that_zero1_shares() -> None:
+    """Under ZeRO-1 the shard is a view; new memory behind it would be trained, and never be used again."""
+    model = shard(stage=1)
+    undo = with_data(Tensor.clone)(None, model)
+    with refused(RuntimeError, "memory of parameter 'b.weight' was replaced", ".data", "in place"):
+        model(X)
+    undo()
+    assert trains(model, X)
+
+
+def test_a_tied_parameter_that_was_replaced_under_one_of_its_names() -> None:
+    module = Net(tied=True)
+    model = shard(module)
+    module.b.weight = nn.Parameter(torch.randn(4, 4))
+    with refused(RuntimeError, "parameter 'b.weight' was replaced"):
+        model(X)
+
+
+# What forward returns.
+
+RETURNS: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda y, w: w,
+    lambda y, w: (y, w),
+    lambda y, w: [y, w],
+    lambda y, w: {"y": y, "w": w},
+    lambda y, w: {"y": (y, [w])},
+    lambda y, w: (y, w.float()),  # a cast that is none
+]
+
+
+def test_forward_that_returns_a_parameter() -> None:
+    for give in RETURNS:
+        with refused(ValueError, "forward returns the parameter 'b.weight' itself", "full_state_dict"):
+            tz.trace(Net(give), X, policy=tz.ZERO1)
+    with refused(ValueError, "forward returns the parameter 'a.weight' itself", "full_state_dict"):
+        shard(Net(RETURNS[1], tied=True))(X)
+
+
+def test_forward_may_return_what_it_computes_from_a_parameter() -> None:
+    makes = (torch.clone, torch.t, torch.detach, Tensor.contiguous, Tensor.half)
+    traces = tz.trace(Net(lambda y, w: (y, *(make(w) for make in makes))), X, world_size=4)
+    shapes = [tuple(output.shape) for output in traces.forward.output[0]["flat_output"]]
+    assert shapes == [(3, 4), *[(4, 4)] * len(makes)]
+
+
+# Derivatives that Thunder's backward does not have.
+
+
+@dataclass
+class Boxed:
+    y: Tensor
+
+
+class Returns(nn.Module):
+    """Its output alone, or in several structures, with a view."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(3, 3), how
+
+    def forward(self, x: Tensor) -> Any:
+        y = torch.tanh(self.layer.forward(x))
+        return y if self.how == "tensor" else {"deep": [1, (y * 2, x)], "view": y.t(), "dataclass": Boxed(y * 3)}
+
+
+TAKES: dict[str, list[Callable[[Any], Tensor]]] = {
+    "tensor": [lambda output: output],
+    "structures": [
+        lambda output: output["deep"][1][0],
+        lambda output: output["view"],
+        lambda output: output["dataclass"].y,
+    ],
+}
+DOUBLE: list[Callable[[Callable[[Tensor], Tensor], Tensor, list[Tensor]], Any]] = [
+    lambda f, x, params: f(x).sum().backward(create_graph=True),
+    lambda f, x, params: torch.autograd.grad(f(x).sum(), x, create_graph=True),
+    lambda f, x, params: torch.autograd.grad(f(x).sum(), params, create_graph=True),
+    lambda f, x, params: torch.autograd.functional.hessian(lambda x: f(x).sum(), x),
+]
+
+
+@pytest.mark.parametrize("how", ["structures", *slow("tensor")])
+def test_a_backward_that_is_differentiated(how: str) -> None:
+    """Plain Thunder returns a gradient without a graph, and a penalty on it trains nothing. The next step is right."""
+    right = Returns(how)
+    model = shard(deepcopy(right))
+    x = torch.randn(2, 3).requires_grad_()
+    for take in TAKES[how]:
+        for double in DOUBLE:
+            with refused(RuntimeError, "cannot differentiate the backward of Returns", "create_graph=True"):
+                double(lambda x, take=take: take(model(x)), x, list(model.parameters()))  # type: ignore[misc]
+        jacobians = []
+        for each in (model, right):
+            each.zero_grad()
+            take(each(x)).square().sum().backward()
+            jacobians.append(torch.autograd.functional.jacobian(lambda x, f=each, take=take: take(f(x)), x))
+        torch.testing.assert_close(*jacobians)
+        for param, expected in zip(model.parameters(), right.parameters(), strict=True):
+            torch.testing.assert_close(param.grad, expected.grad)
+
+
+# Random numbers that Thunder draws again for backward, and draws that it does not differentiate.
+
+DRAWN_AGAIN: dict[str, Callable[[Tensor, bool], Tensor]] = {
+    "dropout1d": lambda x, on: F.dropout1d(x[0], 0.5, on),
+    "dropout3d": lambda x, on: F.dropout3d(x[None], training=on),
+    "torch.dropout": lambda x, on: torch.dropout(x, 0.5, train=on),
+    "torch.dropout, p": lambda x, on: torch.dropout(x, 0.5 if on else 0.0, True),
+    "alpha_dropout": lambda x, on: F.alpha_dropout(x, 0.5, on),
+    "gumbel_softmax": lambda x, on: F.gumbel_softmax(x) if on else x,
+    "fractional_max_pool2d": lambda x, on: F.fractional_max_pool2d(x, 2, output_size=(3, 3)) if on else x,
+}
+
+
+class Draws(nn.Module):
+    def __init__(self, *names: str, on: bool) -> None:
+        super().__init__()
+        self.w, self.names, self.on = nn.Parameter(torch.ones(2, 4, 8, 8)), names, on
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(DRAWN_AGAIN[name](self.w * x, self.on).sum() for name in self.names)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", ["dropout1d", *slow(*list(DRAWN_AGAIN)[1:])])
+def test_gradients_of_other_random_numbers(name: str) -> None:
+    """Plain Thunder trains on them without a word."""
+    model = shard(Draws(name, on=True))
+    with refused(RuntimeError, "cannot train through torch.", name.split(",")[0], "Thunder draws its random numbers"):
+        model(torch.ones(()))
+
+
+@pytest.mark.slow
+def test_random_numbers_that_pass() -> None:
+    """Those of inference; and of functions that draw nothing."""
+    with torch.no_grad():
+        shard(Draws(*DRAWN_AGAIN, on=True))(torch.ones(()))
+    shard(Draws(*DRAWN_AGAIN, on=False))(torch.ones(())).backward()
+
+
+# Gradients.
+
+
+@pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
+def test_a_gradient_that_is_not_finite(stage: int) -> None:
+    """The bias's gradient is one; the weight's is the input."""
+    model = shard(nn.Linear(4, 2), stage=stage, check_gradients=True)
+    weight, bias = model.parameters()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for value in (float("nan"), float("inf")):
+        before = weight.detach().clone(), bias.detach().clone()
+        with refused(RuntimeError, "gradient of parameter 'weight' is NaN or Inf", "check_gradients", "no .grad"):
+            model(X * value).sum().backward()
+        assert (weight.grad, bias.grad) == (None, None)
+        optimizer.step()
+        model(X).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(weight, before[0] - 3)
+        assert torch.equal(bias, before[1] - 3)
