@@ -12,15 +12,7 @@ from thunder_zero.runtime import digests
 from thunder_zero.runtime.digests import BLOCK, digests_of
 
 MIB = 1 << 20
-SIZES = (
-    0,
-    1,
-    7,
-    8,
-    8 * BLOCK,
-    8 * BLOCK + 3,
-    8 * MIB + 8 * BLOCK + 5,
-)  # bytes: of no block, of one, of blocks of blocks
+SIZES = (0, 1, 7, 8, 8 * BLOCK, 8 * BLOCK + 3, 8 * MIB + 8 * BLOCK + 5)  # bytes: of no block, one, blocks of blocks
 
 
 def random_bytes(size: int) -> Tensor:
@@ -40,9 +32,10 @@ def test_a_digest_depends_on_every_byte_and_not_on_where_they_lie(size: int) -> 
         there[place] ^= 1
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
-)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_changes_that_keep_a_sum_change_the_digest(dtype: torch.dtype) -> None:
     values = (random_bytes(4800) % 2).to(dtype).view(6, 800)
     swapped, turned = values[[1, 0, 2, 3, 4, 5]], values.view(60, 80).t().contiguous()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -17,12 +17,13 @@ from torch.optim.swa_utils import AveragedModel
 
 import thunder_zero as tz
 from tests.harness.errors import refused
-from tests.harness.tiers import of_tier, only
+from tests.harness.tiers import slow
 from thunder_zero.runtime.placeholders import Placeholder
 
 import thunder
 
 X = torch.arange(12.0).view(3, 4).sin()
+pytestmark = pytest.mark.usefixtures("group")
 
 
 class Net(nn.Module):
@@ -38,7 +39,7 @@ class Net(nn.Module):
         self.bound = 2.0
 
     def features(self, x: Tensor) -> Tensor:
-        return self.first(x) * self.scale
+        return self.first.forward(x) * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.features(x))
@@ -52,14 +53,6 @@ class Net(nn.Module):
 class Twice(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 2 * weight
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def shard(module: nn.Module, stage: int = 3) -> Any:
@@ -158,59 +151,39 @@ IN_THE_ACT: dict[str, tuple[dict[str, Attempt], tuple[str, ...]]] = {
     "gradients": (GRADIENTS, ("has no gradient", "model.zero_grad()")),
 }
 
-FOUND: dict[str, tuple[Attempt, str]] = {
-    "a buffer": (lambda plain, model: setattr(plain, "offset", torch.ones(4)), "buffer 'offset' was replaced"),
-    "a submodule's buffer": (
-        lambda plain, model: setattr(plain.norm, "running_mean", torch.ones(4)),
-        "buffer 'norm.running_mean' was replaced",
-    ),
-    "a buffer of the model": (
-        lambda plain, model: setattr(model, "offset", torch.ones(4)),
-        "buffer 'offset' was replaced",
-    ),
-    "an attribute of the model": (lambda plain, model: setattr(model, "bound", 3.0), "attribute 'bound' was replaced"),
-    "a parameter": (
-        lambda plain, model: setattr(plain.first, "weight", nn.Parameter(torch.ones(4, 4))),
-        "parameter 'first.weight' was replaced",
-    ),
-    "an ignored parameter": (
-        lambda plain, model: setattr(plain, "ignored", nn.Parameter(torch.zeros(4))),
-        "parameter 'ignored' was replaced",
-    ),
-    "a new parameter": (
-        lambda plain, model: setattr(plain.first, "extra", nn.Parameter(torch.ones(4))),
-        "submodule 'first' got the parameter 'extra'",
-    ),
-    "a new submodule": (
-        lambda plain, model: setattr(plain, "extra", nn.Tanh()),
-        "the module got the submodule 'extra'",
-    ),
-    "no parameter": (lambda plain, model: delattr(plain, "scale"), "parameter 'scale' was replaced"),
-    "load_state_dict(assign=True)": (
-        lambda plain, model: plain.load_state_dict(Net().state_dict(), assign=True),
-        "was replaced",
-    ),
-}
+
+def sets(name: str, value: Callable[[], Any], part: str = "") -> Attempt:
+    return lambda plain, model: setattr(plain.get_submodule(part), name, value())
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("stage", of_tier([3], [0, 1, 2, 3]))
-@pytest.mark.parametrize("kind", IN_THE_ACT)
-def test_a_placeholder_that_is_used(kind: str, stage: int) -> None:
+AFTERWARDS: list[tuple[Attempt, str]] = [
+    (sets("offset", lambda: torch.ones(4)), "buffer 'offset' was replaced"),
+    (sets("running_mean", lambda: torch.ones(4), "norm"), "buffer 'norm.running_mean' was replaced"),
+    (lambda plain, model: setattr(model, "offset", torch.ones(4)), "buffer 'offset' was replaced"),
+    (lambda plain, model: setattr(model, "bound", 3.0), "attribute 'bound' was replaced"),
+    (sets("weight", lambda: nn.Parameter(torch.ones(4, 4)), "first"), "parameter 'first.weight' was replaced"),
+    (sets("ignored", lambda: nn.Parameter(torch.zeros(4))), "parameter 'ignored' was replaced"),
+    (sets("extra", lambda: nn.Parameter(torch.ones(4)), "first"), "submodule 'first' got the parameter 'extra'"),
+    (sets("extra", nn.Tanh), "the module got the submodule 'extra'"),
+    (lambda plain, model: delattr(plain, "scale"), "parameter 'scale' was replaced"),
+    (lambda plain, model: plain.load_state_dict(Net().state_dict(), assign=True), "was replaced"),
+]
+
+
+@pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
+def test_a_placeholder_that_is_used(stage: int) -> None:
     """It raises, and nothing has changed: the model is whole for its next forward."""
-    attempts, words = IN_THE_ACT[kind]
-    for name, attempt in only(tuple(attempts)[:2], attempts).items():
-        plain = Net()
-        model = shard(plain, stage)
-        with pytest.raises((RuntimeError, TypeError)) as caught:
-            attempt(plain, model)
-        assert not [word for word in words if word not in str(caught.value)], (name, str(caught.value))
-        for hook in model._forward_pre_hooks.values():
-            hook(model, (), {})
+    for kind, (attempts, words) in IN_THE_ACT.items():
+        for name, attempt in attempts.items():
+            plain = Net()
+            model = shard(plain, stage)
+            with pytest.raises((RuntimeError, TypeError)) as caught:
+                attempt(plain, model)
+            assert not [word for word in words if word not in str(caught.value)], (kind, name, str(caught.value))
+            for hook in model._forward_pre_hooks.values():
+                hook(model, (), {})
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("group")
 def test_dlpack_without_torch_functions() -> None:
     """``to_dlpack`` is C++ and asks no ``__torch_function__``: no stale values, but NaN."""
     plain = Net()
@@ -219,18 +192,15 @@ def test_dlpack_without_torch_functions() -> None:
         assert torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(tensor)).isnan().all()
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("what", only(("a buffer", "an attribute of the model", "a new parameter"), FOUND))
-def test_what_is_found_before_the_next_forward(what: str) -> None:
-    plain = Net()
-    model = shard(plain)
-    change, words = FOUND[what]
-    change(plain, model)
-    with refused(RuntimeError, words, "after thunder_zero sharded"):
-        model(X)
+def test_what_is_found_before_the_next_forward() -> None:
+    for change, words in AFTERWARDS:
+        plain = Net()
+        model = shard(plain)
+        change(plain, model)
+        with refused(RuntimeError, words, "after thunder_zero sharded"):
+            model(X)
 
 
-@pytest.mark.usefixtures("group")
 def test_what_may_be_done_with_the_plain_module() -> None:
     """Looks, copies and conversions that change nothing; both modules have the buffer that forward assigns."""
     plain = Net()

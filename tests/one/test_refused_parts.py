@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.func import functional_call
+from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import update_bn
 from torch.utils.checkpoint import checkpoint as recompute
 
 import thunder_zero as tz
 from tests.harness.errors import refused
-from tests.harness.tiers import only
+from tests.harness.tiers import slow
 from thunder_zero.refusals import PARTS
 
 import thunder
+
+X = torch.arange(12.0).view(3, 4).sin()
+pytestmark = pytest.mark.usefixtures("group")
+
+
+def shard(module: nn.Module) -> Any:
+    return thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)])
 
 
 def compiled() -> Any:
@@ -39,126 +46,106 @@ def normed(norm: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
 
 # What Thunder 0.2.6 does with each alone: silently wrong are backward hooks (not called) and the statistics of instance
 # norms (not updated); others fail with errors that name no module.
-MADE: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
-    "torch.compile": (compiled, ("(OptimizedModule) is under torch.compile", "without torch.compile")),
-    "checkpoint": (lambda: checkpoint(nn.Linear(4, 4)), ("_composable.checkpoint", "torch.utils.checkpoint")),
-    "backward hook": (hooked, ("(Linear) has backward hooks", "never calls them", "model.parameters()")),
-    "attention": (lambda: nn.MultiheadAttention(4, 2), ("(MultiheadAttention)", "scaled_dot_product_attention")),
-    "encoder": (lambda: nn.TransformerEncoderLayer(4, 2), ("part.self_attn", "scaled_dot_product_attention")),
-    "LSTM": (lambda: nn.LSTM(4, 4), ("(LSTM) is a recurrent layer", "loop of linear layers")),
-    "InstanceNorm": (
+MADE: list[tuple[Callable[[], nn.Module], tuple[str, ...]]] = [
+    (compiled, ("(OptimizedModule) is under torch.compile", "without torch.compile")),
+    (lambda: checkpoint(nn.Linear(4, 4)), ("_composable.checkpoint", "torch.utils.checkpoint")),
+    (hooked, ("(Linear) has backward hooks", "never calls them", "model.parameters()")),
+    (lambda: nn.MultiheadAttention(4, 2), ("(MultiheadAttention)", "scaled_dot_product_attention")),
+    (lambda: nn.TransformerEncoderLayer(4, 2), ("part.self_attn", "scaled_dot_product_attention")),
+    (lambda: nn.LSTM(4, 4), ("(LSTM) is a recurrent layer", "loop of linear layers")),
+    (
         lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
         ("track_running_stats=True", "does not update", "track_running_stats=False"),
     ),
-    "BatchNorm": (lambda: nn.BatchNorm1d(4, momentum=None), ("has momentum=None", "give it a momentum")),
-    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(4), ("(SyncBatchNorm)", "each rank's own")),
-    "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), ("has max_norm", "normalise the rows in forward")),
-    "sparse": (lambda: nn.EmbeddingBag(4, 4, sparse=True, mode="sum"), ("has sparse=True", "use sparse=False")),
-    "spectral_norm": (normed(nn.utils.spectral_norm), ("is under spectral_norm", "in forward")),
-    "spectral_norm, parametrized": (
-        normed(nn.utils.parametrizations.spectral_norm),
-        ("is under spectral_norm", "in forward"),
-    ),
-    "weight_norm": (normed(nn.utils.weight_norm), ("is under weight_norm", "in forward")),
-    "weight_norm, parametrized": (
-        normed(nn.utils.parametrizations.weight_norm),
-        ("is under weight_norm", "in forward"),
-    ),
-    "DataParallel": (lambda: nn.DataParallel(nn.Linear(4, 4)), ("is a DataParallel", "inside of it")),
-    "DDP": (lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 4)), ("is a DistributedDataParallel", "inside")),
-    "script": (lambda: torch.jit.script(nn.Linear(4, 4)), ("ScriptModule", "before torch.jit.script")),
-}
+    (lambda: nn.BatchNorm1d(4, momentum=None), ("has momentum=None", "give it a momentum")),
+    (lambda: nn.SyncBatchNorm(4), ("(SyncBatchNorm)", "each rank's own")),
+    (lambda: nn.Embedding(4, 4, max_norm=1.0), ("has max_norm", "normalise the rows in forward")),
+    (lambda: nn.EmbeddingBag(4, 4, sparse=True, mode="sum"), ("has sparse=True", "use sparse=False")),
+    (normed(nn.utils.spectral_norm), ("is under spectral_norm", "in forward")),
+    (normed(parametrizations.spectral_norm), ("is under spectral_norm", "in forward")),
+    (normed(nn.utils.weight_norm), ("is under weight_norm", "in forward")),
+    (normed(parametrizations.weight_norm), ("is under weight_norm", "in forward")),
+    (lambda: nn.DataParallel(nn.Linear(4, 4)), ("is a DataParallel", "inside of it")),
+    (lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 4)), ("is a DistributedDataParallel", "inside")),
+    (lambda: torch.jit.script(nn.Linear(4, 4)), ("ScriptModule", "before torch.jit.script")),
+]
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore")
 def test_a_submodule_that_thunder_gets_wrong() -> None:
     missed = set(PARTS)
-    for make, words in MADE.values():
+    for make, words in MADE:
         module = nn.Sequential()
         module.add_module("first", nn.Linear(4, 4))
         module.add_module("part", make())
         before = dict(module.named_parameters())
         with refused(RuntimeError, "submodule 'part", "of Sequential", *words):
-            thunder.jit(module, transforms=[tz.ZeroTransform(stage=2)])
+            shard(module)
         assert all(param is before[name] for name, param in module.named_parameters()), "nothing was sharded"
         missed -= {part for part in PARTS if any(map(part.is_it, module.modules()))}
     assert not missed, "every row has a case"
     with refused(RuntimeError, "'1.weight' of Sequential is a lazy module's", "with a batch before thunder.jit"):
-        thunder.jit(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), transforms=[tz.ZeroTransform(stage=2)])
+        shard(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)))
+
+
+Line = Callable[[Any, Tensor], Any]
 
 
 class Does(nn.Module):
     """A forward with one line more."""
 
-    def __init__(self, line: Callable[[Any, Tensor], Any]) -> None:
+    def __init__(self, line: Line) -> None:
         super().__init__()
         self.layer, self.norm, self.line = nn.Linear(4, 4), nn.BatchNorm1d(4), line
         self.count, self.last = 0, 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.layer(x))
+        y = self.norm.forward(self.layer.forward(x))
         found = self.line(self, y)
         return found if isinstance(found, Tensor) else y
 
 
-def set_to(name: str, value: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], Any]:
-    return lambda module, y: setattr(module, name, value(module, y))
-
-
-LINES: dict[str, tuple[Callable[[Any, Tensor], Any], tuple[str, ...]]] = {
-    "a counter": (set_to("count", lambda module, y: module.count + 1), ("attribute 'count'", "Does", "in a buffer")),
-    "a tensor": (set_to("last", lambda module, y: y.mean()), ("attribute 'last'", "return the value")),
-    "a new attribute": (set_to("other", lambda module, y: 1), ("attribute 'other'", "drop the change")),
+LINES: dict[str, tuple[Line, tuple[str, ...]]] = {
+    "a counter": (
+        lambda module, y: setattr(module, "count", module.count + 1),
+        ("attribute 'count'", "Does", "in a buffer"),
+    ),
+    "a tensor": (lambda module, y: setattr(module, "last", y.mean()), ("attribute 'last'", "return the value")),
+    "a new attribute": (lambda module, y: setattr(module, "other", 1), ("attribute 'other'", "drop the change")),
     "a reentrant checkpoint": (
         lambda module, y: recompute(module.layer, y, use_reentrant=True),
         ("use_reentrant=True", "cannot trace; pass use_reentrant=False"),
     ),
 }
-X = torch.arange(12.0).view(3, 4).sin()
 
 
-def shard(module: nn.Module) -> Any:
-    return thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)])
+@pytest.mark.parametrize("what", ["a counter", "a reentrant checkpoint", *slow("a tensor", "a new attribute")])
+def test_a_line_of_forward_that_is_refused(what: str) -> None:
+    line, words = LINES[what]
+    with refused(RuntimeError, *words):
+        shard(Does(line))(X)
 
 
-@pytest.mark.usefixtures("group")
-def test_a_line_of_forward_that_is_refused() -> None:
-    for line, words in only(("a counter", "a reentrant checkpoint"), LINES).values():
-        with refused(RuntimeError, *words):
-            shard(Does(line))(X)
+def lines_that_pass(module: Any, y: Tensor) -> Tensor:
+    """The same value again, an attribute of a submodule, a checkpoint that is not reentrant."""
+    module.count = 0
+    module.layer.count = 3
+    return recompute(module.layer, y, use_reentrant=False)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("group")
 def test_lines_like_those_that_pass() -> None:
-    """The same value again, an attribute of a submodule, a checkpoint that is not reentrant; and plain Thunder."""
-    lines: dict[str, Callable[[Any, Tensor], Any]] = {
-        "the same": set_to("count", lambda module, y: 0),
-        "a submodule": lambda module, y: setattr(module.layer, "count", 3),
-        "a checkpoint": lambda module, y: recompute(module.layer, y, use_reentrant=False),
-    }
-    for line in lines.values():
-        module = Does(line)
-        model = shard(deepcopy(module))
-        torch.testing.assert_close(model(X), module(X))
+    module = Does(lines_that_pass)
+    model = shard(deepcopy(module))
+    torch.testing.assert_close(model(X), module(X))
     plain: Any = thunder.jit(Does(LINES["a counter"][0]))
     plain(X)
     assert plain.count == 0, "Thunder drops it, still without a word where the model is not ours"
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("group")
-def test_what_torch_changes_for_a_while() -> None:
-    """``update_bn`` and ``functional_call``: a sentence, and the model trains as before when they are undone."""
+def test_what_changes_for_a_while() -> None:
+    """``update_bn``, ``functional_call`` and a part that changes: a sentence, and without them all is as before."""
     model = shard(Does(lambda module, y: None))
     before = model(X)
     with refused(RuntimeError, "submodule 'norm' of Does (BatchNorm1d) has momentum=None", "give it a momentum"):
@@ -166,17 +153,11 @@ def test_what_torch_changes_for_a_while() -> None:
     model.plain.norm.momentum = 0.1
     with refused(RuntimeError, "parameter 'layer.weight' was replaced", "torch.func.functional_call"):
         functional_call(model, {"layer.weight": torch.ones(4, 4)}, (X,))
-    assert torch.allclose(model(X), before)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("group")
-def test_a_part_that_changes_and_that_thunder_would_trace() -> None:
-    """Found when the program is compiled anew: Thunder reads the attribute."""
+    torch.testing.assert_close(model(X), before)
     rows, indices = nn.Embedding(4, 4), torch.tensor([[0, 3]])
     model = shard(nn.Sequential(rows, nn.Linear(4, 4)))
     before = model(indices)
-    rows.sparse = True
+    rows.sparse = True  # Thunder reads it, and compiles anew
     with refused(RuntimeError, "submodule '0' of Sequential (Embedding) has sparse=True", "use sparse=False"):
         model(indices)
     rows.sparse = False
