@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import thunder_zero as tz
+from tests.harness.errors import raised
 from tests.harness.models import Mlp, fresh, sharded
+from tests.harness.tiers import slow
 from thunder_zero.transform import ZeroTransform
 
 from thunder.core import prims
@@ -23,38 +27,57 @@ from thunder.core.trace import TraceCtx, TraceTag, from_trace
 Lines = list[BoundSymbol]
 Fault = Callable[[Lines], Lines]
 
-POLICIES = [tz.DDP, tz.ZERO1, tz.ZERO2, tz.ZERO3]
-UNBUCKETED = [replace(policy, bucket_bytes=0) for policy in (tz.DDP, tz.ZERO3)]  # each collective has a line of its own
 X = torch.zeros(2, 7)
+WEIGHT = "layers.1.weight"
 
 
-@pytest.fixture
-def emit(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``emit(fault, backward)`` plants a fault in one of the traces that Thunder hands to the transform at the end."""
+def broken(trace: TraceCtx, fault: Fault) -> TraceCtx:
+    new = from_trace(trace)
+    new.bound_symbols = fault(list(trace.bound_symbols))
+    assert list(map(id, new.bound_symbols)) != list(map(id, trace.bound_symbols))
+    return new
+
+
+def require_refused(
+    faults: Mapping[Fault, str],
+    policy: tz.Policy,
+    *,
+    model: type[nn.Module] = Mlp,
+    half: int = -1,
+    training: bool = True,
+) -> None:
+    """Compile once, and hand the transform each fault in turn, planted in the last trace that it gets, or the first.
+
+    Args:
+        faults: with words of the errors.
+        half: which of the traces has the faults.
+        training: there is a backward; the proof runs when it comes.
+    """
     hook = ZeroTransform.transform_trace_post_optimization
+    traces: list[TraceCtx] = []
 
-    def plant(fault: Fault, backward: bool = True) -> None:
-        def broken(self: ZeroTransform, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-            if (TraceTag.BACKWARD in trace.tags) is not backward:
-                return hook(self, trace, **kwargs)
-            new = from_trace(trace)
-            new.bound_symbols = fault(list(trace.bound_symbols))
-            assert list(map(id, new.bound_symbols)) != list(map(id, trace.bound_symbols))
-            return hook(self, new, **kwargs)
+    def hooked(self: ZeroTransform, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+        traces.append(trace)
+        if training and TraceTag.BACKWARD not in trace.tags:
+            return hook(self, trace, **kwargs)
+        for fault, words in faults.items():
+            halves = list(traces)
+            halves[half] = broken(halves[half], fault)
+            error = raised(lambda halves=halves: [hook(self, each, **kwargs) for each in halves])  # type: ignore[misc]
+            assert re.search(f"ScheduleError: .*{words}", error), (words, error)
+        return [hook(self, each, **kwargs) for each in traces][-1]
 
-        monkeypatch.setattr(ZeroTransform, "transform_trace_post_optimization", broken)
-
-    return plant
-
-
-def launch(lines: Lines, path: str) -> int:
-    """Position of the line that starts to gather, or to reduce, this parameter by itself."""
-    return next(at for at, line in enumerate(lines) if line.sym.name.startswith("zero_") and path in line.args[1:])
+    with torch.set_grad_enabled(training), mock.patch.object(ZeroTransform, hook.__name__, hooked):
+        tz.trace(fresh(model), X, policy=policy, world_size=2)
+    assert len(traces) == 1 + training
 
 
-def wait(lines: Lines, path: str) -> int:
-    handle = lines[launch(lines, path)].output.name
-    return next(at for at, line in enumerate(lines) if line.sym.name == "zero_wait" and line.args[0].name == handle)
+def halves(lines: Lines, path: str = WEIGHT) -> tuple[int, int]:
+    """Positions of the lines that start and end to gather, or to reduce, this parameter by itself."""
+    start = next(at for at, line in enumerate(lines) if line.sym.name.startswith("zero_") and path in line.args[1:])
+    handle = lines[start].output.name
+    ends = (at for at, line in enumerate(lines) if line.sym.name == "zero_wait" and line.args[0].name == handle)
+    return start, next(ends)
 
 
 def names(line: BoundSymbol) -> set[str]:
@@ -72,31 +95,19 @@ def returning(lines: Lines, swap: dict[str, Any]) -> Lines:
     return [*before, last.from_bsym(args=(gradients,))]
 
 
-def lost_reduction(lines: Lines, path: str = "layers.1.weight") -> Lines:
+def unreduced(lines: Lines) -> Lines:
     """The gradient is returned as it is on this rank."""
-    start, end = launch(lines, path), wait(lines, path)
-    full, mean = lines[start].args[0], lines[end].output
-    return without(returning(lines, {mean.name: full}), start, end)
-
-
-def lost_gradient(lines: Lines, path: str = "layers.1.weight") -> Lines:
-    start, end = launch(lines, path), wait(lines, path)
-    return without(returning(lines, {lines[end].output.name: None}), start, end)
-
-
-def ignored_reduction(lines: Lines) -> Lines:
-    full, mean = lines[launch(lines, "layers.1.weight")].args[0], lines[wait(lines, "layers.1.weight")].output
-    return returning(lines, {mean.name: full})
+    start, end = halves(lines)
+    return returning(lines, {lines[end].output.name: lines[start].args[0]})
 
 
 def swapped_gradients(lines: Lines) -> Lines:
-    one, two = (lines[wait(lines, path)].output for path in ("layers.0.weight", "layers.1.weight"))
+    one, two = (lines[halves(lines, path)[1]].output for path in ("layers.0.weight", WEIGHT))
     return returning(lines, {one.name: two, two.name: one})
 
 
-def lost_wait(lines: Lines) -> Lines:
-    end = wait(lines, "layers.1.weight")
-    return without(returning(lines, {lines[end].output.name: None}), end)
+def no_gradient(lines: Lines) -> Lines:
+    return returning(lines, {lines[halves(lines)[1]].output.name: None})
 
 
 def no_gradient_at_all(lines: Lines) -> Lines:
@@ -107,49 +118,38 @@ def no_gradient_at_all(lines: Lines) -> Lines:
     return without(returning(lines, grads), *launches, *waits)
 
 
-@pytest.mark.parametrize("policy", UNBUCKETED, ids=["ddp", "zero3"])
-@pytest.mark.parametrize(
-    ("fault", "sentence"),
-    [
-        (
-            lost_reduction,
-            r"returns \w+ as the gradient of layers\.1\.weight, but no reduction of layers\.1\.weight writes it",
-        ),
-        (lost_gradient, r"backward returns no gradient of layers\.1\.weight, which is trained"),
-        (ignored_reduction, r"returns \w+ as the gradient of layers\.1\.weight, but no reduction of layers\.1\.weight"),
-        (swapped_gradients, r"returns \w+ as the gradient of layers\.0\.weight, but no reduction of layers\.0\.weight"),
-        (lost_wait, r"\(reduce layers\.1\.weight\) is never waited for"),
-        (no_gradient_at_all, r"backward returns no gradient of layers\.0\.bias, which is trained"),
-    ],
-)
-def test_a_reduction_that_is_missing(policy: tz.Policy, fault: Fault, sentence: str, emit: Callable[..., None]) -> None:
-    emit(fault)
-    with pytest.raises(tz.ScheduleError, match=sentence):
-        tz.trace(fresh(Mlp), X, policy=policy, world_size=2)
-
-
-def test_a_reduction_of_the_wrong_kind(emit: Callable[..., None]) -> None:
+def wrong_kind(lines: Lines) -> Lines:
     """An all-reduce would give the full mean where the optimizer has rows."""
-
-    def fault(lines: Lines) -> Lines:
-        at = launch(lines, "layers.1.weight")
-        return [*lines[:at], lines[at].from_bsym(sym=replace(lines[at].sym, name="zero_all_reduce")), *lines[at + 1 :]]
-
-    emit(fault)
-    with pytest.raises(tz.ScheduleError, match=r"layers\.1\.weight with zero_all_reduce; .* needs zero_reduce_scatter"):
-        tz.trace(fresh(Mlp), X, policy=replace(tz.ZERO2, bucket_bytes=0), world_size=2)
+    at, _ = halves(lines)
+    return [*lines[:at], lines[at].from_bsym(sym=replace(lines[at].sym, name="zero_all_reduce")), *lines[at + 1 :]]
 
 
-def test_a_reduction_that_is_missing_from_its_bucket(emit: Callable[..., None]) -> None:
+def missing_from_its_bucket(lines: Lines) -> Lines:
     """The gradient of one of two parameters that travel together is returned for the other, too."""
+    first, second = next(line.output for line in lines if line.sym.name == "zero_wait_coalesced")[:2]
+    return returning(lines, {first.name: second})
 
-    def fault(lines: Lines) -> Lines:
-        first, second = next(line.output for line in lines if line.sym.name == "zero_wait_coalesced")[:2]
-        return returning(lines, {first.name: second})
 
-    emit(fault)
-    with pytest.raises(tz.ScheduleError, match=r"as the gradient of layers\.\d\.\w+, but no reduction of layers"):
-        tz.trace(fresh(Mlp), X, policy=tz.ZERO3, world_size=2)
+NO_REDUCTION = r"returns \w+ as the gradient of layers\.1\.weight, but no reduction of layers\.1\.weight writes it"
+IN_BACKWARD: dict[Fault, str] = {
+    unreduced: NO_REDUCTION,
+    lambda lines: without(unreduced(lines), *halves(lines)): NO_REDUCTION,
+    swapped_gradients: NO_REDUCTION.replace("1", "0"),
+    lambda lines: without(no_gradient(lines), *halves(lines)): r"no gradient of layers\.1\.weight, which is trained",
+    lambda lines: without(no_gradient(lines), halves(lines)[1]): r"\(reduce layers\.1\.weight\) is never waited for",
+    no_gradient_at_all: r"backward returns no gradient of layers\.0\.bias, which is trained",
+}
+
+
+def test_a_reduction_that_is_missing_or_wrong() -> None:
+    """Each collective has a line of its own, except for the last case."""
+    require_refused(IN_BACKWARD, replace(tz.DDP, bucket_bytes=0))
+    kind: dict[Fault, str] = {wrong_kind: r"layers\.1\.weight with zero_all_reduce; .* needs zero_reduce_scatter"}
+    require_refused({**IN_BACKWARD, **kind}, replace(tz.ZERO3, bucket_bytes=0))
+    bucket: dict[Fault, str] = {
+        missing_from_its_bucket: r"as the gradient of layers\.\d\.\w+, but no reduction of layers"
+    }
+    require_refused(bucket, tz.ZERO3)
 
 
 class Twice(nn.Module):
@@ -166,7 +166,7 @@ class Twice(nn.Module):
         return x
 
 
-def test_a_gradient_that_is_returned_under_both_names_of_a_tied_parameter(emit: Callable[..., None]) -> None:
+def test_a_gradient_that_is_returned_under_both_names_of_a_tied_parameter() -> None:
     """torch would add them up."""
     inputs = [proxy.name for proxy in tz.trace(fresh(Twice), X, world_size=2).forward.args]
     one, two = (inputs.index(f"t_layers_{number}_weight") for number in (0, 2))
@@ -177,25 +177,20 @@ def test_a_gradient_that_is_returned_under_both_names_of_a_tied_parameter(emit: 
         gradients[two] = gradients[one]
         return [*lines[:-1], lines[-1].from_bsym(args=(tuple(gradients),))]
 
-    emit(fault)
-    with pytest.raises(tz.ScheduleError, match=r"a second gradient of layers\.0\.weight, \w+, which torch would add"):
-        tz.trace(fresh(Twice), X, world_size=2)
+    words = r"a second gradient of layers\.0\.weight, \w+, which torch would add"
+    require_refused({fault: words}, tz.ZERO3, model=Twice)
 
 
 def lost_free(lines: Lines) -> Lines:
-    full = lines[wait(lines, "layers.1.weight")].output.name
+    full = lines[halves(lines)[1]].output.name
     at = next(at for at, line in enumerate(lines) if line.sym.id is prims.PrimIDs.DEL and full in names(line))
     left = [proxy for proxy in lines[at].flat_proxy_args if proxy.name != full]
     return [*lines[:at], lines[at].from_bsym(args=tuple(left)), *lines[at + 1 :]]
 
 
-def lost_gather(lines: Lines) -> Lines:
-    return without(lines, launch(lines, "layers.1.weight"), wait(lines, "layers.1.weight"))
-
-
 def shard_in_its_place(lines: Lines) -> Lines:
     """The shard is read where the gathered parameter was."""
-    start, end = launch(lines, "layers.1.weight"), wait(lines, "layers.1.weight")
+    start, end = halves(lines)
     swap = {lines[end].output.name: lines[start].args[0]}
 
     def read_shard(line: BoundSymbol) -> BoundSymbol:
@@ -206,24 +201,19 @@ def shard_in_its_place(lines: Lines) -> Lines:
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "no_grad"])
-@pytest.mark.parametrize(
-    ("fault", "sentence"),
-    [
-        (lost_free, r"gathers layers\.1\.weight as \w+, which is never freed|reads forward's"),
-        (lost_gather, r"reads \w+, which is neither an input nor written by any operation"),
-        (shard_in_its_place, r"reads t_layers_1_weight, the shard of layers\.1\.weight, not the gathered parameter"),
-    ],
-)
-def test_forward_is_proved_with_backward_and_without(
-    training: bool, fault: Fault, sentence: str, emit: Callable[..., None]
-) -> None:
+def test_forward_is_proved_with_backward_and_without(training: bool) -> None:
+    faults: dict[Fault, str] = {
+        lost_free: r"(gathers layers\.1\.weight as \w+, which is never freed|reads forward's)",
+        lambda lines: without(
+            lines, *halves(lines)
+        ): r"reads \w+, which is neither an input nor written by any operation",
+        shard_in_its_place: r"reads t_layers_1_weight, the shard of layers\.1\.weight, not the gathered parameter",
+    }
     policy = replace(tz.ZERO3, bucket_bytes=0, gather_last_units_once=False)
-    emit(fault, False)
-    with torch.set_grad_enabled(training), pytest.raises(tz.ScheduleError, match=sentence):
-        tz.trace(fresh(Mlp), X, policy=policy, world_size=2)
+    require_refused(faults, policy, half=0, training=training)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("policy", [tz.ZERO3, *slow(tz.DDP, tz.ZERO2)])
 def test_frozen_parameters_and_an_input_that_wants_a_gradient(policy: tz.Policy) -> None:
     """Nothing is reduced, but there is a backward, which may read parameters that are gathered once."""
     result = tz.trace(fresh(Mlp).requires_grad_(False), X.clone().requires_grad_(), policy=policy, world_size=2)

@@ -53,32 +53,23 @@ def calls(traces: tz.Traces, name: str, *, backward: bool = False) -> list[Op]:
     return [op for op in half.ops if trace.bound_symbols[op.source[0]].sym.name == name]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("linear", Work.MATMUL),
-        ("convolution", Work.CONVOLUTION),
-        ("softmax", Work.REDUCTION),
-        ("embedding", Work.INDEX),
-        ("uniform", Work.RANDOM),
-        ("tanh", Work.POINTWISE),
-        ("permute", Work.VIEW),
-        ("python_return", Work.NONE),
-        ("zero_all_gather_coalesced", Work.NONE),
-    ],
-)
-def test_each_line_of_forward_has_its_class_of_work(traces: tz.Traces, name: str, expected: Work) -> None:
-    assert {op.work for op in calls(traces, name)} == {expected}
-
-
-@pytest.mark.parametrize(("name", "expected"), [("matmul", Work.MATMUL), ("sum", Work.REDUCTION)])
-def test_backward_has_work_too(traces: tz.Traces, name: str, expected: Work) -> None:
-    assert {op.work for op in calls(traces, name, backward=True)} == {expected}
-
-
-def test_no_line_of_a_usual_module_is_unknown(traces: tz.Traces) -> None:
-    unknown = {op.writes for op in traces.timeline.ops if op.work is Work.OTHER}
-    assert unknown == set()
+def test_each_line_has_its_class_of_work(traces: tz.Traces) -> None:
+    forward = {
+        "linear": Work.MATMUL,
+        "convolution": Work.CONVOLUTION,
+        "softmax": Work.REDUCTION,
+        "embedding": Work.INDEX,
+        "uniform": Work.RANDOM,
+        "tanh": Work.POINTWISE,
+        "permute": Work.VIEW,
+        "python_return": Work.NONE,
+        "zero_all_gather_coalesced": Work.NONE,
+    }
+    backward = {"matmul": Work.MATMUL, "sum": Work.REDUCTION}
+    for in_backward, expected in ((False, forward), (True, backward)):
+        found = {name: {op.work for op in calls(traces, name, backward=in_backward)} for name in expected}
+        assert found == {name: {work} for name, work in expected.items()}
+    assert {op.writes for op in traces.timeline.ops if op.work is Work.OTHER} == set(), "no line is unknown"
     assert {op.work for op in traces.timeline.ops if op.kind is not Kind.COMPUTE} == {Work.NONE}
 
 
@@ -92,17 +83,13 @@ def test_every_tensor_of_a_trace_weighs_what_its_shape_says(traces: tz.Traces) -
                 assert tensor._numel == prod(tensor.shape), tensor.name
 
 
-def test_attention_is_more_than_its_parts() -> None:
+def test_a_line_does_the_work_of_its_heaviest_part_unless_the_table_has_it() -> None:
     q = torch.zeros(1, 2, 4, 8)
-    trace = thunder.trace()(ltorch.scaled_dot_product_attention, q, q, q)
-    (line,) = (bsym for bsym in trace.bound_symbols if bsym.sym.name == "scaled_dot_product_attention")
-    assert line.subsymbols
-    assert work_of(line) is Work.ATTENTION
-
-
-def test_a_line_that_the_table_lacks_does_the_work_of_its_heaviest_part() -> None:
-    trace = thunder.trace()(lambda x: ltorch.softplus(x) + ltorch.mse_loss(x, x), torch.zeros(4, 4))
-    lines = {bsym.sym.name: bsym for bsym in trace.bound_symbols}
+    attention = thunder.trace()(ltorch.scaled_dot_product_attention, q, q, q).bound_symbols
+    others = thunder.trace()(lambda x: ltorch.softplus(x) + ltorch.mse_loss(x, x), torch.zeros(4, 4)).bound_symbols
+    lines = {bsym.sym.name: bsym for bsym in (*attention, *others)}
+    assert lines["scaled_dot_product_attention"].subsymbols
+    assert work_of(lines["scaled_dot_product_attention"]) is Work.ATTENTION
     assert work_of(lines["softplus"]) is Work.POINTWISE
     assert work_of(lines["mse_loss"]) is Work.REDUCTION
     assert work_of(lines["softplus"].from_bsym(subsymbols=[])) is Work.OTHER
