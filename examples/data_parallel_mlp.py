@@ -13,7 +13,7 @@ batch and of each parameter, on 1, 2, 4 and 8 ranks; a plan needs no processes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 
 import torch
@@ -34,12 +34,12 @@ LAYOUTS = (1, 2, 4, 8)  # ranks
 Losses = Callable[[Tensor], Tensor]  # from this rank's loss to that of all rows
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options_parser(__doc__, stage=0)
     parser.add_argument("--steps", type=positive, default=30, help="training steps (30)")
     parser.add_argument("--rows", type=positive, default=8192, help="of the batch, rounded up for the ranks (8192)")
     parser.add_argument("--width", type=positive, default=2048, help="features of the hidden layers (2048)")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def perceptron(width: int) -> nn.Sequential:
@@ -114,8 +114,8 @@ def show_layouts(options: argparse.Namespace, ranks: Ranks, layouts: dict[int, l
     console.print(f"The layouts are drawn in {path}.")
 
 
-def main() -> None:
-    options = parse_options()
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse_options(argv)
     with ranks_of_torchrun() as ranks:
         torch.manual_seed(options.seed)  # the same weights on every rank
         module = perceptron(options.width).to(ranks.device)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ FULL = tz.MixedPrecision()  # the parameters' own dtype, float32
 DTYPES = {"float32": FULL, "bfloat16": tz.MixedPrecision(torch.bfloat16, overrides={"*norm*": FULL})}
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options_parser(__doc__)
     parser.add_argument("--epochs", type=positive, default=12, help="passes over the training digits, in all (12)")
     words = "dtype of compute; parameters, batch norm and the optimizer's state stay float32 (float32)"
@@ -47,7 +48,7 @@ def parse_options() -> argparse.Namespace:
     words = "compute each block's activations again in backward instead of keeping them"
     parser.add_argument("--activation-checkpointing", action="store_true", help=words)
     parser.add_argument("--resume", type=Path, help="continue from this checkpoint, of any stage and number of ranks")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.resume and not options.resume.exists():
         parser.error(f"--resume is {options.resume}, which does not exist; give the folder of a checkpoint")
     return options
@@ -179,8 +180,8 @@ def consolidate(checkpoint_folder: Path) -> Path:
     return file
 
 
-def main() -> None:
-    options = parse_options()
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse_options(argv)
     with ranks_of_torchrun() as ranks:
         console, trainer = console_of(ranks), Trainer(options, ranks)
         first = 0

@@ -278,11 +278,11 @@ def changes(before: tz.Timeline, after: tz.Timeline) -> str:
     return "\n".join("  ..." if line.startswith("@@") else line for line in diff) or "changes nothing here"
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words = "1: steps 1 to 12, in this process (default); 2 or more: also steps 13 to 16, on so many processes"
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help=words)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.ranks < 1:
         parser.error(f"--ranks is {options.ranks}; give 1, 2 or more")
     return options
@@ -321,8 +321,8 @@ def one_process() -> None:
     gather_last_unit_once(by_itself.timeline, module, x)
 
 
-def main() -> None:
-    options = parse_options()
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse_options(argv)
     one_process()
     if options.ranks == 1:
         print("\nSteps 13 to 16 do the same on 2 real processes: python examples/fsdp_by_hand.py --ranks 2")

@@ -14,6 +14,7 @@ its rows are gathered, but nothing of it is reduced, has a gradient or optimizer
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -39,7 +40,7 @@ TIED = "lm_head.weight"  # is the embedding, under whose name the file has it
 WORKING = ("4.48.", "4.49.", "4.50.", "4.51.", "4.52.")  # later ones make masks with torch.vmap
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options_parser(__doc__)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of compute (bfloat16)")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank only (0: all)")
@@ -48,7 +49,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=100, help="training steps (100)")
     parser.add_argument("--batch", type=positive, default=16, help="sequences per step, rounded up for the ranks (16)")
     parser.add_argument("--context", type=positive, default=64, help="bytes per sequence (64)")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def check_transformers() -> None:
@@ -207,8 +208,8 @@ def report(trainer: Trainer, losses: list[float], sharded: float, file: Path) ->
     console_of(ranks).print(f"The picture is {path}.")
 
 
-def main() -> None:
-    options = parse_options()
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse_options(argv)
     check_transformers()
     with ranks_of_torchrun() as ranks:
         trainer = Trainer(options, ranks)

@@ -38,7 +38,7 @@ EXPANSION = 4  # outputs of a bottleneck block, over its width
 WARM_UP, DECAY_EVERY = 5, 30  # epochs
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options_parser(__doc__)
     parser.add_argument("--blocks", type=positive, nargs="+", default=(3, 4, 6, 3), help="in each stage (3 4 6 3)")
     parser.add_argument("--width", type=positive, default=64, help="channels of the first stage (64)")
@@ -48,7 +48,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--epochs", type=positive, default=2, help="of the 90 of the recipe (2)")
     parser.add_argument("--steps-in-epoch", type=positive, default=5, help="(5)")
     parser.add_argument("--lr", type=float, default=0.4, help="after the warm-up, for batches of 1,024 (0.4)")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.epochs * options.steps_in_epoch < 2:
         parser.error("--epochs 1 --steps-in-epoch 1 is one step; memory is measured in a later one: give more steps")
     return options
@@ -224,8 +224,8 @@ def draw(path: Path, heading: str, losses: list[float], memory: dict[str, tuple[
         title(right, "At rest, and at the peak of a step")
 
 
-def main() -> None:
-    options = parse_options()
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse_options(argv)
     with ranks_of_torchrun() as ranks:
         trainer = Trainer(options, ranks)
         steps = options.epochs * options.steps_in_epoch

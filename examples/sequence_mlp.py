@@ -36,14 +36,14 @@ STEP_TO_COMPARE = 20  # by then all stages must have the same loss
 MOMENTUM = {"adamw": "exp_avg", "momentum": "momentum_buffer"}  # optimizer -> its state's name in torch
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options_parser(__doc__)
     words = "adamw (learning rate 0.01), or SGD (0.01) with velocity 0.9 v + 0.1 g, from zero (adamw)"
     parser.add_argument("--optimizer", choices=MOMENTUM, default="adamw", help=words)
     parser.add_argument("--steps", type=positive, default=501, help="training steps (501)")
     parser.add_argument("--rows", type=positive, default=8192, help="in a batch, rounded up for the ranks (8192)")
     parser.add_argument("--width", type=positive, default=2048, help="features of the hidden layer (2048)")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def perceptron(width: int) -> nn.Sequential:
@@ -143,8 +143,8 @@ def draw_layouts(options: argparse.Namespace, ranks: Ranks, plan_of_run: tz.Plan
     return str(path)
 
 
-def main() -> None:
-    options = parse_options()
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse_options(argv)
     with ranks_of_torchrun() as ranks:
         torch.manual_seed(options.seed)  # the same weights on every rank
         module = perceptron(options.width).to(ranks.device)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import cos, pi, prod
 from statistics import median
@@ -81,7 +82,7 @@ class Run:
         return self.seconds[PEAK_STEP + 1 :] or self.seconds
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options_parser(__doc__)
     once = "ZeRO-3: gather the last blocks once for forward and backward, as many as cost no memory (yes)"
     parser.add_argument("--gather-last-units-once", action=argparse.BooleanOptionalAction, default=True, help=once)
@@ -95,7 +96,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="highest learning rate (depends on --size)")
     every = "save a checkpoint every so many steps and at the end; resume from the latest in --out (never)"
     parser.add_argument("--save-every", type=int, default=0, help=every)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     for name, least in {"steps": PEAK_STEP + 2, "batch": 1, "context": 1}.items():
         if getattr(options, name) < least:
             parser.error(f"--{name} is {getattr(options, name)}; give at least {least}")
@@ -273,8 +274,8 @@ def report_of(trainer: Trainer, run: Run, traces: tz.Traces) -> Report:
     )
 
 
-def main() -> None:
-    options = parse_options()
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse_options(argv)
     with ranks_of_torchrun() as ranks:
         console = console_of(ranks)
         trainer = Trainer(options, ranks, load_text())

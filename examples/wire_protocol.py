@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,10 +51,10 @@ FORWARD, BACKWARD, REDUCED, REFRESHED = PURPOSES = (
 )
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options_parser(__doc__)
     parser.add_argument("--steps", type=positive, default=20, help="training steps (20)")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 # 1. The wire. A rank sends messages to its peers and receives theirs; nothing else happens in a collective.
@@ -325,8 +325,8 @@ def report(options: argparse.Namespace, ranks: Ranks, runs: tuple[Run, Run], sha
         console_of(ranks).print(f"The picture is {path}.")
 
 
-def main() -> None:
-    options = parse_options()
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse_options(argv)
     with ranks_of_torchrun(on_cpus=True) as ranks:
         runs = train_by_hand(options, ranks), train_by_hand(options, ranks)
         report(options, ranks, runs, train_sharded(options, ranks))

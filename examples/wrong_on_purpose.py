@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,11 +32,11 @@ Mistake = Callable[["Case"], str | None]
 ALONE = "no message; no mistake here: there is no other rank"
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options_parser(__doc__, trains=False)
     numbers = range(1, len(MISTAKES) + 1)
     parser.add_argument("--only", type=int, choices=numbers, metavar="NUMBER", help="make this mistake only, 1 to 12")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 class Case:
@@ -184,8 +184,8 @@ def message_of(mistake: Mistake, case: Case) -> str:
     return "\n".join(f"rank {rank}: {message}" for rank, message in enumerate(by_rank))
 
 
-def main() -> None:
-    options = parse_options()
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse_options(argv)
     chosen = MISTAKES if options.only is None else (MISTAKES[options.only - 1],)
     with ranks_of_torchrun() as ranks, tempfile.TemporaryDirectory() as own:
         folders = [own]

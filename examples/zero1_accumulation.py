@@ -67,7 +67,7 @@ PRESETS = {
 PRECISION = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options_parser(__doc__, stage=1)
     parser.add_argument("--preset", choices=PRESETS, default="tiny", help="model and recipe (tiny)")
     parser.add_argument("--steps", type=positive, default=60, help="optimizer steps (60)")
@@ -76,7 +76,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--activation-checkpointing", action="store_true", help=words)
     parser.add_argument("--dry-run", action="store_true", help="print bytes of every stage, from plans alone")
     parser.add_argument("--ranks", type=positive, help="of --dry-run (8)")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.ranks and not options.dry_run:
         parser.error("--ranks is for --dry-run; torchrun's --nproc-per-node says how many ranks train")
     options.ranks = options.ranks or 8
@@ -230,8 +230,8 @@ def report(
     console_of(ranks).print(f"The picture is {path}.")
 
 
-def main() -> None:
-    options = parse_options()
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse_options(argv)
     with ranks_of_torchrun() as ranks:
         if options.dry_run:
             print_dry_run(options, ranks)

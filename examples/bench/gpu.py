@@ -261,7 +261,7 @@ def report(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand parameters")
@@ -269,7 +269,7 @@ def main() -> int:
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
     parser.add_argument("--tests", type=Path, help="the JUnit file of tests/gpu, for the report")
     parser.add_argument("--report", type=Path, help="write the report to this file, too")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("torch finds no CUDA device here; rehearse with --device cpu --tiny", file=sys.stderr)
         return 1

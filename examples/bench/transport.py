@@ -255,13 +255,13 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--links", nargs="+", default=[LOOPBACK], help="loopback, or rates such as 1gbit (as root)")
     parser.add_argument("--world-sizes", nargs="+", type=int, default=[2, 4], help="numbers of ranks, 2 or more")
     parser.add_argument("--rounds", type=int, default=11, help="measurements of each candidate, 2 or more")
     parser.add_argument("--job", help=argparse.SUPPRESS)  # the arguments of one rank
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.job:
         rank_main(Job(**json.loads(options.job)))
         return

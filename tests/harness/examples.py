@@ -1,49 +1,104 @@
-"""Runs an example as a user does: torchrun and its options."""
+"""Runs examples: their ``main`` on the pool's ranks, which have imported Thunder, or as a user does, with torchrun."""
 
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.harness.ranks import example_environment
+import torch.distributed as dist
+
+from tests.harness.ranks import RanksPool, example_environment
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
 
 
-def torchrun(ranks: int) -> tuple[str, ...]:
-    """The command that starts so many ranks on this machine."""
-    return (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+def run_main(pool: RanksPool, name: str, *options: object, ranks: int = 2) -> str:
+    """What rank 0 prints when each rank calls ``main(options)`` of ``examples/{name}.py``, as under torchrun."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # torchrun's agent has it
+    return pool.run(ranks, _call_main, store.port, name, list(map(str, options)), timeout=SECONDS)[0]
 
 
-def run_example(script: str, *options: str, ranks: int = 2) -> str:
-    """Run an example and return its output; end it if it takes too long.
+def _call_main(rank: int, world_size: int, port: int, name: str, options: list[str]) -> str:
+    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    store = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    attempt = {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": 0}
+    variables = {name: str(value) for name, value in (found | store | attempt).items()}
+    leave_group()
+    with mock.patch.dict(os.environ, variables, CUDA_VISIBLE_DEVICES=""):
+        return printed_by(example_module(name).main, options)
 
-    Raises:
-        AssertionError: it failed or was ended; the message is its output.
-    """
-    command = [*torchrun(ranks), script, *options]
-    run = subprocess.Popen(
-        command, cwd=ROOT, env=example_environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        printed, _ = run.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        run.terminate()  # torchrun ends its ranks
-        printed, _ = run.communicate()
-    assert run.returncode == 0, printed
-    return printed
+
+def leave_group() -> None:
+    """A rank of the pool leaves its group, as the example makes its own."""
+    dist.barrier()  # other ranks may still be connecting
+    dist.destroy_process_group()
 
 
 def example_module(name: str) -> Any:
     """An example's module; the examples import each other by their bare names."""
-    with mock.patch.object(sys, "path", [str(ROOT / "examples"), *sys.path]):
+    with _examples_on_path():
         return importlib.import_module(name)
+
+
+def printed_by(main: Callable[..., object], *args: object) -> str:
+    """What a call of an example's function prints in this process."""
+    printed = io.StringIO()
+    with _examples_on_path(), redirect_stdout(printed):
+        main(*args)
+    return printed.getvalue()
+
+
+@contextmanager
+def _examples_on_path() -> Iterator[None]:
+    with mock.patch.object(sys, "path", [str(ROOT / "examples"), *sys.path]):
+        yield
+
+
+def torchrun(*options: object) -> tuple[str, ...]:
+    """The command that starts ranks; by default two on this machine alone."""
+    options = options or ("--standalone", "--nproc-per-node", 2)
+    return (sys.executable, "-m", "torch.distributed.run", *map(str, options))
+
+
+def start(*command: object) -> subprocess.Popen[str]:
+    """Start a command in the repository; its errors are among its output."""
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=ROOT,
+        env=example_environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # so that it can be ended with the processes that it has started
+    )
+
+
+def output_of(run: subprocess.Popen[str]) -> str:
+    """Wait for a command and return its output; end it if it takes too long.
+
+    Raises:
+        AssertionError: it failed or was ended; the message is its output.
+    """
+    try:
+        output, _ = run.communicate(timeout=SECONDS)
+    except BaseException as failure:
+        os.killpg(run.pid, signal.SIGTERM)  # torchrun then ends its ranks
+        output, _ = run.communicate()
+        if not isinstance(failure, subprocess.TimeoutExpired):
+            raise
+    assert run.returncode == 0, output
+    return output
 
 
 def table_of(printed: str) -> dict[str, tuple[str, ...]]:

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import thunder_zero as tz
-from examples import fsdp_by_hand as tutorial
-from tests.harness.ranks import example_environment
+from tests.harness.examples import ROOT, example_module, leave_group, printed_by
+from tests.harness.ranks import RanksPool
 from thunder_zero.schedule import passes
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples/fsdp_by_hand.py"
 LONGEST_STEP = 15  # lines
 
+tutorial = example_module("fsdp_by_hand")
 
-def printed(*options: str) -> dict[str, str]:
-    """The script's output, by heading."""
-    command = [sys.executable, str(SCRIPT), *options]
-    run = subprocess.run(command, cwd=ROOT, env=example_environment(), text=True, capture_output=True, timeout=240)
-    assert run.returncode == 0, run.stderr
-    parts = re.split(r"^(\d+\..*)\n-+\n", run.stdout, flags=re.MULTILINE)[1:]
+
+def sections_of(printed: str) -> dict[str, str]:
+    """What was printed, by heading."""
+    parts = re.split(r"^(\d+\..*)\n-+\n", printed, flags=re.MULTILINE)[1:]
+    assert max(len(line) for body in parts[1::2] for line in body.splitlines()) <= 100
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 @pytest.fixture(scope="module")
 def sections() -> dict[str, str]:
-    return printed()
+    return sections_of(printed_by(tutorial.main, []))
 
 
 def section(sections: dict[str, str], start: str) -> str:
@@ -41,26 +38,10 @@ def section(sections: dict[str, str], start: str) -> str:
     return body
 
 
-def test_every_step_is_shown(sections: dict[str, str]) -> None:
-    assert [heading.partition(":")[0] for heading in sections if heading.startswith("7.")] == [
-        f"7. Pass {step.__name__}" for step in passes.PASSES
-    ]
-    numbers = {int(heading.partition(".")[0]) for heading in sections}
-    assert numbers == set(range(1, 13))
-    assert max(len(line) for body in sections.values() for line in body.splitlines()) <= 100
-
-
-def test_the_shards_are_shown(sections: dict[str, str]) -> None:
-    plan = section(sections, "2.")
-    assert "(5, 4) -> (3, 4)  rows 0:3 on rank 0, 3:5 on rank 1" in plan
-    assert "(3, 5) -> (2, 5)  rows 0:2 on rank 0, 2:3 on rank 1" in plan
-    assert "unit down  (3,)   -> (2,)" in plan
-    assert section(sections, "1.").count("zero_") == 0
-    assert section(sections, "3.").count("= zero_synchronize(") == 4
-    assert '# t_up_weight: "cpu f32[3, 4]"' in section(sections, "3.")
-
-
-def test_every_pass_changes_something(sections: dict[str, str]) -> None:
+def test_every_pass_is_shown_and_changes_something(sections: dict[str, str]) -> None:
+    assert {int(heading.partition(".")[0]) for heading in sections} == set(range(1, 13))
+    shown = [heading.partition(":")[0] for heading in sections if heading.startswith("7.")]
+    assert shown == [f"7. Pass {step.__name__}" for step in passes.PASSES]
     for step in passes.PASSES:
         changes = section(sections, f"7. Pass {step.__name__}:")
         idle = step.__name__ == "gather_last_units_once" and not tutorial.POLICY.gather_last_units_once
@@ -69,35 +50,53 @@ def test_every_pass_changes_something(sections: dict[str, str]) -> None:
     assert section(sections, "7. Pass free:").count("+free ") == 5
 
 
-def test_the_traces_communicate_as_zero3_does(sections: dict[str, str]) -> None:
+def test_shards_and_traces_are_shown(sections: dict[str, str]) -> None:
+    plan = section(sections, "2.")
+    assert "(5, 4) -> (3, 4)  rows 0:3 on rank 0, 3:5 on rank 1" in plan
+    assert "(3, 5) -> (2, 5)  rows 0:2 on rank 0, 2:3 on rank 1" in plan
+    assert "unit down  (3,)   -> (2,)" in plan
+    assert section(sections, "1.").count("zero_") == 0
+    assert section(sections, "3.").count("= zero_synchronize(") == 4
+    assert '# t_up_weight: "cpu f32[3, 4]"' in section(sections, "3.")
     forward, backward = section(sections, "9. The forward"), section(sections, "9. The backward")
     assert forward.count("= zero_all_gather_coalesced(") == 2  # one a layer
     assert backward.count("= zero_all_gather(") == 1  # down.weight, for the gradient of its input
     assert backward.count("= zero_reduce_scatter_coalesced(") == 2
     assert section(sections, "11. It runs") == "shapes [(2, 5), (6, 5), (6, 4)]\n\n"  # the first is a shard
     assert section(sections, "11. The numbers").startswith("the output equals the plain module's, and each gradient")
-
-
-def test_the_effect_of_gather_last_units_once_is_shown(sections: dict[str, str]) -> None:
-    assert section(sections, "12.").splitlines() == [
+    assert section(sections, "12.").splitlines()[:4] == [
         "-forward   free    down.weight",
         "-backward  gather  down.weight",
         "-backward  wait    down.weight",
         "peak of gathered bytes: 172 without it, 172 with it",  # (5 * 4 + 5 + 3 * 5 + 3) * 4
-        "",
-        "Steps 13 to 16 do the same on 2 real processes: python examples/fsdp_by_hand.py --ranks 2",
     ]
 
 
+# On two ranks
+
+
+def on_rank(rank: int, world_size: int, *args: Any) -> str:
+    leave_group()
+    return printed_by(example_module("fsdp_by_hand_ranks").on_rank, rank, *args)
+
+
 @pytest.fixture(scope="module")
-def on_ranks() -> dict[str, str]:
-    return printed("--ranks", "2")
+def on_ranks(ranks_pool: RanksPool) -> dict[str, str]:
+    """Steps 13 to 16, on ranks of the pool."""
+    printed: list[str] = []
+
+    def spawn(_: object, args: tuple[Any, ...], nprocs: int) -> None:
+        printed.extend(ranks_pool.run(nprocs, on_rank, *args))
+
+    with mock.patch.object(torch.multiprocessing, "spawn", spawn), mock.patch.object(tutorial, "one_process"):
+        printed_by(tutorial.main, ["--ranks", "2"])
+    assert printed[1] == "", "rank 0 prints for all"
+    return sections_of(printed[0])
 
 
 @pytest.mark.slow
 def test_two_ranks_hold_their_own_rows(on_ranks: dict[str, str]) -> None:
-    assert [heading.partition(".")[0] for heading in on_ranks][-5:] == ["13", "14", "14", "15", "16"]
-    assert max(len(line) for body in on_ranks.values() for line in body.splitlines()) <= 100
+    assert [heading.partition(".")[0] for heading in on_ranks] == ["13", "14", "14", "15", "16"]
     _, *held = section(on_ranks, "13.").split("\nrank ")
     rows = [re.findall(r"^  (\S.*?)  +(\(.*\)) +(.*)$", each, re.MULTILINE) for each in held]
     for rank, (batch, up, down) in enumerate(
@@ -114,8 +113,7 @@ def test_two_ranks_hold_their_own_rows(on_ranks: dict[str, str]) -> None:
 def test_two_ranks_have_the_lowered_trace_of_step_5(on_ranks: dict[str, str], sections: dict[str, str]) -> None:
     """Rank 0's without its notes is that trace; of rank 1 the lines are shown in which other rows travel."""
     (first, other) = (section(on_ranks, f"14. The lowered trace of rank {rank}") for rank in (0, 1))
-    words, _, shown = first.partition("\n\n")
-    assert words.startswith("As in step 5.")
+    shown = first.partition("\n\n")[2]
     assert re.sub(r"  # (sends|keeps) .*", "", shown) == section(sections, "5.")
     launches = [line for line in shown.splitlines() if "# sends" in line or "# keeps" in line]
     assert [line.count("zero_all_gather(") for line in launches] == [1] * 4 + [0] * 4
@@ -123,67 +121,51 @@ def test_two_ranks_have_the_lowered_trace_of_step_5(on_ranks: dict[str, str], se
     shift = {"rows 0:3": "rows 3:5 and 1 of zeros", "rows 0:2": "rows 2:3 and 1 of zeros"}
     differ = [re.sub("rows .*", lambda found: shift[found[0]], line) for line in launches]
     assert other.splitlines()[2:-1] == differ
-    assert other.startswith(
-        f"The same {len(code_lines(shown))} lines, to the letter. Only the notes of these 8 differ:"
-    )
-
-
-def code_lines(shown: str) -> list[str]:
-    """Lines before the printer folded them: it indents what follows by 8."""
-    return [line for line in shown.splitlines() if line and not line.startswith(" " * 8)]
+    lines = [line for line in shown.splitlines() if line and not line.startswith(" " * 8)]  # others are folded
+    assert other.startswith(f"The same {len(lines)} lines, to the letter. Only the notes of these 8 differ:")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("step", "launches", "saved"),
-    [("15.", "4 gathers, 4 reductions", "(3, 5), (6, 5)"), ("16.", "3 gathers, 2 reductions", "(2, 5)")],
-)
-def test_two_ranks_compute_the_plain_modules_numbers(
-    on_ranks: dict[str, str], step: str, launches: str, saved: str
-) -> None:
+def test_two_ranks_compute_the_plain_modules_numbers(on_ranks: dict[str, str]) -> None:
     """As lowered, forward saves the full down.weight and two values of silu; as scheduled, a shard and one."""
-    _, *ranks = re.split(r"^rank \d", section(on_ranks, step), flags=re.MULTILINE)
-    assert len(ranks) == 2
-    for text in ranks:
-        assert f"launches {launches}\n" in text
-        assert f"forward saves shapes [{saved}, (6, 5), (6, 4)]\n" in text
-        off = re.search(r"output off by (\S+), gradients by (\S+)$", text, re.MULTILINE)
-        assert off is not None
-        assert max(map(float, off.groups())) < 1e-6
+    for step, launches, saved in (
+        ("15.", "4 gathers, 4 reductions", "(3, 5), (6, 5)"),
+        ("16.", "3 gathers, 2 reductions", "(2, 5)"),
+    ):
+        _, *ranks = re.split(r"^rank \d", section(on_ranks, step), flags=re.MULTILINE)
+        assert len(ranks) == 2
+        for text in ranks:
+            assert f"launches {launches}\n" in text
+            assert f"forward saves shapes [{saved}, (6, 5), (6, 4)]\n" in text
+            off = re.search(r"output off by (\S+), gradients by (\S+)$", text, re.MULTILINE)
+            assert off is not None
+            assert max(map(float, off.groups())) < 1e-6
 
 
-@pytest.fixture(scope="module")
-def timeline() -> tz.Timeline:
-    return tz.trace(tutorial.TwoLayers(), torch.randn(6, 4), policy=tutorial.POLICY, world_size=2).timeline
+# Its comparisons
 
 
-def test_the_comparison_finds_each_missing_line(timeline: tz.Timeline) -> None:
+def test_the_comparisons_find_missing_lines_another_schedule_and_wrong_numbers() -> None:
+    module, x = tutorial.TwoLayers(), torch.randn(6, 4)
+    traces = tz.trace(module, x, policy=tutorial.POLICY, world_size=2)
+    plan, timeline = traces.plan, traces.timeline
     tutorial.compare(timeline, timeline)
     moving = [op for op in timeline.ops if op.params]
     assert len(moving) == 15
     for gone in moving:
         with pytest.raises(AssertionError, match=re.escape(", ".join(gone.params))):
             tutorial.compare(timeline.with_ops(op for op in timeline.ops if op is not gone), timeline)
-
-
-def test_the_comparison_finds_another_schedule(timeline: tz.Timeline) -> None:
     late = replace(tutorial.POLICY, prefetch=0)
-    other = tz.trace(tutorial.TwoLayers(), torch.randn(6, 4), policy=late, world_size=2).timeline
     with pytest.raises(AssertionError, match=r"\+forward +gather  down.weight, down.bias"):
-        tutorial.compare(timeline, other)
-
-
-def test_the_numbers_are_compared() -> None:
-    module, x = tutorial.TwoLayers(), torch.randn(6, 4)
-    plan = tz.make_plan(module, tutorial.POLICY, 2, 0)
+        tutorial.compare(timeline, tz.trace(module, x, policy=late, world_size=2).timeline)
     wrong = {param.path: torch.zeros(plan.shard_shape(param)) for param in plan.params}
     with pytest.raises(AssertionError, match="not close"):
         tutorial.check_numbers(module, x, plan, module(x), wrong)
 
 
 def test_steps_are_short() -> None:
-    for script in (SCRIPT, SCRIPT.with_name("fsdp_by_hand_ranks.py")):
-        for node in ast.walk(ast.parse(script.read_text())):
+    for name in ("fsdp_by_hand.py", "fsdp_by_hand_ranks.py"):
+        for node in ast.walk(ast.parse((ROOT / "examples" / name).read_text())):
             if isinstance(node, ast.FunctionDef) and node.name != "one_process":
                 assert node.end_lineno is not None
                 assert node.end_lineno - node.lineno < LONGEST_STEP, node.name
