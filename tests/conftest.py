@@ -86,22 +86,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported stays
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """REMOVE with the last BOTH_FRONT_ENDS: with ``--slow``, run a module's fast tests under dynamo, too."""
-    is_fast = not any(mark.name == "slow" for mark in metafunc.definition.iter_markers())
-    if is_fast and "ranks_pool" in metafunc.fixturenames and getattr(metafunc.module, "BOTH_FRONT_ENDS", False):
-        both = ["jit", pytest.param("dynamo", marks=pytest.mark.slow)]
-        metafunc.parametrize("ranks_pool", both, indirect=True, scope="session")
-
-
 @pytest.fixture(scope="session")
-def processes() -> Iterator[RanksPool]:
+def ranks_pool() -> Iterator[RanksPool]:
+    """Processes that run functions on 1 to 4 ranks: ``ranks_pool.run(world_size, fn, *args, timeout=60.0)``."""
     with RanksPool() as pool:
         yield pool
-
-
-@pytest.fixture(scope="session")
-def ranks_pool(request: pytest.FixtureRequest, processes: RanksPool) -> RanksPool:
-    """Processes that run functions on 1 to 4 ranks: ``ranks_pool.run(world_size, fn, *args, timeout=60.0)``."""
-    processes.front_end = getattr(request, "param", os.environ.get("TZ_FRONT", "jit"))
-    return processes

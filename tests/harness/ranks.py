@@ -6,13 +6,12 @@ A test calls one of these; both return the results of ``fn(rank, world_size, *ar
     ranks_pool.run(2, fn, *args)        the fixture: processes that live on, a fresh group for each call (about 10 ms)
 
 A server that has imported Thunder (``tests/harness/preloaded.py``) forks the pool's processes, so all of them hash
-strings alike. Fresh interpreters each hash them differently, as the ranks of a user's job do; with ``--slow`` the pool
-uses fresh ones, too.
+strings alike. Fresh interpreters each hash them differently, as the ranks of a user's job do.
 
 ``fn`` must be at the top level of a module, because ranks import it by name. Arguments and results are pickled (tensors
-too). Ranks do not rewrite asserts as pytest does: return values and assert on them in the test, or write the message
-yourself. Each call starts with ``torch.manual_seed(0)``, one thread per rank, and ``thunder_zero`` imported. Gloo uses
-the loopback interface.
+too). Assert in ``fn``: the pool brings its traceback and rank home. As pytest does not rewrite asserts on ranks, write
+the message yourself, or use ``torch.testing.assert_close``. Each call starts with ``torch.manual_seed(0)``, one thread
+per rank, and ``thunder_zero`` imported. Gloo uses the loopback interface.
 
 When a call fails, the pool kills its processes by their ids and makes new ones for the next call, so that no test gets
 a broken group. A test that expects an error on every rank therefore catches it inside ``fn`` and returns its text.
@@ -86,14 +85,12 @@ class RanksPool:
             that has imported it forks the worker.
 
     Attributes:
-        front_end: that the functions run under (``tests/harness/front_ends.py``).
         pids: process ids of the existing workers, by rank.
     """
 
     def __init__(self, imports: Sequence[str] = ("thunder_zero",), *, fresh: bool = False) -> None:
         self._imports = imports
         self._forks = CAN_FORK and not fresh
-        self.front_end = "jit"
         self._workers: list[tuple[BaseProcess, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._calls = 0
@@ -124,7 +121,7 @@ class RanksPool:
         """
         if "<" in fn.__qualname__ or "." in fn.__qualname__:
             raise TypeError(f"fn is {fn.__qualname__}; ranks import it by name, so define it at a module's top level")
-        payload = pickle.dumps((fn, args, self.front_end))
+        payload = pickle.dumps((fn, args))
         self._calls += 1
         store = str(Path(self._folder.name) / f"store{self._calls}")
         try:
@@ -341,13 +338,10 @@ def _serve(job: tuple[int, int, str, str, bytes]) -> Any:
     import torch.distributed as dist
 
     rank, world_size, backend, store, payload = job
-    fn, args, front_end = pickle.loads(payload)
+    fn, args = pickle.loads(payload)
     torch.manual_seed(0)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
-    from tests.harness.front_ends import using
-
-    with using(front_end):
-        return fn(rank, world_size, *args)
+    return fn(rank, world_size, *args)
 
 
 def _leave_group() -> None:

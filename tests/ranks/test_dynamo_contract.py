@@ -1,0 +1,420 @@
+"""What holds for every sharded model holds under ``tz.compile``: each promise in the shortest loop that shows it.
+
+Each rank also trains the plain module on the rows of all ranks: ``one`` is what one process would have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
+from torch.testing import assert_close
+
+import thunder_zero as tz
+from tests.harness.errors import raised
+from tests.harness.models import count_sends, fresh, sharded
+from tests.harness.ranks import RanksPool
+from thunder_zero.comm.pairwise import Exchange
+from thunder_zero.rows import own_rows
+
+pytestmark = pytest.mark.slow
+
+WIDTH, ROWS = 5, 12
+
+
+class Halves(nn.Module):
+    """Two graphs: dynamo ends one in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.a(x))
+        torch._dynamo.graph_break()
+        y: Tensor = self.b(x)
+        return y
+
+
+def pair(make: Callable[[], nn.Module], policy: tz.Policy | int = 3, **arguments: Any) -> tuple[Any, Any]:
+    """A model that dynamo captures, and the same module in one process."""
+    one = fresh(make)
+    return tz.compile(deepcopy(one), policy, **arguments), one
+
+
+def rows(number: int = 0) -> Tensor:
+    """A batch of all ranks."""
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def own(batch: Tensor) -> Tensor:
+    return batch.tensor_split(dist.get_world_size())[dist.get_rank()]
+
+
+def loss(model: nn.Module, batch: Tensor, *args: Any) -> Tensor:
+    """On this rank's rows, or on all of them if it is the model of one process."""
+    return model(own(batch) if isinstance(model, tz.ZeroModule) else batch, *args).square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def assert_same_grads(model: Any, one: nn.Module) -> None:
+    """The gradients of one process, in the rows of this rank."""
+    plan = model.state.plan
+    for name, param in one.named_parameters():
+        found, planned = model.get_parameter(name).grad, plan.by_name.get(name)
+        assert (found is None) == (param.grad is None), name
+        if param.grad is not None:
+            right = param.grad if planned is None else own_rows(param.grad, planned, plan)
+            assert_close(found, right, msg=lambda words, name=name: f"{name}: {words}")
+
+
+def assert_same_state(model: Any, one: nn.Module) -> None:
+    assert_close(tz.full_state_dict(model), dict(one.state_dict()))
+
+
+# Training
+
+
+class Branches(Halves):
+    """Sometimes the second graph has one layer more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other, self.idle = nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.a(x))
+        torch._dynamo.graph_break()
+        x = self.b(x)
+        return x if self.idle else self.other(x)
+
+
+def accumulates_and_clips(rank: int, world_size: int) -> None:
+    """Of two micro-batches the first is deferred, and alone reaches a layer; four ranks are two copies of two.
+
+    Hooks run once, when a gradient is reduced. A backward of several graphs asks once what other ranks have deferred.
+    """
+    model, one = pair(Branches, 2, mesh=init_device_mesh("cpu", (2, 2)) if world_size == 4 else None)
+    ran = Counter[str]()
+    for name, param in model.named_parameters():
+        param.register_hook(lambda grad, name=name: ran.update([f"before {name}"]))
+        param.register_post_accumulate_grad_hook(lambda param, name=name: ran.update([f"after {name}"]))
+    with mock.patch.object(model.state, "on_any_rank", wraps=model.state.on_any_rank) as asked:
+        with model.no_sync():
+            loss(model, rows(0)).backward()
+        assert not ran, ran
+        model.plain.idle = True
+        loss(model, rows(1)).backward()
+    assert asked.call_count == 1, asked.call_args_list
+    assert set(ran.values()) == {1}, ran
+    assert len(ran) == 2 * len(list(model.parameters())), ran
+    loss(one, rows(0)).backward()
+    one.idle = True
+    loss(one, rows(1)).backward()
+    assert_close(tz.clip_grad_norm_(model, 0.1), clip_grad_norm_(one.parameters(), 0.1))
+    assert_same_grads(model, one)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(WIDTH, 7), nn.LayerNorm(7), nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.norm(self.first(x)))
+        return y
+
+
+def mixes_precision(rank: int, world_size: int) -> None:
+    """The numbers, dtypes and bytes of ``thunder.jit``."""
+    half = tz.MixedPrecision(torch.bfloat16, torch.float32, torch.float64, overrides={"norm": tz.MixedPrecision()})
+    found = []
+    for front_end in (tz.compile, sharded):
+        model: Any = front_end(fresh(Normed), tz.Policy(mixed_precision=half))
+        with count_sends() as sent:
+            output = model(own(rows()))
+            output.square().mean().backward()
+        found.append((output.detach(), sum(sent), [param.grad for param in model.parameters()]))
+    assert output.dtype is torch.float64, output.dtype
+    assert_close(*found, rtol=0, atol=0)
+
+
+class Adapted(nn.Module):
+    """A frozen base, an adapter that is too small to shard, a router of each rank's own, and two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Parameter(torch.randn(WIDTH))
+        self.router = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        y: Tensor = self.experts[expert](self.router(torch.tanh(self.base(x) * self.adapter)))
+        return y
+
+
+def leaves_parameters_out(rank: int, world_size: int) -> None:
+    """A step that does not reach an expert gives it no gradient; an ignored router has this rank's own."""
+    model, one = pair(Adapted, tz.Policy(3, ignored=("router",), replicate_below_bytes=4 * WIDTH + 1))
+    assert len(model.get_parameter("adapter")) == len(model.get_parameter("router.bias")) == WIDTH
+    alone = deepcopy(one)
+    for expert in range(2):
+        loss(model, rows(expert), expert).backward()
+        loss(one, rows(expert), expert).backward()
+        loss(alone, own(rows(expert)), expert).backward()
+        for name, param in alone.router.named_parameters():
+            one.router.get_parameter(name).grad = param.grad.clone()
+        assert_same_grads(model, one)
+
+
+def skips_a_step_that_overflows(rank: int, world_size: int) -> None:
+    """Gradients of the second step are infinite on the last rank alone; no rank steps."""
+    half = tz.MixedPrecision(torch.float16, output_dtype=torch.float32)
+    model, _ = pair(Halves, tz.Policy(mixed_precision=half))
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=16.0)
+    weights, scales = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        overflows = step == 1 and rank == world_size - 1
+        scaler.scale(model(own(rows())).sum() * (1e5 if overflows else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        weights.append(tz.full_state_dict(model)["a.weight"])
+        scales.append(scaler.get_scale())
+    assert scales == [16.0, 8.0, 8.0], scales
+    assert torch.equal(weights[0], weights[1]), "skipped"
+    assert not torch.equal(weights[1], weights[2]), "goes on"
+
+
+# Before, between and after the steps
+
+
+def begins_on_the_meta_device(rank: int, world_size: int) -> None:
+    """With the values that construction would have drawn."""
+    one = fresh(Halves)
+    with torch.device("meta"):
+        plain = Halves()
+    torch.manual_seed(0)
+    model = tz.compile(plain, stage=3)
+    for each in (model, one):
+        loss(each, rows()).backward()
+        sgd(each).step()
+    assert_same_state(model, one)
+
+
+class Statistics(nn.Module):
+    """Buffers that forward writes to, and one that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer, self.drop = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+        self.seen: Tensor
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + 1
+        y: Tensor = self.layer(self.drop(self.norm(x)))
+        return y
+
+
+def infers_between_steps(rank: int, world_size: int) -> None:
+    """Inference is another program, which is compiled once, and so is forward without gradients."""
+    model, one = pair(Statistics, 1)
+    optimizers = [sgd(model), sgd(one)]
+    for step in range(3):
+        counters.clear()
+        outputs = []
+        for each, optimizer in zip((model, one), optimizers, strict=True):
+            each.eval()
+            with torch.inference_mode():
+                inferred = each(rows(9)).clone()
+            each.train()
+            with torch.no_grad():
+                outputs.append((inferred, each(rows(8))))
+            optimizer.zero_grad()
+            each(rows(step)).square().mean().backward()  # the same on all ranks, for the sake of the statistics
+            optimizer.step()
+        assert_close(*outputs)
+        assert counters["stats"]["unique_graphs"] == (0 if step else 3), counters["stats"]
+    assert_same_state(model, one)
+
+
+def saves_what_forward_left(rank: int, world_size: int, folder: Path) -> None:
+    """A forward changed buffers and refreshed ZeRO-1's copies; a model that has computed, too, loads and goes on."""
+    model, one = pair(Statistics, 1)
+    other = tz.compile(Statistics(), stage=3)
+    optimizer, right = sgd(model), sgd(one)
+    for each in (optimizer, right):
+        (model if each is optimizer else one)(rows()).square().mean().backward()
+        each.step()
+    for each in (model, one, other):
+        with torch.no_grad():
+            each(rows(1))
+    tz.save(folder / "saved", model, optimizer)
+    assert_same_state(model, one)
+    optimizer = sgd(other)
+    tz.load(folder / "saved", other, optimizer)
+    right.zero_grad()
+    for each in (other, one):
+        each(rows(2)).square().mean().backward()
+    optimizer.step()
+    right.step()
+    assert_same_state(other, one)
+
+
+def computes_with_full_parameters(rank: int, world_size: int) -> None:
+    """The plain module does so, uncaptured; what it is given goes on in the model."""
+    model, one = pair(Halves)
+    for each in (model, one):
+        loss(each, rows()).backward()
+        sgd(each).step()
+    with tz.full_parameters(model, writeback=True) as module, torch.no_grad():
+        assert_close(module(rows()), one(rows()))
+        assert "(Halves) is inside full_parameters" in raised(lambda: model(rows()))
+        for each in (module, one):
+            each.a.bias += 1
+    for each in (model, one):
+        each.zero_grad()
+        loss(each, rows(1)).backward()
+    assert_same_grads(model, one)
+
+
+# Failures
+
+
+class Failure(Exception):
+    """Raised in the middle of a step, on every rank."""
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise Failure
+
+
+def between_backwards(model: Any) -> None:
+    """The second call's backward has run, the first one's has not."""
+    y = model(own(rows()))
+    y.register_hook(fail)
+    loss = model(torch.tanh(y)).square().mean()
+    loss.backward()
+
+
+def in_a_gather(model: Any) -> None:
+    """That of the second graph."""
+    gather, calls = Exchange.all_gather, Counter[str]()
+
+    def second_fails(*args: Any, **kwargs: Any) -> Any:
+        calls["gather"] += 1
+        return fail() if calls["gather"] == 2 else gather(*args, **kwargs)
+
+    with mock.patch.object(Exchange, "all_gather", second_fails):
+        model(own(rows()))
+
+
+def in_a_reduction(model: Any) -> None:
+    with mock.patch.object(Exchange, "reduce_scatter", fail):
+        loss(model, rows()).backward()
+
+
+def steps_after_failures(rank: int, world_size: int) -> None:
+    """Half of an accumulation and half of a backward are dropped, and nothing stays under way."""
+    model, one = pair(Halves)
+    optimizer, right = sgd(model), sgd(one)
+    for failure in (between_backwards, in_a_gather, in_a_reduction):
+        with pytest.raises(Failure):
+            failure(model)
+        for each, stepped in ((model, optimizer), (one, right)):
+            each.zero_grad()
+            loss(each, rows()).backward()
+            stepped.step()
+        assert_same_state(model, one)
+
+
+# Ranks that run different programs
+
+
+def compiles_again_alone(rank: int, world_size: int) -> None:
+    """Rank 1 gets a new shape, and nobody waits for it."""
+    model, one = pair(Halves)
+    for number in (1, 2):
+        batches = [torch.ones(2, WIDTH), torch.ones(number, WIDTH)]
+        torch.stack([one(batch).square().mean() for batch in batches]).mean().backward()
+        model(batches[rank]).square().mean().backward()
+    assert_same_grads(model, one)
+
+
+PROMISES: list[tuple[Callable[..., None], int]] = [  # and of how many ranks
+    (accumulates_and_clips, 2),
+    (accumulates_and_clips, 4),
+    (mixes_precision, 3),
+    (leaves_parameters_out, 2),
+    (skips_a_step_that_overflows, 2),
+    (begins_on_the_meta_device, 3),
+    (infers_between_steps, 2),
+    (computes_with_full_parameters, 2),
+    (steps_after_failures, 2),
+    (compiles_again_alone, 2),
+]
+
+
+@pytest.mark.parametrize(("promise", "world_size"), PROMISES)
+def test_dynamo(ranks_pool: RanksPool, promise: Callable[..., None], world_size: int) -> None:
+    ranks_pool.run(world_size, promise)
+
+
+def test_a_checkpoint_has_what_forward_left(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(2, saves_what_forward_left, tmp_path)
+
+
+class Experts(nn.Module):
+    """The graph after the break is another one for each expert, by the values of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts[int(x.sum() > 0)](x)
+        return y
+
+
+def differ(rank: int, world_size: int, before: tuple[float, ...]) -> str:
+    """Batches of these signs on all ranks, then one of another sign on rank 1."""
+    model = tz.compile(fresh(Experts), stage=3)
+    for sign in before:
+        loss(model, sign * torch.ones(ROWS, WIDTH)).backward()
+    return raised(lambda: loss(model, (1 - 2 * rank) * torch.ones(ROWS, WIDTH)).backward())
+
+
+def evaluate_or_train(rank: int, world_size: int) -> str:
+    """In ZeRO-3 both forwards have the same lines."""
+    model = tz.compile(fresh(Halves), tz.Policy(3, gather_last_units_once=False))
+    with torch.set_grad_enabled(rank == 1):
+        return raised(lambda: model(own(rows())))
+
+
+DIFFERENT: list[tuple[Callable[..., str], tuple[Any, ...], tuple[str, ...]]] = [
+    (differ, ((),), ("would run different collectives", "line 0 of forward of graph 1", "the same path")),
+    (differ, ((1.0, -1.0),), ("do different things", "rank 0 and rank 1 are both in forward of graph", "the script")),
+    (evaluate_or_train, (), ("rank 0 is in the first forward without backward of graph 0", "rank 1 is in the first")),
+]
+
+
+def test_ranks_whose_programs_differ_hear_of_it(ranks_pool: RanksPool) -> None:
+    for run, args, words in DIFFERENT:
+        for said in ranks_pool.run(2, run, *args):
+            assert [word for word in words if word not in said] == [], (run.__name__, args, said)
