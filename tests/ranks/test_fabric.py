@@ -1,7 +1,7 @@
 """ZeroStrategy in Lightning Fabric: training, clipping, accumulation, checkpoints, and misuse.
 
-Fabric runs as if torchrun had started it, in the ranks and the process group of the harness; ``test_fabric_litgpt.py``
-tests its own launcher, and LitGPT. Only the ranks import Lightning.
+Fabric runs as if torchrun had started it, in the ranks and the process group of the harness; ``test_examples.py`` tests
+its own launcher, and LitGPT. Only the ranks import Lightning.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import operator
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import thunder_zero as tz
-from tests.harness.errors import raised
+from tests.harness.errors import says
 from tests.harness.models import error, fresh
 from tests.harness.ranks import RanksPool
+from tests.harness.tiers import slow
 from thunder_zero.layout import row_range
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.placeholders import Placeholder
@@ -32,7 +34,6 @@ import thunder
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs Lightning")
 
-STAGES = (1, 2, 3)
 MICRO, ROWS, STEPS = 2, 4, 4  # micro-batches of a step, rows of one over all ranks, steps
 SAVED_AFTER = 2  # steps
 LIMIT = 0.05  # below all norms in the test
@@ -129,86 +130,93 @@ def full_weights(model: Any) -> dict[str, Tensor]:
     return tz.full_state_dict(zero_module(model))
 
 
-def differences(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
+def check_weights(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert list(found) == list(right)
-    return {name: error(found[name], right[name]) for name in right if error(found[name], right[name]) > 1e-5}
+    off = {name: error(found[name], right[name]) for name in right}
+    assert max(off.values()) <= 1e-5, off
 
 
-def stages(rank: int, world_size: int, folder: Path) -> dict[int, Any]:
-    """In each stage, train, save after two steps, and continue."""
-    results = {}
-    for stage in STAGES:
-        with fabric_on(rank, world_size, stage=stage) as fabric:
-            torch.manual_seed(rank and 99)  # rank 0 has the weights, as with DDP
-            module = Net()
-            if stage % 2:  # both orders of a Fabric script
-                model, optimizer = fabric.setup(module, adam(module))
-            else:
-                model = fabric.setup_module(module)
-                optimizer = fabric.setup_optimizers(adam(model))
-            before = train(fabric, model, optimizer, range(SAVED_AFTER), MICRO)
-            fabric.save(folder / f"{stage}.pt", {"model": model, "optimizer": optimizer, "step": SAVED_AFTER})
-            after = train(fabric, model, optimizer, range(SAVED_AFTER, STEPS), MICRO)
-            losses, norms, reductions = (one + two for one, two in zip(before, after, strict=True))
-            shapes = [tuple(param.shape) for param in model.parameters()]
-            results[stage] = losses, norms, reductions, full_weights(model), shapes, list(map(type, model.modules()))
-    return results
+# Training and checkpoints
 
 
-def go_on(rank: int, world_size: int, file: Path, stage: int) -> Any:
-    """Load the file and finish the training: Fabric's result, the losses, the weights, and the names of shards with
-    nonzero padding."""
+@dataclass(frozen=True)
+class Right:
+    """What plain torch has found in one process."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def right() -> Right:
+    model = fresh(Net)
+    losses, norms = train_plain(model, adam(model), range(STEPS))
+    assert min(norms) > LIMIT
+    return Right(losses, norms, {name: value.detach() for name, value in model.state_dict().items()})
+
+
+def train_and_save(rank: int, world_size: int, file: Path, stage: int, right: Right) -> None:
+    """Train, save after two steps, and continue."""
+    with fabric_on(rank, world_size, stage=stage) as fabric:
+        torch.manual_seed(rank and 99)  # rank 0 has the weights, as with DDP
+        module = Net()
+        if stage % 2:  # both orders of a Fabric script
+            model, optimizer = fabric.setup(module, adam(module))
+        else:
+            model = fabric.setup_module(module)
+            optimizer = fabric.setup_optimizers(adam(model))
+        before = train(fabric, model, optimizer, range(SAVED_AFTER), MICRO)
+        fabric.save(file, {"model": model, "optimizer": optimizer, "step": SAVED_AFTER})
+        after = train(fabric, model, optimizer, range(SAVED_AFTER, STEPS), MICRO)
+        losses, norms, reductions = (one + two for one, two in zip(before, after, strict=True))
+        assert losses == pytest.approx(right.losses, rel=1e-5), (losses, right.losses)
+        assert norms == pytest.approx(right.norms, rel=1e-5), (norms, right.norms)
+        assert reductions[::2] == [0] * STEPS, "under no_backward_sync nothing is reduced"
+        assert min(reductions[1::2]) > 0, reductions
+        check_weights(full_weights(model), right.weights)
+        plan = tz.make_plan(Net(), tz.Policy(stage=stage), world_size, rank)
+        for (name, param), shard in zip(Net().named_parameters(), model.parameters(), strict=True):
+            held = plan.shard_shape(plan.by_name[name]) if plan.by_name[name].sharded else param.shape
+            assert shard.shape == held, f"{name}: the parameters of Fabric's wrapper are the shards"
+        assert nn.Dropout in map(type, model.modules()), "its modules are the module's"
+
+
+def go_on(rank: int, world_size: int, file: Path, stage: int, right: Right) -> None:
+    """Load the file and finish the training."""
     with fabric_on(rank, world_size, stage=stage) as fabric:
         torch.manual_seed(99)  # other weights
         module = Net()
         model, optimizer = fabric.setup(module, adam(module))
         state = {"model": model, "optimizer": optimizer, "step": 0}
-        rest = fabric.load(file, state)
+        assert fabric.load(file, state) == {}
         losses, _, _ = train(fabric, model, optimizer, range(state["step"], STEPS), 1)
-        shards = dict(zip((name for name, _ in Net().named_parameters()), model.parameters(), strict=True))
+        assert losses == pytest.approx(right.losses[SAVED_AFTER:], rel=1e-5), (losses, right.losses)
+        check_weights(full_weights(model), right.weights)
         plan = tz.make_plan(Net(), tz.Policy(stage=stage), world_size, rank)
-        own = {param.path: row_range(param.shape[0], world_size, rank) for param in plan.params if param.sharded}
-        padded = [path for path, (start, stop) in own.items() if shards[path][stop - start :].any()]
-        return rest, losses, full_weights(model), padded
+        for (name, param), shard in zip(Net().named_parameters(), model.parameters(), strict=True):
+            if plan.by_name[name].sharded:
+                start, stop = row_range(param.shape[0], world_size, rank)
+                assert not shard[stop - start :].any(), f"{name}: padding is not zero"
 
 
-def test_trains_saves_and_goes_on_as_one_process(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks = ranks_pool.run(2, stages, tmp_path, timeout=110)
-    plain = fresh(Net)
-    losses, norms = train_plain(plain, adam(plain), range(STEPS))
-    weights = {name: value.detach() for name, value in plain.state_dict().items()}
-    for results in ranks:
-        for stage, found in results.items():
-            assert found[0] == pytest.approx(losses, rel=1e-5)
-            assert found[1] == pytest.approx(norms, rel=1e-5)
-            assert min(norms) > LIMIT
-            assert found[2][::2] == [0] * STEPS, "under no_backward_sync nothing is reduced"
-            assert min(found[2][1::2]) > 0
-            assert differences(found[3], weights) == {}
-            cut = tz.make_plan(plain, tz.Policy(stage=stage), 2, 0)
-            assert found[4] == [
-                cut.shard_shape(cut.by_name[name]) if cut.by_name[name].sharded else tuple(param.shape)
-                for name, param in plain.named_parameters()
-            ], "the parameters of Fabric's wrapper are the shards"
-            assert nn.Dropout in found[5], "its modules are the module's"
-
-    for saved_by, world_size, stage in ((3, 1, 3), (1, 2, 2)):
-        for rest, found_losses, found_weights, padded in ranks_pool.run(
-            world_size, go_on, tmp_path / f"{saved_by}.pt", stage, timeout=110
-        ):
-            assert (rest, padded) == ({}, [])
-            assert found_losses == pytest.approx(losses[SAVED_AFTER:], rel=1e-5)
-            assert differences(found_weights, weights) == {}
-
-    saved = torch.load(tmp_path / "2.pt")  # and plain torch
-    model = Net()
+@pytest.mark.parametrize(("stage", "world_size", "next_stage"), [(3, 1, 3), *slow((1, 2, 2), (2, 1, 0))])
+def test_trains_saves_and_goes_on_as_one_process(
+    ranks_pool: RanksPool, tmp_path: Path, right: Right, stage: int, world_size: int, next_stage: int
+) -> None:
+    """On other ranks, in another stage, and in plain torch."""
+    file = tmp_path / "saved.pt"
+    ranks_pool.run(2, train_and_save, file, stage, right, timeout=110)
+    ranks_pool.run(world_size, go_on, file, next_stage, right, timeout=110)
+    saved, model = torch.load(file), Net()
     model.load_state_dict(saved["model"])
     optimizer = adam(model)
     optimizer.load_state_dict(saved["optimizer"])
-    assert train_plain(model, optimizer, range(SAVED_AFTER, STEPS))[0] == pytest.approx(losses[SAVED_AFTER:], rel=1e-5)
+    losses, _ = train_plain(model, optimizer, range(SAVED_AFTER, STEPS))
+    assert losses == pytest.approx(right.losses[SAVED_AFTER:], rel=1e-5)
 
 
-def whole(rank: int, world_size: int, folder: Path, steps: range) -> dict[str, Tensor]:
+def train_whole(rank: int, world_size: int, folder: Path, steps: range) -> dict[str, Tensor]:
     """Train with Muon on whole matrices; load before and save after the steps."""
     with fabric_on(rank, world_size, stage=3) as fabric:
         model = fabric.setup_module(fresh(Net).double())
@@ -229,25 +237,28 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
 
 @pytest.mark.slow
 def test_whole_states_are_saved_and_loaded_on_other_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(2, whole, tmp_path, range(2), timeout=110)
-    found = ranks_pool.run(1, whole, tmp_path, range(2, 3), timeout=110)
-    found += ranks_pool.run(2, whole, tmp_path, range(3, 4), timeout=110)
+    for world_size, steps in ((2, range(1)), (1, range(1, 2)), (2, range(2, 3))):
+        found = ranks_pool.run(world_size, train_whole, tmp_path, steps, timeout=110)
     plain = fresh(Net).double()
     optimizer = torch.optim.Muon(matrices(plain), lr=0.02)
-    for step in range(4):
+    for step in range(3):
         optimizer.zero_grad()
         plain(inputs(step, 0, 0, 1).double()).square().mean().backward()
         optimizer.step()
-    assert differences(found[1], dict(plain.state_dict())) == differences(found[2], dict(plain.state_dict())) == {}
-    saved = torch.load(tmp_path / "4.pt", weights_only=True)["optimizer"]["state"]
+    for weights in found:
+        check_weights(weights, dict(plain.state_dict()))
+    saved = torch.load(tmp_path / "3.pt", weights_only=True)["optimizer"]["state"]
     assert saved.keys() == optimizer.state_dict()["state"].keys()
 
 
-def precise(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """Fabric's scaler when the last rank overflows in the second step; and a file loaded where compute is bfloat16."""
+# Precision
+
+
+def overflow_on_the_last_rank(rank: int, world_size: int) -> None:
+    """Fabric's scaler skips the second step on all ranks."""
     from lightning.fabric.plugins import MixedPrecision
 
-    found: dict[str, Any] = {"weights": []}
+    weights = []
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     with fabric_on(rank, world_size, plugins=MixedPrecision("16-mixed", "cpu", scaler)) as fabric:
         model = fabric.setup(fresh(Net))
@@ -257,33 +268,33 @@ def precise(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             loss = model(inputs(step, 0, rank, world_size)).float().square().mean()
             fabric.backward(loss * (1e6 if step == 1 and rank == world_size - 1 else 1.0))
             optimizer.step()
-            found["weights"].append(full_weights(model)["second.weight"])
-        found["scale"] = scaler.get_scale()
+            weights.append(full_weights(model)["second.weight"])
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+    assert scaler.get_scale() == 8.0
+
+
+def read_what_compute_rounds(rank: int, world_size: int, folder: Path) -> None:
+    """A file is read in full precision where compute is bfloat16."""
     half = tz.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
     with fabric_on(rank, world_size, mixed_precision=half) as fabric:
         model = fabric.setup(fresh(Net))
         fine = {name: value * 1.001 for name, value in fresh(Net).state_dict().items()}
         torch.save(fine, folder / f"fine{rank}.pt")
         fabric.load_raw(folder / f"fine{rank}.pt", model)
-        found["exact"] = all(torch.equal(full_weights(model)[name], value) for name, value in fine.items())
-    return found
+        found = full_weights(model)
+        assert all(torch.equal(found[name], value) for name, value in fine.items())
 
 
 def test_scalers_skip_on_all_ranks_and_files_are_read_in_full_precision(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    for found in ranks_pool.run(2, precise, tmp_path):
-        first, second, third = found["weights"]
-        assert torch.equal(first, second)
-        assert not torch.equal(second, third)
-        assert found["scale"] == 8.0
-        assert found["exact"]
+    ranks_pool.run(2, overflow_on_the_last_rank)
+    ranks_pool.run(2, read_what_compute_rounds, tmp_path)
 
 
-def cut_rows(states: dict[int, Any]) -> dict[int, Any]:
-    """Replace each state that has one number a row by one that has more rows than the parameter."""
-    return {index: {**of, "row_var": torch.ones(9, 1)} if "row_var" in of else of for index, of in states.items()}
+# Misuse, and what looks like it
 
 
-def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+def misuse_strategies(rank: int, world_size: int) -> None:
     from lightning.fabric.plugins import Precision
 
     from thunder_zero.lightning import ZeroStrategy, zero_module
@@ -291,22 +302,55 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     class Other(Precision):
         """A third party's plugin."""
 
-    found = {
-        "unknown": raised(lambda: ZeroStrategy(stages=3)),  # type: ignore[call-arg]
-        "stage": raised(lambda: ZeroStrategy(stage=4)),
-        "mesh": raised(lambda: ZeroStrategy(mesh=None)),
-        "plain": raised(lambda: zero_module(Net())),
-    }
-
     def foreign() -> None:
         with fabric_on(rank, world_size, plugins=Other()):
             pass
 
-    found["plugin"] = raised(foreign)
+    says(lambda: ZeroStrategy(stages=3), "TypeError", "stages=3 is not a field")  # type: ignore[call-arg]
+    says(lambda: ZeroStrategy(stage=4), "ValueError", "stage is 4")
+    says(lambda: ZeroStrategy(mesh=None), "TypeError", "ZeroStrategy does not take mesh: Fabric sets it")
+    says(lambda: zero_module(Net()), "TypeError", "Net", "fabric.setup")
+    says(foreign, "TypeError", "'32-true' (Other)", "'bf16-mixed' or '16-mixed'")
     with fabric_on(rank, world_size, jit_options={"cache": "same input"}) as fabric:
         model = fabric.setup(Net())
-        found["option"] = thunder.compile_data(zero_module(model)).cache_option.name
-        found["jitted"] = raised(lambda: fabric.setup(thunder.jit(Net())))
+        assert thunder.compile_data(zero_module(model)).cache_option.name == "SAME_INPUT"
+        words = ("jit_options (cache), but the module is already jitted", "give Fabric the plain module")
+        says(lambda: fabric.setup(thunder.jit(Net())), "TypeError", *words)
+    with fabric_on(rank, world_size, trust_optimizer=True) as fabric:
+        jitted = thunder.jit(fresh(Net))
+        model = fabric.setup(jitted)
+        assert all(isinstance(param, Placeholder) for param in jitted.parameters()), "full weights stay"
+        says(lambda: fabric.setup(zero_module(model)), "RuntimeError", "Net is already sharded", "plain module")
+        says(lambda: fabric.init_module(empty_init=True), "ValueError", "empty_init=False")
+        with fabric.init_module():
+            assert Net().scale.device.type == "cpu"
+        unknown = Net()
+        says(lambda: fabric.clip_gradients(unknown, adam(unknown), max_norm=1.0), "TypeError", "Net", "fabric.setup")
+
+
+def cut_rows(states: dict[int, Any]) -> dict[int, Any]:
+    """Replace each state that has one number a row by one that has more rows than the parameter."""
+    return {index: {**of, "row_var": torch.ones(9, 1)} if "row_var" in of else of for index, of in states.items()}
+
+
+def misuse_states_of_rows(rank: int, world_size: int, folder: Path) -> None:
+    """Adafactor's state has one number for each row of the shard, so no file can have it; replicated, it can."""
+    with fabric_on(rank, world_size, trust_optimizer=True) as fabric:
+        model = fabric.setup(fresh(Net))
+        optimizer = fabric.setup_optimizers(torch.optim.Adafactor(model.parameters(), lr=0.1))
+        model(inputs(0, 0, rank, world_size)).sum().backward()
+        fabric.clip_gradients(model, optimizer, clip_val=1e-3)
+        largest = max(param.grad.abs().max() for param in model.parameters() if param.grad is not None)
+        assert float(largest) == pytest.approx(1e-3)
+        optimizer.step()
+        words = ("ValueError", "parameter 'tied'", "save optimizer.state_dict() on each rank")
+        says(lambda: fabric.save(folder / "no.pt", {"optimizer": optimizer}), *words)
+        packed = optimizer.optimizer.state_dict()
+        cut = {**packed, "state": cut_rows(packed["state"])}
+        words = ("ValueError", "has shape (9, 1) in the state dict", "(stage 0)")
+        says(lambda: optimizer.load_state_dict(cut), *words)
+        fewer = {**packed, "param_groups": [{**packed["param_groups"][0], "params": [0]}]}
+        says(lambda: optimizer.load_state_dict(fewer), "ValueError", "doesn't match the size of optimizer's group")
     with fabric_on(rank, world_size, stage=0) as fabric:
         model = fabric.setup(fresh(Net))
         optimizer = fabric.setup_optimizers(torch.optim.Adafactor(model.parameters(), lr=0.1))
@@ -315,118 +359,42 @@ def misuse(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         optimizer.step()
         fabric.save(folder / "whole.pt", {"optimizer": optimizer})
         fabric.load(folder / "whole.pt", {"optimizer": optimizer})
-        found["replicated"] = str(any("row_var" in of for of in optimizer.optimizer.state.values()))
-    return found | misuse_of_files(rank, world_size, folder) | misuse_of_wrappers(rank, world_size)
+        assert any("row_var" in of for of in optimizer.optimizer.state.values())
 
 
-def misuse_of_files(rank: int, world_size: int, folder: Path) -> dict[str, str]:
-    from thunder_zero.lightning import zero_module
-
-    found = {}
-    with fabric_on(rank, world_size, trust_optimizer=True) as fabric:
-        jitted = thunder.jit(fresh(Net))
-        model = fabric.setup(jitted)
-        found["full weights stay"] = str(any(not isinstance(param, Placeholder) for param in jitted.parameters()))
-        found["again"] = raised(lambda: fabric.setup(zero_module(model)))
-        found["empty"] = raised(lambda: fabric.init_module(empty_init=True))
-        with fabric.init_module():
-            found["init"] = str(Net().scale.device)
-        found["no model"] = raised(lambda: fabric.clip_gradients(Net(), adam(Net()), max_norm=1.0))
-        x = inputs(0, 0, rank, world_size)
-
-        optimizer = fabric.setup_optimizers(torch.optim.Adafactor(model.parameters(), lr=0.1))
-        model(x).sum().backward()
-        fabric.clip_gradients(model, optimizer, clip_val=1e-3)
-        found["clipped"] = str(max(param.grad.abs().max() for param in model.parameters() if param.grad is not None))
-        optimizer.step()
-        found["rows"] = raised(lambda: fabric.save(folder / "no.pt", {"optimizer": optimizer}))
-        packed = optimizer.optimizer.state_dict()
-        found["rows of a file"] = raised(
-            lambda: optimizer.load_state_dict({**packed, "state": cut_rows(packed["state"])})
-        )
-        fewer = [{**packed["param_groups"][0], "params": [0]}]
-        found["fewer parameters"] = raised(lambda: optimizer.load_state_dict({**packed, "param_groups": fewer}))
-        full = Net().state_dict()
-        for case, state in {
-            "missing": {"scale": full["scale"]},
-            "shape": full | {"first.weight": torch.ones(2, 4)},
-        }.items():
-            torch.save(state, folder / f"{case}{rank}.pt")
-            found[case] = raised(lambda case=case: fabric.load_raw(folder / f"{case}{rank}.pt", model))  # type: ignore[misc]
-        torch.save({"scale": torch.tensor(3.0, dtype=torch.float64)}, folder / f"part{rank}.pt")
-        fabric.load_raw(folder / f"part{rank}.pt", model, strict=False)
-        found["part"] = str(full_weights(model)["scale"].item())
-    return found
+def misuse_files(rank: int, world_size: int, folder: Path) -> None:
+    with fabric_on(rank, world_size) as fabric:
+        model, full = fabric.setup(fresh(Net)), Net().state_dict()
+        file = folder / f"{rank}.pt"
+        missing = ("Missing key(s) in state_dict: 'tied', 'row', ", "Unexpected key(s) in state_dict: none")
+        torch.save({"scale": full["scale"]}, file)
+        says(lambda: fabric.load_raw(file, model), "RuntimeError", *missing, "strict=False")
+        torch.save(full | {"first.weight": torch.ones(2, 4)}, file)
+        words = "'first.weight' has shape (2, 4) in the state dict and (7, 4) in the model"
+        says(lambda: fabric.load_raw(file, model), "ValueError", words)
+        torch.save({"scale": torch.tensor(3.0, dtype=torch.float64)}, file)
+        fabric.load_raw(file, model, strict=False)
+        assert full_weights(model)["scale"].item() == 3.0
 
 
-def misuse_of_wrappers(rank: int, world_size: int) -> dict[str, str]:
-    found = {}
+def misuse_wrappers(rank: int, world_size: int) -> None:
     x = inputs(0, 0, rank, world_size)
     with fabric_on(rank, world_size) as fabric:
         params = list(Net().parameters())  # of a module that is not sharded
         optimizer = fabric.setup_optimizers(torch.optim.AdamW(params))
-        found["unchanged"] = str(all(map(operator.is_, optimizer.param_groups[0]["params"], params)))
+        assert all(map(operator.is_, optimizer.param_groups[0]["params"], params)), "the optimizer is not changed"
         compiled = fabric.setup(torch.compile(fresh(Net)))
-        found["compiled"] = str(torch.allclose(compiled(x), fresh(Net)(x)))
-        found["not elementwise"] = raised(fabric.setup_optimizers(torch.optim.Adafactor(compiled.parameters())).step)
-        for case, module in {"method": Net(), "method of a jitted module": thunder.jit(Net())}.items():
+        torch.testing.assert_close(compiled(x), fresh(Net)(x))
+        words = ("RuntimeError", "Adafactor couples elements of one parameter", "use tz.whole(Adafactor, ...)")
+        says(fabric.setup_optimizers(torch.optim.Adafactor(compiled.parameters())).step, *words)
+        for module, action in ((Net(), "move the method's code into forward"), (thunder.jit(Net()), "a method of Net")):
             model = fabric.setup(module)
             model.mark_forward_method("twice")
-            found[case] = raised(lambda model=model: model.twice(x))  # type: ignore[misc]
-    return found
+            says(lambda model=model: model.twice(x), "RuntimeError", "a method of Net", action)  # type: ignore[misc]
 
 
-def words_of_misuse() -> dict[str, list[str]]:
-    return {
-        "unknown": ["TypeError", "stages=3 is not a field"],
-        "stage": ["ValueError", "stage is 4"],
-        "mesh": ["TypeError", "ZeroStrategy does not take mesh: Fabric sets it"],
-        "plain": ["TypeError", "Net", "fabric.setup"],
-        "plugin": ["TypeError", "'32-true' (Other)", "'bf16-mixed' or '16-mixed'"],
-        "option": ["SAME_INPUT"],
-        "jitted": [
-            "TypeError",
-            "jit_options (cache), but the module is already jitted",
-            "give Fabric the plain module",
-        ],
-        "full weights stay": ["False"],
-        "again": ["RuntimeError", "Net is already sharded", "plain module"],
-        "empty": ["ValueError", "empty_init=False"],
-        "init": ["cpu"],
-        "no model": ["TypeError", "Net", "fabric.setup"],
-        "clipped": ["tensor(0.0010)"],
-        "rows": ["ValueError", "parameter 'tied'", "save optimizer.state_dict() on each rank"],
-        "rows of a file": ["ValueError", "has shape (9, 1) in the state dict", "(stage 0)"],
-        "fewer parameters": ["ValueError", "doesn't match the size of optimizer's group"],  # torch's own words
-        "replicated": ["True"],
-        "missing": [
-            "RuntimeError",
-            "Missing key(s) in state_dict: 'tied', 'row', ",
-            "Unexpected key(s) in state_dict: none",
-            "strict=False",
-        ],
-        "shape": ["ValueError", "'first.weight' has shape (2, 4) in the state dict and (7, 4) in the model"],
-        "part": ["3.0"],
-        "unchanged": ["True"],
-        "compiled": ["True"],
-        "not elementwise": [
-            "RuntimeError",
-            "Adafactor couples elements of one parameter",
-            "use tz.whole(Adafactor, ...)",
-        ],
-        "method": ["RuntimeError", "a method of Net", "move the method's code into forward"],
-        "method of a jitted module": ["RuntimeError", "a method of Net"],
-    }
-
-
-@pytest.fixture(scope="module")
-def misused(ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    first, second = ranks_pool.run(2, misuse, tmp_path_factory.mktemp("misuse"))
-    assert first == second
-    assert first.keys() == words_of_misuse().keys()
-    return dict(first)
-
-
-@pytest.mark.parametrize("case", words_of_misuse())
-def test_misuse_raises_on_all_ranks(misused: dict[str, str], case: str) -> None:
-    assert [word for word in words_of_misuse()[case] if word not in misused[case]] == [], misused[case]
+def test_misuse_raises_on_all_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(2, misuse_strategies)
+    ranks_pool.run(2, misuse_states_of_rows, tmp_path)
+    ranks_pool.run(2, misuse_files, tmp_path)
+    ranks_pool.run(2, misuse_wrappers)
