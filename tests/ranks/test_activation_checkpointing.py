@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
@@ -29,14 +29,16 @@ from tests.harness.models import (
     whole,
 )
 from tests.harness.ranks import RanksPool
-from tests.harness.tiers import of_tier, only
+from tests.harness.tiers import slow
 from thunder_zero.policy import RECOMPUTE
 from thunder_zero.schedule.timeline import Kind, gathered_bytes
 
 import thunder.torch as ltorch
 
-STAGES, BLOCKS, STEPS = (0, 1, 2, 3), 2, 3
+BLOCKS, STEPS = 2, 3
 VECTORS = BLOCKS * sum(path.endswith("bias") for path, _ in Block().named_parameters())
+NOTHING_KEPT = replace(tz.ZERO3, gather_last_units_once=False)
+POLICIES, NAMES = [NOTHING_KEPT, *slow(tz.ZERO3, tz.ZERO1)], ["nothing kept", "ZeRO-3", "ZeRO-1"]
 
 
 class Net(nn.Module):
@@ -51,48 +53,6 @@ class Net(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.is_checked else block(x)
         return x
-
-
-def policies() -> dict[str, tz.Policy]:
-    found = {f"stage {stage}": tz.Policy(stage=stage) for stage in STAGES}
-    found["stage 3, nothing kept"] = replace(tz.ZERO3, gather_last_units_once=False)
-    return only(("stage 3", "stage 3, nothing kept"), found)
-
-
-def batch(rank: int) -> Tensor:
-    return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(rank))
-
-
-def collectives(traces: tz.Traces) -> Counter[tuple[str, bool]]:
-    return Counter((op.kind, op.backward) for op in traces.timeline.ops if op.kind in (Kind.GATHER, Kind.REDUCE))
-
-
-def gathered_again(traces: tz.Traces) -> set[str]:
-    return {path for op in traces.backward_timeline.ops if op.kind is Kind.GATHER for path in op.params}
-
-
-def activations(traces: tz.Traces) -> set[str]:
-    """What forward saves and data has gone into."""
-    parameters = parameter_inputs(traces)
-    return saved(traces.forward) - parameters - from_parameters_alone(traces.forward, parameters)
-
-
-@pytest.mark.parametrize("name", policies())
-def test_collectives_are_those_without_checkpointing(name: str) -> None:
-    policy = policies()[name]
-    x = torch.zeros(2, LENGTH, WIDTH)
-    plain, checked = (tz.trace(fresh(Net, is_checked), x, policy=policy, world_size=2) for is_checked in (False, True))
-    assert collectives(checked) == collectives(plain)
-    more = gathered_again(checked) - gathered_again(plain)
-    assert all(path.endswith("bias") or path.startswith("blocks.0") for path in more), "what only forward reads"
-    assert bool(more) == (name == "stage 3, nothing kept")
-    assert len(activations(checked)) <= BLOCKS < len(activations(plain)) / 2, "they are computed again"
-    assert max(gathered_bytes(checked.timeline)) <= max(gathered_bytes(plain.timeline))
-    assert gathered_bytes(checked.timeline)[-1] == 0
-    if name == "stage 3, nothing kept":
-        parameters = parameter_inputs(checked)
-        assert saved(checked.forward) & from_parameters_alone(checked.forward, parameters) == set()
-        assert gathered_bytes(checked.forward_timeline)[-1] == 0
 
 
 def two_layers(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -116,15 +76,43 @@ class Own(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("name", policies())
-def test_thunders_own_does_the_same(name: str) -> None:
-    x = torch.zeros(2, WIDTH)
-    plain, checked = (
-        tz.trace(fresh(Own, is_checked), x, policy=policies()[name], world_size=2) for is_checked in (False, True)
-    )
-    assert collectives(checked) == collectives(plain)
-    assert len(activations(checked)) < len(activations(plain))
-    assert max(gathered_bytes(checked.timeline)) <= max(gathered_bytes(plain.timeline))
+def batch(rank: int) -> Tensor:
+    return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def collectives(traces: tz.Traces) -> Counter[tuple[str, bool]]:
+    return Counter((op.kind, op.backward) for op in traces.timeline.ops if op.kind in (Kind.GATHER, Kind.REDUCE))
+
+
+def gathered_again(traces: tz.Traces) -> set[str]:
+    return {path for op in traces.backward_timeline.ops if op.kind is Kind.GATHER for path in op.params}
+
+
+def activations(traces: tz.Traces) -> set[str]:
+    """What forward saves and data has gone into."""
+    parameters = parameter_inputs(traces)
+    return saved(traces.forward) - parameters - from_parameters_alone(traces.forward, parameters)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
+def test_collectives_are_those_without_checkpointing(policy: tz.Policy) -> None:
+    for kind in (Net, Own):
+        plain, checked = (
+            tz.trace(fresh(kind, is_checked), batch(0), policy=policy, world_size=2) for is_checked in (False, True)
+        )
+        assert collectives(checked) == collectives(plain)
+        assert len(activations(checked)) < len(activations(plain)), "they are computed again"
+        assert max(gathered_bytes(checked.timeline)) <= max(gathered_bytes(plain.timeline))
+        if kind is Net:
+            more = gathered_again(checked) - gathered_again(plain)
+            assert all(path.endswith("bias") or path.startswith("blocks.0") for path in more), "what only forward reads"
+            assert bool(more) == (policy is NOTHING_KEPT)
+            assert len(activations(checked)) <= BLOCKS < len(activations(plain)) / 2
+            assert gathered_bytes(checked.timeline)[-1] == 0
+        if policy is NOTHING_KEPT:
+            parameters = parameter_inputs(checked)
+            assert saved(checked.forward) & from_parameters_alone(checked.forward, parameters) == set()
+            assert gathered_bytes(checked.forward_timeline)[-1] == 0
 
 
 def train(model: Any, xs: list[Tensor]) -> None:
@@ -136,49 +124,41 @@ def train(model: Any, xs: list[Tensor]) -> None:
         optimizer.step()
 
 
-def run(rank: int, world_size: int) -> list[tuple[str, int, int, dict[str, Tensor]]]:
-    results = []
-    for name, policy in policies().items():
-        model = sharded(fresh(Net, True), policy)
-        train(model, [batch(rank)])
-        weights = tz.full_state_dict(model)
-        model(batch(rank)).sum().backward()  # refreshes ZeRO-1's rows
-        with count_sends() as sent:
-            model(batch(rank)).square().mean().backward()
-        ops = tz.traces_of(model).timeline.ops
-        counted = [op for op in ops if policy.stage != 1 or op.backward]
-        results.append((name, sum(sent), sum(map(tz.traces_of(model).timeline.bytes_sent, counted)), weights))
-    return results
+def checkpointed(rank: int, world_size: int, policy: tz.Policy) -> None:
+    """Training equals one process without checkpoints, and sends what the timeline says."""
+    model, right = sharded(fresh(Net, True), policy), fresh(Net, False)
+    train(model, [batch(rank)])
+    train(right, [batch(of) for of in range(world_size)])
+    assert_close(tz.full_state_dict(model), dict(right.state_dict()), rtol=1e-5, atol=1e-5)
+    model(batch(rank)).sum().backward()  # refreshes ZeRO-1's rows
+    with count_sends() as sent:
+        model(batch(rank)).square().mean().backward()
+    timeline = tz.traces_of(model).timeline
+    ops = [op for op in timeline.ops if policy.stage != 1 or op.backward]
+    assert sum(sent) == sum(map(timeline.bytes_sent, ops)), sum(sent)
 
 
-def test_training_equals_one_process(ranks_pool: RanksPool) -> None:
-    right = fresh(Net, False)
-    train(right, [batch(0), batch(1)])
-    for results in ranks_pool.run(2, run):
-        for name, sent, foreseen, weights in results:
-            assert sent == foreseen, name
-            for path, weight in right.state_dict().items():
-                assert error(weights[path], weight) < 1e-5, (name, path)
+@pytest.mark.parametrize("policy", POLICIES, ids=NAMES)
+def test_training_equals_one_process(ranks_pool: RanksPool, policy: tz.Policy) -> None:
+    ranks_pool.run(2, checkpointed, policy)
 
 
-def run_modes(rank: int, world_size: int) -> dict[tuple[int, str], tuple[int, dict[str, Tensor]]]:
+def in_modes(rank: int, world_size: int) -> None:
     found = {}
-    for stage, mode in product((2, 3), RECOMPUTE):
-        model = sharded(fresh(Net, False), tz.Policy(stage=stage, recompute=mode, gather_last_units_once=stage == 2))
+    for mode in RECOMPUTE:
+        model = sharded(fresh(Net, False), replace(NOTHING_KEPT, recompute=mode))
         train(model, [batch(rank)])
         gathers = [op for op in tz.traces_of(model).timeline.ops if op.kind is Kind.GATHER]
-        found[stage, mode] = sum(len(op.params) for op in gathers), tz.full_state_dict(model)
-    return found
+        found[mode] = sum(len(op.params) for op in gathers), tz.full_state_dict(model)
+    plain, right = found.pop("none")
+    for mode, (gathered, weights) in found.items():
+        assert gathered - plain == (VECTORS if mode == "units" else 0), (mode, gathered, plain)
+        assert_close(weights, right, rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_recomputing_trains_alike_bit_for_bit(ranks_pool: RanksPool) -> None:
-    for found in ranks_pool.run(3, run_modes):
-        for (stage, mode), (gathered, weights) in found.items():
-            plain, right = found[stage, "none"]
-            assert gathered - plain == (VECTORS if (stage, mode) == (3, "units") else 0)
-            for path, weight in weights.items():
-                assert torch.equal(weight, right[path]), (stage, mode, path)
+    ranks_pool.run(2, in_modes)
 
 
 # Random numbers
@@ -194,10 +174,10 @@ def attention(h: Tensor) -> Tensor:
 
 
 # Each maps an element to itself times a random factor.
-ALL_DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda h: F.dropout(h, 0.5),
-    "attention": attention,
     "rrelu": lambda h: F.rrelu(-h, 0.0, 1.0, True),
+    "attention": attention,
     "rand": lambda h: h * torch.rand(h.shape),
     "rand_like": lambda h: h * (torch.rand_like(h) > 0.5),
     "randn": lambda h: h * torch.randn(h.shape),
@@ -207,20 +187,20 @@ ALL_DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "exponential": lambda h: h * torch.empty_like(h).exponential_(),
     "poisson": lambda h: h * torch.poisson(torch.ones_like(h)),
 }
-DRAWS = only(("dropout", "rrelu"), ALL_DRAWS)
 
 
 class Drawing(nn.Module):
     """``exp(factor * x * w)`` for each operator: for w = 1 the gradient is ``y * log(y)``, with forward's factors."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: list[str]) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.ones(len(DRAWS) + 1, COUNT))
+        self.draws = [DRAWS[name] for name in names]
+        self.w = nn.Parameter(torch.ones(len(names) + 1, COUNT))
 
     def forward(self, x: Tensor) -> Tensor:
         drawn = [
             checkpoint(lambda x, w, draw=draw: draw(x * w).exp(), x, w, use_reentrant=False)
-            for draw, w in zip(DRAWS.values(), self.w, strict=False)
+            for draw, w in zip(self.draws, self.w, strict=False)
         ]
         return torch.stack([*drawn, ltorch.checkpoint(own_outer, x, self.w[-1])])
 
@@ -233,23 +213,19 @@ def own_outer(x: Tensor, w: Tensor) -> Tensor:
     return ltorch.exp(ltorch.dropout(ltorch.checkpoint(own, x, w), 0.5))
 
 
-def draw(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
+def draw(rank: int, world_size: int, names: list[str]) -> tuple[Tensor, Tensor]:
     torch.manual_seed(rank)
-    results = []
-    for stage in of_tier((3,), STAGES):
-        model = sharded(Drawing(), stage)
-        y = model(torch.arange(1, COUNT + 1) / COUNT)
-        y.sum().backward()
-        (param,) = model.parameters()
-        results.append((y.detach(), param.grad))
-    return results
+    model = sharded(Drawing(names), 3)
+    y = model(torch.arange(1, COUNT + 1) / COUNT)
+    y.sum().backward()
+    (param,) = model.parameters()
+    return y.detach(), param.grad
 
 
-def test_backward_has_the_random_numbers_of_forward(ranks_pool: RanksPool) -> None:
-    ranks = ranks_pool.run(2, draw, timeout=110)
-    for at, results in enumerate(zip(*ranks, strict=True)):
-        right = torch.stack([y * y.log() for y, _ in results]).mean(0)
-        found = whole([grad for _, grad in results], right.shape, sharded=len(ranks[0]) == 1 or at > 0)
-        for name, row, expected in zip((*DRAWS, "own"), found, right, strict=True):
-            assert error(row, expected) < 1e-4, name
-            assert len(set(expected.tolist())) > 1, name
+@pytest.mark.parametrize("names", [list(DRAWS)[:2], *slow(list(DRAWS)[2:])], ids=len)
+def test_backward_has_the_random_numbers_of_forward(ranks_pool: RanksPool, names: list[str]) -> None:
+    outputs, grads = zip(*ranks_pool.run(2, draw, names), strict=True)
+    right = torch.stack([y * y.log() for y in outputs]).mean(0)
+    for name, row, expected in zip((*names, "own"), whole(grads, right.shape, sharded=True), right, strict=True):
+        assert error(row, expected) < 1e-4, name
+        assert len(set(expected.tolist())) > 1, name

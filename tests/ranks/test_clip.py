@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import inf, nan
 from typing import Any
@@ -17,11 +18,9 @@ import thunder_zero as tz
 from tests.harness.errors import raised
 from tests.harness.models import LENGTH, Mlp, Small, error, fresh, sharded, whole
 from tests.harness.ranks import RanksPool
-from tests.harness.tiers import of_tier
+from tests.harness.tiers import slow
 
-BOTH_FRONT_ENDS = True
-
-STAGES, NORMS, LIMITS = of_tier((1, 3), (0, 1, 2, 3)), (1.0, 2.0, 3.0, inf), (1e-3, 1e3)
+NORMS, LIMITS = (1.0, 2.0, 3.0, inf), (1e-3, 1e3)
 ROWS = 12
 
 
@@ -29,10 +28,12 @@ def tokens() -> Tensor:
     return torch.randint(0, 9, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-def norms(rank: int, world_size: int) -> dict[tuple[int, float, float], tuple[Tensor, int, dict[str, Tensor | None]]]:
+def norms(
+    rank: int, world_size: int, stages: list[int]
+) -> dict[tuple[int, float, float], tuple[Tensor, int, dict[str, Tensor | None]]]:
     """By stage, norm and limit: the norm, how many collectives it took, and the clipped gradients of this rank."""
     found = {}
-    for stage in STAGES:
+    for stage in stages:
         model = sharded(fresh(Small), stage)
         for norm_type in NORMS:
             for limit in LIMITS:
@@ -45,15 +46,16 @@ def norms(rank: int, world_size: int) -> dict[tuple[int, float, float], tuple[Te
     return found
 
 
-def test_the_norm_is_torchs_of_one_process(ranks_pool: RanksPool) -> None:
-    ranks = ranks_pool.run(3, norms, timeout=110)
+@pytest.mark.parametrize("stages", [[1, 3], *slow([0, 2])], ids=str)
+def test_the_norm_is_torchs_of_one_process(ranks_pool: RanksPool, stages: list[int]) -> None:
+    ranks = ranks_pool.run(3, norms, stages, timeout=110)
     model = fresh(Small)
     for norm_type in NORMS:
         for limit in LIMITS:
             model.zero_grad()
             model(tokens()).square().mean().backward()
             norm = clip_grad_norm_(model.parameters(), limit, norm_type)
-            for stage in STAGES:
+            for stage in stages:
                 found = [results[stage, norm_type, limit] for results in ranks]
                 assert {calls for _, calls, _ in found} == {1}
                 assert all(torch.equal(one, found[0][0]) for one, _, _ in found), "the same bits on all ranks"
@@ -77,103 +79,83 @@ def assert_clipped(parts: list[Tensor | None], right: nn.Parameter, largest: Ten
     assert (full - right.grad).abs().max() <= 1e-5 * scale
 
 
-def misuse(rank: int, world_size: int) -> dict[str, Any]:
-    model = sharded(fresh(Mlp), 2)
-    x = torch.ones(3, 7)
-    found: dict[str, Any] = {
-        "no model": raised(lambda: tz.clip_grad_norm_(Mlp(), 1.0)),
-        "no gradient": raised(lambda: tz.clip_grad_norm_(model, 1.0)),
-    }
-    with model.no_sync():
-        model(x).sum().backward()
-    found["open"] = raised(lambda: tz.clip_grad_norm_(model, 1.0))
-    model(x).sum().backward()
-    found["negative"] = raised(lambda: tz.clip_grad_norm_(model, -1.0))
-    found["nan"] = raised(lambda: tz.clip_grad_norm_(model, nan))
-    found["norm 0"] = raised(lambda: tz.clip_grad_norm_(model, 1.0, 0))
-    if rank == 1:
-        model.get_parameter("layers.1.weight").grad[0, 0] = inf
-    before = {name: param.grad.clone() for name, param in model.named_parameters()}
-    found["inf"] = raised(lambda: tz.clip_grad_norm_(model, 1.0, error_if_nonfinite=True))
-    found["unchanged"] = all(torch.equal(param.grad, before[name]) for name, param in model.named_parameters())
-    found["went on"] = tz.clip_grad_norm_(model, 1.0).item()
-    found |= norms_of_rows(model)
-    if rank == 1:
-        model.zero_grad()
-    found["one without"] = raised(lambda: tz.clip_grad_norm_(model, 1.0))
-    return found
-
-
-def norms_of_rows(model: tz.ZeroModule) -> dict[str, str]:
-    """What torch's own functions tell of one rank's rows."""
-    shards: list[Tensor] = list(model.parameters())
-    grads = [shard.grad for shard in shards if shard.grad is not None]
-    kept = [grad.nan_to_num() for grad in grads]
-    found = {
-        "torch's clip": raised(lambda: clip_grad_norm_(shards, 1.0)),
-        "torch's clip, one": raised(lambda: clip_grad_norm_([nn.Parameter(torch.ones(2)), shards[-1]], 1.0, inf)),
-        "torch's norm": raised(lambda: get_total_norm(grads)),
-        "torch's norms of parameters": raised(lambda: torch._foreach_norm(shards)),
-        "on purpose": raised(lambda: get_total_norm([grad.detach() for grad in grads])),
-        "others": raised(lambda: clip_grad_norm_(with_gradient(torch.ones(2)), 1.0)),
-    }
-    return found | {"unclipped": str(all(map(torch.equal, map(torch.nan_to_num, grads), kept)))}
-
-
 def with_gradient(value: Tensor) -> nn.Parameter:
     param = nn.Parameter(value)
     param.grad = torch.ones_like(value)
     return param
 
 
-def words_of_misuse() -> dict[str, list[str]]:
-    rows = [
-        "RuntimeError: torch.nn.utils.clip_grad_norm_ (or another norm)",
-        "rows of parameter",
-        "clip_grad_norm_(model",
+Rows = list[tuple[Callable[[], Any], tuple[str, ...]]]  # calls, and what their errors say
+
+
+def assert_refused(rows: Rows) -> None:
+    """Each call raises an error with all words, or none if the word is "nothing"."""
+    for call, words in rows:
+        said = raised(call)
+        assert [word for word in words if word not in said] == [], (words, said)
+
+
+def misuse(rank: int, world_size: int) -> None:
+    """A norm that is not finite is refused before anything changes, or clips to nothing."""
+    model, x = sharded(fresh(Mlp), 2), torch.ones(3, 7)
+    assert_refused(
+        [
+            (lambda: tz.clip_grad_norm_(Mlp(), 1.0), ("TypeError", "got Mlp", "jitted with ZeroTransform")),
+            (lambda: tz.clip_grad_norm_(model, 1.0), ("RuntimeError", "nothing to clip", "after backward")),
+        ]
+    )
+    with model.no_sync():
+        model(x).sum().backward()
+    words = ("RuntimeError", "cannot clip: no_sync", "of parameter 'layers.2.bias'", "last micro-batch")
+    assert_refused([(lambda: tz.clip_grad_norm_(model, 1.0), words)])
+    model(x).sum().backward()
+    if rank == 1:
+        model.get_parameter("layers.1.weight").grad[0, 0] = inf
+    before = {name: param.grad.clone() for name, param in model.named_parameters()}
+    assert_refused(
+        [
+            (lambda: tz.clip_grad_norm_(model, -1.0), ("ValueError", "max_norm is -1.0")),
+            (lambda: tz.clip_grad_norm_(model, nan), ("ValueError", "max_norm is nan")),
+            (lambda: tz.clip_grad_norm_(model, 1.0, 0), ("ValueError", "norm_type is 0")),
+            (
+                lambda: tz.clip_grad_norm_(model, 1.0, error_if_nonfinite=True),
+                ("RuntimeError", "is inf", "error_if_nonfinite=False"),
+            ),
+            *of_torchs_own(model),
+        ]
+    )
+    assert all(torch.equal(param.grad, before[name]) for name, param in model.named_parameters())
+    assert tz.clip_grad_norm_(model, 1.0) == inf
+    if rank == 1:
+        model.zero_grad()
+    words = ("RuntimeError", "no parameter has a gradient on rank 1", "after backward")
+    assert_refused([(lambda: tz.clip_grad_norm_(model, 1.0), words)])
+
+
+def of_torchs_own(model: tz.ZeroModule) -> Rows:
+    """What torch's own functions would tell of one rank's rows."""
+    shards: list[Tensor] = list(model.parameters())
+    grads = [shard.grad for shard in shards if shard.grad is not None]
+    one = [nn.Parameter(torch.ones(2)), shards[-1]]
+    rows = ("RuntimeError: torch.nn.utils.clip_grad_norm_", "rows of parameter", "clip_grad_norm_(model")
+    first = (*rows, "'layers.0.weight'")
+    return [
+        (lambda: clip_grad_norm_(shards, 1.0), first),
+        (lambda: clip_grad_norm_(one, 1.0, inf), (*rows, "'layers.2.bias'")),
+        (lambda: get_total_norm(grads), first),
+        (lambda: torch._foreach_norm(shards), first),
+        (lambda: get_total_norm([grad.detach() for grad in grads]), ("nothing",)),  # on purpose
+        (lambda: clip_grad_norm_(with_gradient(torch.ones(2)), 1.0), ("nothing",)),
     ]
-    return {
-        "no model": ["TypeError", "got Mlp", "jitted with ZeroTransform"],
-        "no gradient": ["RuntimeError", "nothing to clip", "after backward"],
-        "open": ["RuntimeError", "cannot clip: no_sync", "of parameter 'layers.2.bias'", "last micro-batch"],
-        "negative": ["ValueError", "max_norm is -1.0"],
-        "nan": ["ValueError", "max_norm is nan"],
-        "norm 0": ["ValueError", "norm_type is 0"],
-        "one without": ["RuntimeError", "no parameter has a gradient on rank 1", "after backward"],
-        "inf": ["RuntimeError", "is inf", "error_if_nonfinite=False"],
-        "torch's clip": [*rows, "'layers.0.weight'"],
-        "torch's clip, one": [*rows, "'layers.2.bias'"],
-        "torch's norm": [*rows, "'layers.0.weight'"],
-        "torch's norms of parameters": [*rows, "'layers.0.weight'"],
-        "on purpose": ["nothing"],
-        "others": ["nothing"],
-        "unclipped": ["True"],
-    }
 
 
-@pytest.fixture(scope="module")
-def misused(ranks_pool: RanksPool) -> dict[str, Any]:
-    first, second = ranks_pool.run(2, misuse)
-    assert first == second
-    return dict(first)
+def test_all_ranks_refuse_gradients_that_cannot_be_clipped(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, misuse)
 
 
-@pytest.mark.parametrize("case", words_of_misuse())
-def test_all_ranks_refuse_gradients_that_cannot_be_clipped(misused: dict[str, Any], case: str) -> None:
-    assert [word for word in words_of_misuse()[case] if word not in misused[case]] == [], misused[case]
-
-
-def test_a_norm_that_is_not_finite_is_refused_before_anything_changes_or_clips_to_nothing(
-    misused: dict[str, Any],
-) -> None:
-    first = misused
-    assert first["unchanged"]
-    assert first["went on"] == inf
-
-
-def clipped_by_torch(rank: int, world_size: int) -> dict[str, str]:
-    """What torch's function tells of full gradients, and of rows of several models, one of them gone."""
-    told = {}
+def clipped_by_torch(rank: int, world_size: int) -> None:
+    """Torch's function passes full gradients, and not the rows of several models; one at a time it does not see them,
+    as the docs say."""
     for name, policy in (
         ("DDP", tz.DDP),
         ("small", tz.Policy(stage=3, replicate_below_bytes=10**6)),
@@ -184,20 +166,16 @@ def clipped_by_torch(rank: int, world_size: int) -> dict[str, str]:
         model(torch.ones(3, 7)).sum().backward()
         before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
         params = list(model.get_submodule("layers.0").parameters()) if name == "ignored" else list(model.parameters())
-        told[name] = raised(partial(clip_grad_norm_, params, 1e9))
+        refused = name == "rows" and world_size > 1
+        words = "would see this rank's rows of parameter 'layers.0.weight' only" if refused else "nothing"
+        assert_refused([(partial(clip_grad_norm_, params, 1e9), (words,))])
         tz.clip_grad_norm_(model, inf)
         after = [param.grad for param in model.parameters() if param.grad is not None]
-        told["ours " + name] = str(all(map(torch.equal, before, after)))
-    told["one at a time"] = raised(partial(clip_grad_norm_, params, 1e9, foreach=False))
-    return told
+        assert all(map(torch.equal, before, after)), name
+    assert_refused([(partial(clip_grad_norm_, params, 1e9, foreach=False), ("nothing",))])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_torchs_clipping_passes_where_gradients_are_full(ranks_pool: RanksPool, world_size: int) -> None:
-    """One at a time it is not seen, as the docs say."""
-    for told in ranks_pool.run(world_size, clipped_by_torch):
-        rows = told.pop("rows")
-        assert ("would see this rank's rows of parameter 'layers.0.weight' only" in rows) is (world_size > 1), rows
-        assert {value for name, value in told.items() if name.startswith("ours")} == {"True"}, told
-        assert {value for name, value in told.items() if not name.startswith("ours")} == {"nothing"}, told
+    ranks_pool.run(world_size, clipped_by_torch)

@@ -5,7 +5,8 @@ Bytes are those of allocations, as torch's profiler sees them. Refusals on one r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,21 +17,19 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing import assert_close
 
 import thunder_zero as tz
 from examples.tensor_memory import added_at_peak, bytes_held
+from tests.harness.checkpoints import same
 from tests.harness.errors import raised
 from tests.harness.models import Mlp
 from tests.harness.ranks import RanksPool
-from tests.harness.tiers import of_tier
+from tests.harness.tiers import slow
 from thunder_zero.comm import agree
 
 import thunder
 
-BOTH_FRONT_ENDS = True
-
-WORLDS = of_tier((1, 3), (1, 2, 3))
-STAGES = of_tier((0, 1, 3), (0, 1, 2, 3))
 TOKENS = torch.arange(12).view(6, 2) % 11
 
 
@@ -58,7 +57,7 @@ class Net(nn.Module):
     def __init__(self, tied: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 7, padding_idx=3)
-        self.blocks = nn.ModuleList(Gated() for _ in range(3))
+        self.blocks = nn.ModuleList(Gated() for _ in range(2))
         self.norm = nn.BatchNorm1d(7)
         self.frozen = nn.Linear(7, 7).requires_grad_(False)
         self.head = nn.Linear(7, 11)
@@ -110,44 +109,19 @@ def jit(module: nn.Module, stage: int = 3, **arguments: Any) -> Any:
     return thunder.jit(module, transforms=[tz.ZeroTransform(stage=stage, **arguments)])
 
 
-def same(found: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
-    return found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
-
-
-def differences(model: Any, right: nn.Module) -> list[str]:
-    """The ways in which a materialised model differs from an ordinary module."""
+def assert_like(model: Any, right: nn.Module, case: Any) -> None:
+    """A materialised model has the values of an ordinary module, all of them real."""
     tensors = [*model.parameters(), *model.buffers(), *model._model.parameters(), *model._model.buffers()]
-    found = {
-        "values": same(tz.full_state_dict(model), right.state_dict()),
-        "buffers": same(dict(model.named_buffers()), dict(right.named_buffers())),
-        "real": not any(tensor.is_meta for tensor in tensors),
-    }
-    return [name for name, agrees in found.items() if not agrees]
+    assert not any(tensor.is_meta for tensor in tensors), case
+    assert same(tz.full_state_dict(model), right.state_dict()) == [], case
+    assert same(dict(model.named_buffers()), dict(right.named_buffers())) == [], case
 
 
-# The values of construction.
+# The values of construction
 
-
-def construct(rank: int, world_size: int, build: Callable[[], nn.Module], init: Any) -> dict[int, list[str]]:
-    found = {}
-    for stage in STAGES:
-        right, next_number = ordinary(build), torch.rand(())
-        torch.manual_seed(7)
-        model = jit(on_meta(build), stage, init=init)
-        moved = [] if torch.equal(torch.rand(()), next_number) else ["the generator"]
-        found[stage] = moved + differences(model, right)
-    return found
-
-
-@pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize(("build", "init"), [(Net, None), (Styled, style)])
-def test_the_values_are_those_of_construction(
-    ranks_pool: RanksPool, build: Callable[[], nn.Module], init: Any, world_size: int
-) -> None:
-    assert ranks_pool.run(world_size, construct, build, init) == [{stage: [] for stage in STAGES}] * world_size
-
-
-LAYERS_OF_TORCH: dict[str, Callable[[], nn.Module]] = {
+BUILT: dict[str, Callable[[], nn.Module]] = {
+    "Net": Net,
+    "Styled": Styled,
     "Conv": lambda: nn.Sequential(
         nn.Conv1d(2, 3, 2), nn.Conv2d(2, 3, 2), nn.Conv3d(2, 3, 2), nn.ConvTranspose2d(2, 3, 2)
     ),
@@ -162,40 +136,33 @@ LAYERS_OF_TORCH: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def construct_layers(rank: int, world_size: int) -> dict[str, list[str]]:
-    found = {}
-    for name, build in LAYERS_OF_TORCH.items():
-        right = ordinary(build)
-        torch.manual_seed(7)
-        found[name] = differences(jit(on_meta(build)), right)
-    return found
-
-
-def test_the_layers_of_torch(ranks_pool: RanksPool) -> None:
-    assert ranks_pool.run(2, construct_layers) == [{name: [] for name in LAYERS_OF_TORCH}] * 2
-
-
-def state_after_a_step(model: Any) -> dict[str, Tensor]:
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    model(TOKENS).square().mean().backward()
-    optimizer.step()
-    return tz.full_state_dict(model)
-
-
-def step(rank: int, world_size: int) -> bool:
-    right = ordinary(Styled)
+def construct(rank: int, world_size: int) -> None:
+    """The layers of torch, and models; then a step of one of them."""
+    for name, build in BUILT.items():
+        for stage in (0, 1, 3) if build in (Net, Styled) else (3,):
+            right, next_number = ordinary(build), torch.rand(())
+            torch.manual_seed(7)
+            model = jit(on_meta(build), stage, init=style if build is Styled else None)
+            assert torch.equal(torch.rand(()), next_number), (name, stage, "the generator")
+            assert_like(model, right, (name, stage))
     torch.manual_seed(7)
-    return same(state_after_a_step(jit(on_meta(Styled), init=style)), state_after_a_step(jit(right)))
+    model, right = jit(on_meta(Styled), init=style), ordinary(Styled)
+    for each in (model, right):
+        optimizer = torch.optim.SGD([param for param in each.parameters() if param.requires_grad], 0.1)
+        each(TOKENS).square().mean().backward()
+        optimizer.step()
+    assert_close(tz.full_state_dict(model), dict(right.state_dict()))
 
 
-def test_a_step_is_that_of_an_ordinary_model(ranks_pool: RanksPool) -> None:
-    assert ranks_pool.run(2, step) == [True, True]
+@pytest.mark.parametrize("world_size", [3, *slow(1)])
+def test_the_values_are_those_of_construction(ranks_pool: RanksPool, world_size: int) -> None:
+    ranks_pool.run(world_size, construct)
 
 
-# From a state dict, and from a rank.
+# From a state dict, and from a rank
 
 
-def load(rank: int, world_size: int, folder: Path) -> list[list[str]]:
+def load(rank: int, world_size: int, folder: Path) -> None:
     """From a saved file, which one rank or all read; a partly real module takes all its values from the file, too."""
     right = ordinary(Net, seed=9)
     path = folder / f"{rank}.pt"
@@ -217,32 +184,31 @@ def load(rank: int, world_size: int, folder: Path) -> list[list[str]]:
         (on_meta(Net), {"weights": files}),
         (on_meta(Net), {"weights": weights if rank == 0 else None, "broadcast_from": 0}),
     ]
-    return [differences(jit(module, **arguments), right) for module, arguments in sources]
+    for number, (module, arguments) in enumerate(sources):
+        assert_like(jit(module, **arguments), right, number)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", [3, *slow(1)])
 def test_the_values_of_a_state_dict(ranks_pool: RanksPool, world_size: int, tmp_path: Path) -> None:
-    assert ranks_pool.run(world_size, load, tmp_path) == [[[]] * 5] * world_size
+    ranks_pool.run(world_size, load, tmp_path)
 
 
-def take(rank: int, world_size: int, source: int) -> list[list[str]]:
+def take(rank: int, world_size: int, source: int) -> None:
     """The source has a real module, or draws one; the others' random generators have other seeds."""
-    found = []
     for is_real in (True, False):
         for stage in (0, 3):
             right = ordinary(Styled)
             module = right if is_real and rank == source else on_meta(Styled)
             torch.manual_seed(7 if rank == source else rank)
-            found.append(differences(jit(module, stage, init=style, broadcast_from=source), ordinary(Styled)))
-    return found
+            assert_like(jit(module, stage, init=style, broadcast_from=source), ordinary(Styled), (is_real, stage))
 
 
-@pytest.mark.parametrize(("world_size", "source"), of_tier([(3, 2)], [(1, 0), (2, 0), (3, 2)]))
+@pytest.mark.parametrize(("world_size", "source"), [(3, 2), *slow((1, 0))])
 def test_the_values_of_a_rank(ranks_pool: RanksPool, world_size: int, source: int) -> None:
-    assert ranks_pool.run(world_size, take, source) == [[[]] * 4] * world_size
+    ranks_pool.run(world_size, take, source)
 
 
-def mix(rank: int, world_size: int) -> list[str]:
+def mix(rank: int, world_size: int) -> None:
     """Real tensors stay as they are, with ``init`` or without; ignored parameters are each rank's own."""
     right = ordinary(Net)
     module = on_meta(Net)
@@ -252,21 +218,18 @@ def mix(rank: int, world_size: int) -> list[str]:
     state = tz.full_state_dict(model)
     torch.manual_seed(7 + rank)
     own: Any = Net().get_submodule("blocks.0.inner")
-    found = {
-        "real module": torch.equal(state["blocks.1.inner.weight"], right.blocks[1].inner.weight),
-        "real parameter": bool((state["head.bias"] == 3).all()),
-        "bias of its own": torch.equal(state["blocks.0.inner.bias"], own.bias),
-        "one parameter": model.blocks[0].inner.bias is dict(model.named_parameters())["blocks.0.inner.bias"],
-        "scaled": bool((state["norm.weight"] == 0.5).all()),
-    }
-    return [name for name, holds in found.items() if not holds]
+    assert torch.equal(state["blocks.1.inner.weight"], right.blocks[1].inner.weight)
+    assert (state["head.bias"] == 3).all()
+    assert torch.equal(state["blocks.0.inner.bias"], own.bias), "each rank's own"
+    assert model.blocks[0].inner.bias is dict(model.named_parameters())["blocks.0.inner.bias"]
+    assert (state["norm.weight"] == 0.5).all(), "init has scaled it"
 
 
 def test_real_tensors_and_ignored_parameters(ranks_pool: RanksPool) -> None:
-    assert ranks_pool.run(2, mix) == [[], []]
+    ranks_pool.run(2, mix)
 
 
-# Memory.
+# Memory
 
 WIDTH, LAYERS = 128, 8
 LAYER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -274,67 +237,56 @@ FEW = 4096  # bytes: flags, indices
 MESSAGES = 16384  # bytes: small messages, of all threads
 
 
+def deep_mlp() -> nn.Module:
+    return Mlp(WIDTH, LAYERS)
+
+
 def spread(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight)
 
 
-def peaks(rank: int, world_size: int, path: Path) -> dict[str, tuple[int, int]]:
-    """The most bytes that were alive while a model was made, and those at rest after it."""
-    cpu, kept, found = torch.device("cpu"), [], {}
-    weights = torch.load(path, mmap=True)
-    sources: dict[str, dict[str, Any]] = {
-        "reset_parameters": {},
-        "init": {"init": spread},
-        "ZeRO-1": {"stage": 1},
-        "weights": {"weights": weights},
-    }
-    for how, arguments in sources.items():
+def peaks(rank: int, world_size: int, path: Path) -> None:
+    """The most bytes that are alive while a model is made, beside those at rest after it."""
+    cpu, weights, kept = torch.device("cpu"), torch.load(path, mmap=True), []
+    sources: list[dict[str, Any]] = [{}, {"init": spread}, {"stage": 1}, {"weights": weights}]
+    for arguments in sources:
         torch.manual_seed(0)
-        module = on_meta(lambda: Mlp(WIDTH, LAYERS))
+        module = on_meta(deep_mlp)
         peak = added_at_peak(lambda module=module, arguments=arguments: kept.append(jit(module, **arguments)), cpu)  # type: ignore[misc]
-        found[how] = (peak, bytes_held(kept[-1].parameters()))
-    peak = added_at_peak(lambda: kept.append(jit(ordinary(lambda: Mlp(WIDTH, LAYERS)))), cpu)
-    found["construction"] = (peak, bytes_held(kept[-1].parameters()))
-    return found
+        at_rest = bytes_held(kept[-1].parameters())
+        assert "stage" in arguments or at_rest <= LAYERS * (LAYER_BYTES / world_size + FEW), (arguments, at_rest)
+        assert peak - at_rest <= LAYER_BYTES + FEW + MESSAGES, (arguments, peak, at_rest)
+    in_full = added_at_peak(lambda: kept.append(jit(ordinary(deep_mlp))), cpu)
+    assert in_full > LAYERS * LAYER_BYTES, "construction holds all of it"
 
 
-@pytest.mark.parametrize("world_size", of_tier([3], [2, 3]))
-def test_no_rank_holds_more_than_its_shards_and_a_unit(ranks_pool: RanksPool, world_size: int, tmp_path: Path) -> None:
-    torch.save(Mlp(WIDTH, LAYERS).state_dict(), tmp_path / "mlp.pt")
-    for found in ranks_pool.run(world_size, peaks, tmp_path / "mlp.pt"):
-        in_full, _ = found.pop("construction")
-        assert in_full > LAYERS * LAYER_BYTES
-        for how, (peak, at_rest) in found.items():
-            beside = peak - at_rest
-            assert how == "ZeRO-1" or at_rest <= LAYERS * (LAYER_BYTES / world_size + FEW)
-            assert beside <= LAYER_BYTES + FEW + MESSAGES, (how, beside, LAYER_BYTES)
-
-
-def count_sent(rank: int, world_size: int, path: Path) -> int:
-    """How many of the parameters that a rank sends or receives are alive at once; the profiler does not see gloo's
-    threads free them."""
+def send(rank: int, world_size: int, path: Path) -> None:
+    """Counts how many of the parameters that a rank sends or receives are alive at once; the profiler does not see
+    gloo's threads free them."""
     seen, alive = [], []
-    send = agree.broadcast
+    broadcast = agree.broadcast
 
     def counted(tensor: Tensor, *arguments: Any) -> None:
         seen.append(StorageWeakRef(tensor.untyped_storage()))
-        send(tensor, *arguments)
+        broadcast(tensor, *arguments)
         alive.append(sum(not storage.expired() for storage in seen))
 
     weights = torch.load(path, mmap=True) if rank == 0 else None
     with mock.patch.object(agree, "broadcast", counted):
-        jit(on_meta(lambda: Mlp(WIDTH, LAYERS)), broadcast_from=0, weights=weights)
-    assert len(alive) == 2 * LAYERS
-    return max(alive)
+        jit(on_meta(deep_mlp), broadcast_from=0, weights=weights)
+    assert len(alive) == 2 * LAYERS, alive
+    assert max(alive) <= 3, "this one, and one for each thread of gloo"
 
 
-def test_parameters_that_one_rank_reads_are_sent_one_by_one(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    torch.save(Mlp(WIDTH, LAYERS).state_dict(), tmp_path / "mlp.pt")
-    assert max(ranks_pool.run(3, count_sent, tmp_path / "mlp.pt")) <= 3, "this one, and one for each thread of gloo"
+def test_no_rank_holds_more_than_its_shards_and_a_unit(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    """Parameters that one rank reads are sent one by one."""
+    torch.save(deep_mlp().state_dict(), tmp_path / "mlp.pt")
+    for fn in (peaks, send):
+        ranks_pool.run(3, fn, tmp_path / "mlp.pt")
 
 
-# Refused on all ranks.
+# Refused on all ranks
 
 
 class Bare(nn.Module):
@@ -358,40 +310,31 @@ def fails_on_the_last(module: nn.Module) -> None:
     style(module)
 
 
-def refuse(rank: int, world_size: int) -> list[str]:
+def differ(rank: int, world_size: int) -> None:
+    """Every rank raises; the module and the group can still be used."""
     last = rank == world_size - 1
     right = ordinary(Net).state_dict()
     short = {name: value for name, value in right.items() if name != "norm.bias" or not last}
     module = ordinary(Net) if last else on_meta(Net)
+    net, differs = partial(on_meta, Net), "initial value of parameter 'embed.weight' differs"
     torch.manual_seed(rank)
-    answers = [
-        raised(lambda: jit(on_meta(Net))),
-        raised(lambda: jit(on_meta(Net), init=style)),
-        raised(lambda: jit(on_meta(Net), init=style if last else None)),
-        raised(lambda: jit(on_meta(Net), init=fails_on_the_last)),
-        raised(lambda: jit(on_meta(tied), init=fails_on_the_last)),
-        raised(lambda: jit(on_meta(Net), weights=short)),
-        raised(lambda: jit(module)),
+    rows: list[tuple[nn.Module, dict[str, Any], tuple[str, ...]]] = [
+        (net(), {}, (differs, "seed every rank alike before the transform")),
+        (net(), {"init": style}, (differs, "broadcast_from=0", "rank 1")),
+        (net(), {"init": style if last else None}, ("the argument init differs", "rank 0 has None", "on every rank")),
+        (net(), {"init": fails_on_the_last}, ("differs between ranks", "seed every rank alike")),
+        # The others gather the weight for its second owner before they hear of it.
+        (on_meta(tied), {"init": fails_on_the_last}, ("init fails here; try another",)),
+        (net(), {"weights": short}, ("weights has no 'norm.bias'", "give the state dict of a Net")),
+        (module, {}, ("'embed.weight' = 'head.weight' differs", "on the meta device", "build the same module")),
     ]
+    for number, (given, arguments, words) in enumerate(rows):
+        said = raised(partial(jit, given, **arguments))
+        assert [word for word in (*words, "; ") if word not in said] == [], (number, said)
+        assert "\n" not in said, said
     torch.manual_seed(7)
-    return [*answers, *differences(jit(on_meta(Net)), ordinary(Net))]
-
-
-REFUSED = [
-    ("initial value of parameter 'embed.weight' differs", "seed every rank alike before the transform"),
-    ("initial value of parameter 'embed.weight' differs", "broadcast_from=0", "rank 1"),
-    ("the argument init differs", "rank 0 has None", "give init on every rank"),
-    ("differs between ranks", "seed every rank alike"),
-    ("init fails here; try another",),  # the others gather the weight for its second owner before they hear of it
-    ("weights has no 'norm.bias'", "give the state dict of a Net"),
-    ("parameter 'embed.weight' = 'head.weight' differs", "on the meta device", "build the same module on every rank"),
-]
+    assert_like(jit(net()), ordinary(Net), "after all")
 
 
 def test_ranks_that_differ(ranks_pool: RanksPool) -> None:
-    """Every rank raises; the module and the group can still be used."""
-    for answers in ranks_pool.run(3, refuse):
-        assert len(answers) == len(REFUSED), answers
-        for answer, words in zip(answers, REFUSED, strict=True):
-            assert [word for word in words if word not in answer] == [], answer
-            assert "\n" not in answer
+    ranks_pool.run(3, differ)
