@@ -100,14 +100,8 @@ class Builder:
     full: dict[str, str] = field(default_factory=dict)  # path -> value of the full parameter
     backward: bool = False
 
-    def add(
-        self,
-        kind: Kind,
-        reads: Iterable[str],
-        *writes: str,
-        params: tuple[str, ...] = (),
-        repeatable: bool = True,
-    ) -> None:
+    def add(self, kind: Kind, reads: Iterable[str], *writes: str, path: str = "", repeatable: bool = True) -> None:
+        params = (path,) if path else ()
         for name in (*reads, *writes):
             self.values.setdefault(name, Value(8, "float32"))
         repeatable = repeatable and kind is Kind.COMPUTE
@@ -123,14 +117,14 @@ class Builder:
             self.full[path] = f"t_{path}"
             if param.is_cast:
                 self.weigh(param, path)
-                self.add(Kind.COMPUTE, (f"t_{path}",), path, repeatable=True)
+                self.add(Kind.COMPUTE, (f"t_{path}",), path)
                 self.full[path] = path
         if path not in self.full:
             self.weigh(param, f"fut_{path}", path)
             nbytes = prod(self.plan.shard_shape(param)) * param.dtype.itemsize
             self.values[f"t_{path}"] = Value(nbytes, str(param.dtype))
-            self.add(Kind.GATHER, (f"t_{path}",), f"fut_{path}", params=(path,))
-            self.add(Kind.WAIT, (f"fut_{path}",), path, params=(path,))
+            self.add(Kind.GATHER, (f"t_{path}",), f"fut_{path}", path=path)
+            self.add(Kind.WAIT, (f"fut_{path}",), path, path=path)
             self.full[path] = path
         return self.full[path]
 
@@ -155,8 +149,8 @@ class Builder:
     def reduce(self, param: Param) -> str:
         handle, full, mean = f"red_{param.path}", f"g_{param.path}", f"mean_{param.path}"
         self.weigh(param, handle, full, mean)
-        self.add(Kind.REDUCE, (full,), handle, params=(param.path,))
-        self.add(Kind.WAIT, (handle,), mean, params=(param.path,))
+        self.add(Kind.REDUCE, (full,), handle, path=param.path)
+        self.add(Kind.WAIT, (handle,), mean, path=param.path)
         return mean
 
 
@@ -358,20 +352,16 @@ def with_policy(timeline: Timeline, **fields: object) -> Timeline:
 
 def same_results(after: Timeline, before: Timeline) -> bool:
     """Whether the return of both reads equal expressions; each read must find its value (:func:`interpret`)."""
-    terms: Terms = {}
+    terms: dict[object, int] = {}
     return interpret(after, terms) == interpret(before, terms)
 
 
-Terms = dict[object, int]
-
-
-def interpret(timeline: Timeline, terms: Terms | None = None) -> tuple[int, ...]:
+def interpret(timeline: Timeline, terms: dict[object, int]) -> tuple[int, ...]:
     """The values that the return reads, each as the number of its expression in ``terms`` (equal if they are equal).
 
     Raises:
         AssertionError: a value is read before it is written, or after its memory was freed.
     """
-    terms = {} if terms is None else terms
     value: dict[str, int] = {}
     pending: dict[str, list[int]] = {}
     memory: dict[str, frozenset[str]] = {}  # value -> gathered values whose memory it may share

@@ -98,11 +98,8 @@ def test_a_unit_rule_of_ones_own_and_the_innermost_unit_wins() -> None:
     params = make_plan(on_meta(gpt), policy, 2, 0).by_name
     assert params["transformer.h.1.norm.weight"].unit == "transformer.h.1"
     assert params["transformer.h.0.norm.weight"].unit == "transformer"
-
-
-def test_a_unit_is_no_prefix_of_a_name() -> None:
-    blocks = on_meta(lambda: nn.ModuleList([Block() for _ in range(11)]))
-    assert make_plan(blocks, ZERO3, 2, 0).by_name["10.norm.weight"].unit == "10"
+    blocks = make_plan(on_meta(lambda: nn.ModuleList([Block() for _ in range(11)])), ZERO3, 2, 0)
+    assert blocks.by_name["10.norm.weight"].unit == "10", "a unit is no prefix of a name"
 
 
 def test_a_tied_parameter_is_one_parameter_with_two_names() -> None:
@@ -144,12 +141,8 @@ def test_shapes_dtypes_and_bytes() -> None:
     assert replicated.gather_bytes(replicated.params[0]) == 0
     assert replicated.reduce_bytes(replicated.params[0]) == 46  # ceil(2 * 3 / 4 * 15 elements) * 2 bytes
     assert plan.params == make_plan(module, ZERO3, 4, rank=0).params, "the same for all ranks"
-
-
-def test_frozen_parameters_are_known() -> None:
-    module = linear()
-    module.get_parameter("bias").requires_grad_(False)
-    assert [param.requires_grad for param in make_plan(module, ZERO3, 2, 0).params] == [True, False]
+    frozen = make_plan(parameter((5, 3)).requires_grad_(False), ZERO3, 4, 0).params[0]
+    assert (param.requires_grad, frozen.requires_grad) == (True, False)
 
 
 @pytest.mark.parametrize(

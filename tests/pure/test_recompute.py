@@ -149,16 +149,12 @@ def test_units_save_their_borders_and_what_was_drawn() -> None:
     assert again(after) == ["n", "y1", "y2", "x1", "x2"]
     assert same_results(after, timeline)
     assert saved(run(program(TWO_UNITS, UNITS, {"x3": 99, "m": 1}))) == {"x0", "x2", "y3", "m"}, "the border moves"
+    assert gathers_in_backward(after) == [("head",), ("v.w", "v.bias"), ("u.w", "u.bias")], "with the biases"
+    for mode in ("cheap", "none"):
+        others = run(program(TWO_UNITS, replace(UNITS, recompute=mode)))
+        assert gathers_in_backward(others) == [("head",), ("v.w",), ("u.w",)]
     both = "gather u9.w; gather u10.w; y <-* x u9.w u10.w; --; gx <-* g y"
     assert [run.unit for run in runs(program(both, UNITS))] == ["u10"], "what reads two units is of the later one"
-
-
-def test_units_gather_their_biases_with_them() -> None:
-    def gathers(mode: str) -> list[tuple[str, ...]]:
-        return gathers_in_backward(run(program(TWO_UNITS, replace(UNITS, recompute=mode))))
-
-    assert gathers("cheap") == gathers("none") == [("head",), ("v.w",), ("u.w",)]
-    assert gathers("units") == [("head",), ("v.w", "v.bias"), ("u.w", "u.bias")]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
