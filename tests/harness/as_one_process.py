@@ -1,0 +1,169 @@
+"""Trains models twice on each rank: sharded on its rows, and plain on all rows; both must have the same numbers.
+
+A test gives pairs of a sharded and a plain model, and a loop, which runs once for each side, step by step in turn::
+
+    def steps(side: Side) -> Steps:
+        (model,) = side.models
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in range(8):
+            optimizer.zero_grad()
+            y = model(side.rows(batch(number)))
+            y.square().mean().backward()
+            optimizer.step()
+            yield side.joined(y)
+
+    trains_as_one_process([(sharded(plain, 3), plain)], steps)
+
+After each step, what both sides yield must agree, and so must gradients and weights; at the end, full state dicts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from thunder_zero.rows import own_rows, padding_of
+from thunder_zero.runtime.sharded_model import sharded_model
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+ZERO = 1e-7  # the norm of a gradient that is zero in exact arithmetic
+Steps = Iterator[Tensor]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of both runs of a loop.
+
+    Attributes:
+        models: plain ones, or sharded ones.
+        rank: of this process among those that share the batch; 0 if the models are plain.
+        world_size: how many share it; 1 if the models are plain.
+        group: of these ranks.
+    """
+
+    models: Sequence[Any]
+    rank: int = 0
+    world_size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        return isinstance(self.models[0], tz.ZeroModule)
+
+    def rows(self, batch: Tensor) -> Tensor:
+        """This side's rows of a batch: all, or as many as each other rank has."""
+        return batch.tensor_split(self.world_size)[self.rank]
+
+    def parts(self, batch: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """A batch cut into the parts of ranks: all of them, or this rank's."""
+        parts = list(batch.split(list(sizes)))
+        return [parts[self.rank]] if self.is_sharded else parts
+
+    def joined(self, own: Tensor) -> Tensor:
+        """All ranks' rows of a tensor."""
+        if not self.is_sharded:
+            return own.detach()
+        return torch.cat(on_all_ranks(own.detach(), self.group))
+
+    def mean(self, own: Tensor) -> Tensor:
+        """The mean over ranks."""
+        if not self.is_sharded:
+            return own.detach()
+        return torch.stack(on_all_ranks(own.detach(), self.group)).mean(0)
+
+
+Loop = Callable[[Side], Steps]
+
+
+def on_all_ranks(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What each rank has, on each."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, own, group)
+    return found
+
+
+def assert_near(
+    found: Tensor, right: Tensor, where: str, tolerance: float | None = None, whole: Tensor | None = None
+) -> None:
+    """By the norm of the difference, relative to that of the whole tensor; what is zero in exact arithmetic by ZERO."""
+    assert (found.shape, found.dtype) == (right.shape, right.dtype), (where, found.shape, found.dtype, right.dtype)
+    distance = float((found.double() - right.double()).norm())
+    norm = float((right if whole is None else whole).double().norm())
+    limit = TOLERANCE.get(right.dtype, 0.0) if tolerance is None else tolerance
+    assert distance <= (limit * norm if norm > ZERO else ZERO), f"{where}: {distance / max(norm, ZERO)} off"
+
+
+def trains_as_one_process(
+    pairs: Sequence[tuple[Any, nn.Module]], loop: Loop, rank: int | None = None, tolerance: float | None = None
+) -> list[dict[str, Tensor]]:
+    """Run a loop with sharded models and with copies of plain ones; returns the full state dicts after it.
+
+    Args:
+        pairs: each model of the loop, sharded and plain, with the same values.
+        rank: the part of the batch that this rank takes, if not that of its number in the models' group.
+        tolerance: of relative errors, instead of that of the dtype.
+    """
+    models = [model for model, _ in pairs]
+    plain = [deepcopy(one) for _, one in pairs]
+    group = sharded_model(models[0]).state.group
+    ours = Side(models, dist.get_rank(group) if rank is None else rank, dist.get_world_size(group), group)
+    for step, (found, right) in enumerate(zip(loop(ours), loop(Side(plain)), strict=True)):
+        assert_near(found, right, f"values of step {step}", tolerance)
+        for model, one in zip(models, plain, strict=True):
+            assert_same_parameters(model, one, f" after step {step}", tolerance)
+    return [same_state(model, one, tolerance) for model, one in zip(models, plain, strict=True)]
+
+
+def assert_same_parameters(model: Any, one: nn.Module, where: str = "", tolerance: float | None = None) -> None:
+    """This rank's weights and gradients are its rows of the plain model's; padding is zero.
+
+    Of an ignored parameter each rank has its own gradient; the mean over ranks is the plain model's.
+    """
+    state = sharded_model(model).state
+    named = dict(model.named_parameters())
+    right = dict(one.named_parameters())
+    assert named.keys() == right.keys(), (named.keys(), right.keys())
+    for name, param in right.items():
+        planned, grad = state.plan.by_name.get(name), named[name].grad
+        assert (grad is None) == (param.grad is None), (name, where)
+        for kind, found, full in (("weight", named[name], param), ("gradient", grad, param.grad)):
+            if found is None or full is None:
+                continue
+            found, full = found.detach(), full.detach()
+            if planned is None:
+                found, rows = torch.stack(on_all_ranks(found, state.group)).mean(0), full
+            else:
+                rows = own_rows(full, planned, state.plan)
+                padding = padding_of(found, planned, state.plan) if planned.sharded else torch.zeros(0)
+                assert not padding.any(), f"padding of the {kind} of {name}{where}"
+            assert_near(found, rows, f"{kind} of {name}{where}", tolerance, full)
+
+
+def same_state(model: Any, one: nn.Module, tolerance: float | None = None) -> dict[str, Tensor]:
+    """The full state dict, which has the bits of the shards, the same on all ranks, and the plain model's values."""
+    state = sharded_model(model).state
+    full, right = tz.full_state_dict(model), one.state_dict()
+    assert list(full) == list(right), (list(full), list(right))
+    for name, value in right.items():
+        assert_near(full[name], value, name, tolerance)
+    for path, shard in state.shards.items():
+        assert torch.equal(shard, own_rows(full[path], state.plan.by_name[path], state.plan)), path
+    digests = on_all_ranks(digest(full[path] for path in state.shards), state.group)
+    assert len(set(digests)) == 1, "ranks have other bits"
+    return full
+
+
+def digest(tensors: Any) -> str:
+    """Of the bits of tensors, by which processes compare them."""
+    total = hashlib.blake2b()
+    for tensor in tensors:
+        total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
