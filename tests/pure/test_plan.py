@@ -12,6 +12,7 @@ from torch import nn
 
 from thunder_zero.plan import ROOT, Plan, make_plan, repeated_blocks
 from thunder_zero.policy import DDP, ZERO1, ZERO2, ZERO3, Policy
+from thunder_zero.precision import MixedPrecision
 
 
 class Block(nn.Module):
@@ -100,6 +101,14 @@ def test_a_unit_rule_of_ones_own_and_the_innermost_unit_wins() -> None:
     assert params["transformer.h.0.norm.weight"].unit == "transformer"
     blocks = make_plan(on_meta(lambda: nn.ModuleList([Block() for _ in range(11)])), ZERO3, 2, 0)
     assert blocks.by_name["10.norm.weight"].unit == "10", "a unit is no prefix of a name"
+
+
+def test_the_last_override_that_fits_decides() -> None:
+    half, single = MixedPrecision(torch.bfloat16), MixedPrecision(torch.float32)
+    policy = replace(ZERO3, mixed_precision=MixedPrecision(overrides={"transformer.*": half, "*.norm": single}))
+    params = make_plan(on_meta(gpt), policy, 2, 0).by_name
+    assert params["transformer.h.1.norm.weight"].compute_dtype is torch.float32
+    assert params["transformer.h.1.up.weight"].compute_dtype is torch.bfloat16
 
 
 def test_a_tied_parameter_is_one_parameter_with_two_names() -> None:
