@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.timelines import make_param, model, program, timelines
+from tests.harness.timelines import make_param, model, program, split, timelines
 from thunder_zero.cost.costs import Cost, costs_of
 from thunder_zero.cost.device import A100, DEVICES, H100, TPU_V2, Device, Link
 from thunder_zero.cost.fused import fused_traffic
@@ -29,42 +29,25 @@ SECOND = Device(  # of one FLOP, of a byte of traffic, of a byte on a wire
 )
 
 
-def gather(name: str) -> Op:
-    return Op(Kind.GATHER, (f"t_{name}",), (f"fut_{name}",))
-
-
-def wait(name: str) -> Op:
-    return Op(Kind.WAIT, (f"fut_{name}",), (name,))
-
-
-def compute(*reads: str) -> Op:
-    return Op(Kind.COMPUTE, reads, ("y",))
-
-
-def lanes(ops: Sequence[tuple[Op, Cost]], *, overlaps: bool = True) -> list[tuple[str, float, float]]:
-    """Lane, start and end of each span, and whether it waits."""
-    timeline = Timeline(tuple(op for op, _ in ops), {}, PLAN)
-    spans = simulate(timeline, [cost for _, cost in ops], overlaps=overlaps)
+def lanes(text: str, *, overlaps: bool = True) -> list[tuple[str, float, float]]:
+    """Lane ("wait" if it waits), start and end of each span of a step, such as ``gather a 2 1; compute 3; wait a``,
+    with the seconds of the wires inside and across nodes, or of compute."""
+    ops, costs = [], []
+    for line in split(text):
+        kind, *words = line.split()
+        name = "y" if kind == "compute" else words.pop(0)
+        seconds = [float(word) for word in words]
+        if kind == "gather":
+            ops.append(Op(Kind.GATHER, (f"t_{name}",), (f"fut_{name}",)))
+            costs.append(Cost(wires=tuple(zip((Lane.INSIDE, Lane.ACROSS), seconds, strict=False))))
+        else:
+            ops.append(Op(Kind(kind), (f"fut_{name}",) if kind == "wait" else ("x",), (name,)))
+            costs.append(Cost(seconds=sum(seconds)))
+    spans = simulate(Timeline(tuple(ops), {}, PLAN), costs, overlaps=overlaps)
     return [("wait" if span.waits else str(span.lane), span.start, span.end) for span in spans]
 
 
-def on_wire(*seconds: float) -> Cost:
-    return Cost(wires=tuple(zip((Lane.INSIDE, Lane.ACROSS), seconds, strict=False)))
-
-
-def busy(seconds: float) -> Cost:
-    return Cost(seconds=seconds)
-
-
-STEP = [
-    (gather("a"), on_wire(2)),
-    (gather("b"), on_wire(2)),
-    (compute("x"), busy(1)),
-    (wait("a"), Cost()),
-    (compute("a"), busy(3)),
-    (wait("b"), Cost()),
-    (compute("b"), busy(1)),
-]
+STEP = "gather a 2; gather b 2; compute 1; wait a; compute 3; wait b; compute 1"
 
 
 def test_a_wire_carries_one_launch_at_a_time_beside_compute() -> None:
@@ -79,14 +62,12 @@ def test_without_overlap_compute_waits_for_each_launch() -> None:
 
 
 def test_the_wires_of_hybrid_sharding_run_side_by_side() -> None:
-    ops = [(gather("a"), on_wire(1, 2)), (gather("b"), on_wire(1, 2)), (wait("b"), Cost())]
     a, b = [("inside", 0, 1), ("across", 1, 3)], [("inside", 1, 2), ("across", 3, 5)]
-    assert lanes(ops) == [*a, *b, ("wait", 0, 5)]
+    assert lanes("gather a 1 2; gather b 1 2; wait b") == [*a, *b, ("wait", 0, 5)]
 
 
 def test_a_launch_waits_for_the_compute_before_it() -> None:
-    ops = [(compute("x"), busy(2)), (gather("a"), on_wire(1)), (wait("a"), Cost())]
-    assert lanes(ops) == [("compute", 0, 2), ("inside", 2, 3), ("wait", 2, 3)]
+    assert lanes("compute 2; gather a 1; wait a") == [("compute", 0, 2), ("inside", 2, 3), ("wait", 2, 3)]
 
 
 def test_the_figures_of_a_step() -> None:
@@ -94,8 +75,8 @@ def test_the_figures_of_a_step() -> None:
     param = make_param("w", (2,), "", PLAN.policy)
     values = {name: Value(4, "float32") for name in ("x", "w", "y")}
     product = Op(Kind.COMPUTE, ("x", "w"), ("y",), work=Work.MATMUL, flops=6)
-    launch = replace(gather("w"), params=("w",))
-    ops = (launch, replace(wait("w"), params=("w",)), product, replace(product, again=True))
+    launch, wait = Op(Kind.GATHER, ("t_w",), ("fut",), ("w",)), Op(Kind.WAIT, ("fut",), ("w",), ("w",))
+    ops = (launch, wait, product, replace(product, again=True))
     estimate = step_time(Timeline(ops, values, replace(PLAN, params=(param,))), SECOND)
     assert [cost.seconds for cost in estimate.costs] == [0, 0, 12, 12]
     assert (estimate.seconds, estimate.compute_seconds, estimate.exposed_seconds) == (28, 24, 4)
@@ -164,15 +145,14 @@ def test_traffic_is_what_is_read_and_written() -> None:
     assert traffic(Work.POINTWISE, reads=("x", "table"), updates=("table",)) == 4 + 100
     assert traffic(Work.INDEX) == 4 + 8 + 8  # the rows that are written
     assert traffic(Work.VIEW) == traffic(Work.NONE) == 0
-    assert traffic_bytes(gather("a"), model(Policy(3), "a.w")) == 0
+    launches = model(Policy(3), "a.w")
+    assert traffic_bytes(launches.ops[0], launches) == 0
 
 
 def test_a_product_computes_in_the_dtype_of_what_it_reads() -> None:
     values = {"i": Value(4, "int64"), "x": Value(4, "bfloat16"), "w": Value(4, "float32")}
-    timeline = Timeline((), values, PLAN)
-    assert compute_dtype(compute("i", "x", "w"), timeline) == "bfloat16"
-    assert compute_dtype(compute("i"), timeline) == "int64"
-    assert compute_dtype(compute(), timeline) == ""
+    for reads, dtype in {("i", "x", "w"): "bfloat16", ("i",): "int64", (): ""}.items():
+        assert compute_dtype(Op(Kind.COMPUTE, reads), Timeline((), values, PLAN)) == dtype
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link() -> None:

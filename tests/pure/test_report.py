@@ -22,69 +22,51 @@ from thunder_zero.report.trace_printer import print_rows, print_total, size
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 POLICY = Policy(stage=3)
-PLAN = Plan(
-    POLICY,
-    4,
-    0,
-    (
-        make_param("embedding.weight", (8, 4), "", POLICY),  # 128 B
-        make_param("h.0.w", (8, 8), "h.0", POLICY),  # 256 B
-        make_param("h.0.b", (8,), "h.0", POLICY),  # 32 B
-    ),
+PARAMS = (
+    make_param("embedding.weight", (8, 4), "", POLICY),  # 128 B
+    make_param("h.0.w", (8, 8), "h.0", POLICY),  # 256 B
+    make_param("h.0.b", (8,), "h.0", POLICY),  # 32 B
 )
-FORWARD = (
-    "# x: input",
-    "f = zero_all_gather_coalesced((t_w, t_b), ('h.0.w', 'h.0.b'))",
-    "c = torch.cos(x)",
-    "(w, b) = zero_wait_coalesced(f)",
-    "del f",
-    "wt = torch.permute(w, (1, 0))",
-    "del w",
-    "y = torch.matmul(c, wt)",
-    "del c, wt",
-    "z = torch.add(y, b)",
-    "del b",
-    "return z",
+PLAN = Plan(POLICY, 4, 0, PARAMS)
+FORWARD = (  # lines of code, and their operations
+    ("# x: input", ""),
+    ("f = zero_all_gather_coalesced((t_w, t_b), ('h.0.w', 'h.0.b'))", "gather f <- t_w t_b: h.0.w h.0.b"),
+    ("c = torch.cos(x)", "compute c <- x"),
+    ("(w, b) = zero_wait_coalesced(f)", "wait w b <- f: h.0.w h.0.b"),
+    ("del f", ""),
+    ("wt = torch.permute(w, (1, 0))", "compute wt <- w"),
+    ("del w", ""),
+    ("y = torch.matmul(c, wt)", "compute y <- c wt"),
+    ("del c, wt", "free <- w: h.0.w"),
+    ("z = torch.add(y, b)", "compute z <- y b"),
+    ("del b", "free <- b: h.0.b"),
+    ("return z", "compute <- z"),
 )
 BACKWARD = (
-    "f2 = zero_reduce_scatter(gw, 'h.0.w')",
-    "g = zero_wait(f2)",
-    "gw = torch.sin(g)",
-    "f3 = zero_reduce_scatter(gw, 'h.0.b')",
-    "return g",
+    ("f2 = zero_reduce_scatter(gw, 'h.0.w')", "reduce f2 <- gw0: h.0.w"),
+    ("g = zero_wait(f2)", "wait g <- f2: h.0.w"),
+    ("gw = torch.sin(g)", "compute gw <- g"),
+    ("f3 = zero_reduce_scatter(gw, 'h.0.b')", "reduce f3 <- gw: h.0.b"),
+    ("return g", "compute <- g"),
 )
 
 
-def op(kind: Kind, reads: str, writes: str, at: int, *params: str, backward: bool = False) -> Op:
-    repeatable = kind is Kind.COMPUTE and bool(writes)
-    return Op(kind, tuple(reads.split()), tuple(writes.split()), params, backward, repeatable, source=(at,))
+def op(text: str, at: int = 0, *, backward: bool = False) -> Op:
+    kind, values, params = re.fullmatch(r"(\w+)([^:]*):?(.*)", text).groups()
+    writes, reads = (tuple(names.split()) for names in values.split("<-"))
+    repeatable = kind == Kind.COMPUTE and bool(writes)
+    return Op(Kind(kind), reads, writes, tuple(params.split()), backward, repeatable, source=(at,))
 
 
-TIMELINE = Timeline(
-    (
-        op(Kind.GATHER, "t_w t_b", "f", 1, "h.0.w", "h.0.b"),
-        op(Kind.COMPUTE, "x", "c", 2),
-        op(Kind.WAIT, "f", "w b", 3, "h.0.w", "h.0.b"),
-        op(Kind.COMPUTE, "w", "wt", 5),
-        op(Kind.COMPUTE, "c wt", "y", 7),
-        op(Kind.FREE, "w", "", 8, "h.0.w"),
-        op(Kind.COMPUTE, "y b", "z", 9),
-        op(Kind.FREE, "b", "", 10, "h.0.b"),
-        op(Kind.COMPUTE, "z", "", 11),
-        op(Kind.REDUCE, "gw0", "f2", 0, "h.0.w", backward=True),
-        op(Kind.WAIT, "f2", "g", 1, "h.0.w", backward=True),
-        op(Kind.COMPUTE, "g", "gw", 2, backward=True),
-        op(Kind.REDUCE, "gw", "f3", 3, "h.0.b", backward=True),
-        op(Kind.COMPUTE, "g", "", 4, backward=True),
-    ),
-    {},
-    PLAN,
-)
+OPS = [
+    op(text, at, backward=half is BACKWARD) for half in (FORWARD, BACKWARD) for at, (_, text) in enumerate(half) if text
+]
+TIMELINE = Timeline(tuple(OPS), {}, PLAN)
 
 
 @cache
 def half(*, backward: bool) -> tuple[Row, ...]:
-    code = BACKWARD if backward else FORWARD
+    code = [code for code, _ in (BACKWARD if backward else FORWARD)]
     lines = [SourceLine(text, at) for at, text in enumerate(code) if not text.startswith("#")]
     return rows(lines, TIMELINE, backward=backward)
 
@@ -130,29 +112,22 @@ def test_gradients_are_named_as_such() -> None:
 
 
 def test_backward_begins_with_what_forward_left() -> None:
-    timeline = Timeline((TIMELINE.ops[0], op(Kind.COMPUTE, "gz", "gy", 3, backward=True)), {}, PLAN)
+    timeline = TIMELINE.with_ops([OPS[0], op("compute gy <- gz", 3, backward=True)])
     lines = [SourceLine("unpack()", 0), SourceLine("gy = torch.sin(gz)", 3)]
     assert [row.gathered for row in rows(lines, timeline, backward=True)] == [288, 288]
 
 
 def test_several_frees_of_one_line_are_one_row() -> None:
-    timeline = TIMELINE.with_ops(
-        [TIMELINE.ops[0], op(Kind.FREE, "w", "", 2, "h.0.w"), op(Kind.FREE, "b", "", 2, "h.0.b")]
-    )
-    freed = rows([SourceLine(FORWARD[1], 1), SourceLine("del w, b", 2)], timeline, backward=False)[1]
+    timeline = TIMELINE.with_ops([OPS[0], op("free <- w: h.0.w", 2), op("free <- b: h.0.b", 2)])
+    freed = rows([SourceLine(FORWARD[1][0], 1), SourceLine("del w, b", 2)], timeline, backward=False)[1]
     assert (freed.kind, freed.params, freed.gathered) == (Kind.FREE, ("h.0.w", "h.0.b"), 0)
 
 
 def test_one_value_may_be_the_gradient_of_two_parameters() -> None:
-    ops = [
-        op(Kind.COMPUTE, "gy", "g", 0, backward=True),
-        op(Kind.REDUCE, "g", "f", 1, "h.0.w", "h.0.b", backward=True),
-    ]
-    lines = [
-        SourceLine("g = torch.sin(gy)", 0),
-        SourceLine("f = zero_reduce_scatter_coalesced((g, g), ('h.0.w', 'h.0.b'))", 1),
-    ]
-    assert rows(lines, TIMELINE.with_ops(ops), backward=True)[0].params == ("h.0.w", "h.0.b")
+    texts = "compute g <- gy", "reduce f <- g: h.0.w h.0.b"
+    timeline = TIMELINE.with_ops(op(text, at, backward=True) for at, text in enumerate(texts))
+    lines = [SourceLine("g = torch.sin(gy)", 0), SourceLine("f = zero_reduce_scatter_coalesced(...)", 1)]
+    assert rows(lines, timeline, backward=True)[0].params == ("h.0.w", "h.0.b")
 
 
 def test_a_unit_s_rows_leave_out_the_others() -> None:
@@ -163,11 +138,9 @@ def test_a_unit_s_rows_leave_out_the_others() -> None:
 
 def test_lines_that_concern_no_parameter_become_one() -> None:
     lines = [SourceLine(f"t{at} = torch.sin(x)", at) for at in range(20)]
-    ops = [
-        op(Kind.COMPUTE, "x", f"t{at}", at) if at not in (3, 12, 14) else op(Kind.GATHER, "t_w", f"f{at}", at, "h.0.w")
-        for at in range(20)
-    ]
-    shown = select(rows(lines, TIMELINE.with_ops(ops), backward=False), PLAN, None, only_parameters=True)
+    texts = [f"gather f{at} <- t_w: h.0.w" if at in (3, 12, 14) else f"compute t{at} <- x" for at in range(20)]
+    timeline = TIMELINE.with_ops(op(text, at) for at, text in enumerate(texts))
+    shown = select(rows(lines, timeline, backward=False), PLAN, None, only_parameters=True)
     assert [each.line.position if isinstance(each, Row) else each for each in shown] == [3, Gap(8), 12, 13, 14]
 
 
@@ -265,15 +238,9 @@ def test_no_line_of_code_is_too_long(target: str, args: list[str], width: int) -
 
 def test_a_timeline_as_text() -> None:
     long = "t_" + "very_" * 10 + "long"
-    ops = [
-        *TIMELINE.ops[:1],
-        op(Kind.WAIT, "f", "w b", 0, "h.0.w", "h.0.b"),
-        op(Kind.COMPUTE, "x w b", "y", 0),
-        op(Kind.FREE, "w", "", 0, "h.0.w"),
-        replace(op(Kind.GATHER, "t_w", "f_again", 0, "h.0.w", backward=True), again=True),
-        op(Kind.GATHER, long, "f2", 0, "h.0.b", backward=True),
-        op(Kind.COMPUTE, "y", "", 0, backward=True),
-    ]
+    forward = [OPS[0], op("wait w b <- f: h.0.w h.0.b"), op("compute y <- x w b"), op("free <- w: h.0.w")]
+    texts = "gather f_again <- t_w: h.0.w", f"gather f2 <- {long}: h.0.b", "compute <- y"
+    again, *backward = (op(text, backward=True) for text in texts)
     text = [
         "gather   f <- t_w, t_b                     h.0.w, h.0.b",
         "wait     w, b <- f                         h.0.w, h.0.b",
@@ -284,5 +251,6 @@ def test_a_timeline_as_text() -> None:
         f"gather   f2 <- {long}  h.0.b",
         "compute  <- y",
     ]
-    assert format_timeline(TIMELINE.with_ops(ops)).splitlines() == text
-    assert format_timeline(TIMELINE.with_ops(ops[:4])).splitlines() == text[:4], "forward alone has no border"
+    timeline = TIMELINE.with_ops([*forward, replace(again, again=True), *backward])
+    assert format_timeline(timeline).splitlines() == text
+    assert format_timeline(TIMELINE.with_ops(forward)).splitlines() == text[:4], "forward alone has no border"
