@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import thunder_zero as tz
+from tests.harness.tiers import slow
 
 import thunder
 
@@ -36,19 +36,13 @@ BLOCKS = [block for block in blocks(REFERENCE) if "lightning" not in block]
 FABRIC = [block for document in (REFERENCE, FEATURES) for block in blocks(document) if "lightning" in block]
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+def test_every_public_name_is_shown() -> None:
+    shown = "".join(BLOCKS)
+    assert [name for name in tz.__all__ if not re.search(rf"\btz\.{name}\b|\"{name.lower()}", shown)] == []
 
 
-@pytest.mark.parametrize("name", tz.__all__)
-def test_every_public_name_is_shown(name: str) -> None:
-    assert any(re.search(rf"\btz\.{name}\b|\"{name.lower()}", block) for block in BLOCKS)
-
-
-def test_the_examples_run(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("group")
+def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile("\n".join(BLOCKS), str(REFERENCE), "exec"), {"__name__": "reference"})
     printed = capsys.readouterr().out
     assert "zero_all_gather" in printed
@@ -65,12 +59,16 @@ def test_the_forecast_of_the_memory_page_runs(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("peak ")
     assert printed[-1] in page.read_text().splitlines(), "run python -m examples.bench.memory --no-rows"
+    with torch.device("meta"):
+        names["model"] = names["GPT"](names["GPTConfig"](blocks=1, width=64, heads=2, context=128))  # as it fits sooner
     loss = lambda logits: F.cross_entropy(logits.flatten(0, 1), names["targets"].flatten())  # noqa: E731
     exec(compile(fit, str(page), "exec"), names | {"loss": loss})
     assert "<- chosen" in capsys.readouterr().out
 
 
-def test_the_features_run(alone: None, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.usefixtures("group")
+def test_the_features_run(tmp_path: Path) -> None:
     """One after the other, with a model, an input and a loss of the reader's."""
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     model: Any = thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(stage=2)])
@@ -93,9 +91,10 @@ def test_the_features_run(alone: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs Lightning")
-@pytest.mark.parametrize("block", FABRIC, ids=["reference", "features"])
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("block", [FABRIC[0], *slow(*FABRIC[1:])], ids=["reference", "features"])
 @mock.patch.dict(os.environ)  # Fabric's launcher writes to it
-def test_the_fabric_examples_run(alone: None, block: str) -> None:
+def test_the_fabric_examples_run(block: str) -> None:
     """Each by itself, after the reference's imports, with a module and an optimizer of the reader's."""
     names: dict[str, Any] = {"W": 1}
     exec(compile(BLOCKS[0], str(REFERENCE), "exec"), names)
