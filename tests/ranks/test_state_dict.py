@@ -33,8 +33,6 @@ from thunder_zero.runtime.state import State
 
 import thunder
 
-BOTH_FRONT_ENDS = True
-
 STAGES = of_tier((1, 3), (0, 1, 2, 3))
 FULL = StateDictOptions(full_state_dict=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
