@@ -24,14 +24,16 @@ def test_a_forward_lists_its_parameters_in_the_modules_order() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_timelines_are_the_same_under_all_hash_seeds() -> None:
-    printed = []
-    for seed in (3, 4):  # which differed for T5
-        environment = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "tests.harness.hash_seeds"]
-        run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=True)
-        printed.append(run.stdout.splitlines())
-    assert len(printed[0]) > 200
-    for lines in printed[1:]:
-        assert lines == printed[0]
+    """Under two seeds that differ for two kinds of faults: values listed in a set's order, and freed in one."""
+    command = [sys.executable, "-m", "tests.harness.hash_seeds"]
+    runs = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}
+        )
+        for seed in ("4", "5")
+    ]
+    first, second = (run.communicate()[0].splitlines() for run in runs)
+    assert [run.returncode for run in runs] == [0, 0]
+    assert len(first) > 100
+    assert first == second
