@@ -43,8 +43,7 @@ def on_one_device(rank: int, world_size: int, device: str, stage: int, offload: 
         return train(model, all_tokens()[rows].to(device))
 
 
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, True), (2, False), (3, True)])
 @pytest.mark.parametrize("device", ["cuda", REHEARSAL])
 @pytest.mark.filterwarnings("ignore:cpu_offload changes nothing")
 def test_two_processes_train_as_one(ranks_pool: RanksPool, device: str, stage: int, offload: bool) -> None:
