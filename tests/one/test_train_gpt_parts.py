@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -16,35 +17,23 @@ from examples.tensor_memory import MARK, Added, added_at_peak, added_by_mark, ad
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def library(tmp_path: Path) -> Path:
-    """40 files, each with its number as text, and others in folders that the example skips."""
+def test_text_is_split_by_file(tmp_path: Path) -> None:
+    """Files come in one order; those in folders that the example skips do not; too few are refused."""
+    with pytest.raises(FileNotFoundError, match="has 0 Python files; use a Python that ships its sources"):
+        load_text(tmp_path)
     for number in range(40):
         (tmp_path / f"m{number:02}.py").write_text(f"{number:02}")
     for folder in ("test", "site-packages"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.py").write_text("skipped")
-    return tmp_path
-
-
-def test_text_is_split_by_file(library: Path) -> None:
-    text = load_text(library)
+    assert [path.name for path in stdlib_files(tmp_path)] == [f"m{number:02}.py" for number in range(40)]
+    text = load_text(tmp_path)
     train, validation = (bytes(part.tolist()).decode().split() for part in (text.train, text.validation))
     assert validation == ["00", "16", "32"]
     assert train == [f"{number:02}" for number in range(40) if number % 16]
 
 
-def test_too_few_sources_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="has 0 Python files; use a Python that ships its sources"):
-        load_text(tmp_path)
-
-
-def test_files_come_in_one_order(library: Path) -> None:
-    assert [path.name for path in stdlib_files(library)] == [f"m{number:02}.py" for number in range(40)]
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_share_the_global_batch(world_size: int) -> None:
+def test_ranks_share_the_global_batch() -> None:
     text = Text(train=torch.arange(200, dtype=torch.uint8), validation=torch.arange(100, dtype=torch.uint8))
 
     def cut(size: int) -> list[torch.Tensor]:
@@ -52,9 +41,12 @@ def test_ranks_share_the_global_batch(world_size: int) -> None:
         train = torch.cat([train_batch(text, step=3, shape=shape, seed=0) for shape in shapes])
         return [train, *map(torch.cat, zip(*(validation_batches(text, 2, shape) for shape in shapes), strict=True))]
 
-    for mine, alone in zip(cut(world_size), cut(1), strict=True):
-        assert torch.equal(mine, alone)
-        assert (mine.diff(dim=1) == 1).all()  # consecutive bytes
+    for world_size in (2, 3, 4):
+        for mine, alone in zip(cut(world_size), cut(1), strict=True):
+            assert torch.equal(mine, alone)
+            assert (mine.diff(dim=1) == 1).all()  # consecutive bytes
+    with pytest.raises(ValueError, match="rows is 16; on 3 ranks give a multiple of 3"):
+        Shape(rows=16, context=8, rank=0, world_size=3)
     shape = Shape(12, 7, 0, 1)
     assert not torch.equal(train_batch(text, 3, shape, seed=0), train_batch(text, 4, shape, seed=0))
     assert not torch.equal(train_batch(text, 3, shape, seed=0), train_batch(text, 3, shape, seed=1))
@@ -66,11 +58,6 @@ def test_windows_reach_both_ends_and_no_further() -> None:
     assert set(starts.tolist()) == {0, 1, 2}
     first, *_, last = torch.cat(validation_batches(text, 3, Shape(4, 7, 0, 1)))
     assert (first[0], last[-1]) == (0, 99)
-
-
-def test_rows_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows is 16; on 3 ranks give a multiple of 3"):
-        Shape(rows=16, context=8, rank=0, world_size=3)
 
 
 def test_gpt_looks_only_back() -> None:
@@ -85,25 +72,20 @@ def test_gpt_looks_only_back() -> None:
     assert not torch.allclose(before[:, 5:], after[:, 5:], atol=1e-3)
 
 
-def test_gpt_ties_its_head() -> None:
-    tied, untied = (GPT(GPTConfig(blocks=1, width=16, heads=2, context=8, tied=tied)) for tied in (True, False))
+def test_gpt_ties_its_head_and_refuses_sizes_that_do_not_fit() -> None:
+    sizes: dict[str, Any] = {"blocks": 1, "width": 16, "heads": 2, "context": 8}
+    tied, untied = (GPT(GPTConfig(**sizes, tied=tied)) for tied in (True, False))
     assert tied.head.weight is tied.embedding.weight
     assert sum(p.numel() for p in untied.parameters()) - sum(p.numel() for p in tied.parameters()) == 256 * 16
+    for name, value in (("blocks", 0), ("heads", 3)):
+        with pytest.raises(ValueError, match=f"{name}(=| is ){value}"):
+            GPTConfig(**sizes | {name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [("blocks", 0), ("heads", 3)])
-def test_gpt_refuses_sizes_that_do_not_fit(name: str, value: int) -> None:
-    sizes = {"blocks": 1, "width": 16, "heads": 2, "context": 8} | {name: value}
-    with pytest.raises(ValueError, match=f"{name}(=| is ){value}"):
-        GPTConfig(**sizes)  # type: ignore[arg-type]
-
-
-def test_bytes_held_counts_shared_memory_once_and_whole() -> None:
+def test_memory_is_what_is_alive_together() -> None:
+    """Shared memory counts once and whole; also what other threads allocate and free."""
     full = torch.zeros(10, 4)
     assert bytes_held([full[:5], full[5:], torch.zeros(3)]) == 10 * 4 * 4 + 3 * 4
-
-
-def test_peak_is_what_is_alive_together() -> None:
     before = torch.ones(1000)
 
     def step() -> None:
@@ -114,6 +96,20 @@ def test_peak_is_what_is_alive_together() -> None:
         del second, third
 
     assert 8000 <= added_at_peak(step, CPU) < 8100  # and the scalars that torch wraps
+
+    def in_a_thread(task: Callable[[], object]) -> None:
+        thread = Thread(target=task)
+        thread.start()
+        thread.join()
+
+    def step_with_threads() -> None:
+        kept = [torch.empty(1000)]
+        in_a_thread(kept.clear)
+        in_a_thread(lambda: kept.append(torch.empty(500)))
+        second = torch.empty(300)
+        del second
+
+    assert added_at_peak(step_with_threads, CPU) == 4000
 
 
 def test_memory_events_in_order_of_time() -> None:
@@ -132,7 +128,6 @@ def test_memory_events_in_order_of_time() -> None:
     assert added_by_mark([{"name": MARK + "step", "ts": 1.0}]) == {"step": Added(0, 0)}
 
 
-@pytest.mark.slow
 def test_what_each_part_of_a_step_adds() -> None:
     kept: list[torch.Tensor] = []
 
@@ -146,19 +141,3 @@ def test_what_each_part_of_a_step_adds() -> None:
         "backward": Added(1200, 5200),
         "optimizer": Added(0, 1200),
     }
-
-
-def test_what_other_threads_allocate_and_free_counts() -> None:
-    def in_a_thread(task: Callable[[], object]) -> None:
-        thread = Thread(target=task)
-        thread.start()
-        thread.join()
-
-    def step() -> None:
-        kept = [torch.empty(1000)]
-        in_a_thread(kept.clear)
-        in_a_thread(lambda: kept.append(torch.empty(500)))
-        second = torch.empty(300)
-        del second
-
-    assert added_at_peak(step, CPU) == 4000
