@@ -1,0 +1,61 @@
+"""Gradients that are set by hand, for steps of ``tz.whole``, and odd optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from thunder_zero.rows import own_rows
+from thunder_zero.runtime.sharded_model import sharded_model
+
+
+def gradients(module: nn.Module, step: int) -> dict[str, Tensor]:
+    """Full gradients of many scales; one parameter in three has none in step 1, an empty one never
+    (torch's Adafactor divides by its size)."""
+    generator = torch.Generator().manual_seed(step)
+    drawn = {
+        name: (torch.randn(param.shape, generator=generator) * 10.0 ** (at % 5 - 2)).to(param.dtype)
+        for at, (name, param) in enumerate(module.named_parameters())
+    }
+    return {name: grad for at, (name, grad) in enumerate(drawn.items()) if grad.numel() and (step != 1 or at % 3)}
+
+
+def give(model: Any, grads: Mapping[str, Tensor]) -> None:
+    """Set this rank's rows of full gradients."""
+    state = sharded_model(model).state
+    for path, shard in state.shards.items():
+        param = state.plan.by_name[path]
+        if shard.requires_grad:
+            shard.grad = own_rows(grads[path], param, state.plan).clone() if path in grads else None
+
+
+class Changes(optim.Optimizer):
+    """Gives each group, and its parameters that have gradients, to ``change``."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self.change(group, [param for param in group["params"] if param.grad is not None])
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        for param in params:
+            param -= group["lr"] * param.grad
+
+
+class CoupledIfAsked(Changes):
+    """Divides by a norm of all gradients if an option says so; counts steps in a tensor, in place."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr, norm=0.0, count=torch.zeros(()))
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        group["count"] += 1
+        norm = torch.stack([param.grad.norm() for param in params]).norm() if group["norm"] and params else 1.0
+        for param in params:
+            param -= group["lr"] / group["count"] * param.grad / norm

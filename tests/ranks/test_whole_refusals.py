@@ -1,0 +1,269 @@
+"""What ``tz.whole`` refuses: optimizers that it cannot step in parts, ranks that differ, habits of torch's users."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+
+import thunder_zero as tz
+from tests.harness.errors import raised, says
+from tests.harness.models import Mlp, fresh, sharded
+from tests.harness.ranks import RanksPool
+from tests.harness.whole_steps import Changes, CoupledIfAsked, give, gradients
+from thunder_zero.whole_step import members, owners
+
+import thunder
+
+# Optimizers
+
+
+class Evaluating(optim.SGD):
+    def evaluate(self) -> None:
+        """A method that torch's classes do not have."""
+
+
+class NeedsLoss(optim.SGD):
+    def step(self, loss: Any) -> None:  # type: ignore[override]
+        super().step()
+
+
+class OwnGroups(optim.SGD):
+    """Makes groups of its own."""
+
+    def __init__(self, params: Any) -> None:
+        params = [param for group in params for param in group["params"]]
+        super().__init__([{"params": params[:1]}, {"params": params[1:]}], 0.1)
+
+
+class Coupled(Changes):
+    """Divides by the norm of all gradients."""
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        norm = sum(float(param.grad.norm()) for param in params)
+        for param in params:
+            param -= 0.1 * param.grad / (1 + norm)
+
+
+class CountsItself(Changes):
+    """Counts its steps in an attribute."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.count = 0
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        self.count += 1
+        for param in params:
+            param -= 0.1 / self.count * param.grad
+
+
+class CountsWhereItSteps(Changes):
+    """Counts the steps of a group in which parameters have gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, steps=0)
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        group["steps"] += bool(params)
+        for param in params:
+            param -= 0.1 / group["steps"] * param.grad
+
+
+class NeedsParameters(Changes):
+    """Fails on groups without parameters."""
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        torch.stack([param.sum() for param in group["params"]])
+        super().change(group, params)
+
+
+class Noisy(Changes):
+    """Draws random numbers."""
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        for param in params:
+            param -= 0.1 * torch.rand_like(param) * param.grad
+
+
+class Failing(Changes):
+    """Fails on one gradient, so on one owner."""
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        if any(param.shape == (7, 7) and param.grad[0, 0] == 9 for param in params):
+            raise ValueError("no step on a nine")
+        super().change(group, params)
+
+
+def a_list(params: Any) -> Any:
+    return list(params)
+
+
+# What is refused when it is made
+
+
+def refused_makers(model: Any, params: list[Any]) -> None:
+    use_class = "to make optimizers with; give the class itself and then the parameters"
+    for kind, given, words in (
+        (a_list, params, "which makes a list; give a class of torch.optim.Optimizer"),
+        (optim.LBFGS, params, "LBFGS evaluates the loss several times in a step"),
+        (NeedsLoss, params, "a step of NeedsLoss needs the argument 'loss', and tz.whole has none to give"),
+        (optim.SGD(params, 0.1), params, f"tz.whole was given a SGD {use_class}"),
+        (params, optim.SGD, f"tz.whole was given a list {use_class}"),
+        (optim.Adafactor, model, "tz.whole was given a ZeroModule; give it model.parameters(), or some of them"),
+        (CountsWhereItSteps, params, "changes 'steps' of a group only where it has parameters of the group"),
+        (Coupled, params, "Coupled couples parameters (beside other stand-ins "),
+        (optim.Muon, params, "Muon only supports 2D parameters"),
+        (OwnGroups, params, "OwnGroups makes 2 groups of the 1 that it was given, so tz.whole cannot tell their param"),
+        (NeedsParameters, params, "NeedsParameters cannot step groups without parameters (RuntimeError: stack expects"),
+    ):
+        says(partial(tz.whole, kind, given), words)  # type: ignore[arg-type]
+
+
+def refused_parameters(model: Any, params: list[Any], others: list[Any]) -> None:
+    mixed, twice = [params[0], others[0]], [{"params": params[:1]}, {"params": params[:1]}]
+    for given, words in (
+        ([nn.Parameter(torch.ones(2, 2))], "a parameter (of shape (2, 2)) that is not one of a sharded model's: take"),
+        (model._model.parameters(), "(the plain module's 'layers.0.weight') that is not one of a sharded model's"),
+        (mixed, "(Mlp); make one for each model"),
+        (twice, "some parameters appear in more than one parameter group"),
+    ):
+        says(partial(tz.whole, optim.Adafactor, given), words)  # type: ignore[arg-type]
+    says(lambda: tz.whole(optim.Adafactor, params, lr=-1.0), "Learning rate should be >= 0")
+
+
+def refused_habits(params: list[Any], others: list[Any]) -> None:
+    """Of torch's users, with the optimizer that was made; some after a step."""
+    of_class = "tz.whole(Evaluating) has no 'evaluate', which Evaluating has: it has what torch.optim.Optimizer has"
+    says(lambda: tz.whole(Evaluating, params).evaluate(), of_class)
+    optimizer = tz.whole(optim.Adafactor, params)
+    says(lambda: optimizer.evaluate(), "tz.whole has no attribute 'evaluate'; use those of torch.optim.Optimizer")
+    says(lambda: optimizer.add_param_group({"params": others}), "(Mlp); make one for each model")
+    says(lambda: deepcopy(optimizer), "tz.whole(Adafactor) cannot be copied or pickled, as it belongs to a model")
+    says(lambda: optimizer.step(lambda: 0.0), "tz.whole(Adafactor).step was given a closure")  # type: ignore[arg-type]
+    optimizer.step()
+    of_nothing = {**optimizer.state_dict(), "state": {"k": 1}}
+    says(lambda: optimizer.load_state_dict(of_nothing), "has a state 'k' that is of no parameter, which tz.whole")
+    optimizer.param_groups[0]["params"] = params[:2]
+    says(optimizer.step, "in the groups of tz.whole(Adafactor) were changed by hand; use add_param_group")
+
+
+def refused(rank: int, world_size: int) -> None:
+    model, others = sharded(fresh(Mlp), 3), list(sharded(fresh(Mlp), 2).parameters())
+    params = list(model.parameters())
+    refused_makers(model, params)
+    refused_parameters(model, params, others)
+    give(model, gradients(fresh(Mlp), 0))
+    refused_habits(params, others)
+
+
+def test_what_cannot_be_stepped_in_parts_is_refused(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, refused)
+
+
+def changed_later(rank: int, world_size: int) -> None:
+    """What the probe did not see: a norm that an option turns on, a count that a later group would not know."""
+    model, grads = sharded(fresh(Mlp), 3), gradients(fresh(Mlp), 0)
+    params = list(model.parameters())
+    coupling = tz.whole(CoupledIfAsked, params, lr=0.1)
+    coupling.step()
+    coupling.param_groups[0]["norm"] = 1.0
+    give(model, grads)
+    says(coupling.step, "CoupledIfAsked couples parameters (beside other stand-ins ")
+    counting: Any = tz.whole(CountsItself, params[:2], lr=0.1)
+    says(lambda: setattr(counting, "count", 100), "tz.whole(CountsItself) cannot set 'count', which CountsItself has")
+    counting.mine = 1
+    counting.add_param_group({"params": params[2:4]})
+    counting.step()
+    says(
+        lambda: counting.add_param_group({"params": params[4:]}),
+        "steps of CountsItself change its 'count', which begins anew for parameters that are added after",
+    )
+    trusting = sharded(fresh(Mlp), tz.Policy(stage=3, trust_optimizer=True, bucket_bytes=64))
+    give(trusting, grads)
+    groups = [{"params": [param for param in trusting.parameters() if param.ndim == ndim]} for ndim in (2, 1)]
+    says(
+        tz.whole(CountsWhereItSteps, groups).step,
+        "CountsWhereItSteps changes 'steps' of a group only where it has parameters of the group",
+    )
+
+
+def test_what_changes_after_the_probe_is_refused(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, changed_later)
+
+
+# Ranks that differ
+
+OPTIONS: dict[str, tuple[Any, Any]] = {  # that ranks change after a step: their values
+    "lr": (torch.tensor(0.01), torch.tensor(0.010000001)),
+    "eps": ((None, 1e-3), (None, 2e-3)),
+    "d": (1.0, 2.0),
+}
+
+
+def differing(rank: int, world_size: int) -> None:
+    """Nothing changes; the optimizer goes on afterwards."""
+    model, grads = sharded(fresh(Mlp), 3), gradients(fresh(Mlp), 0)
+    params, before = list(model.parameters()), [param.detach().clone() for param in model.parameters()]
+    assign = owners.assign
+
+    def swapped(*args: Any) -> Any:
+        return tuple(replace(of, owners=tuple(1 - owner for owner in of.owners)) for of in assign(*args))
+
+    with mock.patch.object(members, "assign", swapped if rank else assign):
+        optimizer = tz.whole(optim.Adafactor, params)
+    give(model, grads)
+    says(optimizer.step, "parameter 0 of Adafactor differs between ranks: rank 0 has 'layers.", "owned by rank 0, rank")
+    rates = tz.whole(optim.Adafactor, params, lr=0.01 * (1 + rank))
+    says(rates.step, "'lr' of group 0 of Adafactor differs between ranks: rank 0 has 0.01, rank 1 has 0.02")
+    optimizer = tz.whole(optim.Adafactor, params, lr=0.01)
+    if rank == 1:
+        params[2].grad = None
+    says(optimizer.step, "parameter 'layers.1.weight' has a gradient on 1 of 2 ranks")
+    give(model, {**grads, "layers.1.weight": torch.full((7, 7), 9.0)})
+    assert all(map(torch.equal, params, before)), "a refusal changed a parameter"
+    says(tz.whole(Failing, params, lr=0.1).step, "no step on a nine")
+    give(model, grads)
+    optimizer.step()
+    for key, values in OPTIONS.items():
+        kept, optimizer.param_groups[0][key] = optimizer.param_groups[0][key], values[rank]
+        give(model, grads)
+        told = [value.item() if isinstance(value, torch.Tensor) else value for value in values]
+        words = f"'{key}' of group 0 of Adafactor differs between ranks: rank 0 has {told[0]}"
+        says(optimizer.step, words, f"rank 1 has {told[1]}")
+        optimizer.param_groups[0][key] = kept
+    with model.no_sync():
+        model(torch.ones(1, 7)).sum().backward()
+    says(optimizer.step, "Whole cannot step: no_sync still holds unreduced gradients")
+    model.zero_grad()
+    give(model, grads)
+    elsewhere = optimizer.step if rank == 0 else partial(tz.full_state_dict, model)
+    says(elsewhere, "the ranks do different things: rank 0 is in step number")
+
+
+def test_ranks_that_differ_are_told_on_every_rank(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, differing)
+
+
+def drawn_by_copies(rank: int, world_size: int) -> None:
+    """One copy on two ranks, and two copies on one each: an optimizer that draws, and one that does not."""
+    for shape in ((1, 2), (2, 1)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        model = thunder.jit(fresh(Mlp), transforms=[tz.ZeroTransform(stage=3, mesh=mesh)])
+        told = raised(lambda: tz.whole(Noisy, model.parameters()))  # noqa: B023
+        if shape == (1, 2):
+            assert told == "nothing", told
+        else:
+            assert "Noisy draws random numbers (step 1 was off by" in told, told
+            assert "and the 2 copies of the model would draw other ones and drift apart" in told, told
+        tz.whole(optim.Adafactor, model.parameters())
+
+
+def test_owners_in_several_copies_draw_no_random_numbers(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, drawn_by_copies)
