@@ -122,10 +122,6 @@ class Case:
     fused: bool = False  # torch_compile_ex
 
 
-def live(rank: int, world_size: int, cases: tuple[Case, ...]) -> list[dict[str, Any]]:
-    return [run(case, rank, world_size) for case in cases]
-
-
 def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
     """Take some training steps; return what is alive in the last one, and after an inference."""
     plain = fresh(case.kind)

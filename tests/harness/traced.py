@@ -50,8 +50,11 @@ class ResidualBlock(nn.Module):
         return x + self.down.forward(self.function(self.up.forward(x)))
 
 
-class Chain(nn.Sequential):
-    """Modules one after the other."""
+class Chain(nn.ModuleList):
+    """Modules one after the other; each is a unit if they are alike."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__(modules)
 
     def forward(self, x: Tensor) -> Tensor:
         for module in self:

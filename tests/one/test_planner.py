@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from tests.harness.errors import refused
+from tests.harness.traced import Chain, traced
 from thunder_zero.cli import main
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.planner.advise import best_of
@@ -26,25 +29,22 @@ from thunder_zero.planner.reason import reason_of
 from thunder_zero.planner.step import estimate_whole
 from thunder_zero.planner.subject import Subject, of_module, subject_of
 
-pytestmark = pytest.mark.slow
-
 H100 = tz.DEVICES["h100"]
 PRECISION = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
-BLOCKS = 9
+BLOCKS, ROOM = 7, 80 << 30
+SHAPE = (2, 3)
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
-        return y
+        return x + self.down.forward(torch.relu(self.up.forward(self.norm.forward(x))))
 
 
-class Small(nn.Module):
+class Model(nn.Module):
     """An embedding larger than a block, blocks, and a head."""
 
     def __init__(self, blocks: int = BLOCKS) -> None:
@@ -54,16 +54,15 @@ class Small(nn.Module):
         self.head = nn.Linear(6, 41)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        x = self.embedding.forward(tokens)
         for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.head(x)
-        return y
+            x = block.forward(x)
+        return self.head.forward(x)
 
 
-def subject() -> Subject:
+def subject(blocks: int = BLOCKS) -> Subject:
     with torch.device("meta"):
-        return of_module(Small(), torch.empty(2, 3, dtype=torch.long), loss=cross_entropy)
+        return of_module(Model(blocks), torch.empty(SHAPE, dtype=torch.long), loss=cross_entropy)
 
 
 @cache
@@ -71,146 +70,128 @@ def programs() -> Programs:
     return Programs(subject(), PRECISION, 2, lambda what: None)
 
 
-@cache
-def whole(choice: Choice, mesh: Mesh) -> tuple[tz.Traces, tz.Memory]:
-    """By the public functions."""
-    module, inputs = programs().subject.module, programs().subject.inputs
-    policy = programs().policy(choice)
-    traces = tz.trace(module, *inputs, policy=policy, world_size=mesh.shards, replicas=mesh.replicas)
-    return traces, tz.memory(traces, loss=cross_entropy, optimizer=adamw, backend="nccl")
+# Four ranks do not divide six rows.
+CASES = [(0, "none", Mesh(1, 2)), (1, "cheap", Mesh(1, 4)), (2, "units", Mesh(1, 2)), (3, "cheap", Mesh(2, 4))]
 
 
-CHOICES = ((0, "cheap"), (2, "units"), (3, "none"))
-CASES = [(Choice(*choice), Mesh(1, 2)) for choice in CHOICES]
-CASES += [(Choice(1, "cheap"), Mesh(1, 4)), (Choice(3, "cheap"), Mesh(2, 4))]  # 4: uneven rows
-
-
-@pytest.mark.parametrize(("choice", "mesh"), CASES, ids=[f"{one.stage}-{one.recompute}-{on}" for one, on in CASES])
-def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(choice: Choice, mesh: Mesh) -> None:
-    found = programs().evaluate(choice, mesh, H100, fused=False)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "recompute", "mesh"), CASES, ids=str)
+def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(stage: int, recompute: str, mesh: Mesh) -> None:
+    choice = Choice(stage, recompute)
+    on = {"world_size": mesh.shards, "replicas": mesh.replicas, "dtype": torch.long}
+    traces = traced(Model, SHAPE, programs().policy(choice), **on)
+    found, fused = (programs().evaluate(choice, mesh, H100, fused=fused) for fused in (False, True))
     assert found.traced < BLOCKS
-    traces, memory = whole(choice, mesh)
     exact = tz.estimate(traces, H100)
     assert (found.estimate.sent_bytes, found.estimate.flops) == (exact.sent_bytes, exact.flops)
-    assert sum(cost.traffic_bytes for cost in found.estimate.costs) == sum(cost.traffic_bytes for cost in exact.costs)
     for name in ("seconds", "compute_seconds", "exposed_seconds", "model_seconds", "mfu"):
         assert getattr(found.estimate, name) == pytest.approx(getattr(exact, name), rel=1e-9, abs=1e-15)
     assert found.estimate.wire_seconds == pytest.approx(exact.wire_seconds, rel=1e-9)
+    exact_fused = estimate_whole(traces, H100, (), 0, fused=True)
+    assert fused.estimate.seconds == pytest.approx(exact_fused.seconds, rel=1e-9)
+    assert traffic(fused.estimate) == traffic(exact_fused) < traffic(found.estimate) == traffic(exact)
+    memory = tz.memory(traces, loss=cross_entropy, optimizer=adamw, backend="nccl")
     held = found.held
     assert (held.at_rest, held.peak, held.optimizer_step) == (memory.at_rest, memory.peak, memory.optimizer_step)
     assert held.half == memory.peak_line.half
     assert dict(held.by_kind) == {str(kind): nbytes for kind, nbytes in memory.peak_line.alive.items() if nbytes}
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_so_have_fused_kernels(stage: int) -> None:
-    choice = Choice(stage, "cheap")
-    found = programs().evaluate(choice, CASES[0][1], H100).estimate
-    exact = estimate_whole(whole(choice, CASES[0][1])[0], H100, (), 0, fused=True)
-    assert sum(cost.traffic_bytes for cost in found.costs) == sum(cost.traffic_bytes for cost in exact.costs)
-    assert found.seconds == pytest.approx(exact.seconds, rel=1e-9)
-    lines = sum(cost.traffic_bytes for cost in tz.estimate(whole(choice, CASES[0][1])[0], H100).costs)
-    assert sum(cost.traffic_bytes for cost in found.costs) < lines
+def traffic(estimate: tz.Estimate) -> int:
+    return sum(cost.traffic_bytes for cost in estimate.costs)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("llama3-8b", 8_030_261_248),
-        ("llama3-70b", 70_553_706_496),
-        ("llama3-405b", 405_853_388_800),
-        ("gpt-1.3b", 1_313_525_760),
-    ],
-)
-def test_models_have_their_parameters(name: str, parameters: int) -> None:
-    known = KNOWN[name]
-    with torch.device("meta"):
-        module = known.make(known.sizes)
-    assert sum(param.numel() for param in module.parameters()) == parameters
-
-
-def plan(memory_bytes: int = 80 << 30, **how: Any) -> tz.TrainingPlan:
-    one = subject()
+def plan(memory_bytes: int = ROOM, **how: Any) -> tz.TrainingPlan:
+    one = subject(2)
     how = {"world_size": 4, "device": "h100", "devices_per_node": 2, "loss": one.loss, **how}
     return tz.plan_training(one.module, *one.inputs, memory_bytes=memory_bytes, **how)
 
 
+@pytest.mark.slow
 def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_figures() -> None:
     found = plan()
-    assert [(row.stage, str(row.mesh)) for row in found.rows] == [
-        (0, "4"),
-        (1, "2 x 2"),
-        (1, "4"),
-        (2, "2 x 2"),
-        (2, "4"),
-        (3, "2 x 2"),
-        (3, "4"),
-    ]
-    assert all(row.fits and row.recompute == "none" and row.traced_blocks < BLOCKS for row in found.rows)
+    meshes = [(0, "4"), *((stage, mesh) for stage in (1, 2, 3) for mesh in ("2 x 2", "4"))]
+    assert [(row.stage, str(row.mesh)) for row in found.rows] == meshes
+    assert all(row.fits and row.recompute == "none" and row.traced_blocks == 2 for row in found.rows)
     assert found.chosen is not None
     assert found.chosen.tokens_per_second >= 0.995 * max(row.tokens_per_second for row in found.rows)
     assert found.tokens == 6
     assert f"{found.chosen.name} ranks is " in found.reason
-    assert "the fastest of 7 that fit into 80.0 GiB" in found.reason
-    assert found.reason.count(". ") == 0
-    names: dict[str, Any] = {}
-    compile(found.code, "pasted", "exec")
-    exec(found.code.partition("module = ")[0], names)
-    choice = Choice(found.chosen.stage, found.chosen.recompute)
-    assert names["policy"] == programs().policy(choice)
-    assert plan(stages=(3,)).rows == found.rows[5:]
-
-
-def test_a_step_has_the_traffic_of_the_loss_and_of_adamw() -> None:
-    row = plan(stages=(0,)).rows[0]
-    parameters = sum(param.numel() for param in subject().module.parameters())
-    assert row.optimizer_seconds == pytest.approx(7 * 4 * parameters / 3.35e12)
-    assert row.loss_seconds * 3.35e12 > 32 * 6 * 41  # bytes of each logit: casts, softmax and gradients
-    parts = row.compute_seconds + row.exposed_seconds + row.loss_seconds + row.optimizer_seconds
-    assert row.seconds == pytest.approx(parts)
-
-
-def test_what_does_not_fit_as_it_is_computes_again() -> None:
-    rows = plan(stages=(3,)).rows
+    names = pasted(found.code)
+    assert names["policy"] == programs().policy(Choice(found.chosen.stage, found.chosen.recompute))
+    # A step has the traffic of the loss and of AdamW.
+    ddp = found.rows[0]
+    assert ddp.optimizer_seconds == pytest.approx(7 * 4 * found.parameters / 3.35e12)
+    assert ddp.loss_seconds * 3.35e12 > 32 * 6 * 41  # bytes of each logit: casts, softmax and gradients
+    parts = ddp.compute_seconds + ddp.exposed_seconds + ddp.loss_seconds + ddp.optimizer_seconds
+    assert ddp.seconds == pytest.approx(parts)
+    # What does not fit as it is computes again.
+    rows = found.rows[-2:]
     tight = plan(max(row.needed_bytes for row in rows) - 1, stages=(3,)).rows
-    assert [row.recompute for row in tight] != [row.recompute for row in rows]
-    assert all(one.needed_bytes <= other.needed_bytes for one, other in zip(tight, rows, strict=True))
+    assert [row.mesh for row in tight] == [row.mesh for row in rows]
+    assert [row.recompute for row in tight] != ["none", "none"]
+    for one, other in zip(tight, rows, strict=True):
+        assert one == other if one.recompute == "none" else one.needed_bytes <= other.needed_bytes
+    # If nothing fits, the reason says the least. CUDA's context alone takes 1 GiB.
+    nothing = plan(1 << 30, stages=(3,))
+    assert (nothing.chosen, nothing.code) == (None, "")
+    least = min(row.needed_bytes for row in nothing.rows)
+    for words in ("nothing fits into 1.00 GiB: the least, ZeRO-3", f"takes {least / 2**30:.2f} GiB", "; neither more"):
+        assert words in nothing.reason
 
 
-def test_if_nothing_fits_the_reason_says_the_least_and_what_would_help() -> None:
-    found = plan(1 << 30)
-    assert (found.chosen, found.code) == (None, "")
-    least = min(row.needed_bytes for row in found.rows)
-    assert found.reason.startswith("nothing fits into 1.00 GiB: the least, ZeRO-")
-    assert f"takes {least / 2**30:.2f} GiB" in found.reason
-    assert found.reason.endswith("; neither more ranks nor a smaller batch alone would help")  # CUDA's context is 1 GiB
+def pasted(code: str) -> dict[str, Any]:
+    """What the code defines before the module."""
+    compile(code, "pasted", "exec")
+    names: dict[str, Any] = {}
+    exec(code.partition("module = ")[0], names)
+    return names
 
 
-def test_a_module_without_alike_blocks_is_traced_whole() -> None:
+class Scalar(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "dtype", "said"),
+    [
+        (Chain, torch.float32, ("; float32 shards and", "the loss is left out")),
+        (Scalar, torch.bfloat16, ("; float32 and bfloat16 shards and", "number that the model returns is its loss")),
+    ],
+)
+def test_a_module_without_alike_blocks_is_traced_whole(
+    kind: type[Chain], dtype: torch.dtype, said: tuple[str, ...]
+) -> None:
+    """Its loss is what it returns, if that is one number."""
     with torch.device("meta"):
-        module, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), torch.empty(3, 4)
-    found = tz.plan_training(module, x, world_size=2, stages=(3,), memory_bytes=80 << 30)
+        module, x = kind(nn.Linear(4, 8), nn.Linear(8, 2, dtype=dtype)), torch.empty(3, 4)
+    found = tz.plan_training(module, x, world_size=1, stages=(3,), memory_bytes=ROOM)
     assert (found.blocks, found.tokens, found.rows[0].loss_seconds) == (0, 3, 0.0)
-    assert found.reason == "ZeRO-3 on 2 ranks is the only one that was compared, and fits into 80.0 GiB"
-    assert "float32 shards" in found.assumed[2]
-    assert "the loss is left out, since" in found.assumed[2]
-    assert "\nmodule = ...  # yours: the Sequential that was planned\n" in found.code
+    assert found.reason == "ZeRO-3 on 1 rank is the only one that was compared, and fits into 80.0 GiB"
+    for words in said:
+        assert words in found.assumed[2]
+    assert f"\nmodule = ...  # yours: the {kind.__name__} that was planned\n" in found.code
     compile(found.code, "pasted", "exec")
 
 
-class Scalar(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self[1](self[0](x)).sum()
-        return y
+@pytest.mark.deep
+def test_the_page_answers_which_stage_trains_13_b_on_four_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
+    (program,) = re.findall(r"<!-- file: thirteen.py -->\n```python\n(.*?)```", page, re.DOTALL)
+    file = tmp_path / "thirteen.py"
+    file.write_text(program)
+    assert main(["plan", "--model", f"{file}:build", "--world-size", "4", "--memory", "80GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == pytest.approx(13e9, rel=0.02)
+    assert found["chosen"]["stage"] == 3
+    assert [row["stage"] for row in found["rows"] if row["fits"]] == [2, 3]
 
 
-def test_a_number_that_the_model_returns_is_its_loss_and_shards_have_the_dtypes_of_the_parameters() -> None:
-    with torch.device("meta"):
-        module, x = Scalar(nn.Linear(4, 8), nn.Linear(8, 2, dtype=torch.bfloat16)), torch.empty(3, 4)
-    found = tz.plan_training(module, x, world_size=1, stages=(3,))
-    assert "the one number that the model returns is its loss" in found.assumed[2]
-    assert "; float32 and bfloat16 shards and " in found.assumed[2]
-    assert found.reason.startswith("ZeRO-3 on 1 rank is the only one")
+# What needs no trace.
 
 
 def row(stage: int, tokens: float, needed: int = 40, shards: int = 8, **other: Any) -> Row:
@@ -229,51 +210,64 @@ def row(stage: int, tokens: float, needed: int = 40, shards: int = 8, **other: A
 
 
 def reason(*rows: Row, batch: int = 1) -> str:
-    return reason_of(rows, best_of(rows), 80 << 30, batch)
+    return reason_of(rows, best_of(rows), ROOM, batch)
 
 
-def test_the_reason_says_whether_the_row_is_the_fastest_or_nearly() -> None:
-    assert reason(row(1, 100), row(3, 101)) == "ZeRO-3 on 8 ranks is the fastest of 2 that fit into 80.0 GiB"
-    assert reason(row(1, 100.1, needed=60), row(3, 100)) == (
-        "ZeRO-3 on 8 ranks is within 0.5% of the fastest of 2 that fit into 80.0 GiB, "
-        "and needs the least memory of those"
-    )
-    assert reason(row(2, 100), row(3, 101, needed=90)) == "ZeRO-2 on 8 ranks is the only one that fits into 80.0 GiB"
-    assert reason(row(3, 100)) == "ZeRO-3 on 8 ranks is the only one that was compared, and fits into 80.0 GiB"
+def slower(**other: Any) -> str:
+    return reason(row(2, 90, **other), row(3, 100))
 
 
-@pytest.mark.parametrize(
-    ("slower", "sentence"),
-    [
-        ({"compute_seconds": 0.3}, "it computes 200 ms longer"),
-        ({"exposed_seconds": 0.3, "compute_seconds": 0.2}, "200 ms more of communication are exposed"),
-        ({"loss_seconds": 0.3}, "the loss takes 200 ms longer"),
-        ({"optimizer_seconds": 0.3, "exposed_seconds": 0.2}, "the optimizer takes 200 ms longer"),
-        (
-            {"compute_seconds": 0.3, "recompute": "units"},
-            "it computes 200 ms longer, as it has to recompute='units' to fit",
-        ),
-        (
-            {"exposed_seconds": 0.3, "recompute": "cheap"},
-            "200 ms more of communication are exposed, and it has to recompute='cheap' to fit",
-        ),
-    ],
-)
-def test_the_reason_says_what_makes_another_row_slower(slower: dict[str, Any], sentence: str) -> None:
-    assert reason(row(2, 90, **slower), row(3, 100)).endswith(f": ZeRO-2 on 8 is 10% slower, where {sentence}")
+def too_large(stage: int = 3, needed: int = 100, batch: int = 1, **other: Any) -> str:
+    return reason(row(stage, 1, needed, kinds={Holds.OPTIMIZER: 40, Holds.SAVED: 40}, **other), batch=batch)
 
 
-def test_if_nothing_fits_only_what_helps_is_offered() -> None:
-    kinds = {Holds.OPTIMIZER: 40, Holds.SAVED: 40}
-    needs_ranks = "about 16 ranks would be needed, as they share 40.0 GiB of it"
-    half = "half the batch saves about 20.0 GiB"
-    assert reason(row(3, 1, 100, kinds=kinds)).endswith(f"takes 100 GiB, 20.0 GiB more; {needs_ranks}")
-    assert reason(row(3, 1, 100, kinds=kinds), batch=2).endswith(f"; {needs_ranks}, {half}")
-    assert reason(row(0, 1, 100, kinds=kinds), batch=2).endswith(f"20.0 GiB more; {half}")  # each rank of DDP holds all
-    none = "; neither more ranks nor a smaller batch alone would help"
-    assert reason(row(3, 1, 130, kinds=kinds), batch=2).endswith(none)
-    stepping = row(0, 1, 100, kinds=kinds, peak_half="optimizer step")
-    assert reason(stepping, batch=2).endswith(none)
+RANKS, HALF, NEITHER = "about 16 ranks would be needed", "half the batch saves about 20.0 GiB", "neither more ranks nor"
+REASONS: list[tuple[str, str]] = [
+    (reason(row(1, 100), row(3, 101)), "ZeRO-3 on 8 ranks is the fastest of 2 that fit into 80.0 GiB"),
+    (reason(row(1, 100.1, 60), row(3, 100)), "ZeRO-3 on 8 ranks is within 0.5% of the fastest of 2 that fit into"),
+    (reason(row(2, 100), row(3, 101, needed=90)), "ZeRO-2 on 8 ranks is the only one that fits into 80.0 GiB"),
+    (reason(row(0, 100, needed=90), row(3, 101)), "DDP on 8 would take 90.0 GiB"),
+    (slower(compute_seconds=0.3), "ZeRO-2 on 8 is 10% slower, where it computes 200 ms longer"),
+    (slower(exposed_seconds=0.3, compute_seconds=0.2), "200 ms more of communication are exposed"),
+    (slower(loss_seconds=0.3), "the loss takes 200 ms longer"),
+    (slower(optimizer_seconds=0.3, exposed_seconds=0.2), "the optimizer takes 200 ms longer"),
+    (slower(compute_seconds=0.3, recompute="units"), "200 ms longer, as it has to recompute='units' to fit"),
+    (slower(exposed_seconds=0.3, recompute="cheap"), "exposed, and it has to recompute='cheap' to fit"),
+    (too_large(), f"takes 100 GiB, 20.0 GiB more; {RANKS}"),
+    (too_large(batch=2), f"{RANKS}, as they share 40.0 GiB of it, {HALF}"),
+    (too_large(stage=0, batch=2), f"20.0 GiB more; {HALF}"),  # each rank of DDP holds all
+    (too_large(needed=130, batch=2), f"; {NEITHER}"),
+    (too_large(stage=0, batch=2, peak_half="optimizer step"), f"; {NEITHER}"),
+]
+
+
+def test_the_reason_says_why_a_row_is_best_what_makes_another_slower_and_only_what_helps() -> None:
+    for sentence, words in REASONS:
+        assert words in sentence
+
+
+def test_models_by_name_have_their_parameters() -> None:
+    found = {}
+    for name, known in KNOWN.items():
+        with torch.device("meta"):
+            found[name] = sum(param.numel() for param in known.make(known.sizes).parameters())
+    assert found == {
+        "llama3-8b": 8_030_261_248,
+        "llama3-70b": 70_553_706_496,
+        "llama3-405b": 405_853_388_800,
+        "gpt-1.3b": 1_313_525_760,
+    }
+
+
+def test_the_code_of_a_model_by_name_makes_it() -> None:
+    policy = tz.Policy(3, bucket_bytes=1, in_flight_bytes=1, prefetch=1)
+    code = code_of(replace(row(3, 1), mesh=Mesh(2, 8)), policy, subject_of("llama3-8b", 16, 1).build)
+    names = pasted(code)
+    assert names["policy"].stage == 3
+    assert callable(names["init_device_mesh"])
+    with torch.device("meta"):
+        exec("module = " + code.partition("module = ")[2].partition("mesh = ")[0], names)
+    assert names["module"].cosines.shape == (16, 128)
 
 
 def test_the_batch_of_a_file_and_of_one_sequence_cannot_be_halved(tmp_path: Path) -> None:
@@ -284,50 +278,6 @@ def test_the_batch_of_a_file_and_of_one_sequence_cannot_be_halved(tmp_path: Path
     assert subject_of(f"{file}:build", None, 1).build == f"module = ...  # yours: {file}:build returns it"
 
 
-def test_the_code_of_a_model_by_name_makes_it() -> None:
-    policy = tz.Policy(3, bucket_bytes=1, in_flight_bytes=1, prefetch=1)
-    hybrid = replace(row(3, 1), mesh=Mesh(2, 8))
-    code = code_of(hybrid, policy, subject_of("llama3-8b", 16, 1).build)
-    compile(code, "pasted", "exec")
-    names: dict[str, Any] = {}
-    exec(code.partition("module = ")[0], names)
-    assert names["policy"].stage == 3
-    assert callable(names["init_device_mesh"])
-    with torch.device("meta"):
-        exec("module = " + code.partition("module = ")[2].partition("mesh = ")[0], names)
-    assert names["module"].cosines.shape == (16, 128)
-
-
-@pytest.mark.parametrize("stages", [(), (5,), 3, (True,), "3"])
-def test_it_refuses_stages(stages: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"stages is {stages!r}; give some of 0, 1, 2 and 3")):
-        plan(stages=stages)
-
-
-@pytest.mark.parametrize(
-    ("how", "error", "sentence"),
-    [
-        ({"model": 3}, TypeError, "model is of type int; give a torch.nn.Module, a name"),
-        ({"device": None}, TypeError, "device is of type NoneType; give a100"),
-        ({"devices_per_node": 0}, ValueError, "devices_per_node is 0; give the number of devices of a node"),
-        ({"devices_per_node": 2.0}, ValueError, "devices_per_node is 2.0; give the number"),
-        ({"micro_batch": 2}, ValueError, "micro_batch belongs to models by name; change the shapes of the inputs"),
-        ({"sequence_length": 2}, ValueError, "sequence_length belongs to models by name"),
-        (
-            {"model": "gpt-1.3b", "loss": torch.sum},
-            ValueError,
-            "gpt-1.3b comes with inputs and a loss; give loss= with",
-        ),
-        ({"model": nn.ReLU()}, ValueError, "ReLU has no parameter that requires a gradient"),
-    ],
-)
-def test_it_refuses_options_in_one_sentence(how: dict[str, Any], error: type[Exception], sentence: str) -> None:
-    with pytest.raises(error, match=re.escape(sentence)):
-        tz.plan_training(**{"model": nn.Linear(2, 2), "world_size": 8, **how})
-    with pytest.raises(ValueError, match="give inputs with a module alone"):
-        tz.plan_training("gpt-1.3b", torch.zeros(1), world_size=8)
-
-
 def test_the_list_of_blocks_is_as_it_was() -> None:
     one = subject()
     before = dict(one.module.named_modules())
@@ -336,53 +286,60 @@ def test_the_list_of_blocks_is_as_it_was() -> None:
     assert dict(one.module.named_modules()) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--model", "llama9"], "there is no model 'llama9'; choose llama3-8b, llama3-70b"),
-        (["--model", "gpt-1.3b", "--device", "h9"], "there is no device 'h9'; choose a100, h100"),
-        (["--model", "gpt-1.3b", "--memory", "much"], "'much' is no amount of memory; give a number with a unit, such"),
-        (
-            ["--model", "gpt-1.3b", "--memory", "40"],
-            "'40' is an amount of memory without a unit; give it one, such as 40GiB or 40GB",
-        ),
-        (
-            ["--model", "gpt-1.3b", "--world-size", "12"],
-            "12 ranks do not fill nodes of 8 devices; give a multiple of 8",
-        ),
-        (["--model", "gpt-1.3b", "--world-size", "0"], "world_size is 0; give the number of ranks, at least 1"),
-        (["--model", "gpt-1.3b", "--micro-batch", "0"], "micro_batch is 0; give a number of sequences, at least 1"),
-        (["--model", "no.py:build"], "there is no file no.py; give FILE.py:function"),
-        (["--model", "gpt-1.3b", "--sequence-length", "-1"], "sequence_length is -1; give a number of tokens"),
-    ],
-)
-def test_it_refuses(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--world-size", "8", *arguments]) == 1
-    assert capsys.readouterr().err.startswith(f"thunder-zero: {sentence}")
+def plans(*inputs: Any, **how: Any) -> Callable[[], object]:
+    return lambda: tz.plan_training(how.pop("model", nn.Linear(2, 2)), *inputs, world_size=8, **how)
 
 
-def test_the_page_answers_which_stage_trains_13_b_on_four_devices(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
-    (program,) = re.findall(r"<!-- file: thirteen.py -->\n```python\n(.*?)```", page, re.DOTALL)
-    file = tmp_path / "thirteen.py"
-    file.write_text(program)
-    assert main(["plan", "--model", f"{file}:build", "--world-size", "4", "--memory", "80GB", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["parameters"] == pytest.approx(13e9, rel=0.02)
-    assert found["chosen"]["stage"] == 3
-    assert [row["stage"] for row in found["rows"] if row["fits"]] == [2, 3]
-    assert f"{found['chosen']['tokens_per_second']:,.0f}" in page
-    assert f"{found['reason'].split(':')[0]}" in page.replace("\n", " ")
+REFUSED: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
+    *(
+        (plans(stages=stages), ValueError, (f"stages is {stages!r}", "give some of 0, 1, 2 and 3"))
+        for stages in ((), (5,), 3, (True,), "3")
+    ),
+    (plans(model=3), TypeError, ("model is of type int", "give a torch.nn.Module, a name")),
+    (plans(device=None), TypeError, ("device is of type NoneType", "give a100")),
+    (plans(devices_per_node=0), ValueError, ("devices_per_node is 0", "give the number of devices of a node")),
+    (plans(devices_per_node=2.0), ValueError, ("devices_per_node is 2.0", "give the number")),
+    (plans(micro_batch=2), ValueError, ("micro_batch belongs to models by name", "change the shapes of the inputs")),
+    (plans(sequence_length=2), ValueError, ("sequence_length belongs to models by name",)),
+    (plans(model="gpt-1.3b", loss=torch.sum), ValueError, ("gpt-1.3b comes with inputs and a loss", "give loss= with")),
+    (plans(torch.zeros(1), model="gpt-1.3b"), ValueError, ("give inputs with a module alone",)),
+    (plans(model=nn.ReLU()), ValueError, ("ReLU has no parameter that requires a gradient",)),
+]
 
 
-def test_it_refuses_what_a_function_returns_and_sizes_that_are_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_python_refuses_in_one_sentence() -> None:
+    for call, kind, words in REFUSED:
+        with refused(kind, *words):
+            call()
+
+
+GPT = ("--model", "gpt-1.3b")
+REFUSED_ARGUMENTS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
+    (("--model", "llama9"), ("there is no model 'llama9'", "choose llama3-8b, llama3-70b")),
+    ((*GPT, "--device", "h9"), ("there is no device 'h9'", "choose a100, h100")),
+    ((*GPT, "--memory", "much"), ("'much' is no amount of memory", "give a number with a unit")),
+    ((*GPT, "--memory", "40"), ("'40'", "without a unit", "such as 40GiB or 40GB")),
+    ((*GPT, "--world-size", "12"), ("12 ranks do not fill nodes of 8 devices", "give a multiple of 8")),
+    ((*GPT, "--world-size", "0"), ("world_size is 0", "give the number of ranks, at least 1")),
+    ((*GPT, "--micro-batch", "0"), ("micro_batch is 0", "give a number of sequences, at least 1")),
+    ((*GPT, "--sequence-length", "-1"), ("sequence_length is -1", "give a number of tokens")),
+    (("--model", "no.py:build"), ("there is no file no.py", "give FILE.py:function")),
+    (("--model", "{file}:build"), ("returns int", "return a tuple of the module and its inputs")),
+    (("--model", "{file}:build", "--micro-batch", "2"), ("makes its own inputs", "change their shapes there")),
+]
+
+
+@pytest.mark.slow
+def test_the_command_prints_data_or_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "model.py"
+    file.write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 2), torch.zeros(1, 2)\n")
+    assert main(["plan", "--world-size", "2", "--model", f"{file}:build", "--memory", "80GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["parameters"], found["memory_bytes"]) == (6, 80 * 10**9)
+    assert found["chosen"] in found["rows"]
     file.write_text("def build():\n    return 1\n")
-    assert main(["plan", "--world-size", "8", "--model", f"{file}:build"]) == 1
-    assert "returns int; return a tuple of the module and its inputs" in capsys.readouterr().err
-    assert main(["plan", "--world-size", "8", "--model", f"{file}:build", "--micro-batch", "2"]) == 1
-    assert "makes its own inputs; change their shapes there" in capsys.readouterr().err
+    for arguments, words in REFUSED_ARGUMENTS:
+        assert main(["plan", "--world-size", "8", *(one.format(file=file) for one in arguments)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("thunder-zero: ")
+        assert [word for word in words if word not in error] == [], error
