@@ -188,10 +188,6 @@ def gather_across_the_border(t: Timeline) -> Timeline:
     return moved(changed(t, "gather c.w again", backward=False), "gather c.w again", "backward")
 
 
-def computation_of_a_shard(t: Timeline) -> Timeline:
-    return with_ops(t, "gather c.bias", Op(Kind.COMPUTE, (), ("t_c.bias",), source=(999,)))
-
-
 def second_gather_in_backward(t: Timeline) -> Timeline:
     t = copied(t, "gather b.v again", "return", writes=("h",))
     return copied(t, "writes b.v_again", "return", **SECOND)
@@ -200,10 +196,6 @@ def second_gather_in_backward(t: Timeline) -> Timeline:
 def gathered_twice(t: Timeline) -> Timeline:
     t = copied(t, "gather c.w", "return", writes=("h",), **IN_BACKWARD)
     return copied(t, "wait c.w", "return", **SECOND, **IN_BACKWARD)
-
-
-def freed_before_backward(t: Timeline) -> Timeline:
-    return moved(changed(t, "free c.w", backward=False), "free c.w", "backward")
 
 
 def freed_before_a_view_by_a_view(t: Timeline) -> Timeline:
@@ -225,14 +217,6 @@ def random_copy(t: Timeline) -> Timeline:
     return copied(t, "writes d4", "reads b.v_again", writes=("d4_again",), **IN_BACKWARD)
 
 
-def forward_takes_from_backward(t: Timeline) -> Timeline:
-    return moved(changed(t, "writes g", backward=False), "writes g", "backward")
-
-
-def swapped_results(t: Timeline) -> Timeline:
-    return reading(t, "return", {"mean_b.w": "mean_c.w", "mean_c.w": "mean_b.w"})
-
-
 Fault = Callable[[Timeline], Timeline]
 Faults = Sequence[tuple[Fault, str]]  # what is changed, and words of the error: by check_schedule | by check
 OTHER = Op(Kind.COMPUTE, ("x",), ("other",), source=(999,))
@@ -240,6 +224,8 @@ GATHER_REPLICATED = (
     Op(Kind.GATHER, ("t_a.scalar",), ("h",), ("a.scalar",), source=(999,)),
     Op(Kind.WAIT, ("h",), ("scalar",), ("a.scalar",), source=(998,)),
 )
+SHARD = Op(Kind.COMPUTE, (), ("t_c.bias",), source=(999,))
+SWAPPED = {"mean_b.w": "mean_c.w", "mean_c.w": "mean_b.w"}
 SECOND: dict[str, Any] = {"reads": ("h",), "writes": ("x0", "x1")}  # a wait for a second launch
 IN_BACKWARD: dict[str, Any] = {"backward": True, "again": True}
 
@@ -267,7 +253,7 @@ LAUNCHES_AND_WAITS: Faults = (
 GATHERS: Faults = (
     (gather_lost, "of the lifted trace is missing|reads c.bias, which is neither an input nor written"),
     (lambda t: reading(gather_lost(t), "reads c.bias", {"c.bias": "t_c.bias"}), "reads t_c.bias, the shard of c.bias"),
-    (computation_of_a_shard, "differs from position 999|writes t_c.bias, which is an input"),
+    (lambda t: with_ops(t, "gather c.bias", SHARD), "differs from position 999|writes t_c.bias, which is an input"),
     (lambda t: reading(t, "gather c.bias", {"t_c.bias": "y1"}), "gathers y1 as c.bias, but it is not a shard"),
     (lambda t: reading(t, "gather c.bias", {"t_c.bias": "?"}), "a value whose bytes and dtype are unknown"),
     (lambda t: changed(t, "gather b.w", reads=("t_b.w",)), "must read one value for each of its parameters"),
@@ -324,12 +310,15 @@ ONLY_BY_LIFTED: Faults = (  # only a comparison with what was lifted finds these
     (lambda t: copied(t, "writes d4", writes=("other",)), "runs position .* of the lifted trace twice"),  # random
     (lambda t: with_ops(t, 3, OTHER), "differs from position 999"),
     (lambda t: changed(t, "writes y0", source=(2, 3)), "must come from one line of the trace"),
-    (forward_takes_from_backward, "is in a different half than position"),
-    (swapped_results, "reads other values than position"),
+    (lambda t: moved(changed(t, "writes g", backward=False), "writes g", "backward"), "is in a different half than"),
+    (lambda t: reading(t, "return", SWAPPED), "reads other values than position"),
     (lambda t: moved(t, "writes mean_c.w", "reduce b.w"), "makes 8 bytes of gradients while 8 bytes are in flight"),
 )
 AT_ZERO2: Faults = (
-    (freed_before_backward, "frees c.w, but op .* still reads"),
+    (
+        lambda t: moved(changed(t, "free c.w", backward=False), "free c.w", "backward"),
+        "frees c.w, but op .* still reads",
+    ),
     (gathered_twice, "gathers c.frozen again after op .*; it is gathered once"),
 )
 UNDER_NO_SYNC: Faults = (
