@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,7 +139,8 @@ def test_pages_have_the_figures_of_their_data_files() -> None:
 
 
 def test_data_files_are_json() -> None:
-    for value in ({}, [], {"a": []}, {"a": [1, {"b": (2, 3)}], "c": {1: {"d": None}}}, [[{"a": 1}]]):
+    values: list[Any] = [{}, [], {"a": []}, {"a": [1, {"b": (2, 3)}], "c": {1: {"d": None}}}, [[{"a": 1}]]]
+    for value in values:
         assert json.loads(to_json(value)) == json.loads(json.dumps(value))
 
 
@@ -152,17 +154,16 @@ def test_a_contestant_that_trains_something_else_is_found() -> None:
         run.refuse_different(built, losses | {"zero3": [[2.0], [3.5]]})
 
 
-def test_added_and_its_sentences() -> None:
+def test_what_the_transform_adds() -> None:
     seconds = {"plain": [10.0, 10.0, 50.0], "zero3": [10.4, 10.5, 10.6]}
     assert added(seconds) == 0.05
     assert added(seconds, sum) == -0.55
     seconds = {"alone": [20.0, 22.0], "plain": [9.0, 10.0, 11.0], "zero3": [10.4, 10.5, 10.6]}
     cpu = {"plain": [10.0], "zero3": [10.3]}
     compiled = {"seconds": seconds, "cpu": cpu, "ours": [{"a": 0.1, "b": 0.2}]}
-    sentences = summary({"compile": compiled, "host": {"full": seconds}})
-    for figure in ("21.00 s with Thunder alone", "10.00 s with the shortcuts", "+5.0%; in CPU time +3.0%", "0.30 s"):
-        assert figure in sentences[0]
-    assert "10000.00 ms without the transform, 10500.00 ms with ZeRO-3 (+5.0%)" in sentences[1]
+    compile_time, host_time = summary({"compile": compiled, "host": {"full": seconds}})
+    assert all(figure in compile_time for figure in ("21.00 s", "10.00 s", "+5.0%", "+3.0%", "0.30 s"))
+    assert all(figure in host_time for figure in ("10000.00 ms", "10500.00 ms", "+5.0%"))
 
 
 MEASURED = memory_table.Row(

@@ -39,13 +39,10 @@ def free_port() -> int:
 
 def test_data_parallel_mlp_of_two_agents(tmp_path: Path) -> None:
     """Each starts one rank, as on two machines; they meet at the first one's store."""
-    options = ("--rows", 96, "--width", 16, "--stage", 3, "--out", tmp_path)
-    meeting = ("--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--local-addr", "localhost")
-    meeting += ("--rdzv-id", "tests", "--rdzv-endpoint", f"localhost:{free_port()}")
-    agents = [
-        start(*torchrun(*meeting, "--rdzv-conf", f"is_host={number == 0}"), "examples/data_parallel_mlp.py", *options)
-        for number in range(2)
-    ]
+    script = ("examples/data_parallel_mlp.py", "--rows", 96, "--width", 16, "--stage", 3, "--out", tmp_path)
+    meeting = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=tests", "--local-addr=localhost")
+    store = f"--rdzv-endpoint=localhost:{free_port()}"
+    agents = [start(*torchrun(*meeting, store, f"--rdzv-conf=is_host={host}"), *script) for host in (True, False)]
     printed = "".join(map(output_of, agents))  # the rank that is 0 prints
     table = table_of(printed)
     assert set(table) == {"0", "5", "10", "15", "20", "25", "29"}
