@@ -1,7 +1,10 @@
-"""Models and optimizers with state, ours and torch's, and their full contents."""
+"""Models and optimizers with state, ours and torch's, and their full contents; ranks that one process simulates."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thunder_zero as tz
 from tests.harness.models import Mlp
+from thunder_zero.checkpoint import folder
+from thunder_zero.checkpoint.collect import model_items, optimizer_items
+from thunder_zero.checkpoint.dcp_write import write_items
+from thunder_zero.checkpoint.extras import extra_items
+from thunder_zero.checkpoint.write import finish_checkpoint
+from thunder_zero.plan import make_plan
+from thunder_zero.rows import own_rows
 from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.state_dict.contents import ModelContents
 
 
 def adamw(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
@@ -68,3 +79,39 @@ def full_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
         for key, value in optimizer.state[param].items():
             found[f"{name.removeprefix('module.')} {key}"] = whole(value)
     return found
+
+
+# What a rank saves and loads follows from its plan, its shards and its optimizer, so one process can be all ranks.
+
+
+@dataclass
+class Simulated:
+    """One rank of several in this process."""
+
+    held: ModelContents
+    optimizer: torch.optim.Optimizer
+
+
+def simulated_ranks(
+    module: nn.Module, world_size: int, stage: int, make: Callable[[Any], torch.optim.Optimizer]
+) -> list[Simulated]:
+    ranks = []
+    for rank in range(world_size):
+        plan = make_plan(module, tz.Policy(stage=stage), world_size, rank)
+        shards = {}
+        for param in plan.params:
+            value = module.get_parameter(param.path).detach()
+            shards[param.path] = nn.Parameter(own_rows(value, param, plan).clone(), param.requires_grad)
+        ranks.append(Simulated(ModelContents(plan, shards, {}, {}, {}, rank), make(shards.values())))
+    return ranks
+
+
+def save_simulated(path: Path, ranks: Sequence[Simulated]) -> None:
+    """What :func:`thunder_zero.checkpoint.write.write_checkpoint` does, for all ranks; each has an extra."""
+    folder.prepare(path)
+    parts = []
+    for number, rank in enumerate(ranks):
+        items = model_items(rank.held) + optimizer_items(rank.held, [rank.optimizer])
+        items += extra_items(rank.held, {"position": 100 + number})
+        parts.append(write_items(folder.staging_of(path), number, items))
+    finish_checkpoint(path, parts, None)

@@ -1,8 +1,13 @@
-"""Damaged and hostile checkpoints whose manifest was made to fit: one sentence from load, inspect and consolidate."""
+"""Damaged and hostile checkpoints: one sentence from load, inspect and consolidate; nothing that is read runs.
+
+Most have a manifest that was made to fit.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -10,66 +15,47 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-import thunder_zero as tz
+from tests.harness.checkpoints import Simulated, save_simulated, simulated_ranks
+from tests.harness.errors import raised, says
 from thunder_zero import cli
-from thunder_zero.checkpoint import folder, manifest
-from thunder_zero.checkpoint.collect import model_items, optimizer_items
-from thunder_zero.checkpoint.dcp_read import read_metadata
-from thunder_zero.checkpoint.dcp_write import write_items
+from thunder_zero.checkpoint import dcp_write, manifest
+from thunder_zero.checkpoint.dcp_read import read_items, read_metadata
+from thunder_zero.checkpoint.dcp_write import write_items, write_metadata
+from thunder_zero.checkpoint.extras import read_extras
+from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.manifest import File
 from thunder_zero.checkpoint.read_all import read_checkpoint
-from thunder_zero.checkpoint.write import finish_checkpoint
-from thunder_zero.plan import make_plan
-from thunder_zero.rows import own_rows
-from thunder_zero.state_dict.contents import ModelContents
 
 WEIGHT, BIAS, MOMENTUM = "model.weight", "model.bias", "optim.state.weight.momentum_buffer"
-FILE = "__0_0.distcp"
+FILE, LAST = "__0_0.distcp", "; use another checkpoint"
 Change = Callable[[Metadata], object]
 
 
-def rank_of(rank: int) -> tuple[ModelContents, torch.optim.Optimizer]:
-    module = nn.Linear(3, 4)
-    plan = make_plan(module, tz.Policy(stage=3), 2, rank)
-    shards = {
-        param.path: nn.Parameter(own_rows(module.get_parameter(param.path).detach(), param, plan))
-        for param in plan.params
-    }
-    optimizer = torch.optim.SGD(shards.values(), 0.1, momentum=0.9)
-    for shard in shards.values():
-        shard.grad = torch.ones_like(shard)
-    optimizer.step()
-    return ModelContents(plan, shards, {}, {}, {}, rank), optimizer
+def two_ranks() -> list[Simulated]:
+    ranks = simulated_ranks(nn.Linear(3, 4), 2, 3, lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))
+    for rank in ranks:
+        for shard in rank.held.shards.values():
+            shard.grad = torch.ones_like(shard)
+        rank.optimizer.step()
+    return ranks
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two ranks."""
     path = tmp_path_factory.mktemp("runs") / "good"
-    folder.prepare(path)
-    parts = []
-    for rank in range(2):
-        contents, optimizer = rank_of(rank)
-        items = model_items(contents) + optimizer_items(contents, [optimizer])
-        parts.append(write_items(folder.staging_of(path), rank, items))
-    finish_checkpoint(path, parts, None)
+    save_simulated(path, two_ranks())
     return path
 
 
-def with_fitting_manifest(path: Path) -> None:
-    names = [at.name for at in path.iterdir() if at.name != manifest.NAME]
-    contents = {name: (path / name).read_bytes() for name in names}
-    files = tuple(File(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in contents.items())
-    (path / manifest.NAME).write_text(manifest.to_text(replace(manifest.read(path), files=files)))
+# Changes of the metadata
 
 
 def bad_type(stored: Any, **fields: Any) -> None:
@@ -77,32 +63,27 @@ def bad_type(stored: Any, **fields: Any) -> None:
         object.__setattr__(stored, name, value)
 
 
+def entry(metadata: Metadata, key: str = WEIGHT) -> Any:
+    return metadata.state_dict_metadata[key]
+
+
 def place_of(metadata: Metadata, key: str) -> Any:
     return metadata.storage_data[MetadataIndex(key, (0, 0) if key != BIAS else (0,))]
 
 
-def swap_places(metadata: Metadata, one: str, other: str) -> None:
-    first, second = place_of(metadata, one), place_of(metadata, other)
-    first.offset, second.offset, first.length, second.length = (
-        second.offset,
-        first.offset,
-        second.length,
-        first.length,
-    )
+def swap_places(metadata: Metadata) -> None:
+    one, other = place_of(metadata, BIAS), place_of(metadata, WEIGHT)
+    one.offset, other.offset, one.length, other.length = other.offset, one.offset, other.length, one.length
 
 
 def move(name: object, metadata: Metadata) -> None:
     bad_type(place_of(metadata, WEIGHT), relative_path=name)
 
 
-def new_key(metadata: Metadata, key: Any, of: str) -> None:
-    """Another name of a value."""
-    metadata.state_dict_metadata[key] = metadata.state_dict_metadata[of]
-    metadata.storage_data[MetadataIndex(key)] = metadata.storage_data[MetadataIndex(of)]
-
-
-def entry(metadata: Metadata, key: str = WEIGHT) -> Any:
-    return metadata.state_dict_metadata[key]
+def new_key(metadata: Metadata, key: str) -> None:
+    """Another name of the learning rate."""
+    metadata.state_dict_metadata[key] = metadata.state_dict_metadata[LR]
+    metadata.storage_data[MetadataIndex(key)] = metadata.storage_data[MetadataIndex(LR)]
 
 
 LR = "optim.param_groups.0.lr"
@@ -116,10 +97,7 @@ IN_METADATA: dict[str, tuple[Change, str]] = {
     "a dtype": (lambda of: bad_type(entry(of).properties, dtype="float32"), "the dtype of model.weight is 'float32'"),
     "no dtype": (lambda of: bad_type(entry(of), properties=5), "an entry has another type than DCP's: 'int' object"),
     "a quantized dtype": (lambda of: bad_type(entry(of).properties, dtype=torch.quint8), "weight is torch.quint8"),
-    "no fields": (
-        lambda of: entry(of).__dict__.clear(),
-        "than DCP's: 'TensorStorageMetadata' object has no",
-    ),
+    "no fields": (lambda of: entry(of).__dict__.clear(), "than DCP's: 'TensorStorageMetadata' object has no"),
     "a large number": (lambda of: bad_type(entry(of).chunks[0], sizes=(2**70, 3)), "is outside of its shape (4, 3)"),
     "chunks": (lambda of: bad_type(entry(of), chunks=3), "another type than DCP's: 'int' object is not iterable"),
     "a chunk": (lambda of: bad_type(entry(of), chunks=[3]), "a part of model.weight is a int"),
@@ -137,44 +115,43 @@ IN_METADATA: dict[str, tuple[Change, str]] = {
         f"a file at {name!r}": (partial(move, name), "outside of the folder")
         for name in ("../x", "/etc/passwd", "a/../../x", "", "a\0b", 5)
     },
-}
-IN_FILES: dict[str, tuple[Change, str]] = {
     "a stored dtype": (
         lambda of: bad_type(entry(of, MOMENTUM).properties, dtype=torch.int32),
         "has shape (2, 3) and dtype torch.float32 in its file, (2, 3) and torch.int32 in .metadata",
     ),
-    "swapped places": (
-        lambda of: swap_places(of, BIAS, WEIGHT),
-        "and dtype torch.float32 in its file, (2",
-    ),
+    "swapped places": (swap_places, "and dtype torch.float32 in its file, (2"),
 }
 
 
-def damaged(good: Path, at: Path, change: Change) -> Path:
+def damaged(good: Path, at: Path, change: Change = lambda of: None) -> Path:
+    """A copy with changed metadata, and a manifest that fits."""
     shutil.copytree(good, at)
     metadata = read_metadata(at)
     change(metadata)
     (at / ".metadata").write_bytes(pickle.dumps(metadata))
-    with_fitting_manifest(at)
+    contents = {path.name: path.read_bytes() for path in at.iterdir() if path.name != manifest.NAME}
+    files = [File(name, len(data), hashlib.sha256(data).hexdigest()) for name, data in contents.items()]
+    (at / manifest.NAME).write_text(manifest.to_text(replace(manifest.read(at), files=tuple(files))))
     return at
 
 
 def load(path: Path) -> str:
-    contents, optimizer = rank_of(0)
-    try:
+    """What a load on rank 0 of two says."""
+    rank = two_ranks()[0]
+
+    def verified() -> None:
         manifest.require_no_faults(path, manifest.find_faults(path, manifest.read(path).files))
-        read_checkpoint(path, contents, [optimizer], 2)
-    except ValueError as error:
-        return str(error)
-    return "loaded"
+        read_checkpoint(path, rank.held, [rank.optimizer], 2)
+
+    return raised(verified)
 
 
 def test_damaged_metadata_is_one_sentence(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A copy of the good one passes; what each tool says of each damage."""
-    assert load(damaged(good, tmp_path / "same", lambda of: None)) == "loaded"
+    assert load(damaged(good, tmp_path / "same")) == "nothing"
     assert cli.main(["inspect", str(tmp_path / "same"), "--verify"]) == 0
     capsys.readouterr()
-    for number, (name, (change, words)) in enumerate((IN_METADATA | IN_FILES).items()):
+    for number, (name, (change, words)) in enumerate(IN_METADATA.items()):
         path = damaged(good, tmp_path / str(number), change)
         said = [load(path)]
         for command in (["inspect", path, "--verify"], ["consolidate", path, tmp_path / "m.pt", "--optimizer"]):
@@ -183,7 +160,7 @@ def test_damaged_metadata_is_one_sentence(good: Path, tmp_path: Path, capsys: py
         for sentence in said:
             assert words in sentence, (name, sentence)
             assert sentence.rstrip("\n").count("\n") == 0, (name, sentence)
-            assert sentence.rstrip().endswith("; use another checkpoint"), (name, sentence)
+            assert sentence.rstrip().endswith(LAST), (name, sentence)
     assert not (tmp_path / "m.pt").exists()
 
 
@@ -193,36 +170,83 @@ def test_places_that_the_files_do_not_have(good: Path, tmp_path: Path, capsys: p
     assert f"long is damaged: {FILE} has " in load(long)
     assert cli.main(["inspect", str(long)]) == 1
     assert f"long is damaged: {FILE} has " in capsys.readouterr().err
-    linked = damaged(good, tmp_path / "linked", lambda of: None)
+    linked = damaged(good, tmp_path / "linked")
     (linked / FILE).rename(tmp_path / "elsewhere")
     (linked / FILE).symlink_to(tmp_path / "elsewhere")
     assert f"{FILE} is not a file, but a link or something else" in load(linked)
-    contents, _ = rank_of(0)
-    with pytest.raises(ValueError, match="leads out of it; use another checkpoint"):
-        read_checkpoint(linked, contents, [])  # with verify_files=False, too
+    unverified = partial(read_checkpoint, linked, two_ranks()[0].held, [])
+    says(unverified, "leads out of it; use another checkpoint")
 
 
-def test_other_values_than_ours(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Parameter groups that are none; a rank whose number would need all memory; a manifest of other types."""
-    for name, key in (("groups", "optim.param_groups.x.lr"), ("rank", "rank99999999999.extra.a")):
-        path = damaged(good, tmp_path / name, lambda of, key=key: new_key(of, key, LR))  # type: ignore[misc]
-        assert load(path).endswith(("; use another checkpoint", "loaded")), name
-    assert "groups are damaged: 'x.lr' is 0.1" in load(tmp_path / "groups")
-    path = damaged(good, tmp_path / "params", lambda of: new_key(of, "optim.param_groups.0.params", LR))
-    assert "groups are damaged: '0.params' is 0.1" in load(path)
-    path = damaged(good, tmp_path / "no params", lambda of: of.state_dict_metadata.pop("optim.param_groups.0.params"))
-    assert "parameter group 0 of the checkpoint's optimizer lists no parameters" in load(path)
-    for name, change in {
-        "a size": {"size": "5"},
-        "a negative size": {"size": -1},
-        "a hash": {"sha256": 5},
-        "a name": {"name": "../a"},
-        "a path": {"name": "/etc/passwd"},
-    }.items():
-        path = damaged(good, tmp_path / name, lambda of: None)
-        first, *others = manifest.read(path).files
+def test_parameter_groups_that_are_none(good: Path, tmp_path: Path) -> None:
+    """And a rank whose number would need all memory."""
+    params = "optim.param_groups.0.params"
+    for number, (change, words) in enumerate(
+        (
+            (lambda of: new_key(of, "optim.param_groups.x.lr"), "groups are damaged: 'x.lr' is 0.1"),
+            (lambda of: new_key(of, params), "groups are damaged: '0.params' is 0.1"),
+            (
+                lambda of: of.state_dict_metadata.pop(params),
+                "group 0 of the checkpoint's optimizer lists no param",
+            ),
+        )
+    ):
+        told = load(damaged(good, tmp_path / str(number), change))
+        assert words in told, told
+        assert told.endswith(LAST), told
+    huge = damaged(good, tmp_path / "rank", lambda of: new_key(of, "rank99999999999.extra.a"))
+    assert load(huge).endswith((LAST, "nothing"))
+
+
+def test_a_manifest_of_other_types(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = damaged(good, tmp_path / "typed")
+    right = manifest.read(path)
+    first, *others = right.files
+    for change in ({"size": "5"}, {"size": -1}, {"sha256": 5}, {"name": "../a"}, {"name": "/etc/passwd"}):
         files = (replace(first, **change), *others)  # type: ignore[arg-type]
-        (path / manifest.NAME).write_text(manifest.to_text(replace(manifest.read(path), files=files)))
-        assert "manifest.json is damaged: it is not a manifest (TypeError" in load(path), name
+        (path / manifest.NAME).write_text(manifest.to_text(replace(right, files=files)))
+        assert "manifest.json is damaged: it is not a manifest (TypeError" in load(path), change
         assert cli.main(["inspect", str(path)]) == 1
         assert "manifest.json is damaged" in capsys.readouterr().err
+
+
+# Hostile files, and missing rows
+
+
+class Command:
+    """Unpickled, it runs a command."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+def test_nothing_that_is_read_runs(tmp_path: Path) -> None:
+    """Neither DCP's metadata nor a value, which DCP itself unpickles."""
+    done = tmp_path / "done"
+    for content, words in ((Command(done), "(it names posix.mkdir"), ([1], "(it holds a list)")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
+        says(lambda: read_metadata(tmp_path), f".metadata is damaged {words}", LAST)
+    value = io.BytesIO()
+    torch.save(Command(done), value)
+    part = write_items(tmp_path / "a", 0, [Item(("rank0", "extra", "bad"), value.getvalue())])
+    write_metadata(tmp_path / "a", [part])
+    says(
+        lambda: read_extras(tmp_path / "a", read_metadata(tmp_path / "a")),
+        "is damaged (Weights only load failed",
+        "; use another",
+    )
+    assert not done.exists()
+
+
+def test_rows_that_are_in_no_file(tmp_path: Path) -> None:
+    part = write_items(tmp_path, 0, [Item(("w",), torch.ones(2, 3), 0, (4, 3))])
+    too_few = "w is incomplete: its shape (4, 3) needs 12 elements, the ranks wrote 6"
+    says(lambda: write_metadata(tmp_path, [part]), too_few)
+    with mock.patch.object(dcp_write, "_require_all_rows"):  # another tool's
+        write_metadata(tmp_path, [part])
+    wanted = Item(("w",), torch.zeros(3, 3), 1, (4, 3))
+    missing = "is incomplete: rows of w are missing; use another checkpoint"
+    says(lambda: read_items(tmp_path, read_metadata(tmp_path), [wanted]), missing)
