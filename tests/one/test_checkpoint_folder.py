@@ -8,13 +8,13 @@ import os
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
-
+from tests.harness.errors import says
 from thunder_zero.checkpoint import folder, manifest, owner
 from thunder_zero.checkpoint.manifest import File, Manifest
 
@@ -49,51 +49,41 @@ def pid_of_a_dead_process() -> int:
     return ended.pid
 
 
-def test_a_manifest_comes_back() -> None:
-    assert manifest.from_text(manifest.to_text(written())) == written()
+# The manifest
 
 
-@pytest.mark.parametrize("number", range(0, 240, 20))
-def test_any_changed_byte_of_a_manifest_is_found(number: int) -> None:
-    text = bytearray(manifest.to_text(written()).encode())
-    text[number] ^= 1
-    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
-        manifest.from_text(text.decode())
-
-
-def test_a_manifest_of_another_format_or_none_is_refused() -> None:
-    later = json.loads(manifest.to_text(written()))
+def test_a_manifest_comes_back_or_is_refused() -> None:
+    text = manifest.to_text(written())
+    assert manifest.from_text(text) == written()
+    for number in range(0, 240, 20):
+        changed = bytearray(text.encode())
+        changed[number] ^= 1
+        says(partial(manifest.from_text, changed.decode()), "ValueError: manifest.json is damaged")
+    later = json.loads(text) | {"format": 2}
     del later["sha256"]
-    later["format"] = 2
     later["sha256"] = sha256(json.dumps(later, sort_keys=True).encode()).hexdigest()
-    with pytest.raises(
-        ValueError, match="has format 2, this thunder_zero reads format 1; use the thunder_zero that saved it"
-    ):
-        manifest.from_text(json.dumps(later))
-    for text in ("", "[1]", "{}", "{"):
-        with pytest.raises(ValueError, match=r"is damaged: it is not a manifest .*; use another checkpoint"):
-            manifest.from_text(text)
+    words = "has format 2, this thunder_zero reads format 1; use the thunder_zero that saved it"
+    says(lambda: manifest.from_text(json.dumps(later)), words)
+    for none in ("", "[1]", "{}", "{"):
+        says(partial(manifest.from_text, none), "is damaged: it is not a manifest ", "; use another checkpoint")
 
 
 def test_faults_are_named(tmp_path: Path) -> None:
-    path, files = tmp_path / "a.distcp", written().files
+    """Sizes are also compared without reading."""
+    path, files, read = tmp_path / "a.distcp", written().files, list[int]()
     assert manifest.find_faults(tmp_path, files) == ["a.distcp is missing"]
-    path.write_bytes(CONTENT)
-    assert manifest.find_faults(tmp_path, files) == []
+    assert manifest.find_wrong_sizes(tmp_path, files) == ["a.distcp is missing"]
     path.write_bytes(CONTENT[:-1])
     assert manifest.find_faults(tmp_path, files) == ["a.distcp has 13 bytes, it was saved with 14"]
     path.write_bytes(b"W" + CONTENT[1:])
     assert manifest.find_faults(tmp_path, files) == ["a.distcp was changed: its SHA-256 differs"]
-
-
-def test_sizes_are_compared_without_reading(tmp_path: Path) -> None:
-    path, files, read = tmp_path / "a.distcp", written().files, list[int]()
-    assert manifest.find_wrong_sizes(tmp_path, files) == ["a.distcp is missing"]
-    path.write_bytes(b"W" + CONTENT[1:])
     assert manifest.find_wrong_sizes(tmp_path, files) == []
     path.write_bytes(CONTENT)
     assert manifest.find_faults(tmp_path, files, read.append) == []
     assert sum(read) == len(CONTENT)  # the progress bar's bytes
+
+
+# The folder
 
 
 def test_latest_moves_if_it_is_asked_to(tmp_path: Path) -> None:
@@ -105,12 +95,8 @@ def test_latest_moves_if_it_is_asked_to(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full_at_the_last_moment(tmp_path: Path) -> None:
     save(tmp_path / "a")
-    full = OSError(errno.ENOSPC, "No space left on device")
-    with (
-        mock.patch.object(os, "fsync", side_effect=full),
-        pytest.raises(OSError, match="json: the disk is full"),
-    ):
-        save(tmp_path / "b")
+    with mock.patch.object(os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        says(lambda: save(tmp_path / "b"), "json: the disk is full")
     assert names(tmp_path) == [".b.saving", "a", "latest"]
     save(tmp_path / "c")
     assert names(tmp_path) == [".b.saving", "a", "c", "latest"]  # its process lives
@@ -157,19 +143,15 @@ def test_checkpoints_are_published_counted_and_pruned(tmp_path: Path) -> None:
         (tmp_path / left).mkdir()
     folder.prune(tmp_path / "s2", max_to_keep=2)
     assert names(tmp_path) == [".other7.saving", "best", "latest", "notes", "s11", "s2"]  # others are of another series
-    with pytest.raises(FileNotFoundError, match=r"at .*/s3; checkpoints in .*: best, s11, s2; check the path"):
-        folder.locate(tmp_path / "s3")
+    says(lambda: folder.locate(tmp_path / "s3"), "/s3; checkpoints in ", ": best, s11, s2; check the path")
 
 
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+def test_what_is_at_the_path_before(tmp_path: Path) -> None:
+    """An empty folder; a checkpoint, which is found between two renames, too."""
     (tmp_path / "a").mkdir()
     save(tmp_path / "a")
     assert names(tmp_path) == ["a", "latest"]
     assert manifest.read(tmp_path / "a").number == 1
-
-
-def test_the_earlier_one_is_found_between_two_renames(tmp_path: Path) -> None:
-    save(tmp_path / "a")
     (tmp_path / "a").rename(tmp_path / ".a.replaced")
     assert folder.locate(tmp_path / "latest") == tmp_path / ".a.replaced"
     save(tmp_path / "a")
@@ -177,23 +159,26 @@ def test_the_earlier_one_is_found_between_two_renames(tmp_path: Path) -> None:
     assert manifest.read(tmp_path / "a").number == 2
 
 
-@pytest.mark.parametrize("name", ["latest", ".hidden", "link"])
-def test_names_that_mean_something_else(tmp_path: Path, name: str) -> None:
+def test_what_cannot_be_saved_at_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("a")
-    with pytest.raises(ValueError, match="are reserved"):
-        folder.prepare(tmp_path / name)
-
-
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").touch()
-    with pytest.raises(FileExistsError, match="is not a checkpoint of thunder_zero"):
-        folder.prepare(tmp_path / "thesis")
-    assert names(tmp_path) == ["thesis"]
+    reserved = "are reserved"
+    for name, words in (
+        ("latest", reserved),
+        (".hidden", reserved),
+        ("link", reserved),
+        ("thesis", "is not a checkpoint of thunder_zero"),
+    ):
+        says(partial(folder.prepare, tmp_path / name), words)
+    assert names(tmp_path) == ["link", "thesis"]
 
 
 def test_files_that_rank_0_does_not_see(tmp_path: Path) -> None:
     folder.prepare(tmp_path / "a")
-    with pytest.raises(OSError, match=r"rank 0 does not see a\.distcp in .* all ranks share"):
-        folder.publish(tmp_path / "a", replace(written(), ranks=3))
+    says(
+        lambda: folder.publish(tmp_path / "a", replace(written(), ranks=3)),
+        "rank 0 does not see a.distcp in ",
+        "all ranks",
+    )
     assert not (tmp_path / "a").exists()
