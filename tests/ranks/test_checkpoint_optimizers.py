@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import thunder_zero as tz
 from tests.harness.checkpoints import adamw, same, state_of, stepped
-from tests.harness.errors import raised
+from tests.harness.errors import says
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.checkpoint import folder, read_all
@@ -24,8 +25,6 @@ from thunder_zero.checkpoint.extras import extra_items
 from thunder_zero.checkpoint.write import finish_checkpoint
 from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.state_dict.contents import ModelContents
-
-Found = dict[str, Any]
 
 
 class Momentum(torch.optim.Optimizer):
@@ -85,26 +84,24 @@ class Stubborn:
         raise ValueError("stubborn")
 
 
-def float32_states(rank: int, world_size: int, root: Path) -> Found:
+def float32_states(rank: int, world_size: int, root: Path) -> None:
     """Of bfloat16 parameters: after a load, and after one that was refused."""
     model = sharded(fresh(Mlp).bfloat16(), tz.Policy(stage=3, trust_optimizer=True))
     optimizer = Momentum(model.parameters())
     stepped(model, optimizer)
-    saved = state_of(model, optimizer)
-    tz.save(root / "float32", model, optimizer, extra={"stubborn": Stubborn()})
+    saved, extra = state_of(model, optimizer), {"stubborn": Stubborn()}
+    tz.save(root / "float32", model, optimizer, extra=extra)
     stepped(model, optimizer)
     now = state_of(model, optimizer)
-    told = raised(lambda: tz.load(root / "float32", model, optimizer, extra={"stubborn": Stubborn()}))
-    refused = same(state_of(model, optimizer), now)
+    assert same(now, saved) != []
+    says(lambda: tz.load(root / "float32", model, optimizer, extra=extra), "stubborn")
+    assert same(state_of(model, optimizer), now) == []
     tz.load(root / "float32", model, optimizer)
-    return {
-        "refused": (told.endswith("stubborn"), refused, bool(same(now, saved))),
-        "loaded": same(state_of(model, optimizer), saved),
-        "dtypes": {value.dtype for state in optimizer.state.values() for key, value in state.items() if key == "sum"},
-    }
+    assert same(state_of(model, optimizer), saved) == []
+    assert {state["sum"].dtype for state in optimizer.state.values()} == {torch.float32}
 
 
-def several_optimizers(rank: int, world_size: int, root: Path) -> Found:
+def several_optimizers(rank: int, world_size: int, root: Path) -> None:
     def build(lr: float) -> tuple[Any, list[torch.optim.Optimizer]]:
         model = sharded(fresh(Mlp), 2)
         weights, biases = ([p for name, p in model.named_parameters() if kind in name] for kind in ("weight", "bias"))
@@ -118,16 +115,16 @@ def several_optimizers(rank: int, world_size: int, root: Path) -> Found:
     its_first.param_groups[0]["name"] = "weights"
     torch.optim.lr_scheduler.ExponentialLR(its_second, 0.9)  # keeps initial_lr in the groups
     tz.load(root / "several", other, [its_first, its_second])
-    return {
-        "first": same(state_of(other, its_first), state_of(model, first)),
-        "second": same(state_of(other, its_second), state_of(model, second)),
-        "rates": [optimizer.param_groups[0]["lr"] for optimizer in (its_first, its_second)],
-        "not saved": [its_first.param_groups[0]["name"], its_second.param_groups[0]["initial_lr"]],
-        "in another order": raised(lambda: tz.load(root / "several", other, [its_second, its_first])),
-    }
+    assert same(state_of(other, its_first), state_of(model, first)) == []
+    assert same(state_of(other, its_second), state_of(model, second)) == []
+    of_first, of_second = its_first.param_groups[0], its_second.param_groups[0]
+    assert (of_first["lr"], of_second["lr"]) == (0.1, 0.1)
+    assert (of_first["name"], of_second["initial_lr"]) == ("weights", 0.7)  # which were not saved
+    in_another_order = partial(tz.load, root / "several", other, [its_second, its_first])
+    says(in_another_order, "parameter group 0 of the checkpoint's")
 
 
-def own_state(rank: int, world_size: int, root: Path) -> Found:
+def own_state(rank: int, world_size: int, root: Path) -> None:
     """A module's state that is a tensor; and one that rank 1 refuses."""
     model = sharded(fresh(Picky), 3)
     model._model.scale = torch.tensor([4.0, 5.0])
@@ -138,63 +135,56 @@ def own_state(rank: int, world_size: int, root: Path) -> Found:
         model.get_parameter("layer.weight").add_(1)
     before = weights(model)
     model._model.refused = 4.0 if rank == 1 else -1.0
-    told = raised(lambda: tz.load(root / "state", model))
-    changed = same(weights(model), before)
+    says(lambda: tz.load(root / "state", model), "no scale of 4.0")
+    assert same(weights(model), before) == []
     model._model.refused = -1.0
     tz.load(root / "state", model)
-    return {"told": told, "changed": changed, "loaded": same(weights(model), full)}
+    assert same(weights(model), full) == []
 
 
-def ties(rank: int, world_size: int, root: Path) -> Found:
-    apart = sharded(fresh(Tied, False), 3)
+def ties(rank: int, world_size: int, root: Path) -> None:
+    apart, tied = sharded(fresh(Tied, False), 3), sharded(fresh(Tied, True), 3)
     tz.save(root / "apart", apart)
+    unlike = "'embed.weight' and 'head.weight' are tied here, and differ in it; build the model"
+    says(lambda: tz.load(root / "apart", tied), unlike)
     with torch.no_grad():
         apart.get_parameter("head.weight").copy_(apart.get_parameter("embed.weight"))
     tz.save(root / "equal", apart)
-    tied = sharded(fresh(Tied, True), 3)
-    told = raised(lambda: tz.load(root / "apart", tied))
-    return {"told": told, "equal": raised(lambda: tz.load(root / "equal", tied))}
+    tz.load(root / "equal", tied)
 
 
-def factored(rank: int, world_size: int, root: Path) -> Found:
+def factored(rank: int, world_size: int, root: Path) -> None:
     """Adafactor keeps one value for each row and each column: in full where parameters are."""
-    model = sharded(fresh(Mlp), 0)
-    optimizer = torch.optim.Adafactor(model.parameters())
+    model, again, rows = (sharded(fresh(Mlp), stage) for stage in (0, 0, 3))
+    optimizer, its, of_rows = (torch.optim.Adafactor(of.parameters()) for of in (model, again, rows))
     stepped(model, optimizer)
     tz.save(root / "factored", model, optimizer)
-    again = sharded(fresh(Mlp), 0)
-    its_optimizer = torch.optim.Adafactor(again.parameters())
-    tz.load(root / "factored", again, its_optimizer)
-    other = sharded(fresh(Mlp), 3)
-    return {
-        "as saved": same(state_of(again, its_optimizer), state_of(model, optimizer)),
-        "sharded": raised(lambda: tz.load(root / "factored", other, torch.optim.Adafactor(other.parameters()))),
-    }
+    tz.load(root / "factored", again, its)
+    assert same(state_of(again, its), state_of(model, optimizer)) == []
+    says(lambda: tz.load(root / "factored", rows, of_rows), "cannot be cut into rows: its shape is")
 
 
-def wrapped(rank: int, world_size: int, root: Path) -> Found:
+def wrapped(rank: int, world_size: int, root: Path) -> None:
     """torch's wrapper for activation checkpointing, which keeps its own name out of state dicts."""
-
-    def build() -> Any:
-        module = fresh(Mlp)
-        module.layers[1] = checkpoint_wrapper(module.layers[1])
-        return sharded(module, 3)
-
-    model, plain = build(), sharded(fresh(Mlp), 2)
+    module = fresh(Mlp)
+    module.layers[1] = checkpoint_wrapper(module.layers[1])
+    model, plain = sharded(module, 3), sharded(fresh(Mlp), 2)
     optimizer, its_optimizer = adamw(model), adamw(plain, lr=1.0)
     stepped(model, optimizer)
     tz.save(root / "wrapped", model, optimizer)
     tz.load(root / "wrapped", plain, its_optimizer)
     full = tz.full_state_dict(model)
-    return {
-        "names": list(full) == list(fresh(Mlp).state_dict()),
-        "loaded": same(tz.full_state_dict(plain), full),
-        "optimizer": [its_optimizer.param_groups[0]["lr"], len(its_optimizer.state)],
-        "back": raised(lambda: tz.load(root / "wrapped", model, optimizer)),
-    }
+    assert list(full) == list(fresh(Mlp).state_dict()), full.keys()
+    assert same(tz.full_state_dict(plain), full) == []
+    assert (its_optimizer.param_groups[0]["lr"], len(its_optimizer.state)) == (0.05, 6)
+    tz.load(root / "wrapped", model, optimizer)
 
 
-def moving(rank: int, world_size: int, root: Path) -> Found:
+def values_of(model: Any) -> set[float]:
+    return {float(value) for tensor in tz.full_state_dict(model).values() for value in tensor.flatten()}
+
+
+def moving(rank: int, world_size: int, root: Path) -> None:
     """Another job saves while this one loads: each rank would find another checkpoint, or a part of one."""
     model = sharded(fresh(Mlp), 3)
     for step in (1, 2):
@@ -202,69 +192,29 @@ def moving(rank: int, world_size: int, root: Path) -> Found:
             for param in model.parameters():
                 param.fill_(step)
         tz.save(root / f"step-{step}", model)
-    read_model = read_all.read_model  # type: ignore[attr-defined]
     with mock.patch.object(folder, "locate", return_value=root / f"step-{1 + rank}"):
         tz.load(root / "latest", model)
-    loaded = {float(value) for tensor in tz.full_state_dict(model).values() for value in tensor.flatten()}
+    assert values_of(model) == {1.0}
+    read_model = read_all.read_model  # type: ignore[attr-defined]
 
     def slow(where: Path, *args: Any) -> Any:
         dist.barrier()
-        if rank == 0:
-            save_again(where, sharded_model(model).state.plan)
+        if rank == 0:  # as another job would, under the same name
+            items = extra_items(ModelContents(sharded_model(model).state.plan, {}, {}, {}, {}, 0), {"a": 1})
+            folder.prepare(where)
+            finish_checkpoint(where, [write_items(folder.staging_of(where), 0, items)], None)
         dist.barrier()
         return read_model(where, *args)
 
     with mock.patch.object(read_all, "read_model", slow):
-        told = raised(lambda: tz.load(root / "step-2", model))
-    left = {float(value) for tensor in tz.full_state_dict(model).values() for value in tensor.flatten()}
-    return {"loaded": loaded, "told": told, "left": left}
+        says(lambda: tz.load(root / "step-2", model), "another save replaced or deleted")
+    assert values_of(model) == {1.0}
 
 
-def save_again(path: Path, plan: tz.Plan) -> None:
-    """As another job would, under the same name."""
-    items = extra_items(ModelContents(plan, {}, {}, {}, {}, 0), {"a": 1})
-    folder.prepare(path)
-    finish_checkpoint(path, [write_items(folder.staging_of(path), 0, items)], None)
-
-
-Case = tuple[Callable[[int, int, Path], Found], Found]
-CASES: dict[str, Case] = {
-    "float32 states of bfloat16": (
-        float32_states,
-        {"refused": (True, [], True), "loaded": [], "dtypes": {torch.float32}},
-    ),
-    "several optimizers": (
-        several_optimizers,
-        {
-            "first": [],
-            "second": [],
-            "rates": [0.1, 0.1],
-            "not saved": ["weights", 0.7],
-            "in another order": "parameter group 0 of the checkpoint's",
-        },
-    ),
-    "a module's own state": (own_state, {"told": "no scale of 4.0", "changed": [], "loaded": []}),
-    "ties": (
-        ties,
-        {
-            "told": "'embed.weight' and 'head.weight' are tied here, and differ in it; build the model",
-            "equal": "nothing",
-        },
-    ),
-    "factored": (factored, {"as saved": [], "sharded": "cannot be cut into rows: its shape is"}),
-    "torch's wrapper": (wrapped, {"names": True, "loaded": [], "optimizer": [0.05, 6], "back": "nothing"}),
-    "a checkpoint that moves": (
-        moving,
-        {"loaded": {1.0}, "told": "another save replaced or deleted", "left": {1.0}},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_comes_back_exactly_or_is_refused(ranks_pool: RanksPool, tmp_path: Path, name: str) -> None:
-    work, expected = CASES[name]
-    for found in ranks_pool.run(2, work, tmp_path):
-        assert found.keys() == expected.keys()
-        for what, right in expected.items():
-            told = isinstance(right, str) and right in found[what]
-            assert told or found[what] == right, (what, found[what])
+@pytest.mark.parametrize(
+    "work",
+    [float32_states, several_optimizers, own_state, ties, factored, wrapped, moving],
+    ids=lambda work: work.__name__,
+)
+def test_it_comes_back_exactly_or_is_refused(ranks_pool: RanksPool, tmp_path: Path, work: Callable[..., None]) -> None:
+    ranks_pool.run(2, work, tmp_path)
