@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import thunder_zero as tz
@@ -222,14 +221,8 @@ def test_frozen_parameters_and_an_input_that_wants_a_gradient(policy: tz.Policy)
     assert not any(op.kind is tz.Kind.REDUCE for op in result.timeline.ops)
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_forward_alone_gathers_nothing_once_after_a_step_that_does(alone: None) -> None:
+@pytest.mark.usefixtures("group")
+def test_forward_alone_gathers_nothing_once_after_a_step_that_does() -> None:
     """Without a backward, a parameter that training gathers once is gathered for each unit."""
     model = sharded(fresh(Twice), replace(tz.ZERO3, gather_per_unit=True))
     model(X).sum().backward()

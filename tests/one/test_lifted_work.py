@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 
 import pytest
@@ -18,7 +17,6 @@ import thunder
 import thunder.torch as ltorch
 from thunder.core.proxies import TensorProxy
 from thunder.executors.torch_compile import torch_compile_ex
-from thunder.extend import add_default_executor, remove_default_executor
 
 
 class Mixed(nn.Module):
@@ -95,16 +93,9 @@ def test_a_line_does_the_work_of_its_heaviest_part_unless_the_table_has_it() -> 
     assert work_of(lines["softplus"].from_bsym(subsymbols=[])) is Work.OTHER
 
 
-@pytest.fixture
-def torch_compile() -> Iterator[None]:
-    add_default_executor(torch_compile_ex)
-    yield
-    remove_default_executor(torch_compile_ex)
-
-
-@pytest.mark.usefixtures("torch_compile")
 def test_a_fused_region_does_the_work_of_its_heaviest_part() -> None:
-    traces = tz.trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.zeros(2, 8), world_size=2)
+    module, fuser = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), [torch_compile_ex]
+    traces = tz.trace(module, torch.zeros(2, 8), world_size=2, executors=fuser)
     regions = [op for op in traces.forward_timeline.ops if traces.forward.bound_symbols[op.source[0]].sym.is_fusion]
     assert [op.work for op in regions] == [Work.MATMUL]
 

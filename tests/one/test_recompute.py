@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,9 +23,9 @@ from thunder_zero.trace.work_classes import is_cheap, updated_by
 import thunder
 import thunder.torch as ltorch
 from thunder.executors.torch_compile import torch_compile_ex
-from thunder.extend import add_default_executor, remove_default_executor
 
 TEXTBOOK = replace(tz.ZERO3, gather_last_units_once=False)
+FUSER = [torch_compile_ex]
 TOKENS = torch.zeros(2, 6, dtype=torch.int64)
 
 
@@ -35,10 +34,11 @@ def small_gpt() -> GPT:
 
 
 @cache
-def traces_of_gpt(mode: str) -> tz.Traces:
+def traces_of_gpt(mode: str, *, fused: bool = False) -> tz.Traces:
     with torch.device("meta"):
         module = small_gpt()
-    return tz.trace(module, TOKENS, policy=replace(TEXTBOOK, recompute=mode), world_size=2)
+    policy = replace(TEXTBOOK, recompute=mode)
+    return tz.trace(module, TOKENS, policy=policy, world_size=2, executors=FUSER if fused else None)
 
 
 def saved(traces: tz.Traces) -> list[tuple[int, ...]]:
@@ -71,13 +71,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "blocks": lambda: (nn.Sequential(Block(), Block()), torch.randn(2, 3, 4, 4)),
     "GPT": lambda: (small_gpt(), torch.randint(0, 256, (2, 6))),
 }
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def results(name: str, policy: tz.Policy) -> list[Tensor]:
@@ -166,13 +159,6 @@ def test_launches_do_not_depend_on_shapes(mode: str) -> None:
 # Fusers
 
 
-@pytest.fixture
-def torch_compile() -> Iterator[None]:
-    add_default_executor(torch_compile_ex)
-    yield
-    remove_default_executor(torch_compile_ex)
-
-
 class Slices(nn.Module):
     """Backward needs two columns, made from a wide tensor: Thunder would save that one, as one is fewer than two."""
 
@@ -187,15 +173,12 @@ class Slices(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("torch_compile")
 def test_thunders_rematerialisation_is_on_only_where_it_saves_fewer_bytes() -> None:
     for mode in ("none", "cheap"):
-        traces = tz.trace(Slices(), torch.zeros(16, 8), policy=tz.Policy(recompute=mode), world_size=2)
+        traces = tz.trace(Slices(), torch.zeros(16, 8), policy=tz.Policy(recompute=mode), world_size=2, executors=FUSER)
         assert any(line.sym.is_fusion for line in traces.forward.bound_symbols)
         assert (16, 64) not in saved(traces)
-    with torch.device("meta"):
-        module = small_gpt()
-    assert Counter(saved(tz.trace(module, TOKENS, policy=TEXTBOOK, world_size=2)))[2, 6, 32] == 2
+    assert Counter(saved(traces_of_gpt(TEXTBOOK.recompute, fused=True)))[2, 6, 32] == 2
 
 
 # Lines
