@@ -106,8 +106,8 @@ def misuse(rank: int, world_size: int) -> None:
     )
     with model.no_sync():
         model(x).sum().backward()
-    words = ("RuntimeError", "cannot clip: no_sync", "of parameter 'layers.2.bias'", "last micro-batch")
-    assert_refused([(lambda: tz.clip_grad_norm_(model, 1.0), words)])
+    deferred = ("RuntimeError", "cannot clip: no_sync", "of parameter 'layers.2.bias'", "last micro-batch")
+    assert_refused([(lambda: tz.clip_grad_norm_(model, 1.0), deferred)])
     model(x).sum().backward()
     if rank == 1:
         model.get_parameter("layers.1.weight").grad[0, 0] = inf
@@ -128,8 +128,8 @@ def misuse(rank: int, world_size: int) -> None:
     assert tz.clip_grad_norm_(model, 1.0) == inf
     if rank == 1:
         model.zero_grad()
-    words = ("RuntimeError", "no parameter has a gradient on rank 1", "after backward")
-    assert_refused([(lambda: tz.clip_grad_norm_(model, 1.0), words)])
+    missing = ("RuntimeError", "no parameter has a gradient on rank 1", "after backward")
+    assert_refused([(lambda: tz.clip_grad_norm_(model, 1.0), missing)])
 
 
 def of_torchs_own(model: tz.ZeroModule) -> Rows:

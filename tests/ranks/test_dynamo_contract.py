@@ -1,12 +1,10 @@
-"""What holds for every sharded model holds under ``tz.compile``: each promise in the shortest loop that shows it.
-
-Each rank also trains the plain module on the rows of all ranks: ``one`` is what one process would have.
-"""
+"""What holds for every sharded model holds under ``tz.compile``: each promise in the shortest loop that shows it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch._dynamo
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,11 +20,11 @@ from torch.nn.utils import clip_grad_norm_
 from torch.testing import assert_close
 
 import thunder_zero as tz
+from tests.harness.as_one_process import Side, Steps, trains_as_one_process
 from tests.harness.errors import raised
 from tests.harness.models import count_sends, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.comm.pairwise import Exchange
-from thunder_zero.rows import own_rows
 
 pytestmark = pytest.mark.slow
 
@@ -54,37 +51,24 @@ def pair(make: Callable[[], nn.Module], policy: tz.Policy | int = 3, **arguments
     return tz.compile(deepcopy(one), policy, **arguments), one
 
 
-def rows(number: int = 0) -> Tensor:
-    """A batch of all ranks."""
+def batch(number: int = 0) -> Tensor:
+    """The rows of all ranks."""
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
-
-
-def own(batch: Tensor) -> Tensor:
-    return batch.tensor_split(dist.get_world_size())[dist.get_rank()]
-
-
-def loss(model: nn.Module, batch: Tensor, *args: Any) -> Tensor:
-    """On this rank's rows, or on all of them if it is the model of one process."""
-    return model(own(batch) if isinstance(model, tz.ZeroModule) else batch, *args).square().mean()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
-def assert_same_grads(model: Any, one: nn.Module) -> None:
-    """The gradients of one process, in the rows of this rank."""
-    plan = model.state.plan
-    for name, param in one.named_parameters():
-        found, planned = model.get_parameter(name).grad, plan.by_name.get(name)
-        assert (found is None) == (param.grad is None), name
-        if param.grad is not None:
-            right = param.grad if planned is None else own_rows(param.grad, planned, plan)
-            assert_close(found, right, msg=lambda words, name=name: f"{name}: {words}")
-
-
-def assert_same_state(model: Any, one: nn.Module) -> None:
-    assert_close(tz.full_state_dict(model), dict(one.state_dict()))
+def two_steps(side: Side) -> Steps:
+    (model,) = side.models
+    optimizer = sgd(model)
+    for number in range(2):
+        optimizer.zero_grad()
+        y = model(side.rows(batch(number)))
+        y.square().mean().backward()
+        optimizer.step()
+        yield side.joined(y)
 
 
 # Training
@@ -95,39 +79,37 @@ class Branches(Halves):
 
     def __init__(self) -> None:
         super().__init__()
-        self.other, self.idle = nn.Linear(WIDTH, WIDTH), False
+        self.other = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, goes_on: bool = False) -> Tensor:
         x = torch.tanh(self.a(x))
         torch._dynamo.graph_break()
         x = self.b(x)
-        return x if self.idle else self.other(x)
+        return self.other(x) if goes_on else x
+
+
+def defer_and_clip(side: Side) -> Steps:
+    """Of two micro-batches the first is deferred, and alone reaches a layer."""
+    (model,) = side.models
+    with model.no_sync() if side.is_sharded else nullcontext():
+        model(side.rows(batch(0)), goes_on=True).square().mean().backward()
+    model(side.rows(batch(1))).square().mean().backward()
+    yield tz.clip_grad_norm_(model, 0.1) if side.is_sharded else clip_grad_norm_(model.parameters(), 0.1)
 
 
 def accumulates_and_clips(rank: int, world_size: int) -> None:
-    """Of two micro-batches the first is deferred, and alone reaches a layer; four ranks are two copies of two.
-
-    Hooks run once, when a gradient is reduced. A backward of several graphs asks once what other ranks have deferred.
-    """
+    """Hooks run once, when a gradient is reduced; a backward of several graphs asks once what other ranks have
+    deferred. Four ranks are two copies of two."""
     model, one = pair(Branches, 2, mesh=init_device_mesh("cpu", (2, 2)) if world_size == 4 else None)
     ran = Counter[str]()
     for name, param in model.named_parameters():
         param.register_hook(lambda grad, name=name: ran.update([f"before {name}"]))
         param.register_post_accumulate_grad_hook(lambda param, name=name: ran.update([f"after {name}"]))
     with mock.patch.object(model.state, "on_any_rank", wraps=model.state.on_any_rank) as asked:
-        with model.no_sync():
-            loss(model, rows(0)).backward()
-        assert not ran, ran
-        model.plain.idle = True
-        loss(model, rows(1)).backward()
+        trains_as_one_process([(model, one)], defer_and_clip)
     assert asked.call_count == 1, asked.call_args_list
     assert set(ran.values()) == {1}, ran
     assert len(ran) == 2 * len(list(model.parameters())), ran
-    loss(one, rows(0)).backward()
-    one.idle = True
-    loss(one, rows(1)).backward()
-    assert_close(tz.clip_grad_norm_(model, 0.1), clip_grad_norm_(one.parameters(), 0.1))
-    assert_same_grads(model, one)
 
 
 class Normed(nn.Module):
@@ -147,7 +129,7 @@ def mixes_precision(rank: int, world_size: int) -> None:
     for front_end in (tz.compile, sharded):
         model: Any = front_end(fresh(Normed), tz.Policy(mixed_precision=half))
         with count_sends() as sent:
-            output = model(own(rows()))
+            output = model(batch()[rank::world_size])
             output.square().mean().backward()
         found.append((output.detach(), sum(sent), [param.grad for param in model.parameters()]))
     assert output.dtype is torch.float64, output.dtype
@@ -169,17 +151,17 @@ class Adapted(nn.Module):
 
 
 def leaves_parameters_out(rank: int, world_size: int) -> None:
-    """A step that does not reach an expert gives it no gradient; an ignored router has this rank's own."""
+    """A backward that does not reach an expert gives it no gradient; ranks have their own of an ignored router."""
     model, one = pair(Adapted, tz.Policy(3, ignored=("router",), replicate_below_bytes=4 * WIDTH + 1))
     assert len(model.get_parameter("adapter")) == len(model.get_parameter("router.bias")) == WIDTH
-    alone = deepcopy(one)
-    for expert in range(2):
-        loss(model, rows(expert), expert).backward()
-        loss(one, rows(expert), expert).backward()
-        loss(alone, own(rows(expert)), expert).backward()
-        for name, param in alone.router.named_parameters():
-            one.router.get_parameter(name).grad = param.grad.clone()
-        assert_same_grads(model, one)
+
+    def both_experts(side: Side) -> Steps:
+        for expert in range(2):
+            y = side.models[0](side.rows(batch(expert)), expert)
+            y.square().mean().backward()
+            yield side.joined(y)
+
+    trains_as_one_process([(model, one)], both_experts)
 
 
 def skips_a_step_that_overflows(rank: int, world_size: int) -> None:
@@ -191,7 +173,7 @@ def skips_a_step_that_overflows(rank: int, world_size: int) -> None:
     for step in range(3):
         optimizer.zero_grad()
         overflows = step == 1 and rank == world_size - 1
-        scaler.scale(model(own(rows())).sum() * (1e5 if overflows else 1)).backward()
+        scaler.scale(model(batch()).sum() * (1e5 if overflows else 1)).backward()
         scaler.step(optimizer)
         scaler.update()
         weights.append(tz.full_state_dict(model)["a.weight"])
@@ -206,23 +188,22 @@ def skips_a_step_that_overflows(rank: int, world_size: int) -> None:
 
 def begins_on_the_meta_device(rank: int, world_size: int) -> None:
     """With the values that construction would have drawn."""
-    one = fresh(Halves)
     with torch.device("meta"):
         plain = Halves()
     torch.manual_seed(0)
-    model = tz.compile(plain, stage=3)
-    for each in (model, one):
-        loss(each, rows()).backward()
-        sgd(each).step()
-    assert_same_state(model, one)
+    trains_as_one_process([(tz.compile(plain, stage=3), fresh(Halves))], two_steps)
 
 
 class Statistics(nn.Module):
-    """Buffers that forward writes to, and one that it replaces."""
+    """Buffers that forward writes to, and replaces."""
 
-    def __init__(self) -> None:
+    def __init__(self, momentum: float | None = 0.1) -> None:
         super().__init__()
-        self.norm, self.layer, self.drop = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+        self.norm, self.layer, self.drop = (
+            nn.BatchNorm1d(WIDTH, momentum=momentum),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Dropout(0.0),
+        )
         self.seen: Tensor
         self.register_buffer("seen", torch.zeros(()))
 
@@ -233,65 +214,72 @@ class Statistics(nn.Module):
 
 
 def infers_between_steps(rank: int, world_size: int) -> None:
-    """Inference is another program, which is compiled once, and so is forward without gradients."""
-    model, one = pair(Statistics, 1)
-    optimizers = [sgd(model), sgd(one)]
-    for step in range(3):
-        counters.clear()
-        outputs = []
-        for each, optimizer in zip((model, one), optimizers, strict=True):
-            each.eval()
+    """Inference is another program, which is compiled once, and so is a forward without gradients."""
+
+    def loop(side: Side) -> Steps:
+        (model,) = side.models
+        optimizer = sgd(model)
+        for number in range(2):
+            counters.clear()  # dynamo's, of the graphs that it captures
+            model.eval()
             with torch.inference_mode():
-                inferred = each(rows(9)).clone()
-            each.train()
+                inferred = model(batch(9)).clone()
+            model.train()
             with torch.no_grad():
-                outputs.append((inferred, each(rows(8))))
+                output = model(batch(8))
             optimizer.zero_grad()
-            each(rows(step)).square().mean().backward()  # the same on all ranks, for the sake of the statistics
+            model(batch(number)).square().mean().backward()  # the same on all ranks, for the sake of the statistics
             optimizer.step()
-        assert_close(*outputs)
-        assert counters["stats"]["unique_graphs"] == (0 if step else 3), counters["stats"]
-    assert_same_state(model, one)
+            assert number == 0 or not counters["stats"]["unique_graphs"], counters["stats"]
+            yield torch.cat((inferred, output))
+
+    trains_as_one_process([pair(Statistics, 1)], loop)
 
 
 def saves_what_forward_left(rank: int, world_size: int, folder: Path) -> None:
-    """A forward changed buffers and refreshed ZeRO-1's copies; a model that has computed, too, loads and goes on."""
-    model, one = pair(Statistics, 1)
-    other = tz.compile(Statistics(), stage=3)
-    optimizer, right = sgd(model), sgd(one)
-    for each in (optimizer, right):
-        (model if each is optimizer else one)(rows()).square().mean().backward()
-        each.step()
-    for each in (model, one, other):
+    """A forward changed buffers and refreshed ZeRO-1's copies; a model that has computed, too, loads and goes on.
+
+    Without a momentum, which Thunder alone refuses.
+    """
+    model, other = (tz.compile(fresh(Statistics, None), stage=stage) for stage in (1, 3))
+
+    def loop(side: Side) -> Steps:
+        first, last = (model, other) if side.is_sharded else side.models * 2
+        optimizer = sgd(first)
+        first(batch()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
         with torch.no_grad():
-            each(rows(1))
-    tz.save(folder / "saved", model, optimizer)
-    assert_same_state(model, one)
-    optimizer = sgd(other)
-    tz.load(folder / "saved", other, optimizer)
-    right.zero_grad()
-    for each in (other, one):
-        each(rows(2)).square().mean().backward()
-    optimizer.step()
-    right.step()
-    assert_same_state(other, one)
+            first(batch(1))
+        if side.is_sharded:
+            tz.save(folder / "saved", first, optimizer)
+            optimizer = sgd(last)
+            with torch.no_grad():
+                last(batch(1))
+            tz.load(folder / "saved", last, optimizer)
+        y = last(batch(2))
+        y.square().mean().backward()
+        optimizer.step()
+        yield y.detach()
+
+    trains_as_one_process([(other, fresh(Statistics, None))], loop)
 
 
 def computes_with_full_parameters(rank: int, world_size: int) -> None:
     """The plain module does so, uncaptured; what it is given goes on in the model."""
-    model, one = pair(Halves)
-    for each in (model, one):
-        loss(each, rows()).backward()
-        sgd(each).step()
-    with tz.full_parameters(model, writeback=True) as module, torch.no_grad():
-        assert_close(module(rows()), one(rows()))
-        assert "(Halves) is inside full_parameters" in raised(lambda: model(rows()))
-        for each in (module, one):
-            each.a.bias += 1
-    for each in (model, one):
-        each.zero_grad()
-        loss(each, rows(1)).backward()
-    assert_same_grads(model, one)
+
+    def loop(side: Side) -> Steps:
+        (model,) = side.models
+        yield from two_steps(side)
+        with tz.full_parameters(model, writeback=True) if side.is_sharded else nullcontext(model) as module:
+            with torch.no_grad():
+                y = module(batch())
+                module.a.bias += 1
+            assert not side.is_sharded or "(Halves) is inside full_parameters" in raised(lambda: model(batch()))
+        yield y
+        yield from two_steps(side)
+
+    trains_as_one_process([pair(Halves)], loop)
 
 
 # Failures
@@ -307,10 +295,9 @@ def fail(*args: Any, **kwargs: Any) -> Any:
 
 def between_backwards(model: Any) -> None:
     """The second call's backward has run, the first one's has not."""
-    y = model(own(rows()))
+    y = model(batch())
     y.register_hook(fail)
-    loss = model(torch.tanh(y)).square().mean()
-    loss.backward()
+    model(torch.tanh(y)).square().mean().backward()
 
 
 def in_a_gather(model: Any) -> None:
@@ -322,39 +309,38 @@ def in_a_gather(model: Any) -> None:
         return fail() if calls["gather"] == 2 else gather(*args, **kwargs)
 
     with mock.patch.object(Exchange, "all_gather", second_fails):
-        model(own(rows()))
+        model(batch())
 
 
 def in_a_reduction(model: Any) -> None:
     with mock.patch.object(Exchange, "reduce_scatter", fail):
-        loss(model, rows()).backward()
+        model(batch()).square().mean().backward()
 
 
 def steps_after_failures(rank: int, world_size: int) -> None:
-    """Half of an accumulation and half of a backward are dropped, and nothing stays under way."""
-    model, one = pair(Halves)
-    optimizer, right = sgd(model), sgd(one)
-    for failure in (between_backwards, in_a_gather, in_a_reduction):
-        with pytest.raises(Failure):
-            failure(model)
-        for each, stepped in ((model, optimizer), (one, right)):
-            each.zero_grad()
-            loss(each, rows()).backward()
-            stepped.step()
-        assert_same_state(model, one)
+    def loop(side: Side) -> Steps:
+        for failure in (between_backwards, in_a_gather, in_a_reduction):
+            if side.is_sharded:
+                with pytest.raises(Failure):
+                    failure(side.models[0])
+            yield from two_steps(side)
+
+    trains_as_one_process([pair(Halves)], loop)
 
 
 # Ranks that run different programs
 
 
 def compiles_again_alone(rank: int, world_size: int) -> None:
-    """Rank 1 gets a new shape, and nobody waits for it."""
-    model, one = pair(Halves)
-    for number in (1, 2):
-        batches = [torch.ones(2, WIDTH), torch.ones(number, WIDTH)]
-        torch.stack([one(batch).square().mean() for batch in batches]).mean().backward()
-        model(batches[rank]).square().mean().backward()
-    assert_same_grads(model, one)
+    """Rank 1 gets a new shape in each step, and nobody waits for it."""
+
+    def loop(side: Side) -> Steps:
+        for rows in (4, 6):
+            parts = [side.models[0](part).square().mean() for part in side.parts(batch()[: 4 + rows], (4, rows))]
+            torch.stack(parts).mean().backward()
+            yield side.mean(parts[0]) if side.is_sharded else torch.stack(parts).mean()
+
+    trains_as_one_process([pair(Halves)], loop)
 
 
 PROMISES: list[tuple[Callable[..., None], int]] = [  # and of how many ranks
@@ -396,15 +382,15 @@ def differ(rank: int, world_size: int, before: tuple[float, ...]) -> str:
     """Batches of these signs on all ranks, then one of another sign on rank 1."""
     model = tz.compile(fresh(Experts), stage=3)
     for sign in before:
-        loss(model, sign * torch.ones(ROWS, WIDTH)).backward()
-    return raised(lambda: loss(model, (1 - 2 * rank) * torch.ones(ROWS, WIDTH)).backward())
+        model(sign * torch.ones(ROWS, WIDTH)).sum().backward()
+    return raised(lambda: model((1 - 2 * rank) * torch.ones(ROWS, WIDTH)).sum().backward())
 
 
 def evaluate_or_train(rank: int, world_size: int) -> str:
     """In ZeRO-3 both forwards have the same lines."""
     model = tz.compile(fresh(Halves), tz.Policy(3, gather_last_units_once=False))
     with torch.set_grad_enabled(rank == 1):
-        return raised(lambda: model(own(rows())))
+        return raised(lambda: model(batch()))
 
 
 DIFFERENT: list[tuple[Callable[..., str], tuple[Any, ...], tuple[str, ...]]] = [

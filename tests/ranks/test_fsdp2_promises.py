@@ -1,20 +1,16 @@
-"""Promises of FSDP2's own tests that no other test here shows, each against eager; docs/fsdp2.md lists all promises.
-
-The reference is an eager copy on each rank, whose gradients are averaged over the ranks before the optimizer steps.
-"""
+"""Promises of FSDP2's own tests that no other test here shows, each against eager; docs/fsdp2.md lists all promises."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import namedtuple
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.parallel import DistributedDataParallel
@@ -22,98 +18,89 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
+from tests.harness.as_one_process import Loop, Side, Steps, trains_as_one_process
 from tests.harness.checkpoints import stepped
-from tests.harness.models import error, fresh, sharded
+from tests.harness.models import fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 pytestmark = pytest.mark.slow
 
 AGAIN = tz.Policy(stage=3, gather_last_units_once=False)  # backward gathers all that it reads
-WIDTH, ROWS, STEPS = 4, 3, 2
-Loop = Callable[[Any, Callable[[], None], int], list[Tensor]]  # of a model, what averages its gradients, and the rank
+WORLD, WIDTH, ROWS = 2, 4, 3
 
 
-def rows(rank: int, step: int = 0) -> Tensor:
-    """A rank's batch of one step: (ROWS, WIDTH)."""
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+def batch(number: int = 0) -> Tensor:
+    """The rows of all ranks: (WORLD * ROWS, WIDTH)."""
+    return torch.randn(WORLD * ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
-def optimizer_of(model: Any) -> torch.optim.Optimizer:
+def sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], 0.1, momentum=0.9)
 
 
 # Training loops
 
 
-def train(model: Any, average: Callable[[], None], rank: int) -> list[Tensor]:
-    optimizer, outputs = optimizer_of(model), []
-    for step in range(STEPS):
+def train(side: Side) -> Steps:
+    (model,) = side.models
+    optimizer = sgd(model)
+    for step in range(2):
         optimizer.zero_grad()
-        outputs.append(model(rows(rank, step)))
-        outputs[-1].square().mean().backward()
-        average()
+        y = model(side.rows(batch(step)))
+        y.square().mean().backward()
         optimizer.step()
-    return outputs
+        yield side.joined(y)
 
 
-def train_deferred(model: Any, average: Callable[[], None], rank: int) -> list[Tensor]:
-    """Three micro-batches a step, of which the first two are deferred; a step begins with zeros instead of None."""
-    optimizer, outputs = optimizer_of(model), []
-    for step in range(STEPS):
+def train_deferred(side: Side) -> Steps:
+    """Three micro-batches a step, of which the first two are deferred; the second step begins with zeros, not None."""
+    (model,) = side.models
+    optimizer = sgd(model)
+    for step in range(2):
         for part in range(3):
-            deferred = isinstance(model, tz.ZeroModule) and part < 2
-            with model.no_sync() if deferred else contextlib.nullcontext():
-                outputs.append(model(rows(rank, 10 * step + part)))
-                outputs[-1].square().mean().backward()
-        average()
+            with model.no_sync() if side.is_sharded and part < 2 else nullcontext():
+                y = model(side.rows(batch(3 * step + part)))
+                y.square().mean().backward()
         optimizer.step()
+        yield side.joined(y)
         optimizer.zero_grad(set_to_none=False)
-    return outputs
 
 
-def step_after(backward: Callable[[Any, int], list[Tensor]]) -> Loop:
-    """A loop of one step."""
-
-    def loop(model: Any, average: Callable[[], None], rank: int) -> list[Tensor]:
-        optimizer = optimizer_of(model)
-        outputs = backward(model, rank)
-        average()
-        optimizer.step()
-        return outputs
-
-    return loop
-
-
-def a_loss_for_each_output(model: Any, rank: int) -> list[Tensor]:
+def a_loss_for_each_output(side: Side) -> Steps:
     """One of them backward twice."""
-    left, right = model(rows(rank))
+    left, right = side.models[0](side.rows(batch()))
     loss = right.square().mean()
     for _ in range(2):
         loss.backward(retain_graph=True)
     left.square().mean().backward()
-    return [left, right]
+    yield side.joined(left + right)
 
 
-def one_loss_of_two_forwards(model: Any, rank: int) -> list[Tensor]:
+def one_loss_of_two_forwards(side: Side) -> Steps:
     """As preference training (DPO) does."""
-    chosen, rejected = model(rows(rank, 0)), model(rows(rank, 1))
-    (chosen.square().mean() - rejected.square().mean()).square().backward()
-    return [chosen, rejected]
+    parts, total = side.parts(batch(), [ROWS] * WORLD), torch.zeros(())
+    for part in parts:
+        chosen, rejected = side.models[0](part), side.models[0](2 * part)
+        loss = (chosen.square().mean() - rejected.square().mean()).square() / len(parts)
+        loss.backward()
+        total += loss.detach()
+    yield side.mean(total)
 
 
-def without_inputs(model: Any, rank: int) -> list[Tensor]:
-    y = model()
+def without_inputs(side: Side) -> Steps:
+    y = side.models[0]()
     y.square().mean().backward()
-    return [y]
+    yield y.detach()
 
 
-def without_the_head(model: Any, rank: int) -> list[Tensor]:
+def without_the_head(side: Side) -> Steps:
     """Two forwards that skip the head: its gradient stays None."""
-    first, second = (model(rows(rank, step), skip_head=True) for step in range(2))
+    (model,) = side.models
+    first, second = (model(side.rows(batch(step)), skip_head=True) for step in range(2))
     (first.square().mean() + second.square().mean()).backward()
     assert model.get_parameter("head.weight").grad is None
-    return [first, second]
+    yield side.joined(first + second)
 
 
 # Modules
@@ -263,56 +250,28 @@ def channels_last() -> nn.Module:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Loop, tz.Policy]] = {
     "a layer called three times, zeros instead of None, no_sync": (UsedTwice, train_deferred, tz.ZERO1),
-    "several backwards of one forward": (TwoOutputs, step_after(a_loss_for_each_output), AGAIN),
-    "biases alone, one loss of two checkpointed forwards": (biases_alone, step_after(one_loss_of_two_forwards), AGAIN),
+    "several backwards of one forward": (TwoOutputs, a_loss_for_each_output, AGAIN),
+    "biases alone, one loss of two checkpointed forwards": (biases_alone, one_loss_of_two_forwards, AGAIN),
     "checkpoint_wrapper": (wrapped_blocks, train, tz.ZERO1),
     "frozen numbers, no_grad inside forward": (Frozen, train, AGAIN),
-    "forward without inputs": (OneWeight, step_after(without_inputs), tz.ZERO1),
-    "another method of a submodule, the head skipped": (WithHead, step_after(without_the_head), AGAIN),
+    "forward without inputs": (OneWeight, without_inputs, tz.ZERO1),
+    "another method of a submodule, the head skipped": (WithHead, without_the_head, AGAIN),
     "activations in containers": (Packs, train, AGAIN),
     "channels_last": (channels_last, train, tz.ZERO1),
 }
 
 
-def average_of(model: nn.Module) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            dist.all_reduce(param.grad)
-            param.grad /= dist.get_world_size()
-
-
-def assert_same_weights(model: Any, eager: nn.Module) -> None:
-    """And a parameter has a gradient if eager's has one."""
-    full = tz.full_state_dict(model)
-    for path, weight in eager.state_dict().items():
-        assert error(full[path], weight) < 1e-5, path
-    for path, param in eager.named_parameters():
-        assert (param.grad is None) == (model.get_parameter(path).grad is None), path
-
-
 def trains(rank: int, world_size: int, name: str) -> None:
     make, loop, policy = CASES[name]
-    eager, model = fresh(make), sharded(fresh(make), policy)
-    right = loop(eager, partial(average_of, eager), rank)
-    assert_close(loop(model, lambda: None, rank), right, rtol=1e-5, atol=1e-6)
-    assert_same_weights(model, eager)
+    trains_as_one_process([(sharded(fresh(make), policy), fresh(make))], loop)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_eager(ranks_pool: RanksPool, name: str) -> None:
-    ranks_pool.run(2, trains, name)
+    ranks_pool.run(WORLD, trains, name)
 
 
 # Several models in one step
-
-
-def in_chunks(body: Any, head: Any, x: Tensor) -> None:
-    """The loss of a head, chunk by chunk with a backward for each; then one backward of the body."""
-    hidden = body(x)
-    chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(ROWS)]
-    for chunk in chunks:
-        head(chunk).square().mean().backward()
-    hidden.backward(torch.cat([chunk.grad for chunk in chunks if chunk.grad is not None]))
 
 
 class Around(nn.Module):
@@ -334,27 +293,30 @@ def in_ddp(model: Around) -> nn.Module:
     return DistributedDataParallel(model, broadcast_buffers=False)
 
 
+def body_and_head(side: Side) -> Steps:
+    """The loss of a head, chunk by chunk with a backward for each; then one backward of the body. Then the head as a
+    part of a model in DDP."""
+    body, head = side.models
+    hidden = body(side.rows(batch()))
+    chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(ROWS)]
+    for chunk in chunks:
+        head(chunk).square().mean().backward()
+    hidden.backward(torch.cat([chunk.grad for chunk in chunks if chunk.grad is not None]))
+    yield side.joined(hidden)
+    around = Around(head)
+    whole = in_ddp(around) if side.is_sharded else around
+    whole(side.rows(batch(1))).square().mean().backward()
+    assert around.own.weight.grad is not None
+    yield around.own.weight.grad
+
+
 def two_models(rank: int, world_size: int) -> None:
-    eager = [fresh(Blocks), fresh(UsedTwice)]
-    models = [sharded(eager[0], AGAIN), sharded(eager[1], tz.ZERO1)]
-    for body, head in (eager, models):
-        in_chunks(body, head, rows(rank))
-    right, model = Around(eager[1]), Around(models[1])
-    right(rows(rank)).square().mean().backward()
-    replicated = in_ddp(model)  # averages as long as it lives
-    replicated(rows(rank)).square().mean().backward()
-    for each in (eager[0], right):
-        average_of(each)
-    assert_close(model.own.weight.grad, right.own.weight.grad)
-    for one in (*eager, *models):
-        optimizer_of(one).step()
-    for sharded_one, eager_one in zip(models, eager, strict=True):
-        assert_same_weights(sharded_one, eager_one)
+    body, head = fresh(Blocks), fresh(UsedTwice)
+    trains_as_one_process([(sharded(body, AGAIN), body), (sharded(head, tz.ZERO1), head)], body_and_head)
 
 
 def test_two_models_in_one_step(ranks_pool: RanksPool) -> None:
-    """The second is the head of the first, and then a part of a model in DDP."""
-    ranks_pool.run(2, two_models)
+    ranks_pool.run(WORLD, two_models)
 
 
 # State dicts
@@ -365,7 +327,7 @@ def kept_and_loaded_in_pieces(rank: int, world_size: int) -> None:
     for policy in (tz.ZERO1, AGAIN):
         model = sharded(fresh(UsedTwice), policy)
         kept = {path: value.to_local() for path, value in get_model_state_dict(model).items()}
-        stepped(model, optimizer_of(model))
+        stepped(model, sgd(model))
         for path, value in get_model_state_dict(model).items():
             assert kept[path].data_ptr() == model.get_parameter(path).data_ptr(), path
             assert torch.equal(kept[path], value.to_local()), path
@@ -375,7 +337,7 @@ def kept_and_loaded_in_pieces(rank: int, world_size: int) -> None:
 
 
 def test_a_state_dict_that_is_kept_follows_training_and_pieces_load_one_by_one(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, kept_and_loaded_in_pieces)
+    ranks_pool.run(WORLD, kept_and_loaded_in_pieces)
 
 
 # Mixed precision
@@ -410,19 +372,19 @@ class Outside(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         x = self.first(x)
-        return [output for inside in self.inside.values() for output in inside(x, torch.ones(ROWS, WIDTH))]
+        return [output for inside in self.inside.values() for output in inside(x, torch.ones(WORLD * ROWS, WIDTH))]
 
 
 def border_dtypes(rank: int, world_size: int) -> None:
     mixed = tz.MixedPrecision(overrides={f"inside.{name}": half for name, (half, _) in BORDERS.items()})
-    outputs = sharded(fresh(Outside), tz.Policy(mixed_precision=mixed))(rows(rank))
+    outputs = sharded(fresh(Outside), tz.Policy(mixed_precision=mixed))(batch())
     sum(output.float().sum() for output in outputs).backward()
     found = [output.dtype for output in outputs]
     assert found == [dtype for _, dtypes in BORDERS.values() for dtype in dtypes], found
 
 
 def test_casts_at_the_border_of_a_submodule(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, border_dtypes)
+    ranks_pool.run(WORLD, border_dtypes)
 
 
 def bits_of_gradients(rank: int, world_size: int) -> None:
@@ -431,10 +393,10 @@ def bits_of_gradients(rank: int, world_size: int) -> None:
     for checked in (False, True):
         policy = tz.Policy(3, gather_last_units_once=False, mixed_precision=half)
         model = sharded(fresh(partial(Blocks, checked=checked)), policy)
-        model(rows(rank)).square().mean().backward()
+        model(batch()).square().mean().backward()
         grads.append([param.grad for param in model.parameters()])
     assert_close(*grads, rtol=0, atol=0)
 
 
 def test_checkpointing_in_mixed_precision_changes_no_bit(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, bits_of_gradients)
+    ranks_pool.run(WORLD, bits_of_gradients)
