@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,22 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from examples.gpt import GPT, GPTConfig
-from tests.harness.errors import raised
-from tests.harness.models import count_sends, error, fresh, saved, sharded, whole
+from tests.harness.as_one_process import Side, Steps, assert_near, on_all_ranks, trains_as_one_process
+from tests.harness.errors import raised, says
+from tests.harness.models import Small, count_sends, fresh, saved, sharded
 from tests.harness.ranks import RanksPool
-from tests.harness.tiers import of_tier
+from tests.harness.tiers import slow
 from thunder_zero.runtime.sharded_model import sharded_model
 
-import thunder
-from thunder.core.dtypes import to_torch_dtype
-
-BOTH_FRONT_ENDS = True
-
 HALF, FULL = torch.bfloat16, torch.float32
-STAGES, STEPS, ROWS, WIDTH = of_tier((1, 3), (0, 1, 2, 3)), 3, 6, 9
+STEPS, ROWS, WIDTH = 3, 6, 9
 NORM = tz.MixedPrecision(param_dtype=FULL, output_dtype=HALF)
-MIXED = tz.MixedPrecision(HALF, FULL, FULL, HALF, overrides={"*norm": NORM, "router": tz.MixedPrecision()})
+DOUBLE = tz.MixedPrecision(torch.float64)  # of no parameter, as the last override that fits decides
+OVERRIDES = {"n*": DOUBLE, "*norm": NORM, "router": tz.MixedPrecision()}
+MIXED = tz.MixedPrecision(HALF, FULL, FULL, HALF, overrides=OVERRIDES)
 
 
 class Layers(nn.Module):
@@ -50,184 +45,123 @@ class Layers(nn.Module):
         return {"y": (y * gate.to(y.dtype) + self.frozen).index_select(0, chosen), "chosen": chosen}
 
 
-class Reference:
-    """One process that does mixed precision by hand, with torch alone: a copy in the dtypes of compute, its
-    gradients averaged over the ranks' parts in float32, and float32 parameters that are stepped."""
+class ByHand(Layers):
+    """The same with casts that are written out: of parameters, the input, around the norm, and of the output."""
 
     def __init__(self) -> None:
-        self.master = fresh(Layers)
-        self.master.offset = self.master.offset.to(HALF)
+        super().__init__()
+        self.offset = self.offset.to(HALF)
 
-    def backward(self, world_size: int, step: int) -> None:
-        parts = []
-        for rank in range(world_size):
-            copy = deepcopy(self.master)
-            for module in (copy.first, copy.second):
-                module.to(HALF)
-            copy.scale.data, copy.frozen.data = copy.scale.data.to(HALF), copy.frozen.data.to(HALF)
-            copy.norm.register_forward_pre_hook(lambda _, args: (args[0].to(FULL),))
-            copy.norm.register_forward_hook(lambda _, args, out: out.to(HALF))
-            x, chosen = inputs(step, rank, world_size)
-            copy(x.to(HALF), chosen=chosen)["y"].to(FULL).square().mean().backward()
-            parts.append({name: param.grad for name, param in copy.named_parameters() if param.grad is not None})
-        for name, param in self.master.named_parameters():
-            if name in parts[0]:
-                param.grad = torch.stack([part[name].to(FULL) for part in parts]).mean(0)
+    def forward(self, x: Tensor, *, chosen: Tensor) -> dict[str, Tensor]:
+        y = torch.tanh(F.linear(x.to(HALF), self.first.weight.to(HALF), self.first.bias.to(HALF))) + self.offset
+        y = self.norm(y.to(FULL)).to(HALF)
+        y = torch.tanh(F.linear(y, self.second.weight.to(HALF), self.second.bias.to(HALF))) * self.scale.to(HALF)
+        gate = torch.sigmoid(y.float() * self.router)
+        return {"y": (y * gate.to(HALF) + self.frozen.to(HALF)).index_select(0, chosen).to(FULL), "chosen": chosen}
 
 
-def inputs(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).tensor_split(world_size)[rank]
-    return x, torch.arange(len(x)).flip(0)
+def losses(side: Side, step: int) -> tuple[list[Tensor], Tensor]:
+    """Outputs by rank, and their loss; a rank's rows are turned round."""
+    (model,) = side.models
+    outputs = []
+    for x in side.parts(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step)), (2, 2, 2)):
+        output = model(x, chosen=torch.arange(2).flip(0))
+        assert (output["y"].dtype, output["chosen"].dtype) == (FULL, torch.int64), output
+        outputs.append(output["y"])
+    return outputs, torch.stack([y.square().mean() for y in outputs]).mean()
 
 
-def train(rank: int, world_size: int) -> dict[int, Any]:
-    """By stage: the weights after some steps, the bytes that a step sends, and dtypes observed on the way."""
-    found = {}
-    for stage in STAGES:
-        model = sharded(fresh(Layers), tz.Policy(stage=stage, mixed_precision=MIXED, gather_last_units_once=False))
-        optimizer = torch.optim.AdamW(model.parameters(), 0.05)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            x, chosen = inputs(step, rank, world_size)
-            with count_sends() as sent:
-                out = model(x, chosen=chosen)
-                out["y"].square().mean().backward()
-            grads = {name: param.grad for name, param in model.named_parameters()}
-            optimizer.step()
-        traces, state = tz.traces_of(model), sharded_model(model).state
-        kept = {proxy for proxy in saved(traces.forward) if proxy in named_inputs(traces)}
-        found[stage] = {
-            "weights": tz.full_state_dict(model),
-            "grads": grads,
-            "sent": sum(sent),
-            "plan": traces.plan,
-            "sends": sum(map(traces.timeline.bytes_sent, traces.timeline.ops)),
-            "dtypes": {value.dtype for entry in optimizer.state.values() for value in entry.values()},
-            "returned": (out["y"].dtype, out["chosen"].dtype),
-            "saved parameters": kept,
-            "shares memory": {path for path in state.shards if path in state.resident.shared},
-        }
-    return found
+def train(side: Side) -> Steps:
+    (model,) = side.models
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        outputs, loss = losses(side, step)
+        loss.backward()
+        optimizer.step()
+        yield side.joined(torch.cat(outputs))
+    assert {value.dtype for entry in optimizer.state.values() for value in entry.values()} == {FULL}
 
 
-def named_inputs(traces: tz.Traces) -> dict[str, Any]:
-    return {proxy.name: proxy for proxy in traces.forward.args}
+def mix(rank: int, world_size: int, stage: int) -> None:
+    """Numbers up to the rounding of one bfloat16 operation: Thunder's decompositions round elsewhere than eager."""
+    plain = fresh(ByHand)
+    module = fresh(Layers)
+    model = sharded(module, tz.Policy(stage=stage, mixed_precision=MIXED, gather_last_units_once=False))
+    (weights,) = trains_as_one_process([(model, plain)], train, tolerance=2e-2)
+    assert {weight.dtype for name, weight in weights.items() if name != "offset"} == {FULL}
+    side = Side([model], rank, world_size)
+    model.zero_grad()
+    with count_sends() as sent:
+        losses(side, 0)[1].backward()
+    traces, state = tz.traces_of(model), sharded_model(model).state
+    check_bytes(stage, world_size, on_all_ranks(sum(sent)))
+    forecast = sum(map(traces.timeline.bytes_sent, traces.timeline.ops))  # of an all-reduce it is rounded up
+    assert 0 <= forecast - sum(sent) <= (8 * 4 if stage == 0 else 4), (forecast, sum(sent))
+    uncast = {"norm.weight", "norm.bias", "router"}
+    assert {path for path in state.shards if path in state.resident.shared} == (uncast if stage == 1 else set())
+    if stage != 1:  # ZeRO-1 has full copies at rest
+        saves_no_cast_copy(traces)
+    adds_up_in_the_dtype_of_reductions(side)
+    takes_another_dtype(model, module)
 
 
-@pytest.fixture(scope="module")
-def ranks(ranks_pool: RanksPool) -> list[dict[int, Any]]:
-    return ranks_pool.run(3, train, timeout=110)
-
-
-@pytest.fixture(scope="module")
-def reference() -> Callable[[int], tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    def make(world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        one = Reference()
-        optimizer = torch.optim.AdamW(one.master.parameters(), 0.05)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            one.backward(world_size, step)
-            grads = {
-                name: param.grad.clone() for name, param in one.master.named_parameters() if param.grad is not None
-            }
-            optimizer.step()
-        return one.master.state_dict(), grads
-
-    return make
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_it_trains_as_one_process_that_casts_by_hand(ranks: Any, reference: Any, stage: int) -> None:
-    """Up to the rounding of one bfloat16 operation: Thunder's decompositions round in other places than eager."""
-    weights, grads = reference(len(ranks))
-    for found in ranks:
-        assert found[stage]["weights"].keys() == weights.keys()
-        for name, weight in weights.items():
-            assert error(found[stage]["weights"][name], weight) < 2e-2, name
-    plan = ranks[0][stage]["plan"]
-    for name, right in grads.items():
-        parts = [found[stage]["grads"][name] for found in ranks]
-        assert {part.dtype for part in parts} == {FULL}
-        full = whole(parts, right.shape, sharded=plan.by_name[name].sharded)
-        assert error(full, right) < 2e-2, name
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_shards_are_float32_and_outputs_have_the_dtypes_asked_for(ranks: Any, stage: int) -> None:
-    for found in ranks:
-        of_stage = found[stage]
-        assert {weight.dtype for name, weight in of_stage["weights"].items() if name != "offset"} == {FULL}
-        assert of_stage["weights"]["offset"].dtype is HALF
-        assert of_stage["dtypes"] == {FULL}
-        assert of_stage["returned"] == (FULL, torch.int64)
-        uncast = {"norm.weight", "norm.bias", "router"}
-        assert of_stage["shares memory"] == (uncast if stage == 1 else set())
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_gathers_travel_in_half_the_bytes(ranks: Any, stage: int) -> None:
+def check_bytes(stage: int, world_size: int, sent: list[int]) -> None:
     """Gradients in float32; parameters in bfloat16, except the norm and the router. Mean over ranks."""
-    world_size = len(ranks)
     u = (world_size - 1) / world_size
     square, row = WIDTH * WIDTH, WIDTH  # elements of a weight, of all else
     trained = 2 * (square + row) + 3 * row  # and the scalar, which is all-reduced
     gathered = 2 * (2 * (square + row) + row) + 4 * 3 * row
     again = 2 * square + 4 * 2 * row  # what backward reads: the second weight, the norm's, the router
-    sharded = 4 * trained + (stage > 0) * gathered + (stage == 3) * again
-    expected = u * (2 * sharded + 2 * 4 if stage == 0 else sharded + 2 * 4)
-    assert sum(found[stage]["sent"] for found in ranks) / world_size == pytest.approx(expected)
-    for found in ranks:  # the forecast of an all-reduce is rounded up, once for each parameter
-        assert 0 <= found[stage]["sends"] - found[stage]["sent"] <= (8 * 4 if stage == 0 else 4)
+    of_shards = 4 * trained + (stage > 0) * gathered + (stage == 3) * again
+    expected = u * (2 * of_shards + 2 * 4 if stage == 0 else of_shards + 2 * 4)
+    assert sum(sent) / world_size == pytest.approx(expected), sent
 
 
-def test_no_cast_copy_is_saved_for_backward() -> None:
+def saves_no_cast_copy(traces: tz.Traces) -> None:
     """Forward saves parameters for backward as float32 inputs only: shards, or parameters that are full at rest."""
-    x, chosen = inputs(0, 0, 1)
-    for stage in (0, 3):
-        policy = tz.Policy(stage=stage, mixed_precision=MIXED, gather_last_units_once=False)
-        result = tz.trace(fresh(Layers), x, chosen=chosen, policy=policy, world_size=3)
-        handed = saved(result.forward)
-        made = {
-            proxy.name
-            for bsym in result.forward.bound_symbols
-            if bsym.sym.name.startswith(("zero_cast", "zero_wait"))
-            for proxy in bsym.flat_proxy_outs
-        }
-        assert made
-        assert not handed & made
-        assert {"t_first_weight", "t_second_weight"} & handed
+    made = {
+        proxy.name
+        for bsym in traces.forward.bound_symbols
+        if bsym.sym.name.startswith(("zero_cast", "zero_wait"))
+        for proxy in bsym.flat_proxy_outs
+    }
+    assert made
+    assert not saved(traces.forward) & made
+    assert {"t_first_weight", "t_second_weight"} & saved(traces.forward)
 
 
-OVERFLOWS = {
-    **{f"stage {stage}": (stage, tz.MixedPrecision(torch.float16, output_dtype=FULL), ()) for stage in STAGES},
-    "reduced in float16": (3, tz.MixedPrecision(reduce_dtype=torch.float16), ()),
-    "ignored": (2, tz.MixedPrecision(torch.float16, output_dtype=FULL), ("shift",)),
-}
-
-
-def overflow(rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Steps under torch's own gradient scaler; the second one overflows on the last rank only, and if a parameter is
-    ignored, in that parameter only."""
+def adds_up_in_the_dtype_of_reductions(side: Side) -> None:
+    """Gradients that ``no_sync`` defers."""
+    (model,) = side.models
     found = []
-    for stage, half, ignored in OVERFLOWS.values():
-        model = sharded(fresh(Gate), tz.Policy(stage=stage, mixed_precision=half, ignored=ignored))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=100)
-        seen: dict[str, Any] = {"scales": [], "weights": []}
-        for step in range(3):
-            optimizer.zero_grad()
-            x = torch.full((2, 4), 1e-3) if ignored else torch.ones(1, 4) * (1 + rank)
-            out, overflows = model(x), step == 1 and rank == world_size - 1
-            loss = out[:, -1].sum() * 1e5 if overflows else out.sum()  # float16 ends at 65504
-            if ignored:  # 16 times 2500 is a finite gradient of each of two rows, and their sum is not
-                loss = out.sum() * (2500.0 if overflows else 1.0)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            seen["scales"].append(scaler.get_scale())
-            seen["weights"].append(tz.full_state_dict(model))
-        found.append(seen)
-    return found
+    for defers in (True, False):
+        model.zero_grad()
+        for step in range(STEPS):
+            if defers and step < STEPS - 1:
+                with model.no_sync():
+                    losses(side, step)[1].backward()
+            else:
+                losses(side, step)[1].backward()
+        found.append({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
+    for name, grad in found[1].items():
+        assert_near(found[0][name], grad, name)
+
+
+def takes_another_dtype(model: Any, module: nn.Module) -> None:
+    """A state dict is cast to the dtype at rest."""
+    right = module.state_dict()
+    model.load_original_state_dict({name: value.double() for name, value in right.items()})
+    full = tz.full_state_dict(model)
+    assert all(torch.equal(full[name], value) for name, value in right.items() if name != "offset")
+
+
+@pytest.mark.parametrize("stage", [3, *slow(0, 1)])
+def test_it_trains_as_one_process_that_casts_by_hand(ranks_pool: RanksPool, stage: int) -> None:
+    ranks_pool.run(3, mix, stage, timeout=110)
+
+
+# Overflows
 
 
 class Gate(nn.Module):
@@ -242,163 +176,97 @@ class Gate(nn.Module):
         return y + self.shift.to(y.dtype)
 
 
-@pytest.mark.parametrize("world_size", of_tier([2], [1, 2]))
-def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks_pool: RanksPool, world_size: int) -> None:
-    for of_rank in ranks_pool.run(world_size, overflow):
-        for seen in of_rank:
-            assert seen["scales"] == [16.0, 8.0, 8.0]
-            first, second, third = seen["weights"]
-            for name in first:
-                assert torch.equal(first[name], second[name]), (name, "skipped")
-                assert not torch.equal(second[name], third[name]), (name, "goes on")
-                assert third[name].isfinite().all()
-
-
-def deferred(rank: int, world_size: int) -> dict[str, Any]:
-    """An accumulation under ``no_sync``, and one without."""
-    found: dict[str, Any] = {}
-    for way in ("no_sync", "each"):
-        model = sharded(fresh(Layers), tz.Policy(stage=2, mixed_precision=MIXED))
-        for step in range(STEPS):
-            x, chosen = inputs(step, rank, world_size)
-            if way == "no_sync" and step < STEPS - 1:
-                with model.no_sync():
-                    model(x, chosen=chosen)["y"].square().mean().backward()
-                found["deferred"] = {grad.dtype for grad in sharded_model(model).state.accumulation._deferred.values()}
-            else:
-                model(x, chosen=chosen)["y"].square().mean().backward()
-        found[way] = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-    return found
-
-
-def test_deferred_gradients_add_up_in_the_dtype_in_which_they_are_reduced(ranks_pool: RanksPool) -> None:
-    for found in ranks_pool.run(2, deferred):
-        assert found["deferred"] == {FULL}
-        for name, grad in found["each"].items():
-            assert error(found["no_sync"][name], grad) < 1e-5, name
-
-
-BATCH, CONTEXT, CURVE = 4, 16, 40
-
-
-def curve(rank: int, world_size: int, precision: tz.MixedPrecision | None) -> list[float]:
-    """The losses of the example's GPT, which learns to count; in eager float32 if no precision is given."""
-    torch.manual_seed(0)
-    model: Any = GPT(GPTConfig(2, 32, 2, CONTEXT, True))
-    if precision is not None:
-        model = thunder.jit(model, transforms=[tz.ZeroTransform(stage=3, mixed_precision=precision)])
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    losses = []
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(CURVE):
-        windows = (torch.randint(0, 256, (BATCH, 1), generator=generator) + torch.arange(CONTEXT + 1)) % 256
-        windows = windows.tensor_split(world_size)[rank]
+def overflow(rank: int, world_size: int, policy: tz.Policy) -> None:
+    """Steps under torch's own gradient scaler; the second one overflows on the last rank only, and if a parameter is
+    ignored, in that parameter only."""
+    model = sharded(fresh(Gate), policy)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=100)
+    scales, weights = [], []
+    for step in range(3):
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1).float(), windows[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+        x = torch.full((2, 4), 1e-3) if policy.ignored else torch.ones(1, 4) * (1 + rank)
+        out, overflows = model(x), step == 1 and rank == world_size - 1
+        loss = out[:, -1].sum() * 1e5 if overflows else out.sum()  # float16 ends at 65504
+        if policy.ignored:  # 16 times 2500 is a finite gradient of each of two rows, and their sum is not
+            loss = out.sum() * (2500.0 if overflows else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        weights.append(tz.full_state_dict(model))
+    assert scales == [16.0, 8.0, 8.0], scales
+    for name, first in weights[0].items():
+        assert torch.equal(first, weights[1][name]), (name, "skipped")
+        assert not torch.equal(first, weights[2][name]), (name, "goes on")
+        assert weights[2][name].isfinite().all()
 
 
-@pytest.mark.slow
-def test_the_loss_curve_in_bfloat16_follows_float32(ranks_pool: RanksPool) -> None:
-    (eager,) = ranks_pool.run(1, curve, None)
-    ranks = ranks_pool.run(2, curve, tz.MixedPrecision(HALF, FULL))
-    found = [sum(losses) / 2 for losses in zip(*ranks, strict=True)]
-    assert eager[-1] < eager[0] - 1.5
-    assert max(abs(ours - right) for ours, right in zip(found, eager, strict=True)) < 0.05
+COMPUTED, REDUCED = tz.MixedPrecision(torch.float16, output_dtype=FULL), tz.MixedPrecision(reduce_dtype=torch.float16)
+OVERFLOWS: dict[str, Any] = {
+    "computed": (3, COMPUTED),
+    "reduced": (3, REDUCED),
+    "ignored": (2, COMPUTED, ("shift",)),
+    "stage 0": (0, COMPUTED),
+    "stage 1": (1, COMPUTED),
+}
 
 
-def eighths(rank: int, world_size: int) -> list[str]:
-    """A trained parameter in a dtype that no backend sums; a frozen one is only gathered."""
-    found = []
-    for trained in (True, False):
-        module = Gate()
-        module.extra = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=trained)
-        found.append(raised(lambda module=module: sharded(module, 3)))  # type: ignore[misc]
-    return found
+@pytest.mark.parametrize("case", ["computed", "ignored", *slow("reduced", "stage 0", "stage 1")])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks_pool: RanksPool, case: str) -> None:
+    stage, precision, *ignored = OVERFLOWS[case]
+    policy = tz.Policy(stage=stage, mixed_precision=precision, ignored=ignored[0] if ignored else ())
+    ranks_pool.run(2, overflow, policy)
 
 
-def test_a_dtype_that_cannot_be_reduced_is_refused_on_all_ranks(ranks_pool: RanksPool) -> None:
-    for trained, frozen in ranks_pool.run(2, eighths):
-        assert (
-            "cannot reduce the gradient of parameter 'extra': the backend has no sum of torch.float8_e4m3fn" in trained
-        )
-        assert "mixed_precision with reduce_dtype=torch.float32" in trained
-        assert frozen == "nothing"
+# Overrides, and what is refused
 
 
-@dataclass
-class Output:
-    """A dataclass, as some models return one."""
-
-    y: Tensor
-    steps: int
+def overridden(**overrides: tz.MixedPrecision) -> tz.Policy:
+    return tz.Policy(stage=3, mixed_precision=tz.MixedPrecision(HALF, output_dtype=FULL, overrides=overrides))
 
 
-class Borders(nn.Module):
-    """A linear router and a norm under overrides, a tied head, and a dataclass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.router, self.norm = nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Output:
-        return Output(self.head(self.norm(self.router(self.embed(tokens)))), 1)
-
-
-def test_an_empty_override_computes_in_the_dtype_of_the_module() -> None:
-    """Its inputs are cast to its own dtype and its outputs back; a tied one has the override of any of its names."""
-    kept = {name: tz.MixedPrecision() for name in ("router", "norm", "head")}
-    half = tz.MixedPrecision(HALF, output_dtype=FULL, overrides=kept)
-    policy = tz.Policy(stage=3, mixed_precision=half)
-    plan = tz.make_plan(fresh(Borders), policy, 2, 0)
-    assert {param.compute_dtype for param in plan.params} == {FULL}
-    del kept["head"]
-    half = tz.MixedPrecision(HALF, output_dtype=FULL, overrides=kept)
-    policy = tz.Policy(stage=3, mixed_precision=half)
-    tokens = torch.zeros(2, dtype=torch.long)
-    result = tz.trace(fresh(Borders), tokens, policy=policy, world_size=2)
-    assert {p.path: p.compute_dtype for p in result.plan.params if "weight" in p.path} == {
-        "embed.weight": HALF,
-        "router.weight": FULL,
-        "norm.weight": FULL,
-    }
-    (returned,) = result.forward.bound_symbols[-1].args[0]["flat_output"]
-    assert to_torch_dtype(returned.dtype) is FULL
-    different = {"embed": tz.MixedPrecision(), "head": tz.MixedPrecision(torch.float64)}
-    policy = tz.Policy(mixed_precision=tz.MixedPrecision(HALF, overrides=different))
-    assert "different overrides for 'embed.weight' and 'head.weight', which are one tied parameter" in raised(
-        lambda: tz.make_plan(fresh(Borders), policy, 2, 0)
-    )
-
-
-def reload(rank: int, world_size: int) -> dict[str, Tensor]:
-    """A state dict of another dtype is cast to the shards' dtype."""
-    model = sharded(fresh(Gate), tz.Policy(mixed_precision=tz.MixedPrecision(HALF, output_dtype=FULL)))
-    model.load_original_state_dict({name: value.double() for name, value in fresh(Gate).state_dict().items()})
-    model(torch.ones(1, 4)).sum().backward()
-    return tz.full_state_dict(model)
-
-
-def test_a_state_dict_of_another_dtype_is_cast(ranks_pool: RanksPool) -> None:
-    for weights in ranks_pool.run(2, reload):
-        assert all(torch.equal(weights[name], value) for name, value in fresh(Gate).state_dict().items())
+def test_a_tied_parameter_has_the_override_of_any_of_its_names() -> None:
+    for overrides, dtype in (({"head": tz.MixedPrecision()}, FULL), ({"row": tz.MixedPrecision()}, HALF)):
+        plan = tz.make_plan(fresh(Small), overridden(**overrides), 2, 0)
+        assert plan.by_name["embed.weight"].compute_dtype is dtype
 
 
 def test_refused_overrides() -> None:
-    assert "param_dtype is torch.int32; give one of torch.float16" in raised(lambda: tz.MixedPrecision(torch.int32))
-    assert "the override of 'a' is torch.float32; give a thunder_zero.MixedPrecision" in raised(
-        lambda: tz.MixedPrecision(overrides={"a": torch.float32})  # type: ignore[dict-item]
-    )
-    assert "overrides is ['a']; give a dict" in raised(lambda: tz.MixedPrecision(overrides=["a"]))  # type: ignore[arg-type]
-    policy = tz.Policy(mixed_precision=tz.MixedPrecision(overrides={"blocks.*.norm": NORM}))
-    assert "overrides 'blocks.*.norm', which fits no parameter and no submodule of Layers" in raised(
-        lambda: tz.make_plan(fresh(Layers), policy, 2, 0)
-    )
-    assert "mixed_precision is torch.bfloat16; give a thunder_zero.MixedPrecision" in raised(
-        lambda: tz.Policy(mixed_precision=HALF)  # type: ignore[arg-type]
-    )
+    wrong: Any = tz.MixedPrecision
+    blocks = tz.Policy(mixed_precision=tz.MixedPrecision(overrides={"blocks.*.norm": NORM}))
+    rows: list[tuple[Callable[[], Any], str]] = [
+        (lambda: wrong(torch.int32), "param_dtype is torch.int32; give one of torch.float16"),
+        (lambda: wrong(overrides={"a": FULL}), "the override of 'a' is torch.float32; give a thunder_zero.Mixed"),
+        (lambda: wrong(overrides=["a"]), "overrides is ['a']; give a dict"),
+        (
+            lambda: tz.make_plan(fresh(Layers), blocks, 2, 0),
+            "overrides 'blocks.*.norm', which fits no parameter and no submodule of Layers",
+        ),
+        (
+            lambda: tz.make_plan(fresh(Small), overridden(embed=tz.MixedPrecision(), head=DOUBLE), 2, 0),
+            "different overrides for 'embed.weight' and 'head.weight', which are one tied parameter",
+        ),
+        (
+            lambda: tz.Policy(mixed_precision=HALF),  # type: ignore[arg-type]
+            "mixed_precision is torch.bfloat16; give a thunder_zero.MixedPrecision",
+        ),
+    ]
+    for call, words in rows:
+        says(call, words)
+
+
+def eighths(rank: int, world_size: int) -> None:
+    """A trained parameter in a dtype that no backend sums; a frozen one is only gathered."""
+    said = []
+    for trained in (True, False):
+        module = Gate()
+        module.extra = nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=trained)
+        said.append(raised(lambda module=module: sharded(module, 3)))  # type: ignore[misc]
+    assert "the gradient of parameter 'extra': the backend has no sum of torch.float8_e4m3fn" in said[0], said
+    assert "mixed_precision with reduce_dtype=torch.float32" in said[0], said
+    assert said[1] == "nothing", said
+
+
+def test_a_dtype_that_cannot_be_reduced_is_refused_on_all_ranks(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, eighths)

@@ -1,0 +1,137 @@
+"""Parameters of every kind, and those left out: ignored, replicated, frozen, or not reached by a step."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thunder_zero as tz
+from tests.harness.as_one_process import Side, Steps, assert_near, assert_same_parameters, trains_as_one_process
+from tests.harness.models import ZOO_WITHOUT_GRAD, Zoo, count_sends, fresh, sharded
+from tests.harness.ranks import RanksPool
+from tests.harness.tiers import slow
+from thunder_zero.schedule.timeline import Kind
+
+POLICIES = {f"stage {stage}": tz.Policy(stage=stage) for stage in range(4)}
+POLICIES["each unit"] = replace(tz.ZERO3, gather_per_unit=True, bucket_bytes=0)
+ROWS = 4  # of each rank's batch
+
+
+def moved(timeline: tz.Timeline, kind: Kind) -> list[str]:
+    return [path for op in timeline.ops if op.kind is kind for path in op.params]
+
+
+def every_kind(rank: int, world_size: int, policy: tz.Policy) -> None:
+    """A step, after a model that was sharded with other weights took the plain module's state dict."""
+    plain = fresh(Zoo)
+    torch.manual_seed(1)
+    model = sharded(Zoo(), policy)
+    model.load_original_state_dict(plain.state_dict())
+    batches = [torch.randn(ROWS, 9, generator=torch.Generator().manual_seed(at)) for at in range(world_size)]
+    one, alone = deepcopy(plain), deepcopy(plain)
+    for x in batches:  # each rank has statistics of its own rows
+        (one(x).square().mean() / world_size).backward()
+    inputs = [batches[rank].clone().requires_grad_() for _ in range(2)]
+    y, right = model(inputs[0]), alone(inputs[1])
+    for output in (y, right):
+        output.square().mean().backward()
+    assert_near(y.detach(), right.detach(), "output")
+    assert inputs[0].grad is not None
+    assert inputs[1].grad is not None
+    assert_near(inputs[0].grad, inputs[1].grad, "gradient of the input")
+    assert {name for name, param in one.named_parameters() if param.grad is None} == ZOO_WITHOUT_GRAD
+    assert_same_parameters(model, one)
+    assert_same_bits(tz.full_state_dict(model), alone.state_dict())
+    timeline = tz.traces_of(model).timeline
+    trained = {name for name, _ in plain.named_parameters()} - ZOO_WITHOUT_GRAD
+    assert sorted(moved(timeline, Kind.REDUCE)) == sorted(trained)
+    # In both halves together; ZeRO-3 keeps its unit, one of the last, gathered for backward.
+    gathers = 0 if policy.stage == 0 else 3 if policy.gather_per_unit else 1
+    assert moved(timeline, Kind.GATHER).count("layers.0.weight") == gathers
+
+
+def assert_same_bits(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    """There was no optimizer step; but BatchNorm's statistics have changed."""
+    assert list(found) == list(right)
+    assert "not_saved" not in found
+    assert {"offset", "layers.2.weight", "frozen"} <= found.keys()
+    for name, value in right.items():
+        if name.startswith("norm.running"):
+            assert_near(found[name], value, name)
+        else:
+            assert found[name].dtype == value.dtype, name
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("name", ["each unit", *slow("stage 0", "stage 1")])
+def test_every_kind_of_parameter(ranks_pool: RanksPool, name: str) -> None:
+    ranks_pool.run(3, every_kind, POLICIES[name])
+
+
+# Parameters that are left out
+
+
+class Lora(nn.Module):
+    """A frozen base, trained adapters of rank 2, a router of each rank's own, and two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(5, 7, bias=False).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, 5))
+        self.up = nn.Parameter(torch.randn(7, 2))
+        self.router = nn.Linear(7, 7)
+        self.experts = nn.ModuleList([nn.Linear(7, 3), nn.Linear(7, 3)])
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        x = torch.tanh(self.base(x) + x @ self.down.t() @ self.up.t())
+        out: Tensor = self.experts[expert](torch.tanh(self.router(x)))
+        return out
+
+
+SMALL = 4 * 7 * 3  # bytes: the experts' weights are not smaller, their biases and the adapters are
+LARGE = {"base.weight", "experts.0.weight", "experts.1.weight"}
+
+
+def experts(side: Side) -> Steps:
+    """The router stays as it is: each rank has a gradient of its own for it."""
+    (model,) = side.models
+    trained = [param for name, param in model.named_parameters() if name != "base.weight" and "router" not in name]
+    optimizer = torch.optim.SGD(trained, 0.1, momentum=0.9)
+    for step, expert in enumerate((1, 0, 0)):
+        model.zero_grad()
+        x = torch.randn(18, 5, generator=torch.Generator().manual_seed(step))
+        y = model(side.rows(x), expert)
+        y.square().mean().backward()
+        optimizer.step()
+        yield side.joined(y)
+
+
+def leave_out(rank: int, world_size: int, stage: int) -> None:
+    plain = fresh(Lora)
+    policy = tz.Policy(stage=stage, ignored=("router",), replicate_below_bytes=SMALL, gather_last_units_once=False)
+    model = sharded(plain, policy)
+    trains_as_one_process([(model, plain)], experts)
+    with count_sends() as sent:
+        model(torch.ones(6, 5), 0).square().mean().backward()
+    traces = tz.traces_of(model)
+    assert {param.path for param in traces.plan.params if param.sharded} == (LARGE if stage else set())
+    assert {path for path in traces.plan.by_name if "router" in path} == set()
+    assert set(moved(traces.timeline, Kind.GATHER)) == (LARGE - {"experts.1.weight"} if stage else set())
+    reduced = {"down", "up", "experts.0.weight", "experts.0.bias"}
+    assert set(moved(traces.timeline, Kind.REDUCE)) == reduced, "neither the base, which is frozen, nor the router"
+    forecast = sum(map(traces.timeline.bytes_sent, traces.timeline.ops))
+    assert stage == 1 or sum(sent) == pytest.approx(forecast, abs=64), (sum(sent), forecast)
+    bias = model.get_parameter("router.bias")
+    assert bias.shape == (7,), bias.shape
+    with torch.no_grad():
+        bias.fill_(rank)  # which ranks may have of their own
+    assert (tz.full_state_dict(model)["router.bias"] == rank).all()
+
+
+@pytest.mark.parametrize("stage", [3, *slow(0, 1)])
+def test_left_out_parameters(ranks_pool: RanksPool, stage: int) -> None:
+    ranks_pool.run(3, leave_out, stage)
