@@ -244,7 +244,7 @@ def saves_what_forward_left(rank: int, world_size: int, folder: Path) -> None:
     model, other = (tz.compile(fresh(Statistics, None), stage=stage) for stage in (1, 3))
 
     def loop(side: Side) -> Steps:
-        first, last = (model, other) if side.is_sharded else side.models * 2
+        first, last = (model, other) if side.is_sharded else (*side.models, *side.models)
         optimizer = sgd(first)
         first(batch()).square().mean().backward()
         optimizer.step()
