@@ -234,7 +234,8 @@ def test_the_collectives_and_gathered_bytes_of_a_gpt() -> None:
 
     def figures(layers: int, stage: int, **fields: object) -> tuple[int, int, int]:
         after = run(gpt(layers, Policy(stage=stage, **fields)))  # type: ignore[arg-type]
-        return *(len(lines(after, kind)) for kind in (Kind.REDUCE, Kind.GATHER)), max(gathered_bytes(after))  # type: ignore[return-value]
+        reductions, gathers = (len(lines(after, kind)) for kind in (Kind.REDUCE, Kind.GATHER))
+        return reductions, gathers, max(gathered_bytes(after))
 
     block = 4 * (8 * 2 + 24 * 8 + 24 + 8 * 8 + 8 + 8 * 2 + 32 * 8 + 32 + 8 * 32 + 8)  # 3,488 bytes
     in_backward = block - 4 * (8 + 24 + 8 + 8 + 32 + 8)  # without biases
