@@ -1,12 +1,12 @@
-"""Lets a rank die or hang in the middle of a collective or a save, and collects the errors of the others.
+"""Lets ranks die or hang in the middle of a collective or a save, and collects the errors of the others.
 
-``python -m tests.harness.death_worker FOLDER`` prints a JSON object: for each case, the error of each other rank. It
-runs in its own process because it forks, which starts ranks in milliseconds, and pytest has threads.
+``python -m tests.harness.death_worker FOLDER NAME...`` writes the errors of ranks 0 and 2 into ``FOLDER/NAME``.
+All named cases run at once, as they mostly wait. It runs in its own process because it forks, which starts ranks in
+milliseconds, and pytest has threads.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -22,15 +22,13 @@ import torch.distributed as dist
 
 import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
-from tests.harness.tiers import only
 from thunder_zero.checkpoint import dcp_write
 from thunder_zero.comm import pairwise
 from thunder_zero.comm.pairwise import Exchange
 
 WORLD, VICTIM = 3, 1
-TIMEOUT_SECONDS = 6.0  # of the process group; ranks compile a step first, on a busy machine not at the same time
-ENDS_SECONDS = TIMEOUT_SECONDS + 10.0  # all others end this soon after the death
-START_SECONDS = 60.0
+TIMEOUT_SECONDS = 10.0  # of the process group; ranks compile a step first, on a busy machine not at the same time
+HANG_SECONDS = 60.0  # a process that still runs then hangs; two time-outs, one after the other, are usual
 Die = Callable[[], None]
 Step = Callable[[Any, torch.optim.Optimizer, Path], Any]
 
@@ -64,34 +62,32 @@ def train(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     optimizer.step()
 
 
+def save(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    tz.save(folder / "one", model, optimizer)
+
+
+def save_later(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    tz.save(folder / "one", model, optimizer, wait=False).result()
+
+
 # name -> signal, moment at which the victim gets it, step of all ranks
-ALL_CASES: dict[str, tuple[signal.Signals, Callable[[Die], None], Step]] = {
+CASES: dict[str, tuple[signal.Signals, Callable[[Die], None], Step]] = {
     "killed in a gather": (signal.SIGKILL, in_transport("all_gather"), train),
     "killed in a reduction": (signal.SIGKILL, in_transport("reduce_scatter"), train),
-    "killed in a save": (
-        signal.SIGKILL,
-        in_write,
-        lambda model, optimizer, folder: tz.save(folder / "one", model, optimizer),
-    ),
+    "killed in a save": (signal.SIGKILL, in_write, save),
     "hangs in a gather": (signal.SIGSTOP, in_transport("all_gather"), train),
-    "hangs in an asynchronous save": (
-        signal.SIGSTOP,
-        in_write,
-        lambda model, optimizer, folder: tz.save(folder / "one", model, optimizer, wait=False).result(),
-    ),
+    "hangs in an asynchronous save": (signal.SIGSTOP, in_write, save_later),
 }
-CASES = only(("killed in a gather", "hangs in a gather"), ALL_CASES)
 
 
 def rank_of(rank: int, name: str, folder: Path) -> int:
     """One rank: a complete step, then steps until the victim dies in one."""
     deadly, arm, step = CASES[name]
-    timeout = timedelta(seconds=TIMEOUT_SECONDS)
-    store = f"file://{folder}/store"
+    store, timeout = f"file://{folder}/store", timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timeout)
     model = sharded(fresh(Mlp, 7, 1), 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    train(model, optimizer, folder)
+    step(model, optimizer, folder)
     if rank == VICTIM:
         arm(lambda: os.kill(os.getpid(), deadly))
     try:
@@ -102,12 +98,11 @@ def rank_of(rank: int, name: str, folder: Path) -> int:
         return 1
 
 
-def one(name: str, folder: Path) -> dict[int, str]:
-    """The errors of the others. They end as any program does: exit handlers run, threads are joined.
+def start(name: str, folder: Path) -> dict[int, int]:
+    """Fork the ranks of a case; they end as any program does: exit handlers run, threads are joined.
 
     Raises:
         SystemExit: in each rank's process, at its end.
-        TimeoutError: a rank hangs.
     """
     folder.mkdir()
     children = {}
@@ -115,19 +110,27 @@ def one(name: str, folder: Path) -> dict[int, str]:
         children[rank] = os.fork()
         if children[rank] == 0:
             sys.exit(rank_of(rank, name, folder))
+    return children
+
+
+def collect(cases: dict[str, dict[int, int]]) -> None:
+    """Wait until all others of each case have ended.
+
+    Raises:
+        TimeoutError: a rank hangs.
+    """
     try:
-        await_end([children[VICTIM]], START_SECONDS)
-        await_end([child for rank, child in children.items() if rank != VICTIM], ENDS_SECONDS)
-    except TimeoutError as error:
-        raise TimeoutError(f"{name}: {error}") from None
+        for name, children in cases.items():
+            others = [child for rank, child in children.items() if rank != VICTIM]
+            await_end(name, [children[VICTIM]], HANG_SECONDS)
+            await_end(name, others, HANG_SECONDS)
     finally:
-        for child in children.values():
+        for child in (child for children in cases.values() for child in children.values()):
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-    return {rank: (folder / f"said{rank}").read_text() for rank in children if rank != VICTIM}
 
 
-def await_end(children: Sequence[int], seconds: float) -> None:
+def await_end(name: str, children: Sequence[int], seconds: float) -> None:
     """Wait until all have ended or were stopped.
 
     Raises:
@@ -138,10 +141,10 @@ def await_end(children: Sequence[int], seconds: float) -> None:
     while living:
         living -= {child for child in living if os.waitpid(child, os.WNOHANG | os.WUNTRACED)[0]}
         if time.monotonic() > until:
-            raise TimeoutError(f"{len(living)} of {len(children)} processes still run after {seconds:g} s")
+            raise TimeoutError(f"{name}: {len(living)} of {len(children)} processes still run after {seconds:g} s")
         time.sleep(0.01)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({name: one(name, Path(sys.argv[1]) / name.replace(" ", "-")) for name in CASES}))
+    collect({name: start(name, Path(sys.argv[1]) / name) for name in sys.argv[2:]})

@@ -108,7 +108,8 @@ def on_fake_ranks(rank: int, world_size: int, name: str) -> None:
     """Rank 1 of 4 without peers: in a step each bucket of the timeline is one launch, and the collective averages."""
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=1, world_size=4)
-    launch, launches, reduces = native.Grouped._launch, [], set()
+    launch, launches = native.Grouped._launch, []
+    reduces: set[str] = set()
 
     def counted(transport: Any, collective: Callable[..., Any], calls: Any) -> Any:
         launches.append(OPERATIONS[collective.__name__.replace("into_tensor", "single").replace("tensor", "single")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,41 +11,47 @@ import torch
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from tests.harness.death_worker import CASES, TIMEOUT_SECONDS
-from tests.harness.errors import raised_as
 from tests.harness.ranks import RanksPool, everyone
+from tests.harness.tiers import slow
 from thunder_zero.comm.lost_ranks import LostRank, naming_lost_ranks
 
 ROOT = Path(__file__).parents[2]
 TIMED_OUT = f"Timed out waiting {TIMEOUT_SECONDS * 1000:.0f}ms"
+FAST = ("killed in a gather", "hangs in a gather")
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """What the ranks that live said in each case. The worker fails if one of them has not ended, process and all,
-    within the group's time-out and ten seconds after the death."""
-    command = [sys.executable, "-m", "tests.harness.death_worker", str(tmp_path_factory.mktemp("deaths"))]
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has what the ranks that live said, of all cases of this run, which one worker runs at once, as they mostly wait.
+    It fails if one of them has not ended, process and all."""
+    folder = tmp_path_factory.mktemp("deaths")
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    names = [str(test.callspec.params["name"]) for test in tests if "folder" in test.fixturenames]
+    command = [sys.executable, "-m", "tests.harness.death_worker", str(folder), *names]
     worker = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert worker.returncode == 0, worker.stderr
-    errors: dict[str, dict[str, str]] = json.loads(worker.stdout.splitlines()[-1])
-    return errors
+    return folder
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", CASES)
-def test_the_others_end_and_name_the_rank_or_the_timeout(name: str, said: dict[str, dict[str, str]]) -> None:
-    """A rank that notices later may have lost another one as well, which ended because of it. The error says where the
-    rank was, but not in a save's thread."""
-    assert set(said[name]) == {"0", "2"}
-    for rank, sentence in said[name].items():
-        other = 2 - int(rank)
-        silent = sentence.removeprefix(f"rank {rank} got no answer from ").partition(": it died")[0]
-        who, _, place = silent.partition(" in ")
-        assert place or name == "hangs in an asynchronous save", sentence
-        assert " (Mlp)" in place or not place, sentence
-        later = f"one of ranks {sorted((1, other))}", *([f"rank {other}"] if name.startswith("hangs") else [])
-        assert who == "rank 1" or who in later, sentence
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", [*FAST, *slow(*(name for name in CASES if name not in FAST))])
+def test_the_others_end_and_name_the_rank_or_the_timeout(folder: Path, name: str) -> None:
+    said = {rank: (folder / name / f"said{rank}").read_text() for rank in (0, 2)}
+    for rank, sentence in said.items():
+        assert_names(rank, sentence, name)
     first = TIMED_OUT if name.startswith("hangs") else "from rank 1 in "
-    assert any(first in sentence for sentence in said[name].values()), said[name]
+    assert any(first in sentence for sentence in said.values()), said
+
+
+def assert_names(rank: int, sentence: str, name: str) -> None:
+    """A rank that notices later may have lost the other one, too, which ended because of it. The error says where the
+    rank was, but not in a save's thread."""
+    other = 2 - rank
+    silent = sentence.removeprefix(f"rank {rank} got no answer from ").partition(": it died")[0]
+    who, _, place = silent.partition(" in ")
+    assert place or name == "hangs in an asynchronous save", sentence
+    assert " (Mlp)" in place or not place, sentence
+    assert who in ("rank 1", f"rank {other}", f"one of ranks {sorted((1, other))}"), sentence
 
 
 # What backends say, or said in a run that somebody reported. The first ones are due to a lost rank.
@@ -81,18 +86,18 @@ OTHERS = (
 )
 
 
-def said_of(rank: int, world_size: int, number: int) -> list[tuple[str, str]]:
-    def fail(error: RuntimeError) -> None:
-        with naming_lost_ranks(everyone()):
+def only_words_of_a_lost_rank_read_as_one(rank: int, world_size: int) -> None:
+    for error in LOST:
+        with pytest.raises(LostRank) as lost, naming_lost_ranks(everyone()):
             raise error
-
-    return [raised_as(lambda error=error: fail(error)) for error in (LOST, OTHERS)[number]]  # type: ignore[misc]
+        said = str(lost.value)
+        assert said.startswith(f"rank {rank} got no answer from rank {1 - rank}: it died"), said
+        assert str(error) in said
+    for error in OTHERS:
+        with pytest.raises(type(error)) as other, naming_lost_ranks(everyone()):
+            raise error
+        assert other.value is error
 
 
 def test_only_words_of_a_lost_rank_read_as_one(ranks_pool: RanksPool) -> None:
-    lost, others = (ranks_pool.run(2, said_of, number)[0] for number in range(2))
-    for (kind, said), error in zip(lost, LOST, strict=True):
-        assert kind == LostRank.__name__, error
-        assert said.startswith("rank 0 got no answer from rank 1: it died"), said
-        assert str(error) in said
-    assert others == [(type(error).__name__, str(error)) for error in OTHERS]
+    ranks_pool.run(2, only_words_of_a_lost_rank_read_as_one)

@@ -278,9 +278,9 @@ def drain_ends_all_that_a_failed_step_left(rank: int, world_size: int) -> None:
     """A step that launches everything and waits for nothing. The next one is right; results are given once."""
     transport, shapes = Exchange(everyone()), ((350, 300), (7,))
     handles = [launch(transport, kind, shapes) for kind in KINDS]
-    assert transport.in_flight
+    was_in_flight = transport.in_flight
     transport.drain()
-    assert not transport.in_flight
+    assert (was_in_flight, transport.in_flight) == (True, False)
     assert_same(launch(transport, "reduce_scatter", LARGE).wait(), expected("reduce_scatter", LARGE))
     assert_same(handles[0].wait(), expected("all_gather", shapes))
     with pytest.raises(RuntimeError, match="already waited for; call wait once"):
@@ -325,26 +325,6 @@ def ranks_trade_tensors_of_their_own_sizes(rank: int, world_size: int) -> None:
         assert len(sent) == (2 * (len(peers) - (rank == 0)) if make is Exchange else 0), sent
 
 
-@pytest.mark.parametrize(
-    ("world_size", "promise"),
-    [
-        (3, a_gather_into_buffers_fills_the_other_rows),
-        (3, wait_drops_the_inputs),
-        (2, nothing_made_here_is_an_inference_tensor),
-        (4, buckets_are_waited_for_in_any_order),
-        (3, an_all_reduce_goes_on_while_nobody_waits),
-        (3, an_all_reduce_that_has_to_wait_blocks_nothing_else),
-        (3, drain_ends_all_that_a_failed_step_left),
-        (2, users_messages_do_not_get_mixed_up_with_ours),
-        (3, ranks_are_those_of_the_group),
-        (3, ranks_trade_tensors_of_their_own_sizes),
-        *slow((2, wait_drops_the_inputs), (2, buckets_are_waited_for_in_any_order)),
-    ],
-)
-def test_on_ranks(ranks_pool: RanksPool, world_size: int, promise: Callable[..., None]) -> None:
-    ranks_pool.run(world_size, promise, timeout=20.0)
-
-
 def test_a_failure_in_the_background_is_raised_by_its_wait_and_the_thread_goes_on() -> None:
     done: list[int] = []
     failed = in_background(AVERAGER, lambda: done.index(0) and None)
@@ -358,17 +338,13 @@ def test_a_failure_in_the_background_is_raised_by_its_wait_and_the_thread_goes_o
 # Choice of a transport
 
 
-def device_and_backend_choose(rank: int, world_size: int) -> None:
+def device_and_backend_choose_the_transport(rank: int, world_size: int) -> None:
     assert type(transport_for(everyone(), CPU)) is Exchange
     with pytest.raises(ValueError, match=r"backend.*supports no meta tensors"):
         transport_for(everyone(), torch.device("meta"))
 
 
-def test_device_and_backend_choose_the_transport(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, device_and_backend_choose)
-
-
-def alone(rank: int, world_size: int) -> None:
+def one_rank_needs_no_communication(rank: int, world_size: int) -> None:
     transport = transport_for(everyone(), CPU)
     assert type(transport) is Alone
     params = plan_of("all_gather", ((5, 2),)).params
@@ -384,15 +360,11 @@ def alone(rank: int, world_size: int) -> None:
     transport.drain()
 
 
-def test_one_rank_needs_no_communication(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(1, alone)
-
-
 # The transports over a backend's own collectives
 
 
-def on_fake_ranks(rank: int, world_size: int) -> None:
-    """Rank 3 of 8 without real peers: both native transports give the right shapes."""
+def native_transports_run_on_eight_fake_ranks(rank: int, world_size: int) -> None:
+    """Rank 3 of 8 without real peers: both give the right shapes."""
     dist.destroy_process_group()
     dist.init_process_group("fake", rank=3, world_size=8)
     shapes = ((5, 2), (16, 3), (9,))
@@ -410,7 +382,7 @@ def on_fake_ranks(rank: int, world_size: int) -> None:
         dist.destroy_process_group()
 
 
-def grouped_averages_in_one_launch(rank: int, world_size: int) -> None:
+def grouped_averages_in_one_launch_and_copies_only_to_pad(rank: int, world_size: int) -> None:
     """The calls that NCCL would get for one bucket; copies are made only to pad."""
     calls: list[tuple[Tensor, Any]] = []
 
@@ -431,9 +403,25 @@ def grouped_averages_in_one_launch(rank: int, world_size: int) -> None:
     assert second.tolist() == [*odd.tolist(), 0.0], "the padding is zero"
 
 
-def test_native_transports_on_eight_fake_ranks(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(1, on_fake_ranks)
-
-
-def test_grouped_averages_in_one_launch_and_copies_only_to_pad(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, grouped_averages_in_one_launch)
+@pytest.mark.parametrize(
+    ("world_size", "promise"),
+    [
+        (3, a_gather_into_buffers_fills_the_other_rows),
+        (3, wait_drops_the_inputs),
+        (2, nothing_made_here_is_an_inference_tensor),
+        (4, buckets_are_waited_for_in_any_order),
+        (3, an_all_reduce_goes_on_while_nobody_waits),
+        (3, an_all_reduce_that_has_to_wait_blocks_nothing_else),
+        (3, drain_ends_all_that_a_failed_step_left),
+        (2, users_messages_do_not_get_mixed_up_with_ours),
+        (3, ranks_are_those_of_the_group),
+        (3, ranks_trade_tensors_of_their_own_sizes),
+        (2, device_and_backend_choose_the_transport),
+        (1, one_rank_needs_no_communication),
+        (1, native_transports_run_on_eight_fake_ranks),
+        (2, grouped_averages_in_one_launch_and_copies_only_to_pad),
+        *slow((2, wait_drops_the_inputs), (2, buckets_are_waited_for_in_any_order)),
+    ],
+)
+def test_on_ranks(ranks_pool: RanksPool, world_size: int, promise: Callable[..., None]) -> None:
+    ranks_pool.run(world_size, promise)

@@ -48,9 +48,8 @@ def count(places: list[Seat]) -> list[Reply]:
     try:
         for rank, seat in enumerate(places):
             command = (*seat.prefix, sys.executable, "-W", "ignore", "-m", "tests.harness.wire_worker")
-            env = environment(rank, places, PORT)
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            workers.append(subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes))
+            env, pipe = environment(rank, places, PORT), subprocess.PIPE
+            workers.append(subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=pipe, stderr=pipe))
         written = [worker.communicate(timeout=SECONDS) for worker in workers]
     finally:
         for worker in workers:
