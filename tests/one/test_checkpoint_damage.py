@@ -203,7 +203,7 @@ def test_a_manifest_of_other_types(good: Path, tmp_path: Path, capsys: pytest.Ca
     right = manifest.read(path)
     first, *others = right.files
     for change in ({"size": "5"}, {"size": -1}, {"sha256": 5}, {"name": "../a"}, {"name": "/etc/passwd"}):
-        files = (replace(first, **change), *others)  # type: ignore[arg-type]
+        files = (replace(first, **change), *others)
         (path / manifest.NAME).write_text(manifest.to_text(replace(right, files=files)))
         assert "manifest.json is damaged: it is not a manifest (TypeError" in load(path), change
         assert cli.main(["inspect", str(path)]) == 1

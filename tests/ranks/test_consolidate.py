@@ -241,7 +241,7 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
         (bare, "no.pt", {"optimizer": True}, "has no optimizer; consolidate without one"),
         (flipped, "no.pt", {}, f"is damaged: {data.name} was changed: its SHA-256 differs; use another"),
     ):
-        says(partial(tz.consolidate, path, tmp_path / name, **options), words)  # type: ignore[arg-type]
+        says(partial(tz.consolidate, path, tmp_path / name, **options), words)
     assert not (tmp_path / "no.pt").exists()
     no_files = partial(tz.shard_safetensors, tmp_path / "no", tmp_path / "no", ranks=0)
     says(no_files, "ranks is 0; pass the number of files")

@@ -312,65 +312,79 @@ def test_copies_of_a_model_step_alike(ranks_pool: RanksPool) -> None:
 # Steps by hand: optimizers of all kinds
 
 
-class Counting(Changes):
-    """Keeps a number in its group and a list in its state; couples elements."""
+class Script(Changes):
+    """As those of many scripts: keeps values from when it was made, counts in its groups, has lists in its states, and
+    asks for marks and names of parameters."""
 
     def __init__(self, params: Any, lr: float = 0.1, power: float = 1.0) -> None:
         super().__init__(params, lr, power=power, count=0)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)  # torch's constructor calls this, too
+        for param in self.param_groups[-1]["params"]:
+            self.state[param] |= {"anchor": param.detach().clone(), "past": []}
+
     def change(self, group: dict[str, Any], params: list[Any]) -> None:
         group["count"] += 1
-        for param in params:
-            past = self.state[param].setdefault("past", [])
-            past.append(param.grad.norm())
-            param -= group["lr"] * param.grad / (sum(past) + group["count"] ** group["power"])
+        for param, name in zip(group["params"], group["param_names"], strict=True):
+            if param.grad is not None and "1.bias" not in name:
+                state = self.state[param]
+                state["past"].append(param.grad.norm())
+                pull = param.grad / (1 + sum(state["past"])) + param - state["anchor"]
+                param -= group["lr"] * (1 + getattr(param, "twice", False)) * pull / group["count"] ** group["power"]
 
 
-def groups_change(rank: int, world_size: int) -> None:
-    """Groups with names, one that comes later, hyper-parameters that the optimizer and a user change."""
-    model, owners_before = sharded(fresh(Mlp), 3), []
+def script_steps(model: Any, plain: nn.Module) -> Any:
+    """Parameters without a gradient in the first step; torch asks for states before it; a group that comes later; marks
+    and options that change."""
+    names = [name for name, _ in plain.named_parameters()]
+    owners: list[int] = []
 
-    def of_two(of: nn.Module) -> list[dict[str, Any]]:
+    def groups(of: nn.Module) -> list[dict[str, Any]]:
         pairs = list(of.named_parameters())
         return [{"params": pairs[:2], "lr": 0.3}, {"params": pairs[2:4]}]
 
     def change(step: int, optimizer: Any, of: nn.Module) -> None:
-        if of is model and step == 0:
-            owners_before.extend(member.owner for member in optimizer.members)
-        if step == 2:
+        param: Any = of.get_parameter("layers.1.weight")
+        if step == 0 and of is model:
+            options = StateDictOptions(full_state_dict=True)
+            states = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+            assert all(torch.equal(states[name]["anchor"], plain.get_parameter(name)) for name in names[:4]), states
+            owners.extend(member.owner for member in optimizer.members)
+        elif step == 1:
             optimizer.param_groups[0]["lr"] = 0.5
             optimizer.add_param_group({"params": list(of.named_parameters())[4:], "power": 0.5})
+            param.twice = True
+        elif step == 2:
+            del param.twice
 
-    whole, ordinary = assert_steps(model, fresh(Mlp), Counting, of_two, steps=4, before=change, power=2.0)
-    options = [
-        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        for optimizer in (whole, ordinary)
-    ]
-    assert options[0] == options[1], options
-    owned = [member.owner for member in whole.members]
-    assert owned[: len(owners_before)] == owners_before, owned
+    missing = {0: names[:1], 1: names[4:5]}
+    whole, ordinary = assert_steps(model, plain, Script, groups, steps=4, missing=missing, before=change, power=2.0)
+    for group, right in zip(whole.param_groups, ordinary.param_groups, strict=True):
+        assert {**group, "params": 0} == {**right, "params": 0}, (group, right)
+    assert [member.owner for member in whole.members][: len(owners)] == owners, owners
+    marked = [name for name, param in model.named_parameters() if hasattr(param, "twice")]
+    assert marked == ["layers.0.weight"], marked
+    return whole
+
+
+def assert_own_states(whole: Any, rank: int, world_size: int) -> None:
+    """A rank has the states that it owns, and takes no others; all know who owns what."""
+    assert whole.state, "owns nothing"
     assert all(whole.owner_of(shard) == rank for shard in whole.state), "a state of another owner"
-    *_, title, first, second = repr(whole).splitlines()
-    assert "Counting of whole parameters of model " in title, title
-    assert "rank 0 owns" in first, first
-    assert "rank 1 owns" in second, second
-    assert all((f"layers.{at}.weight" in first) != (f"layers.{at}.weight" in second) for at in range(3)), (
-        first,
-        second,
-    )
-    saved = whole.state_dict()
+    saved, count = whole.state_dict(), len(whole.state)
     whole.state.clear()
     whole.load_state_dict(saved)
-    assert len(whole.state) == 3, whole.state
-    of_others = {number: {"past": []} for number in range(6) if number not in saved["state"]}
-    says(
-        lambda: whole.load_state_dict({**saved, "state": of_others}),
-        f"owns, and this is rank {rank}: another rank saved it",
-    )
-
-
-def test_groups_may_come_later_and_keep_numbers(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, groups_change)
+    assert len(whole.state) == count, whole.state
+    of_others: Any = {number: {"past": []} for number in range(6) if number not in saved["state"]}
+    elsewhere = {**saved, "state": of_others}
+    says(lambda: whole.load_state_dict(elsewhere), f"owns, and this is rank {rank}: another rank saved it")
+    title, *lines = repr(whole).splitlines()[-1 - world_size :]
+    assert "Script of whole parameters of model " in title, title
+    for number, line in enumerate(lines):
+        assert f"rank {number} owns" in line, line
+    for at in range(3):
+        assert sum(f"layers.{at}.weight" in line for line in lines) == 1, lines
 
 
 class Strict(optim.Optimizer):
@@ -412,80 +426,14 @@ def strict_steps(policy: tz.Policy) -> None:
     assert_steps(sharded(fresh(Mlp), policy), fresh(Mlp), Strict, groups, steps=4, missing=missing, before=schedule)
 
 
-class Anchored(Changes):
-    """Pulls parameters to where they were when it was made, in ever smaller steps."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, 1e-3)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)  # torch's constructor calls this, too
-        for param in self.param_groups[-1]["params"]:
-            self.state[param] |= {"anchor": param.detach().clone(), "steps": 0}
-
-    def change(self, group: dict[str, Any], params: list[Any]) -> None:
-        for param in params:
-            state = self.state[param]
-            state["steps"] += 1
-            pull = param.grad / param.grad.norm() + param - state["anchor"]
-            param -= group["lr"] / state["steps"] * pull
-
-
-def anchored_steps(policy: tz.Policy) -> None:
-    """Parameters without a gradient in the first step; a group that comes later; torch asks for states before that."""
-    model, plain = sharded(fresh(Mlp), policy), fresh(Mlp)
-    names = [name for name, _ in plain.named_parameters()]
-
-    def join(step: int, optimizer: Any, of: nn.Module) -> None:
-        if step == 0 and of is model and policy.stage:  # in stage 0 the step of zeros, which torch has too, gives nan
-            options = StateDictOptions(full_state_dict=True)
-            anchors = get_optimizer_state_dict(model, optimizer, options=options)["state"]
-            for name in names[:4]:
-                torch.testing.assert_close(anchors[name]["anchor"], plain.get_parameter(name).detach(), atol=0, rtol=0)
-        if step == 1:
-            optimizer.add_param_group({"params": list(of.parameters())[4:]})
-
-    missing = {0: names[:1], 1: names[4:5]}
-    assert_steps(model, plain, Anchored, lambda of: list(of.parameters())[:4], missing=missing, before=join)
-
-
-class Asking(Changes):
-    """Goes twice as far where a parameter is marked, and not at all where its name says so."""
-
-    def change(self, group: dict[str, Any], params: list[Any]) -> None:
-        for param, name in zip(group["params"], group["param_names"], strict=True):
-            if param.grad is not None and "1.bias" not in name:
-                param -= group["lr"] * (1 + getattr(param, "twice", False)) * param.grad / param.grad.norm()
-
-
-def asking_steps(policy: tz.Policy) -> None:
-    """Marks of the plain module, marks that come and go, and names."""
+def odd_optimizers(rank: int, world_size: int, stage: int) -> None:
+    policy = tz.Policy(stage=stage, bucket_bytes=100)
     plain, other = fresh(Mlp), fresh(Mlp)
     for module in (plain, other):
         module.layers[0].weight.twice = True
-    model = thunder.jit(other, transforms=[tz.ZeroTransform(policy)])
-
-    def mark(step: int, optimizer: Any, of: nn.Module) -> None:
-        param: Any = of.get_parameter("layers.1.weight")
-        if step == 1:
-            param.twice = True
-        elif step == 2:
-            del param.twice
-
-    def groups(of: nn.Module) -> list[dict[str, Any]]:
-        pairs = list(of.named_parameters())
-        return [{"params": pairs[:2]}, {"params": pairs[2:], "lr": 0.2}]
-
-    assert_steps(model, plain, Asking, groups, before=mark, lr=0.1)
-    marked = [name for name, param in model.named_parameters() if hasattr(param, "twice")]
-    assert marked == ["layers.0.weight"], marked
-
-
-def odd_optimizers(rank: int, world_size: int, stage: int) -> None:
-    policy = tz.Policy(stage=stage, bucket_bytes=100)
+    whole = script_steps(thunder.jit(other, transforms=[tz.ZeroTransform(policy)]), plain)
+    assert_own_states(whole, rank, world_size)
     strict_steps(policy)
-    anchored_steps(policy)
-    asking_steps(policy)
     assert_steps(sharded(fresh(Mlp), policy), fresh(Mlp), CoupledIfAsked, lr=0.1)  # counts in place, in each bucket
 
 

@@ -134,7 +134,7 @@ def refused_parameters(model: Any, params: list[Any], others: list[Any]) -> None
         (mixed, "(Mlp); make one for each model"),
         (twice, "some parameters appear in more than one parameter group"),
     ):
-        says(partial(tz.whole, optim.Adafactor, given), words)  # type: ignore[arg-type]
+        says(partial(tz.whole, optim.Adafactor, given), words)
     says(lambda: tz.whole(optim.Adafactor, params, lr=-1.0), "Learning rate should be >= 0")
 
 
