@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import thunder_zero as tz
+from tests.harness.errors import raised
+from tests.harness.ranks import RanksPool
 from thunder_zero import cli
-from thunder_zero.cost.curve import Curve
 from thunder_zero.cost.device_file import to_data
 
 pytestmark = pytest.mark.slow
@@ -21,44 +21,33 @@ pytestmark = pytest.mark.slow
 TINY = 0.01  # seconds: the least number of rounds
 
 
-def curves_of(device: tz.Calibrated) -> list[Curve]:
-    collectives = device.collectives.values()
-    return [
+def assert_measured(device: tz.Calibrated) -> None:
+    curves = [
         *chain.from_iterable(of.values() for of in device.products.values()),
         *device.traffic.values(),
-        *chain.from_iterable((one.launch, one.wire, one.finish) for one in collectives),
+        *chain.from_iterable((one.launch, one.wire, one.finish) for one in device.collectives.values()),
     ]
+    assert all(seconds > 0 for curve in curves for _, seconds in curve.points)
 
 
-def calibrated(rank: int, world_size: int) -> dict[str, Any]:
-    return to_data(tz.calibrate(TINY, dtypes=[torch.float32]))
+def calibrated(rank: int, world_size: int) -> str:
+    """The device, as JSON; what one rank refuses, all refuse."""
+    said = raised(lambda: tz.calibrate(-1.0 if rank else 1.0))
+    assert "seconds is -1.0; give how long to measure, a number above 0" in said, said
+    assert rank == 1 or "rank 1 refused to calibrate, so every rank stops: " in said, said
+    return json.dumps(to_data(tz.calibrate(TINY, dtypes=[torch.float32])))
 
 
-def refused(rank: int, world_size: int) -> str:
-    try:
-        tz.calibrate(-1.0 if rank else 1.0)
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return ""
-
-
-def test_ranks_calibrate_together(ranks_pool: Any, tmp_path: Path) -> None:
+def test_ranks_calibrate_together(ranks_pool: RanksPool, tmp_path: Path) -> None:
     first, second = ranks_pool.run(2, calibrated)
     assert first == second
-    (tmp_path / "device.json").write_text(json.dumps(first))
+    (tmp_path / "device.json").write_text(first)
     device = tz.load_device(tmp_path / "device.json")
-    assert device.ranks == 2
-    assert set(device.collectives) == {"gather", "scatter", "all_reduce"}
-    assert all(seconds > 0 for curve in curves_of(device) for _, seconds in curve.points)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to("meta")
+    assert_measured(device)
+    assert (device.ranks, set(device.collectives)) == (2, {"gather", "scatter", "all_reduce"})
+    model = torch.nn.Linear(4, 4).to("meta")
     traces = tz.trace(model, torch.empty(3, 4, device="meta"), policy=3, world_size=2)
     assert tz.estimate(traces, device).seconds > 0
-
-
-def test_what_one_rank_refuses_all_refuse(ranks_pool: Any) -> None:
-    first, second = ranks_pool.run(2, refused)
-    assert second == "seconds is -1.0; give how long to measure, a number above 0"
-    assert first == f"rank 1 refused to calibrate, so every rank stops: {second}"
 
 
 def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,9 +57,10 @@ def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     device = tz.load_device(path)
     assert f"{path}: {device.name}, one process, each float32 " in capsys.readouterr().out
     assert (device.ranks, device.collectives) == (1, {})
-    assert all(seconds > 0 for curve in curves_of(device) for _, seconds in curve.points)
-    assert cli.main(["calibrate", str(tmp_path / "none" / "device.json")]) == 1
-    assert cli.main(["calibrate", str(path), "--seconds", "0"]) == 1
-    errors = capsys.readouterr().err
-    assert f"there is no folder {tmp_path / 'none'}" in errors
-    assert "seconds is 0.0; give how long to measure" in errors
+    assert_measured(device)
+    for arguments, words in (
+        ([str(tmp_path / "none" / "device.json")], f"there is no folder {tmp_path / 'none'}"),
+        ([str(path), "--seconds", "0"], "seconds is 0.0; give how long to measure"),
+    ):
+        assert cli.main(["calibrate", *arguments]) == 1
+        assert words in capsys.readouterr().err
