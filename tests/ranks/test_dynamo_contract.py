@@ -112,6 +112,20 @@ def accumulates_and_clips(rank: int, world_size: int) -> None:
     assert len(ran) == 2 * len(list(model.parameters())), ran
 
 
+def guards_an_accumulation(rank: int, world_size: int) -> None:
+    """``torch.autograd.grad`` would lose a part of it; a deferred NaN is found at the end of a backward that does not
+    reach its parameter, outside of every graph."""
+    model, _ = pair(Branches, tz.Policy(2, check_gradients=True))
+    x = batch().requires_grad_()
+    with model.no_sync():
+        model(x * (torch.nan if rank == 1 else 1.0), goes_on=True).sum().backward()
+        said = raised(lambda: torch.autograd.grad(model(x).sum(), x))
+    assert "in the middle of an accumulation: no_sync defers" in said, said
+    said = raised(lambda: model(x).sum().backward())
+    assert "NaN or Inf" in said, said
+    assert "the gradients that no_sync deferred are dropped" in said, said
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -346,6 +360,7 @@ def compiles_again_alone(rank: int, world_size: int) -> None:
 PROMISES: list[tuple[Callable[..., None], int]] = [  # and of how many ranks
     (accumulates_and_clips, 2),
     (accumulates_and_clips, 4),
+    (guards_an_accumulation, 2),
     (mixes_precision, 3),
     (leaves_parameters_out, 2),
     (skips_a_step_that_overflows, 2),
