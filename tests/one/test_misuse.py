@@ -213,14 +213,14 @@ def test_a_model_that_was_changed() -> None:
     module = Net()
     expected = deepcopy(module)(X)
     model = shard(module)
-    for _ in ("before the first call", "between calls"):
+    for when in ("before the first call", "between calls"):
         for change, words in CHANGES:
             undo = change(module, model)
             for _ in range(2):
                 with refused(RuntimeError, *words):
                     model(X)
             undo()
-        assert torch.equal(model(X), expected)
+        assert torch.equal(model(X), expected), when
     assert trains(model, X)
     assert thunder.cache_misses(model) == 1, "nothing was compiled for a changed model"
 
