@@ -12,8 +12,6 @@ from thunder.core.trace import TraceCtx
 OURS = operators(())
 FLASH, FLASH_BACKWARD, MASK_BACKWARD = (f"cpu_flash_attention{end}" for end in ("", "_backward", "_mask_backward"))
 OF_INPUT, OF_WEIGHT = "convolution_input_gradient", "convolution_weight_gradient"
-GELU, SILU, SOFTMAX = (["gelu", "gelu_backward"], ["silu", "silu_backward"], ["softmax", "softmax_backward"])
-NORM = ["native_layer_norm", "layer_norm_backward"]
 
 
 def our_lines(*traces: TraceCtx | None) -> Iterator[BoundSymbol]:

@@ -74,7 +74,7 @@ def test_the_kinds_of_a_step_by_arithmetic() -> None:
     shards = 3 * WEIGHT // 2
     steps = 3 * 4  # each parameter's number of steps
     assert memory.at_rest == shards + 2 * shards + steps + 4 * WIDTH  # two averages, the buffer
-    assert {kind: peak_of(kind, memory) for kind in Holds if kind in KINDS} == {
+    wanted = {
         Holds.PARAMETER: shards,
         Holds.OPTIMIZER: 2 * shards + steps,
         Holds.INPUT: ACTIVATION,
@@ -83,17 +83,20 @@ def test_the_kinds_of_a_step_by_arithmetic() -> None:
         Holds.FULL_GRADIENT: 3 * WEIGHT,  # all are in flight, in one bucket
         Holds.REDUCED_GRADIENT: shards,
     }
+    assert {kind: peak_of(kind, memory) for kind in wanted} == wanted
     assert memory.lines[-1].half == "optimizer step"
     assert memory.optimizer_step is not None
     assert memory.optimizer_step >= memory.at_rest + shards  # the gradients
     assert memory.excluded == ()
     averages = [one for one in memory.storages if one.name == "layers.0.weight: exp_avg_sq"]
     assert [(one.kind, one.nbytes) for one in averages] == [(Holds.OPTIMIZER, WEIGHT // 2)]
-    assert "  8.00 KiB  optimizer state        layers.0.weight: exp_avg_sq" in str(memory).splitlines()
-
-
-KINDS = {Holds.PARAMETER, Holds.OPTIMIZER, Holds.INPUT, Holds.BUFFER}
-KINDS |= {Holds.GATHERED, Holds.FULL_GRADIENT, Holds.REDUCED_GRADIENT}
+    text = str(memory).splitlines()
+    assert text[0].startswith("peak ")
+    assert any(line.endswith("KiB  full gradients") for line in text)
+    assert "  8.00 KiB  optimizer state        layers.0.weight: exp_avg_sq" in text
+    # The caller holds the inputs until the optimizer steps.
+    freed = {one.kind: one.freed for one in memory.storages if one.kind in (Holds.INPUT, Holds.BUFFER)}
+    assert freed == {Holds.INPUT: len(memory.lines) - 1, Holds.BUFFER: None}
 
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
@@ -104,8 +107,9 @@ def test_the_figures_agree_with_each_other(stage: int) -> None:
     assert all(sum(line.alive.values()) == line.total <= line.highest for line in memory.lines)
     full = stage < 2  # DDP and ZeRO-1 hold the model in full
     assert memory.at_rest == (3 * WEIGHT if full else 3 * WEIGHT // 2) + 4 * WIDTH
-    left = [one for one in memory.storages if one.freed is None and one.kind is Holds.REDUCED_GRADIENT]
-    assert {one.name for one in left} == PATHS
+    left = {kind: {one.name for one in memory.storages if one.freed is None and one.kind is kind} for kind in Holds}
+    assert left[Holds.REDUCED_GRADIENT] == PATHS
+    assert len(left[Holds.INPUT]) == 1  # there is no optimizer
     assert {one.module for one in memory.storages if one.kind is Holds.SAVED} <= {f"layers.{n}" for n in range(3)}
     assert [what.partition(":")[0] for what in memory.excluded] == [
         "the loss outside of the model",
@@ -205,16 +209,6 @@ def test_the_loss_counts_what_it_makes_itself_and_no_views_of_targets() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, None])
-def test_the_caller_holds_the_inputs_until_the_optimizer_steps(optimizer: Any) -> None:
-    memory = tz.memory(traces_of(3), loss=mean_square, optimizer=optimizer)
-    (given,) = (one for one in memory.storages if one.kind is Holds.INPUT)
-    assert given.freed == (None if optimizer is None else len(memory.lines) - 1)  # the last line is the optimizer's
-    (buffer,) = (one for one in memory.storages if one.kind is Holds.BUFFER)
-    assert buffer.freed is None
-
-
-@pytest.mark.slow
 def test_no_sync_holds_full_gradients() -> None:
     first, second = (tz.memory(traces_of(3, synced=False), accumulating=again) for again in (False, True))
     last = tz.memory(traces_of(3), accumulating=True)
@@ -266,18 +260,6 @@ def test_the_memory_of_a_region() -> None:
     total = Step(Work.REDUCTION, reads=(2,), makes={3: 4})
     first = Step(Work.MATMUL, reads=(0,), makes={1: 64})
     assert [made for _, made, _ in memory_of((first, softmax, total), outputs=())] == [{1: 64}, {}, {3: 4}]
-
-
-def test_the_text_and_the_printed_trace_show_the_peak() -> None:
-    text = str(tz.memory(traces_of(3))).splitlines()
-    assert text[0].startswith("peak ")
-    assert any(line.endswith("KiB  full gradients") for line in text)
-    out = StringIO()
-    tz.print_trace(traces_of(3), file=out)
-    lines = out.getvalue().splitlines()
-    assert lines[0].endswith(" sent gathered    alive")
-    (at,) = (number for number, line in enumerate(lines) if line.startswith("# the peak of the step: "))
-    assert lines[at - 1].strip()
 
 
 def forecast(**options: Any) -> Callable[[], object]:

@@ -34,7 +34,7 @@ def all_have_rank_0s_policy_which_fits(rank: int, world_size: int) -> None:
     refusal = raised(lambda: tz.fit(module, (x,), memory_bytes=1000, file=StringIO()))
     assert refusal.startswith("DoesNotFit: no policy fits into 0.98 KiB"), refusal
     budget = int(0.85 * tz.memory(tz.trace(module, x, world_size=world_size), loss=loss_of).peak)
-    policy = tz.fit(module, (x,), memory_bytes=budget, loss=loss_of, file=StringIO())
+    policy = tz.fit(module, (x,), memory_bytes=budget * (1 + rank), loss=loss_of, file=StringIO())
     found: list[tuple[tz.Policy, str]] = [(policy, refusal)] * world_size
     dist.all_gather_object(found, (policy, refusal))
     assert found == [(policy, refusal)] * world_size, found
