@@ -92,11 +92,13 @@ def test_two_copies_train_as_one_process(ranks_pool: RanksPool, stage: int) -> N
 # Other meshes
 
 HALF = tz.MixedPrecision(torch.bfloat16, torch.float32)
-MESHES = [  # shape, policy, what the plan has then, and a tolerance
-    ((4,), tz.ZERO3, (1, 4), None),
-    ((4, 1), replace(tz.ZERO2, replicate_below_bytes=60, bucket_bytes=0), (4, 1), None),
-    ((1, 4), tz.ZERO3, (1, 4), None),
-    ((2, 2), replace(tz.ZERO1, mixed_precision=HALF), (2, 2), 2e-2),
+CROSSED = [[0, 2], [1, 3]]  # the ranks of a copy are not next to each other
+MESHES: list[tuple[list[Any], tz.Policy, float | None]] = [  # with a tolerance
+    ([0, 1, 2, 3], tz.ZERO3, None),
+    ([[0], [1], [2], [3]], replace(tz.ZERO2, replicate_below_bytes=60, bucket_bytes=0), None),
+    ([[0, 1, 2, 3]], tz.ZERO3, None),
+    ([[0, 1], [2, 3]], replace(tz.ZERO1, mixed_precision=HALF), 2e-2),
+    (CROSSED, tz.ZERO2, None),
 ]
 
 
@@ -112,16 +114,24 @@ def weigh(side: Side) -> Steps:
         yield side.mean(loss)
 
 
-def other_meshes(rank: int, world_size: int) -> None:
+def other_meshes(rank: int, world_size: int, folder: Path) -> None:
     plain = fresh(Mlp)
-    for shape, policy, (copies, ranks), tolerance in MESHES:
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES[-len(shape) :])
+    for layout, policy, tolerance in MESHES:
+        ranks = torch.tensor(layout)
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=NAMES[-ranks.dim() :])
         model = on_mesh(plain, mesh, policy)
-        trains_as_one_process([(model, plain)], weigh, tolerance=tolerance)
-        plan = tz.traces_of(model).plan
-        assert (plan.replicas, plan.world_size, plan.rank) == (copies, ranks, rank % ranks), shape
-        for _ in range(40 if shape == (4, 1) else 0):  # two threads send, in an order that differs between ranks
+        at = ranks.flatten().tolist().index(rank)
+        (weights,) = trains_as_one_process([(model, plain)], weigh, at, tolerance)
+        plan, width = tz.traces_of(model).plan, ranks.shape[-1]
+        assert (plan.replicas, plan.world_size, plan.rank) == (4 // width, width, at % width), layout
+        for _ in range(40 if width == 1 else 0):  # two threads send, in an order that differs between ranks
             model(torch.ones(2, 7)).square().mean().backward()
+    tz.save(folder, model)
+    for load in (partial(tz.load, folder, model), partial(model.load_original_state_dict, weights)):
+        model.load_original_state_dict(plain.state_dict())
+        load()
+        loaded = tz.full_state_dict(model)
+        assert all(torch.equal(loaded[path], right) for path, right in weights.items()), load
     torch.manual_seed(rank)
     model = on_mesh(Mlp(), init_device_mesh("cpu", SHAPE), broadcast_from=3)
     torch.manual_seed(3)
@@ -131,33 +141,8 @@ def other_meshes(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_other_meshes(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(4, other_meshes, timeout=110)
-
-
-CROSSED = [[0, 2], [1, 3]]  # the ranks of a copy are not next to each other
-
-
-def crossed(rank: int, world_size: int, folder: Path) -> None:
-    """Train, clip, save and load on such a mesh; torch's groups would reorder another one."""
-    disordered = DeviceMesh("cpu", [[2, 0], [1, 3]])
-    says(lambda: on_mesh(Mlp(), disordered), "sort the ranks in each row of the mesh: [[0, 2], [1, 3]]")
-    plain = fresh(Small)
-    model = on_mesh(plain, DeviceMesh("cpu", CROSSED), tz.ZERO2)
-    loop = partial(accumulate, defers=False, sends=[])
-    (weights,) = trains_as_one_process([(model, plain)], loop, [*CROSSED[0], *CROSSED[1]].index(rank))
-    tz.save(folder, model)
-    for load in (lambda: tz.load(folder, model), lambda: model.load_original_state_dict(weights)):
-        model.load_original_state_dict(plain.state_dict())
-        load()
-        loaded = tz.full_state_dict(model)
-        assert all(torch.equal(loaded[path], right) for path, right in weights.items())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-def test_a_mesh_whose_ranks_are_not_in_order(ranks_pool: RanksPool, tmp_path: Path) -> None:
-    ranks_pool.run(4, crossed, tmp_path / "saved", timeout=170)
+def test_other_meshes(ranks_pool: RanksPool, tmp_path: Path) -> None:
+    ranks_pool.run(4, other_meshes, tmp_path / "saved", timeout=110)
 
 
 def bad_meshes(rank: int, world_size: int) -> None:
@@ -166,6 +151,7 @@ def bad_meshes(rank: int, world_size: int) -> None:
     rows: list[tuple[Any, dict[str, Any], str]] = [
         (three, {}, "3 dimensions ('a', 'b', 'c'); give one dimension (shard) or two (replicate, shard)"),
         (two, {"process_group": dist.group.WORLD}, "process_group and mesh are both given; give only one of them"),
+        (DeviceMesh("cpu", [[2, 0], [1, 3]]), {}, "sort the ranks in each row of the mesh: [[0, 2], [1, 3]]"),
         (SHAPE, {}, "mesh is (2, 2), a tuple; give a torch.distributed.device_mesh.DeviceMesh"),
         (two if rank != 1 else None, {}, "differs between ranks: rank 0 has 2 x 2, rank 1 has 1 x 4"),
     ]

@@ -50,7 +50,7 @@ class ByHand(Layers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.offset = self.offset.to(HALF)
+        self.register_buffer("offset", self.get_buffer("offset").to(HALF))
 
     def forward(self, x: Tensor, *, chosen: Tensor) -> dict[str, Tensor]:
         y = torch.tanh(F.linear(x.to(HALF), self.first.weight.to(HALF), self.first.bias.to(HALF))) + self.offset
