@@ -136,20 +136,6 @@ def reduction_lost(t: Timeline) -> Timeline:
     return without(t, "reduce b.w", "writes mean_b.w")
 
 
-def all_of_backward_lost(t: Timeline) -> Timeline:
-    forward = [op for op in t.ops if not op.backward and (op.writes or op.kind is Kind.FREE)]
-    return replace(t.with_ops([*forward, replace(t.ops[-1], reads=("y8",), backward=False)]), gradients=())
-
-
-def gather_lost(t: Timeline) -> Timeline:
-    return without(t, "gather c.bias", "wait c.bias", "free c.bias")
-
-
-def swapped_reductions(t: Timeline) -> Timeline:
-    params = t.ops[find(t, "reduce b.w")].params[::-1]
-    return changed(changed(t, "reduce b.w", params=params), "writes mean_b.w", params=params)
-
-
 def joined(t: Timeline, first: str, second: str) -> Timeline:
     """The timeline with two reductions, and their waits, merged in the place of the later."""
     launches = sorted(find(t, f"reduce {path}") for path in (first, second))
@@ -213,13 +199,8 @@ def with_gradient(t: Timeline, path: str, name: str) -> Timeline:
     return replace(t, gradients=(*t.gradients, (path, name)))
 
 
-def random_copy(t: Timeline) -> Timeline:
-    return copied(t, "writes d4", "reads b.v_again", writes=("d4_again",), **IN_BACKWARD)
-
-
 Fault = Callable[[Timeline], Timeline]
 Faults = Sequence[tuple[Fault, str]]  # what is changed, and words of the error: by check_schedule | by check
-OTHER = Op(Kind.COMPUTE, ("x",), ("other",), source=(999,))
 GATHER_REPLICATED = (
     Op(Kind.GATHER, ("t_a.scalar",), ("h",), ("a.scalar",), source=(999,)),
     Op(Kind.WAIT, ("h",), ("scalar",), ("a.scalar",), source=(998,)),
@@ -231,18 +212,13 @@ IN_BACKWARD: dict[str, Any] = {"backward": True, "again": True}
 
 ORDER: Faults = (
     (lambda t: moved(t, "wait a.w", 0), "writes fut_a.w after op 0 has read it"),
-    (lambda t: moved(t, "wait b.w", "reads b.w", 1), "writes b.w after op .* has read it"),
-    (lambda t: moved(t, "writes y0", "reads y0", 1), "writes y0 after op .* has read it"),
     (lambda t: changed(t, "writes y2", writes=("y1",)), "writes y1, which op .* already wrote"),
     (lambda t: moved(t, "return", "return", -1), "is last, but it is not the return"),
-    (lambda t: with_ops(t, len(t.ops), replace(OTHER, backward=True)), "is last, but it is not the return"),
     (lambda t: changed(t, "gather b.w again", backward=False), "belongs to forward, but comes after .* backward"),
     (lambda t: without(t, "writes gx0"), r"\(compute\) of the lifted trace is missing|reads gx0, which is neither"),
-    (all_of_backward_lost, "is in a different half than|returns no gradient of a.half, which is trained"),
 )
 LAUNCHES_AND_WAITS: Faults = (
     (lambda t: without(t, "wait a.w"), "gather a.w, a.v.*never waited for"),
-    (lambda t: without(t, "writes mean_c.w"), "reduce c.bias, c.w.*never waited for"),
     (lambda t: copied(t, "wait b.w", writes=("x0", "x1")), "wait b.w.*which is not in flight"),
     (lambda t: changed(t, "wait b.w", params=("b.v", "b.w")), "waits for other parameters than op"),
     (lambda t: changed(t, "wait b.w", writes=("b.v", "b.w")), "writes other values|memory that is not a gathered"),
@@ -251,8 +227,6 @@ LAUNCHES_AND_WAITS: Faults = (
     (lambda t: reading(t, "reads b.w", {"b.w": "t_b.w"}), "reads t_b.w, the shard of b.w, not the gathered"),
 )
 GATHERS: Faults = (
-    (gather_lost, "of the lifted trace is missing|reads c.bias, which is neither an input nor written"),
-    (lambda t: reading(gather_lost(t), "reads c.bias", {"c.bias": "t_c.bias"}), "reads t_c.bias, the shard of c.bias"),
     (lambda t: with_ops(t, "gather c.bias", SHARD), "differs from position 999|writes t_c.bias, which is an input"),
     (lambda t: reading(t, "gather c.bias", {"t_c.bias": "y1"}), "gathers y1 as c.bias, but it is not a shard"),
     (lambda t: reading(t, "gather c.bias", {"t_c.bias": "?"}), "a value whose bytes and dtype are unknown"),
@@ -260,41 +234,29 @@ GATHERS: Faults = (
     (lambda t: changed(t, "gather b.w", reads=("t_b.v", "t_b.w")), "gathers t_b.. as b.., but it is the shard of b.."),
     (lambda t: with_ops(t, 3, *GATHER_REPLICATED), "gathers a replicated parameter"),
     (second_gather_in_backward, "gathers b.v again after op .*; it needs one gather in each half"),
-    (lambda t: reading(t, "reads b.v_again", {"b.v_again": "b.v"}), "reads other|reads forward's b.v, which depends"),
     (lambda t: reading(t, "reads c0.0_again", {"c0.0_again": "c0.0"}), "reads other|reads forward's c0.0, which"),
     (lambda t: changed(t, "free a.v", params=("z.w",)), "names z.w, which is not a parameter of the plan"),
 )
 FREES: Faults = (
-    (lambda t: moved(t, "free a.v", "free a.v", -1), "frees a.v, but op .* still reads"),
     (lambda t: moved(t, "free a.w", "writes c0.0", 1), "frees a.w, but op .* still reads it or a view of it"),
-    (
-        lambda t: moved(t, "free a.w again", "writes c0.0_again", 1),
-        "frees a.w_again, but op .* still reads it or a view",
-    ),
     (freed_before_a_view_by_a_view, "frees a.w, but op .* still reads it or a view of it"),
     (lambda t: copied(t, "free a.v"), "frees a.v, which op .* already freed"),
     (lambda t: without(t, "free a.v"), "gathers a.v as a.v, which is never freed"),
     (lambda t: moved(t, "free a.v", "free a.v", 2), "frees a.v too late"),
-    (lambda t: changed(t, "free a.v", reads=("y0",)), "frees memory that is not a gathered parameter's"),
     (lambda t: changed(t, "free a.v", params=("a.w",)), "frees memory that is not a gathered parameter's"),
 )
 GRADIENTS: Faults = (
-    (reduction_lost, "is missing|mean_b.v as the gradient of b.v, but no reduction of b.v writes it"),
     (second_reduction, "reduces b.v, which op .* already reduced"),
     (lambda t: with_ops(t, "reads gx6", *reduction("gx6", "c.frozen")), "a gradient of c.frozen, which is frozen"),
     (lambda t: with_ops(t, "reads y0", *reduction("y0", "a.w", False)), "reduces a gradient in forward"),
-    (swapped_reductions, "reads other values|differs from position|no reduction of b.v writes it"),
-    (lambda t: returning(reduction_lost(t), w="g_b.w", v="g_b.v"), "reads other|g_b.v as the gradient of b.v, but no"),
     (lambda t: returning(t, w="g_b.w"), "reads other|g_b.w as the gradient of b.w, but no reduction"),
     (lambda t: returning(t, w="mean_b.v", v="mean_b.w"), "reads other|mean_b.w as the gradient of b.v, but no"),
     (lambda t: returning(reduction_lost(t), w="", v=""), "reads other|returns no gradient of b.v, which is trained"),
     (lambda t: returning(t, w=""), "reads other|ends the reduction of b.w, but mean_b.w is not returned"),
     (lambda t: with_gradient(t, "b.w", "mean_b.w"), "returns a second gradient of b.w, mean_b.w"),
-    (lambda t: with_gradient(t, "c.frozen", "gx6"), "gx6 as the gradient of c.frozen, but no reduction"),
     (lambda t: reading(t, "return", {"mean_b.w": ""}), "reads other|does not read mean_b.w, the gradient of b.w"),
 )
 COPIES: Faults = (
-    (random_copy, "is done again, but is neither"),
     (lambda t: changed(t, "reduce b.w", again=True), "is done again, but is neither"),
     (lambda t: reading(t, "writes c0.0_again", {"a.w_again": "a.v_again"}), "reads other|frees a.v_again, but op"),
 )
@@ -308,36 +270,21 @@ LIMITS: Faults = (
 )
 ONLY_BY_LIFTED: Faults = (  # only a comparison with what was lifted finds these
     (lambda t: copied(t, "writes d4", writes=("other",)), "runs position .* of the lifted trace twice"),  # random
-    (lambda t: with_ops(t, 3, OTHER), "differs from position 999"),
     (lambda t: changed(t, "writes y0", source=(2, 3)), "must come from one line of the trace"),
     (lambda t: moved(changed(t, "writes g", backward=False), "writes g", "backward"), "is in a different half than"),
     (lambda t: reading(t, "return", SWAPPED), "reads other values than position"),
     (lambda t: moved(t, "writes mean_c.w", "reduce b.w"), "makes 8 bytes of gradients while 8 bytes are in flight"),
 )
-AT_ZERO2: Faults = (
-    (
-        lambda t: moved(changed(t, "free c.w", backward=False), "free c.w", "backward"),
-        "frees c.w, but op .* still reads",
-    ),
-    (gathered_twice, "gathers c.frozen again after op .*; it is gathered once"),
-)
 UNDER_NO_SYNC: Faults = (
-    (lambda t: copied(t, "defer b.w", writes=("other",)), "defers b.w, which op .* already deferred"),
     (deferred_and_reduced, "reduces a gradient, but op .* defers one"),
-    (lambda t: without(returning(t, w=""), "defer b.w"), "reads other|returns no gradient of b.w, which is trained"),
     (lambda t: returning(t, w=""), "reads other|defers the gradient of b.w, but mean_b.w is not returned"),
-    (lambda t: changed(t, "defer b.w", params=("c.frozen",)), "defers a gradient of c.frozen, which is frozen"),
 )
 ANYWHERE = (*ORDER, *LAUNCHES_AND_WAITS, *GATHERS, *FREES, *GRADIENTS, *COPIES, *LIMITS)
 CASES = [
-    (name, plant, words, faults is not ONLY_BY_LIFTED)
-    for name, faults in (
-        ("ZeRO-3", ANYWHERE),
-        ("ZeRO-3", ONLY_BY_LIFTED),
-        ("ZeRO-2", AT_ZERO2),
-        ("no_sync", UNDER_NO_SYNC),
-    )
-    for plant, words in faults
+    *(("ZeRO-3", *row, True) for row in ANYWHERE),
+    *(("ZeRO-3", *row, False) for row in ONLY_BY_LIFTED),
+    ("ZeRO-2", gathered_twice, "gathers c.frozen again after op .*; it is gathered once", True),
+    *(("no_sync", *row, True) for row in UNDER_NO_SYNC),
 ]
 
 
@@ -354,12 +301,6 @@ def test_a_planted_fault_is_caught(name: str, plant: Fault, words: str, in_lines
         check(emitted(good), trained=trained)
         with pytest.raises(ScheduleError, match=words):
             check(plant(emitted(good)), trained=trained)
-
-
-def test_good_timelines_pass() -> None:
-    for before in (*map(lifted, range(4)), LIFTED["no_sync"]):
-        check_pass(before, before)
-        check_schedule(run(before), before)
 
 
 def test_another_line_without_outputs_is_no_return() -> None:
