@@ -185,10 +185,7 @@ def test_parameter_groups_that_are_none(good: Path, tmp_path: Path) -> None:
         (
             (lambda of: new_key(of, "optim.param_groups.x.lr"), "groups are damaged: 'x.lr' is 0.1"),
             (lambda of: new_key(of, params), "groups are damaged: '0.params' is 0.1"),
-            (
-                lambda of: of.state_dict_metadata.pop(params),
-                "group 0 of the checkpoint's optimizer lists no param",
-            ),
+            (lambda of: of.state_dict_metadata.pop(params), "group 0 of the checkpoint's optimizer lists no param"),
         )
     ):
         told = load(damaged(good, tmp_path / str(number), change))

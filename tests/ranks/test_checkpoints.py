@@ -313,19 +313,11 @@ def refused_values(path: Path, rank: int, model: Any, optimizer: Any) -> None:
     strange.step()
     for optimizers, options, words in (
         (optimizer, {"max_to_keep": 0}, "max_to_keep is 0; pass how many to keep"),
-        (
-            optimizer,
-            {"extra": {"odd": object() if rank else 1}},
-            "the extra 'odd': torch.load(weights_only=True)",
-        ),
+        (optimizer, {"extra": {"odd": object() if rank else 1}}, "the extra 'odd': torch.load(weights_only=True)"),
         (optimizer, {"extra": {"ema": model}}, "the extra 'ema' is a model"),
         (None, {"extra": {"second": optimizer}}, "the extra 'second' is an optimizer of a sharded model"),
         (None, {"extra": optimizer}, "pass a mapping from names to values, such as {'scheduler': scheduler}"),
-        (
-            None,
-            {"extra": {"1's": 1} if rank else {}},
-            "the list of names in extra differs between ranks: rank 0 has",
-        ),
+        (None, {"extra": {"1's": 1} if rank else {}}, "the list of names in extra differs between ranks: rank 0 has"),
         ([optimizer, adamw(model)], {}, "parameter 'layers.0.weight' is in 2 optimizers"),
         (part, {}, "the optimizer's state of parameter 'layers.0.weight' differs between ranks"),
         (strange, {}, "'factor' of parameter 'layers.0.weight': it has shape (3,)"),
@@ -335,14 +327,8 @@ def refused_values(path: Path, rank: int, model: Any, optimizer: Any) -> None:
     of_first = optimizer.state[next(model.parameters())]
     for change, words in (
         (mock.patch.dict(optimizer.state, total=torch.ones(3)), "AdamW has a state for 'total', which is not one of"),
-        (
-            mock.patch.dict(optimizer.param_groups[0], rule=object()),
-            "cannot save hyper-parameter 'rule' of param",
-        ),
-        (
-            mock.patch.dict(of_first, {"ema.fast": 1.0}),
-            "the optimizer's state 'ema.fast' of parameter 'lay",
-        ),
+        (mock.patch.dict(optimizer.param_groups[0], rule=object()), "cannot save hyper-parameter 'rule' of param"),
+        (mock.patch.dict(of_first, {"ema.fast": 1.0}), "the optimizer's state 'ema.fast' of parameter 'lay"),
         (mock.patch.object(type(model._model), "get_extra_state", **own), "no state here"),
     ):
         with change:

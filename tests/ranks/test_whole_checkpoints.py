@@ -182,11 +182,7 @@ def state_dicts(rank: int, world_size: int, name: str) -> None:
     if name == "AdamW":
         assert all(isinstance(of["exp_avg"], DTensor) for of in by_rows["state"].values())
     weights = tz.full_state_dict(model)
-    for given, options in (
-        (full, FULL),
-        (by_rows, StateDictOptions()),
-        (full if rank == 0 else {}, FROM_RANK_0),
-    ):
+    for given, options in ((full, FULL), (by_rows, StateDictOptions()), (full if rank == 0 else {}, FROM_RANK_0)):
         other = sharded(fresh(Mlp), 2)
         other.load_original_state_dict(weights)
         its = whole_of(other, name)
