@@ -31,6 +31,12 @@ def on_mesh(module: Any, mesh: Any, policy: tz.Policy | None = None, **options: 
     return thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(policy, mesh=mesh, **options)])
 
 
+def clip(model: Any) -> torch.Tensor:
+    if isinstance(model, tz.ZeroModule):
+        return tz.clip_grad_norm_(model, 0.1)
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
 def accumulate(side: Side, defers: bool, sends: list[int]) -> Steps:
     """Steps of several micro-batches, with clipping; notes the bytes that each micro-batch sends."""
     (model,) = side.models
@@ -45,10 +51,7 @@ def accumulate(side: Side, defers: bool, sends: list[int]) -> Steps:
                 (model(side.rows(tokens)).square().mean() / MICRO).backward()
             if side.is_sharded:
                 sends.append(sum(sent))
-        if side.is_sharded:
-            norm = tz.clip_grad_norm_(model, 0.5)
-        else:
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norm = clip(model)
         optimizer.step()
         yield side.mean(norm)
 
@@ -110,8 +113,9 @@ def weigh(side: Side) -> Steps:
         losses = model(side.rows(torch.randn(ROWS, 7, generator=torch.Generator().manual_seed(0)))).float().square()
         loss = tz.global_mean(model, losses.mean(1).sum(), count=len(losses)) if side.is_sharded else losses.mean()
         loss.backward()
+        norm = clip(model)
         optimizer.step()
-        yield side.mean(loss)
+        yield side.mean(torch.stack((loss.detach(), norm)))
 
 
 def other_meshes(rank: int, world_size: int, folder: Path) -> None:
