@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -21,7 +20,6 @@ from tests.harness.timelines import (
     Use,
     gathered,
     gpt,
-    in_flight_bytes,
     lines,
     model,
     same_results,
@@ -38,8 +36,6 @@ from thunder_zero.schedule.prefetch import prefetch
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.sink_waits import sink_waits
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
-from thunder_zero.schedule.units import is_vector
-from thunder_zero.schedule.verify import check_schedule
 from thunder_zero.times import Times
 
 if TYPE_CHECKING:
@@ -127,7 +123,6 @@ def test_bucket_merges_a_units_gathers_where_the_first_stood_and_reductions_wher
 @pytest.mark.parametrize(
     ("nbytes", "paths", "q", "launches"),
     [
-        (0, "a.p a.q a.r", {}, "gather a.p; gather a.q; gather a.r; reduce a.r; reduce a.q; reduce a.p"),
         (7, "a.p a.q a.r", {}, "gather a.p; gather a.q; gather a.r; reduce a.r; reduce a.q; reduce a.p"),
         (8, "a.p a.q a.r", {}, "gather a.p a.q; gather a.r; reduce a.r a.q; reduce a.p"),
         (12, "a.p a.q a.r", {}, "gather a.p a.q a.r; reduce a.r a.q a.p"),
@@ -164,32 +159,15 @@ def test_who_reads_a_reduced_gradient_is_not_delayed() -> None:
 # sink_waits
 
 
-@pytest.mark.parametrize(
-    ("paths", "backward"),
-    [
-        (  # two gradients, in flight or just made: the oldest ends before the next is made
-            "a.w b.w c.w",
-            """
-            g <- gy; gw2 <- g y1; gx2 <- g c.w; g_c.w <- gw2; reduce c.w
-            gw1 <- gx2 y0; gx1 <- gx2 b.w; g_b.w <- gw1; reduce b.w
-            wait c.w; gw0 <- gx1 x; gx0 <- gx1 a.w; g_a.w <- gw0; reduce a.w
-            wait b.w; wait a.w; return <- y2 mean_c.w mean_b.w mean_a.w gx0
-            """,
-        ),
-        (  # b's reduction counts 8 bytes from its first gradient on, in addition to c's 4
-            "b.w b.v c.w",
-            """
-            g <- gy; gw2 <- g y1; gx2 <- g c.w; g_c.w <- gw2; reduce c.w
-            gw1 <- gx2 y0; gx1 <- gx2 b.v; wait c.w
-            g_b.v <- gw1; gw0 <- gx1 x; gx0 <- gx1 b.w; g_b.w <- gw0; reduce b.v b.w
-            wait b.v b.w; return <- y2 mean_c.w mean_b.v mean_b.w gx0
-            """,
-        ),
-    ],
-)
-def test_reductions_end_as_late_as_the_bytes_in_flight_allow(paths: str, backward: str) -> None:
+def test_reductions_end_as_late_as_the_bytes_in_flight_allow() -> None:
+    """The oldest ends before the next gradient is made: b's count 8 bytes from the first on, in addition to c's 4."""
     policy = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=8)
-    assert lines(sink_waits(bucket(model(policy, *paths.split()))), backward=True) == split(backward)
+    assert lines(sink_waits(bucket(model(policy, "b.w", "b.v", "c.w"))), backward=True) == split("""
+        g <- gy; gw2 <- g y1; gx2 <- g c.w; g_c.w <- gw2; reduce c.w
+        gw1 <- gx2 y0; gx1 <- gx2 b.v; wait c.w
+        g_b.v <- gw1; gw0 <- gx1 x; gx0 <- gx1 b.w; g_b.w <- gw0; reduce b.v b.w
+        wait b.v b.w; return <- y2 mean_c.w mean_b.v mean_b.w gx0
+    """)
 
 
 def test_sink_waits_ends_what_nobody_reads() -> None:
@@ -212,7 +190,6 @@ def test_free_comes_after_the_last_read_of_what_may_be_a_view() -> None:
 @pytest.mark.parametrize(
     ("policy", "uses", "forward", "backward"),
     [
-        (Policy(0), ["a.w", "b.w"], "", ""),
         (Policy(1), ["a.w", "b.w"], "", ""),
         (Policy(2), ["a.w", "b.w", Use("b.bias", needed=False)], "free b.bias", "free b.w; free a.w"),
         (ALONE, ["a.w", "b.w"], "free a.w; free b.w", "free b.w; free a.w"),
@@ -240,99 +217,26 @@ def test_the_collectives_and_gathered_bytes_of_a_gpt() -> None:
     block = 4 * (8 * 2 + 24 * 8 + 24 + 8 * 8 + 8 + 8 * 2 + 32 * 8 + 32 + 8 * 32 + 8)  # 3,488 bytes
     in_backward = block - 4 * (8 + 24 + 8 + 8 + 32 + 8)  # without biases
     tied = 4 * 64 * 8  # the embedding
-    assert figures(3, 0, in_flight_bytes=0) == (5, 0, 0)  # ln_f, three blocks, embeddings
-    assert figures(3, 1, in_flight_bytes=0) == (5, 5, 0)
+    assert figures(3, 1, in_flight_bytes=0) == (5, 5, 0)  # ln_f, three blocks, embeddings
     assert figures(3, 2, in_flight_bytes=0) == (5, 5, tied + 2 * in_backward + block)
     assert figures(3, 3, in_flight_bytes=0)[2] == tied + block
-    assert figures(3, 3)[:2] == (5, 5)
     assert figures(3, 3, gather_last_units_once=False)[:2] == (5, 5 + 4)  # and in backward: no embeddings
     assert figures(9, 3) == (11, 11 + 7, tied + 3 * block)  # the tied embedding and six blocks
-    assert figures(9, 3, gather_last_units_once=False) == (11, 11 + 10, tied + 3 * block)
 
 
 @given(timelines() | timed(), st.integers(0, 7))
 def test_a_schedule_is_right(timeline: Timeline, rank: int) -> None:
-    """``run`` checks after each pass; what it returns, the functions below check, too."""
+    """``run`` proves what it returns after each pass; a proof allows any order of computations."""
     ops, values = timeline.ops, dict(timeline.values)
     after = run(timeline)
     assert (timeline.ops, timeline.values) == (ops, values), "no pass changes anything in place"
-    check_schedule(after, timeline)
     assert same_results(after, timeline)
     seen = run(with_rank(timeline, rank))
     assert (seen.ops, seen.plan.params) == (after.ops, after.plan.params), "all ranks schedule alike"
-    backward_gathers_again_just_what_it_needs(timeline, after)
-    each_is_gathered_and_reduced_once(timeline, after)
-    computations_keep_their_order(timeline, after)
-    bytes_in_flight_stay_within_the_bound_unless_one_is_alone(after)
-    nothing_that_is_freed_crosses_to_backward(after)
-
-
-def backward_gathers_again_just_what_it_needs(before: Timeline, after: Timeline) -> None:
-    forward = before.with_ops([op for op in before.ops if not op.backward] + [before.ops[-1]])
-    needed = {path for op in before.ops[:-1] if op.backward for path in _roots(forward, op.reads)}
-    freed = {path for path in needed if not after.plan.by_name[path].gathered_once}  # its plan knows the last units
-    found = gathered(after, backward=True)
-    biases = {path for path in found.keys() - freed if is_vector(after.plan.by_name[path])}
-    assert not biases or after.plan.recomputed  # computing a unit again may need its biases
-    assert found == dict.fromkeys(freed | biases, 1)
-
-
-def each_is_gathered_and_reduced_once(before: Timeline, after: Timeline) -> None:
-    then, now = gathered(before, backward=False), gathered(after, backward=False)
-    assert set(now) == set(then) if before.plan.policy.gather_per_unit else now == then
-    reduced = [
-        Counter(path for op in each.ops if op.kind is Kind.REDUCE for path in op.params) for each in (before, after)
-    ]
-    assert reduced[0] == reduced[1]
-
-
-def computations_keep_their_order(before: Timeline, after: Timeline) -> None:
-    """And reductions start where their last gradient is made."""
-    computed = [[op.source for op in each.ops if op.kind is Kind.COMPUTE and not op.again] for each in (before, after)]
-    assert computed[0] == computed[1]
+    computed = [op.source for op in after.ops if op.kind is Kind.COMPUTE and not op.again]
+    assert computed == [op.source for op in timeline.ops if op.kind is Kind.COMPUTE]
     for one, op in pairwise(op for op in after.ops if op.kind in (Kind.COMPUTE, Kind.REDUCE)):
-        assert op.kind is not Kind.REDUCE or one.kind is Kind.REDUCE or op.reads[-1] in one.writes
-
-
-def bytes_in_flight_stay_within_the_bound_unless_one_is_alone(after: Timeline) -> None:
-    bound = after.plan.policy.in_flight_bytes
-    for kind in (Kind.GATHER, Kind.REDUCE):
-        alone: list[Op] = []
-        for op, under_way in zip(after.ops, in_flight_bytes(after, kind), strict=True):
-            if op.kind is kind and after.full_bytes(op):
-                alone.append(op)
-            elif after.ends(op, kind):
-                alone = [launched for launched in alone if launched.writes != op.reads]
-            assert under_way <= bound or len(alone) == 1
-            assert under_way == sum(map(after.full_bytes, alone))
-
-
-def nothing_that_is_freed_crosses_to_backward(after: Timeline) -> None:
-    alive = gathered_bytes(after)
-    border = next((at for at, op in enumerate(after.ops) if op.backward), len(after.ops) - 1)
-    returned = _roots(after, after.ops[-1].reads)
-    once = {param.path for param in after.plan.params if param.gathered_once}
-    escaped = sum(_full(after, path) for path in returned)
-    crossing = sum(_full(after, path) for path in gathered(after, backward=False) if path in once)
-    assert (alive[border - 1] if border else 0) <= crossing + escaped
-    assert alive[-1] == escaped
-
-
-def _full(timeline: Timeline, path: str) -> int:
-    param = timeline.plan.by_name[path]
-    return 0 if param.resident else param.full_bytes
-
-
-def _roots(timeline: Timeline, names: tuple[str, ...]) -> list[str]:
-    """Paths of the gathered values that ``names`` may be views of, one for each value."""
-    memory: dict[str, dict[str, str]] = {}
-    for op in timeline.ops:
-        if timeline.ends(op, Kind.GATHER):
-            memory |= {name: {name: path} for name, path in zip(op.writes, op.params, strict=True)}
-        elif op.repeatable and all(read in memory or read in timeline.replicated for read in op.reads):
-            merged = {name: path for read in op.reads for name, path in memory.get(read, {}).items()}
-            memory.update(dict.fromkeys(op.writes, merged))
-    return list({name: path for read in names for name, path in memory.get(read, {}).items()}.values())
+        assert op.kind is not Kind.REDUCE or one.kind is Kind.REDUCE or op.reads[-1] in one.writes, "a late reduction"
 
 
 @pytest.mark.parametrize(("stage", "times"), [(3, None), *slow((2, None), (3, Times({}, {}, 1e9)))], ids=str)
@@ -357,11 +261,3 @@ def test_the_work_grows_in_proportion_to_the_operations(stage: int, times: Times
         return count
 
     assert executed(16) <= 4.2 * executed(4)
-
-
-def test_each_field_that_the_passes_read_changes_the_schedule() -> None:
-    policy = Policy(gather_last_units_once=False)
-    plain = run(gpt(2, policy)).ops
-    fields = {"bucket_bytes": 0, "in_flight_bytes": 0, "prefetch": 0, "times": Times({}, {}, 1e9), "stage": 2}
-    for name, value in (fields | {"gather_per_unit": True, "gather_last_units_once": True}).items():
-        assert run(gpt(2, replace(policy, **{name: value}))).ops != plain, name  # type: ignore[arg-type]
