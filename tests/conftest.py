@@ -16,7 +16,7 @@ from hypothesis import settings
 
 from tests.harness.cpu import CpuSeconds
 from tests.harness.ranks import RanksPool
-from tests.harness.tiers import VARIABLE, left_out
+from tests.harness.tiers import left_out
 
 TESTS = Path(__file__).parent
 RANKS_SECONDS = 120
@@ -42,8 +42,6 @@ def tier_of(config: pytest.Config) -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if tier_of(config):
-        os.environ[VARIABLE] = "1"
     settings.load_profile("deep" if tier_of(config) == "deep" else "usual")
     gc.set_threshold(100_000, 20, 100)  # compiling makes much and frees little
     config.pluginmanager.register(CpuSeconds(), "cpu-seconds")

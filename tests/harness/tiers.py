@@ -42,22 +42,3 @@ def left_out(marks: Iterable[str], option: str) -> bool:
     """Whether a test with these marks does not run under ``option``: "" (fast), "slow" or "deep"."""
     runs = TIERS[: TIERS.index(option) + 1] if option else ()
     return not set(TIERS).intersection(marks) <= set(runs)
-
-
-# REMOVE once no test module calls these: cases are chosen by marks.
-
-import os  # noqa: E402
-
-VARIABLE = "THUNDER_ZERO_SLOW_TESTS"
-
-
-def is_slow() -> bool:
-    return VARIABLE in os.environ
-
-
-def of_tier(fast: Any, everything: Any) -> Any:
-    return everything if is_slow() else fast
-
-
-def only(fast: Any, cases: Any) -> Any:
-    return {name: cases[name] for name in of_tier(fast, tuple(cases))}

@@ -30,13 +30,13 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.up = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(2))
-        self.down = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
-            x = x + down.forward(torch.nn.functional.gelu(up.forward(norm.forward(x))))
+            x = x + down(torch.nn.functional.gelu(up(norm(x))))
         return x
 
 
@@ -59,7 +59,7 @@ def forecast_is_what_is_counted(
         traces = tz.trace(module, x, policy=policy, world_size=world_size, synced=not deferring)
         off = tz.memory(traces, loss=loss_of, accumulating=deferring).peak / measured - 1
         # The matmuls of bfloat16 have workspaces, which docs/memory.md lists.
-        assert (-0.08 if policy.mixed_precision else -0.01) < off < 0.01, off
+        assert (-0.06 if policy.mixed_precision else -0.01) < off < 0.01, off
 
 
 def peak_of(model: nn.Module, x: Tensor, *, deferring: bool) -> int:

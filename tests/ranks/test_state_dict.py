@@ -27,13 +27,13 @@ from tests.harness.checkpoints import adamw, full_of, plain, same, state_of, ste
 from tests.harness.errors import raised
 from tests.harness.models import Mlp, Small, Zoo, fresh, sharded
 from tests.harness.ranks import RanksPool
-from tests.harness.tiers import of_tier
+from tests.harness.tiers import slow
 from thunder_zero import state_dict as ours
 from thunder_zero.runtime.state import State
 
 import thunder
 
-STAGES = of_tier((1, 3), (0, 1, 2, 3))
+STAGES = (0, 1, 2, 3)
 FULL = StateDictOptions(full_state_dict=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -133,7 +133,7 @@ COMPARISONS = (
 )
 
 
-@pytest.fixture(scope="module", params=of_tier([3], [1, 3]))
+@pytest.fixture(scope="module", params=[3, *slow(1)])
 def with_fsdp2(
     request: pytest.FixtureRequest, ranks_pool: RanksPool, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:
@@ -201,7 +201,7 @@ def copied(rank: int, world_size: int) -> list[Any]:
     return results
 
 
-@pytest.mark.parametrize("world_size", of_tier([2], [1, 2, 3]))
+@pytest.mark.parametrize("world_size", [2, *slow(1, 3)])
 def test_sharded_state_dicts_are_copied_and_saved_as_fsdp2s(ranks_pool: RanksPool, world_size: int) -> None:
     """ZeRO-1's rows lie inside of the full parameter: torch copies no DTensor whose local tensor has an offset."""
     for results in ranks_pool.run(world_size, copied):
