@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
@@ -11,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.timelines import lines, program, same_results, split, timelines, with_policy
+from tests.harness.timelines import lines, program, same_results, split, with_policy
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.min_cut import cheapest_to_keep
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.recompute import recompute
-from thunder_zero.schedule.timeline import Kind, Timeline, gathered_bytes
+from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.schedule.units import runs
 from thunder_zero.schedule.verify import check_schedule
 from thunder_zero.schedule.verify_recompute import check_recompute
@@ -56,10 +55,8 @@ def test_copies_come_right_before_their_first_reader() -> None:
     [
         (THREE, {}, {"a"}),
         (THREE, {"a": 9}, {"h"}),
-        (THREE, {"h": 40, "a": 40, "b": 4}, {"a"}),
         ("h <-* x; a <-* h; --; gw <- g a h", {}, {"h", "a"}),  # a matmul is not cheap
         ("h <-? x; a <-? h; --; gw <- g a h", {}, {"h", "a"}),  # nor is what nobody knows
-        ("h <-* x; m <-~ h; d <- h m; --; gw <- g d", {}, {"d"}),
         ("h <-* x; m <-~ h; d <- h m; --; gw <- g d h", {"m": 2}, {"h", "m"}),  # the mask is kept
         ("k <- ; h <-* x; a <- h k; --; gw <- g a h k", {}, {"h"}),  # a constant
         ("a <- x; --; gw <- g a", {}, {"a"}),  # the caller may have dropped the input
@@ -96,20 +93,17 @@ NORM = """
 @pytest.mark.parametrize(
     ("policy", "kept", "gathered"),
     [
-        (replace(CHEAP, recompute="none"), {"h", "n", "b"}, {"u.w", "u.v"}),
         (CHEAP, {"h", "b"}, {"u.w", "u.v"}),  # backward has the weight, not the bias
         (UNITS, {"h"}, {"u.w", "u.v", "u.bias"}),
         (Policy(stage=2), {"h", "b"}, set()),  # forward has freed the bias
         (Policy(stage=2, recompute="units"), {"h"}, set()),
         (Policy(stage=1), {"h"}, set()),
-        (Policy(stage=0), {"h"}, set()),
     ],
 )
 def test_what_reads_a_parameter_is_computed_again_where_backward_has_it(
     policy: Policy, kept: set[str], gathered: set[str]
 ) -> None:
-    text = NORM if policy.stage else re.sub(r"gather \S+;?", "", NORM).replace("u.", "t_u.")
-    after = run(program(text, policy))
+    after = run(program(NORM, policy))
     assert saved(after) == kept
     assert {path for params in gathers_in_backward(after) for path in params} == gathered
 
@@ -119,7 +113,6 @@ def test_what_reads_a_parameter_is_computed_again_where_backward_has_it(
     [
         ("gb <- g b; gw <-* g u.w h", {"h", "b"}, {"h"}),  # ZeRO-3 gathers the weight later; forward's is still there
         ("gw <-* g u.w h; gb <- gw b", {"h", "b"}, {"h", "b"}),  # after its last use it is gone
-        ("gw <-* g u.w h; gb <- gw b; gz <-* gb u.w", {"h"}, {"h"}),
     ],
 )
 def test_a_parameter_that_comes_later_or_is_gone_is_not_waited_for(
@@ -150,9 +143,7 @@ def test_units_save_their_borders_and_what_was_drawn() -> None:
     assert same_results(after, timeline)
     assert saved(run(program(TWO_UNITS, UNITS, {"x3": 99, "m": 1}))) == {"x0", "x2", "y3", "m"}, "the border moves"
     assert gathers_in_backward(after) == [("head",), ("v.w", "v.bias"), ("u.w", "u.bias")], "with the biases"
-    for mode in ("cheap", "none"):
-        others = run(program(TWO_UNITS, replace(UNITS, recompute=mode)))
-        assert gathers_in_backward(others) == [("head",), ("v.w",), ("u.w",)]
+    assert gathers_in_backward(run(program(TWO_UNITS, CHEAP))) == [("head",), ("v.w",), ("u.w",)]
     both = "gather u9.w; gather u10.w; y <-* x u9.w u10.w; --; gx <-* g y"
     assert [run.unit for run in runs(program(both, UNITS))] == ["u10"], "what reads two units is of the later one"
 
@@ -164,31 +155,6 @@ def test_a_unit_that_is_gathered_once_keeps_its_biases_too(stage: int) -> None:
     assert gathers_in_backward(after) == []
     freed = {path: op.backward for op in after.ops if op.kind is Kind.FREE for path in op.params}
     assert freed == {"embedding": False, **dict.fromkeys(("u.w", "u.bias", "v.w", "v.bias", "head"), True)}
-
-
-@pytest.mark.parametrize(
-    ("text", "policy", "name"),
-    [
-        ("gather u.w; h <-* x u.w; a <- h; b <- a; --; gw <-* g b; gh <- g a; gx <-* gh u.w", CHEAP, "a"),
-        (TWO_UNITS, UNITS, "x3"),
-    ],
-)
-def test_launches_do_not_depend_on_sizes(text: str, policy: Policy, name: str) -> None:
-    small, large = (run(program(text, policy, nbytes)) for nbytes in ({}, {name: 99}))
-    assert again(small) != again(large)
-    launches = [[(op.kind, op.params) for op in each.ops if op.params] for each in (small, large)]
-    assert launches[0] == launches[1]
-
-
-@given(timelines())
-@pytest.mark.slow
-def test_cheap_changes_no_launch_and_no_gathered_byte(timeline: Timeline) -> None:
-    def others(mode: str) -> list[tuple[object, ...]]:
-        after = run(with_policy(timeline, recompute=mode))
-        pairs = zip(after.ops, gathered_bytes(after), strict=True)
-        return [(op.kind, op.params, nbytes) for op, nbytes in pairs if not (op.again and op.kind is Kind.COMPUTE)]
-
-    assert others("cheap") == others("none")
 
 
 # Faults
@@ -235,7 +201,6 @@ FAULTY = """
 )
 def test_a_faulty_choice_is_refused(plant: Fault, words: str) -> None:
     timeline = program(FAULTY, Policy(stage=2))
-    check_recompute(timeline, timeline)
     with pytest.raises(ScheduleError, match=words):
         check_recompute(plant(timeline), timeline)
 
@@ -248,18 +213,12 @@ def test_a_unit_that_is_computed_again_allows_nothing_to_others() -> None:
 
 
 def test_each_pass_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass that copies what draws, or what reads forward's parameter, does not pass the proof."""
+    """A pass that copies what draws does not pass the proof."""
     from thunder_zero.schedule import passes
 
-    faults = {
-        "is done again, but is neither": with_copy("m", "gb"),
-        "depends on parameters that backward gathers again": with_copy("b", "gb"),
-    }
-    for words, plant in faults.items():
-        monkeypatch.setattr(passes, "PASSES", (*passes.PASSES[:-1], plant, passes.PASSES[-1]))
-        with pytest.raises(ScheduleError, match=words):
-            run(program(FAULTY, CHEAP))
-        monkeypatch.undo()
+    monkeypatch.setattr(passes, "PASSES", (*passes.PASSES[:-1], with_copy("m", "gb"), passes.PASSES[-1]))
+    with pytest.raises(ScheduleError, match="is done again, but is neither"):
+        run(program(FAULTY, CHEAP))
 
 
 def test_a_gather_for_copies_alone_is_refused() -> None:
