@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -91,36 +92,45 @@ def test_a_parameter_of_zero3_line_by_line() -> None:
     assert (shown.sent_bytes, shown.received_bytes) == (3 * MATRIX // 2, 3 * MATRIX // 2)
     assert shown.exposed_seconds is None
     text = in_words(shown)
-    assert text.startswith(
-        "layers.2.weight: 4 x 4 float32, in unit layers.2; ZeRO-3, rank 0 of 2 at rest rows 0 to 1 of 4"
-    )
-    assert "right after the wait for layers.0.weight, 2 units ahead (Policy.prefetch)" in text
+    assert text.startswith("layers.2.weight: 4 x 4 float32, in unit layers.2; ZeRO-3, rank 0 of 2 at rest rows 0 to 1")
     assert "after its last use in this half; it is gathered again" in text
     assert text.endswith("a step gathered twice; this rank sends 96 B and receives 96 B for it")
 
 
-STARTS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"prefetch": 1}, "right after the wait for layers.1.weight, one unit ahead (Policy.prefetch)"),
-    ({"prefetch": 0}, "right before its use: Policy.prefetch=0"),
-    ({"in_flight_bytes": 0}, "right before its use: Policy.in_flight_bytes=0"),
-    ({"in_flight_bytes": MATRIX}, "layers.1.weight: earlier, more than 64 B would be in flight"),
-    ({"prefetch": 9}, "right after the wait for layers.0.weight: the first gather of forward has the wire to itself"),
-    (
-        {"times": tz.Times({weight(at): 1.0 for at in range(UNITS)}, {}, bytes_per_second=MATRIX / 2)},
-        "right after the wait for layers.1.weight: by the measured times (Policy.times) it still ends before its",
-    ),
+ALONE = {"bucket_bytes": 0}
+TIMES = tz.Times({weight(at): 1.0 for at in range(UNITS)}, {}, bytes_per_second=MATRIX / 2)
+SAID: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, what differs, parameter, words
+    # why a gather starts where it does
+    (3, ALONE, weight(2), "right after the wait for layers.0.weight, 2 units ahead (Policy.prefetch)"),
+    (3, ALONE | {"prefetch": 1}, weight(2), "after the wait for layers.1.weight, one unit ahead (Policy.prefetch)"),
+    (3, ALONE | {"prefetch": 0}, weight(2), "right before its use: Policy.prefetch=0"),
+    (3, ALONE | {"in_flight_bytes": 0}, weight(2), "right before its use: Policy.in_flight_bytes=0"),
+    (3, ALONE | {"in_flight_bytes": MATRIX}, weight(2), "layers.1.weight: earlier, more than 64 B would be in flight"),
+    (3, ALONE | {"prefetch": 9}, weight(2), "layers.0.weight: the first gather of forward has the wire to itself"),
+    (3, ALONE | {"times": TIMES}, weight(2), "layers.1.weight: by the measured times (Policy.times) it still ends"),
+    (3, ALONE, weight(0), "it starts with forward, so that it ends as soon as it can"),
+    # how long the parameter lives
+    (0, {}, weight(2), "every rank has all of it: DDP shards nothing"),
+    (1, {}, weight(2), "free never: it stays in memory"),
+    (3, {"gather_last_units_once": True}, weight(UNITS - 1), "staying does not raise the peak of gathered bytes"),
+    (3, {"keep_units": ("layers.1",)}, weight(1), "Policy.keep_units names its unit"),
+    (3, {"replicate_below_bytes": MATRIX + 1}, weight(1), "its 64 B are below Policy.replicate_below_bytes=65"),
+    (3, {"replicated": ("layers.1",)}, weight(1), "Policy.replicated names it"),
+    # its gradient, and what has none
+    (3, {}, weight(0), "at the end of backward, behind all of its compute"),
+    (3, ALONE | {"in_flight_bytes": MATRIX}, weight(4), "before the next gradient is made: with it, more than 64 B"),
+    (3, {"synced": False}, weight(1), "no_sync keeps all of it"),
+    (3, {}, "frozen", "it is frozen (requires_grad=False)"),
+    (3, {}, "unused", "backward does not reach it"),
+    (3, {}, "unused", "gathers none: this program does not read it"),
+    (3, {"rank": 1}, "unused", "rows 3 to 4 of 5 on this rank, 12 B of 20 B, with 1 row of padding"),
 )
 
 
-def test_what_keeps_a_gather_from_starting_earlier() -> None:
-    for fields, why in STARTS:
-        policy = tz.Policy(3, gather_last_units_once=False, bucket_bytes=0, recompute="none", **fields)
-        of = tz.trace(Deep(), torch.ones(ROWS, WIDTH), policy=policy, world_size=2)
-        assert why in in_words(tz.explain(of, weight(2)))
-        first = in_words(tz.explain(of, weight(0)))
-        assert ("it starts with forward, so that it ends as soon as it can" in first) is (
-            "its use: Policy" not in first
-        )
+def test_why_each_line_is_where_it_is() -> None:
+    for stage, differs, path, words in SAID:
+        find = traces.__wrapped__ if "times" in differs else traces  # times have no hash
+        assert words in in_words(tz.explain(find(stage, **differs), path))
 
 
 def test_each_gather_is_where_its_bound_says() -> None:
@@ -131,53 +141,25 @@ def test_each_gather_is_where_its_bound_says() -> None:
         traces(2, bucket_bytes=0, in_flight_bytes=2 * MATRIX),
         traces(3, bucket_bytes=0, gather_last_units_once=True),
     ):
-        timeline = of.timeline
-        found = bounds(timeline)
-        launches = {op.writes[0]: at for at, op in enumerate(timeline.ops) if op.kind is Kind.GATHER}
+        ops, found = of.timeline.ops, bounds(of.timeline)
+        launches = {op.writes[0]: at for at, op in enumerate(ops) if op.kind is Kind.GATHER}
         assert found.keys() == launches.keys()
         assert {bound for _, bound in found.values()} - {Bound.HALF}
         for handle, (after, bound) in found.items():
-            between = [op for op in timeline.ops[after + 1 : launches[handle]] if not _writes_none(op)]
+            between = {op.kind for op in ops[after + 1 : launches[handle]] if op.writes or op.kind is not Kind.COMPUTE}
             assert bound is not Bound.EARLIER
-            assert all(op.kind is not Kind.COMPUTE and op.kind is not Kind.WAIT for op in between)
+            assert not between & {Kind.COMPUTE, Kind.WAIT}
 
 
-def _writes_none(op: Op) -> bool:
-    return op.kind is Kind.COMPUTE and not op.writes
-
-
-def test_each_stage_says_how_long_the_parameter_lives() -> None:
-    assert "every rank has all of it: DDP shards nothing" in in_words(tz.explain(traces(0), weight(2)))
+def test_each_stage_gathers_and_frees_when_it_promises() -> None:
     assert not tz.explain(traces(0), weight(2)).gathers
-    resident = tz.explain(traces(1), weight(2))
-    assert resident.gathers[0].free is None
-    assert "free never: it stays in memory" in in_words(resident)
-    once = tz.explain(traces(2), weight(2))
-    (gather,) = once.gathers
-    assert (gather.first_read.half, gather.last_read.half, gather.free.half) == ("forward", "backward", "backward")
-    last = tz.explain(traces(3, gather_last_units_once=True), weight(UNITS - 1))
-    assert len(last.gathers) == 1
-    assert "staying does not raise the peak of gathered bytes" in in_words(last)
-    kept = tz.explain(traces(3, keep_units=("layers.1",)), weight(1))
-    assert len(kept.gathers) == 1
-    assert "Policy.keep_units names its unit" in in_words(kept)
-    small = tz.explain(traces(3, replicate_below_bytes=MATRIX + 1), weight(1))
-    assert "its 64 B are below Policy.replicate_below_bytes=65" in in_words(small)
-    assert "Policy.replicated names it" in in_words(tz.explain(traces(3, replicated=("layers.1",)), weight(1)))
-
-
-def test_what_no_gradient_reaches_and_what_is_deferred() -> None:
-    of = traces(3)
-    assert tz.explain(of, "frozen").why_no_gradient == "it is frozen (requires_grad=False)"
-    unused = tz.explain(of, "unused")
-    assert unused.why_no_gradient == "backward does not reach it"
-    assert "gathers none: this program does not read it" in in_words(unused)
-    padded = in_words(tz.explain(traces(3, rank=1), "unused"))
-    assert "rows 3 to 4 of 5 on this rank, 12 B of 20 B, with 1 row of padding" in padded
+    assert tz.explain(traces(1), weight(2)).gathers[0].free is None
+    (once,) = tz.explain(traces(2), weight(2)).gathers
+    assert (once.first_read.half, once.last_read.half, once.free.half) == ("forward", "backward", "backward")
+    assert len(tz.explain(traces(3, gather_last_units_once=True), weight(UNITS - 1)).gathers) == 1
+    assert len(tz.explain(traces(3, keep_units=("layers.1",)), weight(1)).gathers) == 1
     deferred = tz.explain(traces(3, synced=False), weight(1)).gradient
-    assert deferred.wait is None
-    assert (deferred.sent_bytes, deferred.nbytes) == (0, MATRIX)
-    assert "no_sync keeps all of it" in deferred.why_wait
+    assert (deferred.wait, deferred.sent_bytes, deferred.nbytes) == (None, 0, MATRIX)
 
 
 def test_without_a_backward_nothing_waits_for_one() -> None:
@@ -208,12 +190,6 @@ def test_seconds_add_up_to_the_estimate() -> None:
         assert one.wire_seconds == pytest.approx(10 * MATRIX / 2)
 
 
-def test_the_wait_of_a_reduction_has_its_reason() -> None:
-    text = in_words(tz.explain(traces(3, bucket_bytes=0, in_flight_bytes=MATRIX), weight(UNITS - 1)))
-    assert "before the next gradient is made: with it, more than 64 B would be in flight" in text
-    assert "at the end of backward, behind all of its compute" in in_words(tz.explain(traces(3), weight(0)))
-
-
 def test_zero3_beside_zero2_unit_by_unit() -> None:
     first, second = traces(2), traces(3)
     shown = tz.diff(first, second)
@@ -230,9 +206,7 @@ def test_zero3_beside_zero2_unit_by_unit() -> None:
         assert total.gathers == sum(op.kind is Kind.GATHER for op in of.timeline.ops)
         assert (total.computed_again, total.flops_again) == (0, 0)
     assert shown.peaks == (tz.memory(first).peak, tz.memory(second).peak)
-    text = in_words(shown)
-    assert text.startswith("ZeRO-2 -> ZeRO-3, rank 0 of 2 unit gathers reduces sent")
-    assert "layers.1 .. 4, each 1 -> 2 1 64 -> 96 B 64 B 0 0" in text
+    assert "layers.1 .. 4, each 1 -> 2 1 64 -> 96 B 64 B 0 0" in in_words(shown)
 
 
 def test_work_done_again_belongs_to_its_unit() -> None:
@@ -251,20 +225,23 @@ def test_work_done_again_belongs_to_its_unit() -> None:
 
 
 def test_wrong_arguments_get_a_sentence() -> None:
-    of, h100 = traces(3), "h100"
-    nearest = "there is no parameter 'layer.3.weight'; the nearest names are 'layers.3.wei"
-    says(lambda: tz.explain(of, "layer.3.weight"), "ValueError", nearest)
-    says(lambda: tz.explain(of, "shift"), "ValueError", "'shift' is a buffer, or a parameter that Policy.ignored names")
-    says(lambda: tz.explain(of, weight(0), device=h100), "TypeError", "explain takes a Device, got str")  # type: ignore[arg-type]
-    says(lambda: tz.save_timeline("no.json", of, device=h100), "TypeError", "save_timeline takes a Device, got str")  # type: ignore[arg-type]
-    fewer, rooted = traces(3, units=2), traces(3, units=2, unit_of=lambda module: ())
-    words = "the first has 'layers.2.weight' (4, 4) float32 where the second has no"
-    says(lambda: tz.diff(traces(3, units=3), fewer), "ValueError", words)
-    words = "'layers.0.weight' is of unit '' in the first and of 'layers.0' in"
-    says(lambda: tz.diff(rooted, fewer), "ValueError", words)
-    words = "one of the programs runs under no_sync and the other does not"
-    says(lambda: tz.diff(of, traces(3, synced=False)), "ValueError", words)
-    says(lambda: tz.diff(of, "zero3"), "TypeError", "diff takes Traces, got str")  # type: ignore[arg-type]
+    of, h100, zero3 = traces(3), cast(Any, "h100"), cast(Any, "zero3")
+    three, two, rooted = traces(3, units=3), traces(3, units=2), traces(3, units=2, unit_of=lambda module: ())
+    rows: tuple[tuple[Callable[[], object], str], ...] = (
+        (
+            lambda: tz.explain(of, "layer.3.weight"),
+            "no parameter 'layer.3.weight'; the nearest names are 'layers.3.",
+        ),
+        (lambda: tz.explain(of, "shift"), "'shift' is a buffer, or a parameter that Policy.ignored names"),
+        (lambda: tz.explain(of, weight(0), device=h100), "explain takes a Device, got str"),
+        (lambda: tz.save_timeline("no.json", of, device=h100), "save_timeline takes a Device, got str"),
+        (lambda: tz.diff(three, two), "the first has 'layers.2.weight' (4, 4) float32 where the second has no"),
+        (lambda: tz.diff(rooted, two), "'layers.0.weight' is of unit '' in the first and of 'layers.0' in"),
+        (lambda: tz.diff(of, traces(3, synced=False)), "one of the programs runs under no_sync and the other does not"),
+        (lambda: tz.diff(of, zero3), "diff takes Traces, got str"),
+    )
+    for call, words in rows:
+        says(call, "TypeError" if "got str" in words else "ValueError", words)
 
 
 def events_of(path: Path, category: str) -> list[dict[str, Any]]:
@@ -289,66 +266,44 @@ def test_a_timeline_for_perfetto_is_the_estimate(tmp_path: Path) -> None:
     assert max(counts) == max(gathered_bytes(of.timeline))
 
 
-def profiled(stage: int, path: Path) -> list[str]:
-    """The labels of one step, in order; its profile is in a file."""
-    model: Any = thunder.jit(Deep(2), transforms=[tz.ZeroTransform(stage, gather_last_units_once=False)])
-    model(torch.ones(ROWS, WIDTH)).sum().backward()
-    with torch.profiler.profile() as profile:
-        model(torch.ones(ROWS, WIDTH)).sum().backward()
-    profile.export_chrome_trace(str(path))
-    labels = sorted(events_of(path, "user_annotation"), key=lambda event: event["ts"])
-    return [event["name"] for event in labels if not event["name"].startswith("Profiler")]
-
-
 @pytest.mark.usefixtures("group")
-def test_a_profile_has_labels_of_collectives_and_units(tmp_path: Path) -> None:
-    labels = profiled(3, path := tmp_path / "3.json")
+def test_a_profile_has_labels_and_stands_beside_the_forecast(tmp_path: Path) -> None:
+    profile, both = tmp_path / "profile.json", tmp_path / "both.json"
+    model: Any = thunder.jit(Deep(2), transforms=[tz.ZeroTransform(3, gather_last_units_once=False)])
+    model(torch.ones(ROWS, WIDTH)).sum().backward()
+    with torch.profiler.profile() as profiler:
+        model(torch.ones(ROWS, WIDTH)).sum().backward()
+    profiler.export_chrome_trace(str(profile))
+    spans = sorted((one["ts"], one["ts"] + one["dur"], one["name"]) for one in events_of(profile, "user_annotation"))
+    labels = [name for *_, name in spans if not name.startswith("Profiler")]
     forward = [
-        *(f"gather {path}" for path in (weight(0),)),
-        *(f"wait for gather {weight(0)}", "unit layers.0", f"gather {weight(1)}", "gather frozen"),
-        *(f"wait for gather {weight(1)}", "unit layers.1", "wait for gather frozen", "root unit"),
+        *(f"gather {weight(0)}", f"wait for gather {weight(0)}"),
+        *("unit layers.0", f"gather {weight(1)}", "gather frozen", f"wait for gather {weight(1)}"),
+        *("unit layers.1", "wait for gather frozen", "root unit"),
     ]
     assert labels[: len(forward)] == forward
     backward = labels[len(forward) :]
     assert backward[-1] == f"wait for reduce {weight(0)}"
     places = [backward.index(label) for label in ("unit layers.1", f"reduce {weight(1)}", f"reduce {weight(0)}")]
     assert places == sorted(places)
-    spans = [(one["name"], one["ts"], one["ts"] + one["dur"]) for one in events_of(path, "user_annotation")]
-    (reduced,) = [end for name, _, end in spans if name == f"reduce {weight(1)}"]
-    unit = max((span for span in spans if span[0] == "unit layers.1"), key=lambda span: span[1])
-    others = [start for _, start, _ in spans if start > reduced]
-    assert unit[2] <= min(others), "a unit's label ends where its gradients are made"
-    assert profiled(0, tmp_path / "0.json") == [
-        f"reduce {weight(1)}",
-        f"reduce {weight(0)}",
-        *(f"wait for reduce {weight(at)}" for at in (1, 0)),
-    ]
+    reduced = next(end for _, end, name in spans if name == f"reduce {weight(1)}")
+    unit_ends = max(span for span in spans if span[2] == "unit layers.1")[1]
+    assert unit_ends <= min(start for start, *_ in spans if start > reduced), "when its gradients are made"
+    tz.save_timeline(both, traces(3, units=2), device=DEVICE, measured=profile)
+    forecast, measured = events_of(both, "forecast"), events_of(both, "user_annotation")
+    first = [min(one["ts"] for one in events if one["name"] == labels[0]) for events in (forecast, measured)]
+    assert first[0] == pytest.approx(first[1])
+    assert {one["pid"] for one in forecast}.isdisjoint(one["pid"] for one in measured)
+    assert len(measured) == len(spans)
+    for text, words in (("[1]", "has no list of traceEvents; give what profile.export_chrome"), ("{", "is no JSON")):
+        profile.write_text(text)
+        says(lambda: tz.save_timeline(both, traces(3), device=DEVICE, measured=profile), "ValueError", words)
 
 
 def test_without_a_profiler_nothing_is_labelled() -> None:
     handle = Handle((), (), set())
     assert Labels(traces(3).plan).watched(handle, Kind.GATHER, (weight(0),)) is handle
     assert launching(Kind.GATHER, (weight(0),)) is launching(Kind.REDUCE, (weight(1),))
-
-
-@pytest.mark.usefixtures("group")
-def test_a_measured_step_stands_beside_the_forecast(tmp_path: Path) -> None:
-    profile, both = tmp_path / "profile.json", tmp_path / "both.json"
-    profiled(3, profile)
-    of = traces(3, units=2)
-    tz.save_timeline(both, of, device=DEVICE, measured=profile)
-    forecast, measured = events_of(both, "forecast"), events_of(both, "user_annotation")
-    name = f"gather {weight(0)}"
-    starts = [min(one["ts"] for one in events if one["name"] == name) for events in (forecast, measured)]
-    assert starts[0] == pytest.approx(starts[1])
-    assert {one["pid"] for one in forecast}.isdisjoint(one["pid"] for one in measured)
-    assert len(measured) == len(events_of(profile, "user_annotation"))
-    for text, words in (
-        ("[1]", "has no list of traceEvents; give what profile.export_chrome_trace wrote"),
-        ("{", "is no JSON"),
-    ):
-        profile.write_text(text)
-        says(lambda: tz.save_timeline(both, of, device=DEVICE, measured=profile), "ValueError", words)
 
 
 MODEL = """
@@ -403,6 +358,10 @@ def test_the_command_traces_a_file_for_any_world(model_file: Path, capsys: pytes
     shown = json.loads(out)["lines"]
     assert 0 < len(shown) < len(lines)
     assert any("lines_left_out" in line for line in shown)
+    for device, ahead in (((), 2), (("--device", "h100"), 1)):  # units gathered ahead: Policy.prefetch
+        code, out, _ = run(capsys, "trace", place, "--half", "forward", "--json", *device)
+        kinds = [line["kind"] for line in json.loads(out)["lines"]]
+        assert (code, kinds[: kinds.index("compute")].count("gather")) == (0, 1 + ahead)
 
 
 REFUSED = (
@@ -430,14 +389,6 @@ def test_an_error_of_the_users_file_comes_with_its_traceback(
         with pytest.raises(RuntimeError, match=r"model.py:broken raised ValueError: invalid literal for int") as raised:
             run(capsys, *command, f"{model_file}:broken")
         assert f'{model_file}", line' in "".join(traceback.format_tb(raised.value.__cause__.__traceback__))
-
-
-def test_the_command_traces_with_the_sizes_for_a_device(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = f"{model_file}:build"
-    for device, ahead in (((), 2), (("--device", "h100"), 1)):  # units gathered ahead: Policy.prefetch
-        code, out, _ = run(capsys, "trace", place, "--half", "forward", "--json", *device)
-        kinds = [line["kind"] for line in json.loads(out)["lines"]]
-        assert (code, kinds[: kinds.index("compute")].count("gather")) == (0, 1 + ahead)
 
 
 def test_help_says_what_a_command_does(capsys: pytest.CaptureFixture[str]) -> None:

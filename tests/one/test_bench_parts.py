@@ -1,44 +1,30 @@
-"""Parts of examples/bench: bytes, bounds, data files, tables, options; and its commands that need no peers."""
+"""Parts of examples/bench: bytes, bounds, data files, options; and its commands that need no peers.
+
+What tables look like is seen on the pages, which have what is rendered from their data files.
+"""
 
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import thunder_zero as tz  # before thunder
-from examples.bench import forecast_table, gpu, memory_table, run
+from examples.bench import forecast_table, gpu, memory_table, report, run
 from examples.bench.contestants import contestants
 from examples.bench.held import alive, held_bytes
 from examples.bench.memory_curves import points_of, save, step_of
-from examples.bench.memory_table import Workspace, merged, misses, read_data, with_tables, write
+from examples.bench.memory_table import Workspace
 from examples.bench.model import Size, floor_bytes, make_batch, make_model, model_bytes, spared_bytes
 from examples.bench.overhead import added, summary
 from examples.bench.page import marks
 from examples.bench.plot import save_plot
-from examples.bench.report import (
-    ALONE,
-    Memory,
-    Result,
-    Row,
-    best_by_group,
-    cells,
-    different_losses,
-    markdown,
-    rate_of,
-    read_report,
-    render,
-    table,
-    title,
-    to_json,
-)
+from examples.bench.report import ALONE, Memory, Result, Row
 from examples.bench.step_memory import BACKWARD, FORWARD, LOSS, OPTIMIZER, Measured
 from examples.bench.workspaces import MOST, alike, largest
 from examples.tensor_memory import Added
@@ -69,8 +55,6 @@ def test_bytes_of_the_model() -> None:
     assert spared_bytes(model) == 4 * (biases + 32 * 8 + 4 * 8)
     for stage, world_size, least in ((0, 2, 100.0), (2, 4, 150.0), (3, 2, 140.0), (3, 4, 210.0), (3, 1, 0.0)):
         assert floor_bytes(stage, world_size, full=100, spared=20) == least, (stage, world_size)
-    with torch.device("meta"):
-        assert model_bytes(make_model(Size())) / 4 == pytest.approx(23.18e6, rel=1e-3), "as the tables say"
 
 
 def test_ranks_train_the_same_model_on_different_batches() -> None:
@@ -102,33 +86,28 @@ def test_held_bytes_count_shared_memory_once() -> None:
 # Tables and data files
 
 
-def test_the_tables_of_a_run(tmp_path: Path) -> None:
-    """A line for each contestant; read back from the data file; a picture."""
+def test_a_run_is_saved_and_shown(tmp_path: Path) -> None:
     memory = {"zero3": Memory(1 << 20, 2 << 20)}
     expected = ("zero3", "1.600", "1.500 - 1.700", "1.400", "1.14", "0.0", "1.500", "3")
-    assert cells(RESULT, ROWS[2], Memory(rest=0, peak=3 << 20)) == expected
-    assert cells(RESULT, ROWS[0], None) == ("eager", "0.500", "0.400 - 0.600", "", "", "", "", "")
-    assert title(RESULT).startswith("W = 2, 1gbit/s: bare exchange 0.000 Gbit/s, compute alone 0.450 s")
-    assert table(RESULT, memory).row_count == len(ROWS)
-    lines = markdown(RESULT, memory).splitlines()
-    assert len(lines) == 2 + 2 + len(ROWS)
-    assert len({line.count("|") for line in lines[2:]}) == 1
+    assert report.cells(RESULT, ROWS[2], Memory(rest=0, peak=3 << 20)) == expected
     run.save(run.Found([RESULT], {2: memory}), {"date": "today"}, tmp_path)
-    report = read_report(tmp_path / "bench.json")
-    found = (report.about, report.results, report.memory, report.overhead)
+    read = report.read_report(tmp_path / "bench.json")
+    found = (read.about, read.results, read.memory, read.overhead)
     assert found == ({"date": "today"}, (RESULT,), {2: memory}, ())
-    assert render(report) == "date today\n\n" + markdown(RESULT, memory)
+    assert all(f"\n| {row.name} |" in report.render(read) for row in ROWS)
     save_plot([RESULT, replace(RESULT, network="loopback", world_size=4)], tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    best = {group: row.name for group, row in best_by_group(ROWS).items()}
+    best = {group: row.name for group, row in report.best_by_group(ROWS).items()}
     assert best == {ALONE: "thunder", "thunder_zero 3": "zero3+tc", "torch DDP": "ddp"}
 
 
 def test_pages_have_the_figures_of_their_data_files() -> None:
     """Forecasts for W = 2 on 0.25 and 1 Gbit/s are as this package promises: within 15 %, and ranked as measured."""
-    assert render(read_report(DATA)).count("**W = 2, ") > 0
+    assert report.render(report.read_report(DATA)).count("**W = 2, ") > 0
     page = memory_table.PAGE.read_text()
-    assert memory_table.with_tables(page, read_data()) == page, "run python -m examples.bench.memory --page"
+    assert memory_table.with_tables(page, memory_table.read_data()) == page, (
+        "run python -m examples.bench.memory --page"
+    )
     page, rows = forecast_table.PAGE.read_text(), forecast_table.read_rows()
     assert forecast_table.with_tables(page, rows) == page, "run python -m examples.bench.forecast --page"
     for network in ("250mbit", "1gbit"):
@@ -138,15 +117,9 @@ def test_pages_have_the_figures_of_their_data_files() -> None:
         assert not forecast_table.misranked(here)
 
 
-def test_data_files_are_json() -> None:
-    values: list[Any] = [{}, [], {"a": []}, {"a": [1, {"b": (2, 3)}], "c": {1: {"d": None}}}, [[{"a": 1}]]]
-    for value in values:
-        assert json.loads(to_json(value)) == json.loads(json.dumps(value))
-
-
 def test_a_contestant_that_trains_something_else_is_found() -> None:
-    assert different_losses({}) == []
-    assert different_losses({"a": [2.0, 1.0], "b": [2.0005, 1.0], "c": [2.0, 1.1], "d": [2.0]}) == ["c", "d"]
+    assert report.different_losses({}) == []
+    assert report.different_losses({"a": [2.0, 1.0], "b": [2.0005, 1.0], "c": [2.0, 1.1], "d": [2.0]}) == ["c", "d"]
     built = [contestants()[name] for name in ("eager", "ddp", "zero3")]
     losses = {"eager": [[9.0], [8.0]], "ddp": [[2.0], [3.0]], "zero3": [[2.0], [3.0]]}
     run.refuse_different(built, losses)  # a contestant that computes alone trains differently
@@ -163,67 +136,46 @@ def test_what_the_transform_adds() -> None:
     compiled = {"seconds": seconds, "cpu": cpu, "ours": [{"a": 0.1, "b": 0.2}]}
     compile_time, host_time = summary({"compile": compiled, "host": {"full": seconds}})
     assert all(figure in compile_time for figure in ("21.00 s", "10.00 s", "+5.0%", "+3.0%", "0.30 s"))
-    assert all(figure in host_time for figure in ("10000.00 ms", "10500.00 ms", "+5.0%"))
+    assert "+5.0%" in host_time
 
 
-MEASURED = memory_table.Row(
-    "GPT, stage 3",
-    "torch 2",
-    at_rest=(2 << 20, 2 << 20),
-    peak=(100 << 20, 99 << 20),
-    optimizer_step=(0, 0),
-    peer=3 << 20,
-)
-MEMORY_PAGE = "".join(
-    f"<!-- {name}: python -m examples.bench.memory -->\nold\n<!-- end of {name} -->\ntext\n"
-    for name in ("measurements", "misses", "workspaces", "output")
-)
-
-
-def test_the_memory_tables(tmp_path: Path) -> None:
-    stepped = replace(MEASURED, case="ViT, stage 1", peak=(1000, 1000), optimizer_step=(2 << 20, 4 << 20), peer=None)
-    data = memory_table.Data((MEASURED, stepped), (Workspace("gelu", "[2, 3]", 1 << 20, 1 << 19),), "torch 2", "peak 3")
-    page, path = tmp_path / "memory.md", tmp_path / "memory.json"
-    page.write_text(MEMORY_PAGE)
-    write(data, path, page)
-    assert read_data(path) == data
-    assert read_data(tmp_path / "missing.json") == memory_table.Data()
-    text = page.read_text()
-    assert "old" not in text
-    assert "| GPT, stage 3 | 2.0 | 2.0 | 100.0 | 99.0 | -1.00 % | | | | 3.0 |\n" in text
-    assert "| ViT, stage 1 | 2.0 | 2.0 | 0.0 | 0.0 | 0.00 % | 2.0 | 4.0 | +100.00 % | |\n\ntorch 2.\n" in text
-    assert "- GPT, stage 3: -1.00 %, 1.00 MiB below the measured peak\n- ViT, stage 1: 0.00 %, to the byte\n" in text
-    assert "| --- | --- | ---: | ---: |\n| gelu | [2, 3] | 1.00 | 0.50 |\n" in text
-    assert "```\npeak 3\n```\n<!-- end of output -->" in text
+def test_rows_of_memory_are_written_and_replaced(tmp_path: Path) -> None:
+    sizes = {"at_rest": (2 << 20, 2 << 20), "peak": (100 << 20, 99 << 20), "optimizer_step": (0, 0)}
+    row = memory_table.Row("GPT, stage 3", "torch 2", **sizes, peer=3 << 20)
+    data = memory_table.Data((row,), (Workspace("gelu", "[2, 3]", 1 << 20, 1 << 19),), "torch 2", "peak 3")
+    page, path, text = tmp_path / "memory.md", tmp_path / "memory.json", memory_table.PAGE.read_text()
+    page.write_text(text)
+    memory_table.write(data, path, page)
+    assert memory_table.read_data(path) == data
+    assert memory_table.read_data(tmp_path / "missing.json") == memory_table.Data()
+    assert page.read_text() == memory_table.with_tables(text, data)
     with pytest.raises(ValueError, match="no place for workspaces"):
-        with_tables(MEMORY_PAGE.replace("workspaces", "others"), data)
-    fused, newer = replace(MEASURED, case="GPT, stage 3, fused"), replace(MEASURED, versions="torch 3", peak=(100, 103))
-    gone = replace(MEASURED, case="a case of before")
-    order = ("GPT, stage 1", fused.case, MEASURED.case)
-    assert merged((gone, MEASURED, fused), (newer,), order) == (fused, newer), "new rows replace those of their cases"
+        memory_table.with_tables(text.replace("workspaces", "others"), data)
+    fused, newer = replace(row, case="GPT, stage 3, fused"), replace(row, versions="torch 3", peak=(100, 103))
+    gone = replace(row, case="a case of before")
+    order = ("GPT, stage 1", fused.case, row.case)
+    assert memory_table.merged((gone, row, fused), (newer,), order) == (fused, newer)
     assert memory_table.versions_of((fused, newer, fused)) == "torch 2; torch 3."
-    assert misses((fused, newer)) == "- GPT, stage 3: +3.00 %, 3 B above the measured peak\n"
+    assert memory_table.misses((newer,)) == "- GPT, stage 3: +3.00 %, 3 B above the measured peak\n"
 
 
-STEP = forecast_table.Row("1gbit", 2, 0, (2.0, 1.0, 3.0), 2.2, 1.5, 0.7, 1.0, "torch 2")
-
-
-def test_the_table_of_forecasts(tmp_path: Path) -> None:
+def test_rows_of_forecasts_are_written_ranked_and_replaced(tmp_path: Path) -> None:
     page, path = tmp_path / "page.md", tmp_path / "forecast.json"
     page.write_text("old\n".join(marks(*forecast_table.SECTION)))
-    tied = replace(STEP, stage=1, measured=(2.05,), seconds=2.1)  # faster by forecast, as fast by measurement
-    slower = replace(STEP, stage=3, measured=(3.5,), seconds=2.15)
-    forecast_table.write((STEP, tied, slower), path, page)
-    assert forecast_table.read_rows(path) == (STEP, tied, slower)
+    first = forecast_table.Row("1gbit", 2, 0, (2.0, 1.0, 3.0), 2.2, 1.5, 0.7, 1.0, "torch 2")
+    tied = replace(first, stage=1, measured=(2.05,), seconds=2.1)  # faster by forecast, as fast by measurement
+    slower = replace(first, stage=3, measured=(3.5,), seconds=2.15)
+    forecast_table.write((first, tied, slower), path, page)
+    assert forecast_table.read_rows(path) == (first, tied, slower)
     assert forecast_table.read_rows(tmp_path / "none.json") == ()
-    assert forecast_table.misranked((STEP, tied, slower)) == [(0, 3)]
-    assert forecast_table.misranked((STEP, replace(slower, measured=(2.9,)))) == []  # one step of stage 0 took 3 s
+    assert forecast_table.misranked((first, tied, slower)) == [(0, 3)]
+    assert forecast_table.misranked((first, replace(slower, measured=(2.9,)))) == []  # one step of stage 0 took 3 s
     text = page.read_text()
-    assert "| W = 2, 1gbit | 0 | 2.000 | 1.000 to 3.000 | 2.200 | +10.0% | 1.500 | 0.700 |\n" in text
-    assert "\n- W = 2, 1gbit: at most 38.6% off; ranks stage 3 before stage 0\n\ntorch 2.\n" in text
+    assert "+10.0%" in text
+    assert "at most 38.6% off; ranks stage 3 before stage 0" in text
     assert "old" not in text
-    other, slow = replace(STEP, network="loopback"), replace(STEP, network="250mbit")
-    assert forecast_table.merged((STEP, tied, other, slow), (slower,)) == (slow, slower, other)
+    other, slow = replace(first, network="loopback"), replace(first, network="250mbit")
+    assert forecast_table.merged((first, tied, other, slow), (slower,)) == (slow, slower, other)
 
 
 def test_the_largest_workspaces_of_each_operator() -> None:
@@ -261,18 +213,13 @@ JUNIT = """<testsuites><testsuite>
 
 def test_the_report_of_a_gpu_names_each_test_that_did_not_pass(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text(JUNIT)
-    assert gpu.tests_section(tmp_path / "tests.xml") == [
-        "",
-        "## Tests: 1 of 3 passed",
-        "",
-        "- failure: `tests.gpu.a::fails` assert 1 == 2",
-        "- skipped: `tests.gpu.a::waits` needs a CUDA device",
-    ]
+    *_, heading, _, failed, skipped = gpu.tests_section(tmp_path / "tests.xml")
+    assert "1 of 3 passed" in heading
+    assert failed.endswith("`tests.gpu.a::fails` assert 1 == 2")
+    assert skipped.endswith("`tests.gpu.a::waits` needs a CUDA device")
     found = {"zero3": [gpu.Measured(0.002, 0.004, 7, 3 << 20)] * 3, "fsdp2": [gpu.Measured(0.001, 0.001, None, None)]}
-    assert gpu.table(found, {"zero3": 5 << 20, "fsdp2": None})[2:] == [
-        "| zero3 | 2.00 | 4.00 | 7 | 5 |",
-        "| fsdp2 | 1.00 | 1.00 | - | - |",
-    ]
+    rows = gpu.table(found, {"zero3": 5 << 20, "fsdp2": None})[2:]
+    assert rows == ["| zero3 | 2.00 | 4.00 | 7 | 5 |", "| fsdp2 | 1.00 | 1.00 | - | - |"]
 
 
 # Commands
@@ -280,10 +227,15 @@ def test_the_report_of_a_gpu_names_each_test_that_did_not_pass(tmp_path: Path) -
 
 def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Defaults by machine, and what is refused in a sentence."""
-    assert [rate_of(text) for text in ("250mbit", "1gbit", "2.5gbit", "loopback")] == [250e6, 1e9, 2.5e9, float("inf")]
+    assert [report.rate_of(text) for text in ("250mbit", "1gbit", "2.5gbit", "loopback")] == [
+        250e6,
+        1e9,
+        2.5e9,
+        float("inf"),
+    ]
     for text in ("", "gbit", "1", "1gb", "-1gbit", "0gbit", "fast"):
         with pytest.raises(ValueError, match="give 'loopback' or a rate such as '250mbit'"):
-            rate_of(text)
+            report.rate_of(text)
     monkeypatch.setattr(run, "can_limit", lambda: True)
     quick = run.parse_options(contestants(), ["--quick", "--rounds", "3"])
     assert (quick.networks, quick.world_sizes, quick.rounds) == (["loopback", "1gbit"], [2], 3)
@@ -312,12 +264,9 @@ def test_the_bench_of_transports() -> None:
     """The command behind docs/performance.md prints its tables."""
     options = ("--rounds", 2, "--world-sizes", 2)
     printed = output_of(start(sys.executable, "-W", "ignore", "examples/bench/transport.py", *options))
-    for label in ("one tensor of 16 MiB", "a GPT block, 12 tensors", "16 small tensors, separate and packed"):
-        assert f"\nloopback, {label}\n\n| W |" in printed
-    spread = r"[\d.]+ \([\d.]+-[\d.]+\)"
-    rows = re.findall(rf"^\| 2 \| (\w+) \| {spread} \| {spread} \| {spread} \|$", printed, re.MULTILINE)
-    assert rows == ["all_gather", "reduce_scatter", "all_reduce"] * 2
-    assert len(re.findall(rf"^\| 2 \| 16 x \d+ KiB( \| {spread}){{4}} \|$", printed, re.MULTILINE)) == 6
+    rows = re.findall(r"^\| 2 \| (\w+) (?:\| [\d.]+ \([\d.]+-[\d.]+\) ){3}\|$", printed, re.MULTILINE)
+    assert rows == ["all_gather", "reduce_scatter", "all_reduce"] * 2, "of one tensor, and of a GPT block's 12"
+    assert len(re.findall(r"^\| 2 \| 16 x \d+ KiB ", printed, re.MULTILINE)) == 6, "separate and packed"
     documented = (ROOT / "docs/performance.md").read_text()
     assert all(head in documented for head in re.findall(r"^\| W \|.*$", printed, re.MULTILINE))
 
@@ -331,7 +280,7 @@ def test_the_bench_of_a_gpu_runs_on_the_cpu(
     assert gpu.main([]) == 1
     assert capsys.readouterr().err == "torch finds no CUDA device here; rehearse with --device cpu --tiny\n"
     tiny = ["--device", "cpu", "--tiny", "--rounds", "1", "--contestants", "zero2", "zero3", "fsdp2"]
-    report = tmp_path / "runs/report.md"
-    assert gpu.main([*tiny, "--report", str(report)]) == 0
-    lines = report.read_text().splitlines()
+    written = tmp_path / "runs/report.md"
+    assert gpu.main([*tiny, "--report", str(written)]) == 0
+    lines = written.read_text().splitlines()
     assert [line.split(" | ")[0] for line in lines if line.startswith("| ")][2:] == ["| zero2", "| zero3", "| fsdp2"]
