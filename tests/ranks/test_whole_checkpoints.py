@@ -29,7 +29,7 @@ RATE = 0.05
 
 
 class Listing(optim.Optimizer):
-    """Keeps a list of factors, as Shampoo does, in float64 for parameters of any dtype."""
+    """Keeps a list of factors, as Shampoo does, in float64 for parameters of any dtype; divides by the gradient's."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -43,7 +43,7 @@ class Listing(optim.Optimizer):
                     factors = self.state[param].setdefault("factors", [0.0, 0.0])
                     both = (grad @ grad.T, grad.T @ grad)
                     self.state[param]["factors"] = [was + now for was, now in zip(factors, both, strict=True)]
-                    param -= group["lr"] * param.grad / (1 + sum(of.norm() for of in both))
+                    param -= group["lr"] * param.grad / sum(of.norm() for of in both)
 
 
 KINDS: dict[str, Any] = {"Adafactor": optim.Adafactor, "AdamW": optim.AdamW, "Listing": Listing}
@@ -169,11 +169,11 @@ def state_dicts(rank: int, world_size: int, name: str) -> None:
     """Full ones, by rows, and from rank 0."""
     copies = (2, 2) if world_size == 4 else (1, world_size)
     mesh = init_device_mesh("cpu", copies, mesh_dim_names=("replicate", "shard"))
-    model = thunder.jit(fresh(Mlp), transforms=[tz.ZeroTransform(stage=3, mesh=mesh)])
-    optimizer = whole_of(model, name)
-    if name == "Adafactor":  # before a step, states are made, and nothing moves
+    for stage in (0, 3):  # before a step, states are made, and nothing moves
+        model = thunder.jit(fresh(Mlp), transforms=[tz.ZeroTransform(stage=stage, mesh=mesh)])
+        optimizer = whole_of(model, name)
         made = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
-        assert all("step" in of for of in made.values()), made
+        assert all(of.keys() & {"step", "factors"} for of in made.values()), made
         assert_same(tz.full_state_dict(model), dict(fresh(Mlp).state_dict()), "unmoved")
     stepped(model, optimizer, BEFORE)
     full = get_optimizer_state_dict(model, optimizer, options=FULL)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from thunder_zero.runtime.stand_ins import OF_BASE, in_words
 from thunder_zero.runtime.state import State
 from thunder_zero.runtime.trial import changed_options
 from thunder_zero.whole_step.agreement import all_ranks, begin, raise_on_all
-from thunder_zero.whole_step.exchange import FromOwners, Member, ToOwners
+from thunder_zero.whole_step.exchange import FromOwners, Member, ToOwners, Values
 from thunder_zero.whole_step.members import listed, members_of, model_of, ordinary, require_maker
 from thunder_zero.whole_step.owners import work_function
 from thunder_zero.whole_step.sentences import (
@@ -250,7 +250,8 @@ class Whole(Closed):
         failure: Exception | None = None
         for bucket in self._buckets:
             values = ToOwners(self.model, bucket.members, (), ()).wait()
-            zeros = {path: replace(of, grad=torch.zeros_like(of.param)) for path, of in values.items()}
+            # clones: a replicated parameter's value is the parameter itself, and its step may divide by the gradient
+            zeros = {path: Values(of.param.clone(), torch.zeros_like(of.param)) for path, of in values.items()}
             try:
                 bucket.stepper.step(zeros, copied(still), self._given, self.state)
             except Exception as error:  # the other ranks wait for the next bucket
