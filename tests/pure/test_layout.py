@@ -54,12 +54,6 @@ def test_each_element_is_stored_owned_and_sent_once(shape: tuple[int, ...], worl
         assert not any(gathered + scattered)
 
 
-def test_zero_dimensional_and_empty_parameters_stay_full() -> None:
-    for shape in ((), (0,), (0, 4), (4, 0)):
-        assert not layout.is_sharded(shape)
-        assert layout.shard_shape(shape, 4, 0) == shape
-
-
 def test_fewer_rows_than_ranks_leaves_the_last_ranks_with_padding_only() -> None:
     assert [layout.owned_numel((2, 3), 4, rank) for rank in range(4)] == [3, 3, 0, 0]
     assert layout.shard_shape((2, 3), 4, 3) == (1, 3)
