@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from math import inf, prod
 from types import MappingProxyType
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from thunder_zero.layout import is_sharded
 from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import RECOMPUTE, STAGES, MiB, Policy
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Value, Work
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 from thunder_zero.times import Times
 
 CHEAP_BITS = 12
@@ -59,17 +60,10 @@ def split(text: str) -> list[str]:
     return [piece.strip() for piece in pieces if piece.strip()]
 
 
-def in_flight_bytes(timeline: Timeline, *kinds: Kind) -> tuple[int, ...]:
-    """Full bytes in flight after each operation, of launches of these kinds (default: both)."""
-    under_way, counts = 0, []
-    wanted = kinds or LAUNCHES
-    for op in timeline.ops:
-        if op.kind in wanted:
-            under_way += timeline.full_bytes(op)
-        elif any(timeline.ends(op, kind) for kind in wanted):
-            under_way -= timeline.full_bytes(op)
-        counts.append(under_way)
-    return tuple(counts)
+def in_flight_bytes(timeline: Timeline, kind: Kind) -> tuple[int, ...]:
+    """Full bytes in flight after each operation, of launches of this kind."""
+    changes = (timeline.full_bytes(op) * ((op.kind is kind) - timeline.ends(op, kind)) for op in timeline.ops)
+    return tuple(accumulate(changes))
 
 
 @dataclass(frozen=True)

@@ -109,14 +109,6 @@ def no_gradient(lines: Lines) -> Lines:
     return returning(lines, {lines[halves(lines)[1]].output.name: None})
 
 
-def no_gradient_at_all(lines: Lines) -> Lines:
-    grads = {grad.name: None for grad in lines[-1].args[0] if grad is not None}
-    launches = [at for at, line in enumerate(lines) if line.sym.name in ("zero_all_reduce", "zero_reduce_scatter")]
-    handles = {lines[at].output.name for at in launches}
-    waits = [at for at, line in enumerate(lines) if handles & names(line)]
-    return without(returning(lines, grads), *launches, *waits)
-
-
 def wrong_kind(lines: Lines) -> Lines:
     """An all-reduce would give the full mean where the optimizer has rows."""
     at, _ = halves(lines)
@@ -132,11 +124,9 @@ def missing_from_its_bucket(lines: Lines) -> Lines:
 NO_REDUCTION = r"returns \w+ as the gradient of layers\.1\.weight, but no reduction of layers\.1\.weight writes it"
 IN_BACKWARD: dict[Fault, str] = {
     unreduced: NO_REDUCTION,
-    lambda lines: without(unreduced(lines), *halves(lines)): NO_REDUCTION,
     swapped_gradients: NO_REDUCTION.replace("1", "0"),
     lambda lines: without(no_gradient(lines), *halves(lines)): r"no gradient of layers\.1\.weight, which is trained",
     lambda lines: without(no_gradient(lines), halves(lines)[1]): r"\(reduce layers\.1\.weight\) is never waited for",
-    no_gradient_at_all: r"backward returns no gradient of layers\.0\.bias, which is trained",
 }
 
 

@@ -101,7 +101,7 @@ def test_the_numbers_stay_the_same_bit_for_bit(name: str, stage: int, modes: tup
 
 
 @pytest.mark.slow
-def test_a_gpt_saves_less_and_less_and_gathers_the_same() -> None:
+def test_a_gpt_saves_less_and_less() -> None:
     none, cheap, units = (Counter(saved(traces_of_gpt(mode))) for mode in RECOMPUTE)
     x, wide = (2, 6, 8), (2, 6, 32)
     assert cheap.total() < none.total()
@@ -109,20 +109,6 @@ def test_a_gpt_saves_less_and_less_and_gathers_the_same() -> None:
     assert cheap[wide] == 2, "only what enters it"
     assert set(units) - {(6,)} == {x, (2, 6, 1)}, "and the mean and deviation of the last norm"
     assert units[x] == 4, "what enters each block and the last norm; what that returns, since it has a bias"
-    plain, same, more = (
-        [line for backward in (False, True) for line in schedule_lines(traces_of_gpt(mode).timeline, backward)]
-        for mode in RECOMPUTE
-    )
-    assert plain == same
-    biases = {path for path, _ in small_gpt().named_parameters() if path.startswith("blocks") and "bias" in path}
-    assert gathered(more) - gathered(plain) == Counter(biases)
-    assert gathered(plain) - gathered(more) == Counter()
-
-
-def gathered(lines: list[str]) -> Counter[str]:
-    """The parameters of the gathers, each as often as it is gathered."""
-    gathers = (line.removeprefix("gather ") for line in lines if line.startswith("gather "))
-    return Counter(path for gather in gathers for path in gather.split(", "))
 
 
 class Outer(nn.Module):
@@ -200,15 +186,11 @@ X = torch.zeros(2, 3, 4)
         (lambda x: ltorch.to(x, "meta"), False),
         (lambda x: ltorch.transpose(x, 0, 1), True),
         (lambda x: ltorch.softmax(x, -1), True),
-        (lambda x: ltorch.log_softmax(x, 2), True),
         (lambda x: ltorch.layer_norm(x, (4,)), True),
-        (lambda x: ltorch.layer_norm(x, (3, 4)), True),
         (lambda x: ltorch.sum(x, -1), True),
         (lambda x: ltorch.amax(x, (1, 2)), True),
         (lambda x: ltorch.softmax(x, 1), False),
-        (lambda x: ltorch.sum(x, (0, 2)), False),
         (lambda x: ltorch.sum(x), False),
-        (lambda x: ltorch.var_mean(x, (0, 1)), False),
         (lambda x: ltorch.matmul(x, ltorch.transpose(x, 1, 2)), False),
         (lambda x: ltorch.dropout(x, 0.5), False),
         (lambda x: ltorch.embedding(ltorch.to(x, torch.int64), x[0]), False),
