@@ -78,7 +78,10 @@ class CpuSeconds:
         total = sum(self.by_file.values())
         if total < 60:  # a few tests, run by hand
             return
-        terminalreporter.section(f"{total:.0f} CPU-seconds; files that take a hundredth or more")
-        for name, seconds in self.by_file.most_common():
-            if seconds >= total / 100:
-                terminalreporter.write_line(f"{seconds:8.1f}  {name}")
+        terminalreporter.section(f"{total:.0f} CPU-seconds: of rooms, and of files that take a hundredth or more")
+        by_room: Counter[str] = Counter()
+        for name, seconds in self.by_file.items():
+            by_room[name.rpartition("/")[0] or name] += seconds  # type: ignore[assignment]
+        files = [(name, seconds) for name, seconds in self.by_file.most_common() if seconds >= total / 100]
+        for name, seconds in (*by_room.most_common(), *files):
+            terminalreporter.write_line(f"{seconds:8.1f}  {name}")
