@@ -105,6 +105,8 @@ def test_the_pool_keeps_its_processes_and_gives_each_call_a_group_and_a_seed(ran
     for world_size in (4, 1, 3):
         check_pool(ranks_pool, world_size)
     assert ranks_pool.pids[: len(kept)] == kept
+    with pytest.raises(TypeError, match="define it at a module's top"):
+        ranks_pool.run(2, lambda rank, world_size: None)
 
 
 # Errors
@@ -178,11 +180,6 @@ def test_an_error_has_its_rank_and_line_and_the_pool_recovers(
     assert not any(map(is_alive, old))
     check_pool(ranks_pool, 2)
     assert not set(old) & set(ranks_pool.pids)
-
-
-def test_a_function_without_a_name_is_refused(ranks_pool: RanksPool) -> None:
-    with pytest.raises(TypeError, match="define it at a module's top"):
-        ranks_pool.run(2, lambda rank, world_size: None)
 
 
 # Tiers
