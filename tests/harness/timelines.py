@@ -250,23 +250,6 @@ def program(text: str, policy: Policy, nbytes: Mapping[str, int] = MappingProxyT
     return Timeline(tuple(ops), values, Plan(policy, 2, 0, params), inputs)
 
 
-def gpt(layers: int, policy: Policy) -> Timeline:
-    """A small GPT: an embedding tied to the head through a transpose, and blocks of twelve parameters."""
-    shapes = {"ln1.w": (8,), "ln1.b": (8,), "qkv.w": (24, 8), "qkv.b": (24,), "proj.w": (8, 8), "proj.b": (8,)}
-    shapes |= {"ln2.w": (8,), "ln2.b": (8,), "fc.w": (32, 8), "fc.b": (32,), "out.w": (8, 32), "out.b": (8,)}
-    params = [make_param("wte", (64, 8), "", policy), make_param("wpe", (16, 8), "", policy)]
-    uses = [Use("wte", needed=False), Use("wpe", needed=False)]
-    for layer in range(layers):
-        for name, shape in shapes.items():
-            path = f"h.{layer}.{name}"
-            params.append(make_param(path, shape, f"h.{layer}", policy))
-            is_weight = name.endswith(".w")
-            uses.append(Use(path, ("view",) if len(shape) == 2 else (), needed=is_weight))
-    params.append(make_param("ln_f", (8,), "", policy))
-    uses += [Use("ln_f"), Use("wte", ("view",))]
-    return lifted(Plan(policy, 4, 0, tuple(params)), uses)
-
-
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
     """Lifted timelines of random models: several units, ties, cones, frozen and unused parameters, all stages."""
