@@ -74,7 +74,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def set_up(fabric: Any, module: nn.Module, stage: int) -> tuple[Any, Any]:
     """In both orders of a Fabric script; in ZeRO-2 the optimizer steps whole parameters."""
     if stage % 2:
-        return fabric.setup(module, adam(module))  # type: ignore[no-any-return]
+        return fabric.setup(module, adam(module))
     model = fabric.setup_module(module)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = tz.whole(torch.optim.AdamW, params, lr=0.05) if stage == 2 else adam(model)
@@ -185,7 +185,7 @@ def go_on(rank: int, world_size: int, file: Path, stage: int, right: Right) -> N
         check_weights(full_weights(model), right[1])
 
 
-@pytest.mark.parametrize(("stage", "world_size", "next_stage"), [(3, 1, 3), *slow((1, 2, 2), (2, 1, 0))])
+@pytest.mark.parametrize(("stage", "world_size", "next_stage"), [(3, 1, 0), *slow((1, 2, 2), (2, 2, 3))])
 def test_trains_saves_and_goes_on_as_one_process(
     ranks_pool: RanksPool, tmp_path: Path, right: Right, stage: int, world_size: int, next_stage: int
 ) -> None:
