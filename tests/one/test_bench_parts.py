@@ -132,9 +132,8 @@ def test_what_the_transform_adds() -> None:
     assert added(seconds) == 0.05
     assert added(seconds, sum) == -0.55
     seconds = {"alone": [20.0, 22.0], "plain": [9.0, 10.0, 11.0], "zero3": [10.4, 10.5, 10.6]}
-    cpu = {"plain": [10.0], "zero3": [10.3]}
-    compiled = {"seconds": seconds, "cpu": cpu, "ours": [{"a": 0.1, "b": 0.2}]}
-    compile_time, host_time = summary({"compile": compiled, "host": {"full": seconds}})
+    compiling = {"seconds": seconds, "cpu": {"plain": [10.0], "zero3": [10.3]}, "ours": [{"a": 0.1, "b": 0.2}]}
+    compile_time, host_time = summary({"compile": compiling, "host": {"full": seconds}})
     assert all(figure in compile_time for figure in ("21.00 s", "10.00 s", "+5.0%", "+3.0%", "0.30 s"))
     assert "+5.0%" in host_time
 
@@ -227,12 +226,8 @@ def test_the_report_of_a_gpu_names_each_test_that_did_not_pass(tmp_path: Path) -
 
 def test_options(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Defaults by machine, and what is refused in a sentence."""
-    assert [report.rate_of(text) for text in ("250mbit", "1gbit", "2.5gbit", "loopback")] == [
-        250e6,
-        1e9,
-        2.5e9,
-        float("inf"),
-    ]
+    rates = {"250mbit": 250e6, "2.5gbit": 2.5e9, "loopback": float("inf")}
+    assert {text: report.rate_of(text) for text in rates} == rates
     for text in ("", "gbit", "1", "1gb", "-1gbit", "0gbit", "fast"):
         with pytest.raises(ValueError, match="give 'loopback' or a rate such as '250mbit'"):
             report.rate_of(text)
