@@ -51,7 +51,7 @@ class CpuSeconds:
     def note(self, name: str) -> None:
         """What was taken since the last note belongs to ``name``."""
         now = tree_seconds(os.getpid())
-        self.by_file[name] += max(now - self._seen, 0.0)  # type: ignore[assignment]  # counters add floats, too
+        self.by_file[name] += max(now - self._seen, 0.0)
         self._seen = now
 
     def pytest_collection_finish(self) -> None:
@@ -81,7 +81,7 @@ class CpuSeconds:
         terminalreporter.section(f"{total:.0f} CPU-seconds: of rooms, and of files that take a hundredth or more")
         by_room: Counter[str] = Counter()
         for name, seconds in self.by_file.items():
-            by_room[name.rpartition("/")[0] or name] += seconds  # type: ignore[assignment]
+            by_room[name.rpartition("/")[0] or name] += seconds
         files = [(name, seconds) for name, seconds in self.by_file.most_common() if seconds >= total / 100]
         for name, seconds in (*by_room.most_common(), *files):
             terminalreporter.write_line(f"{seconds:8.1f}  {name}")
