@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import thunder_zero as tz
 from tests.harness.errors import says
-from tests.harness.models import error, fresh
+from tests.harness.models import Small, error, fresh
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.runtime.calls import Calls
@@ -39,32 +39,25 @@ Lines = list[tuple[float, float]]  # of each step: the loss, and the norm before
 Right = tuple[Lines, dict[str, Tensor]]  # what plain torch has found in one process: lines, and the weights at the end
 
 
-class Net(nn.Module):
-    """Has rows that two ranks do not divide, one row, a tie, a scalar, a frozen and an unused parameter, a buffer."""
+class Net(Small):
+    """Also has a module that forward does not call, a buffer, and another method than forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 7), nn.Linear(7, 7)
-        self.tied = self.second.weight
-        self.dropout = nn.Dropout()  # not used
-        self.row = nn.Parameter(torch.randn(1, 7))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(3))
-        self.register_buffer("offset", torch.randn(7))
+        self.dropout = nn.Dropout()
+        self.register_buffer("offset", torch.randn(9))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x)) * self.scale + self.frozen * self.row
-        return torch.tanh(self.second(x)) @ self.tied + self.offset
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + self.offset
 
-    def twice(self, x: Tensor) -> Tensor:
-        return 2 * self(x)
+    def twice(self, tokens: Tensor) -> Tensor:
+        return 2 * self(tokens)
 
 
 def inputs(step: int, micro: int, rank: int, world_size: int) -> Tensor:
-    """This rank's rows of one micro-batch."""
+    """This rank's tokens of one micro-batch."""
     generator = torch.Generator().manual_seed(step * MICRO + micro)
-    return torch.randn(ROWS, 4, generator=generator).tensor_split(world_size)[rank]
+    return torch.randint(9, (ROWS,), generator=generator).tensor_split(world_size)[rank]
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -217,7 +210,7 @@ def overflow_on_the_last_rank(rank: int, world_size: int) -> None:
             loss = model(inputs(step, 0, rank, world_size)).float().square().mean()
             fabric.backward(loss * (1e6 if step == 1 and rank == world_size - 1 else 1.0))
             optimizer.step()
-            weights.append(full_weights(model)["second.weight"])
+            weights.append(full_weights(model)["layers.0.weight"])
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[1], weights[2])
     assert scaler.get_scale() == 8.0
@@ -274,12 +267,12 @@ def misuse_states_of_rows(rank: int, world_size: int, folder: Path) -> None:
         largest = max(param.grad.abs().max() for param in model.parameters() if param.grad is not None)
         assert float(largest) == pytest.approx(1e-3)
         optimizer.step()
-        words = ("ValueError", "parameter 'tied'", "save optimizer.state_dict() on each rank")
+        words = ("ValueError", "parameter 'embed.weight'", "save optimizer.state_dict() on each rank")
         says(lambda: fabric.save(folder / "no.pt", {"optimizer": optimizer}), *words)
         packed = optimizer.optimizer.state_dict()
-        more = {"row_var": torch.ones(9, 1)}  # than the parameter has rows
+        more = {"row_var": torch.ones(12, 1)}  # than the parameter has rows
         cut = {at: of | (more if "row_var" in of else {}) for at, of in packed["state"].items()}
-        words = ("ValueError", "has shape (9, 1) in the state dict", "(stage 0)")
+        words = ("ValueError", "has shape (12, 1) in the state dict", "(stage 0)")
         says(lambda: optimizer.load_state_dict({**packed, "state": cut}), *words)
         fewer = {**packed, "param_groups": [{**packed["param_groups"][0], "params": [0]}]}
         says(lambda: optimizer.load_state_dict(fewer), "ValueError", "doesn't match the size of optimizer's group")
@@ -305,11 +298,11 @@ def read_files(rank: int, world_size: int, folder: Path) -> None:
         fabric.load_raw(file, model)
         found = full_weights(model)
         assert all(torch.equal(found[name], value) for name, value in full.items())
-        missing = ("Missing key(s) in state_dict: 'tied', 'row', ", "Unexpected key(s) in state_dict: none")
+        missing = ("Missing key(s) in state_dict: 'row', 'frozen', ", "Unexpected key(s) in state_dict: none")
         torch.save({"scale": full["scale"]}, file)
         says(lambda: fabric.load_raw(file, model), "RuntimeError", *missing, "strict=False")
-        torch.save(full | {"first.weight": torch.ones(2, 4)}, file)
-        words = "'first.weight' has shape (2, 4) in the state dict and (7, 4) in the model"
+        torch.save(full | {"layers.0.weight": torch.ones(2, 4)}, file)
+        words = "'layers.0.weight' has shape (2, 4) in the state dict and (5, 5) in the model"
         says(lambda: fabric.load_raw(file, model), "ValueError", words)
         torch.save({"scale": torch.tensor(3.0, dtype=torch.float64)}, file)
         fabric.load_raw(file, model, strict=False)
