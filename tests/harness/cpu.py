@@ -7,7 +7,7 @@ Elsewhere than on Linux a process does not see what its children take before the
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class CpuSeconds:
     """A plugin of pytest. With xdist each worker counts its own tree, and the controller adds the workers up."""
 
     def __init__(self) -> None:
-        self.by_file: Counter[str] = Counter()
+        self.by_file: defaultdict[str, float] = defaultdict(float)
         self._seen = 0.0
 
     def note(self, name: str) -> None:
@@ -62,7 +62,7 @@ class CpuSeconds:
         result = yield
         if nextitem is None or nextitem.path != item.path:
             self.note(str(item.path.relative_to(item.config.rootpath)))
-        return result  # type: ignore[return-value]
+        return result
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -72,16 +72,18 @@ class CpuSeconds:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        self.by_file.update(getattr(node, "workeroutput", {}).get(WORKER_KEY, {}))
+        for name, seconds in getattr(node, "workeroutput", {}).get(WORKER_KEY, {}).items():
+            self.by_file[name] += seconds
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         total = sum(self.by_file.values())
         if total < 60:  # a few tests, run by hand
             return
         terminalreporter.section(f"{total:.0f} CPU-seconds: of rooms, and of files that take a hundredth or more")
-        by_room: Counter[str] = Counter()
+        by_room: defaultdict[str, float] = defaultdict(float)
         for name, seconds in self.by_file.items():
             by_room[name.rpartition("/")[0] or name] += seconds
-        files = [(name, seconds) for name, seconds in self.by_file.most_common() if seconds >= total / 100]
-        for name, seconds in (*by_room.most_common(), *files):
-            terminalreporter.write_line(f"{seconds:8.1f}  {name}")
+        files = {name: seconds for name, seconds in self.by_file.items() if seconds >= total / 100}
+        for found in (by_room, files):
+            for name, seconds in sorted(found.items(), key=lambda pair: -pair[1]):
+                terminalreporter.write_line(f"{seconds:8.1f}  {name}")
