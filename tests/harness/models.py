@@ -163,6 +163,20 @@ class Small(nn.Module):
         return self.head.forward(x * self.scale)
 
 
+class Halves(nn.Module):
+    """Two graphs: dynamo ends one in the middle."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, 7), nn.Linear(7, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.a(x))
+        torch._dynamo.graph_break()
+        y: Tensor = self.b(x)
+        return y
+
+
 def fresh(factory: Any, *args: Any) -> Any:
     """Make the same module on every rank and in every call."""
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,53 +23,17 @@ from torch.testing import assert_close
 import thunder_zero as tz
 from tests.harness.as_one_process import Side, Steps, trains_as_one_process
 from tests.harness.errors import raised
-from tests.harness.models import count_sends, fresh, sharded
+from tests.harness.loops import ROWS, WIDTH, Statistics, after_failures, batch, interrupted, sgd, two_steps
+from tests.harness.models import Halves, count_sends, fresh, sharded
 from tests.harness.ranks import RanksPool
-from thunder_zero.comm.pairwise import Exchange
 
 pytestmark = pytest.mark.slow
-
-WIDTH, ROWS = 5, 12
-
-
-class Halves(nn.Module):
-    """Two graphs: dynamo ends one in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.a(x))
-        torch._dynamo.graph_break()
-        y: Tensor = self.b(x)
-        return y
 
 
 def pair(make: Callable[[], nn.Module], policy: tz.Policy | int = 3, **arguments: Any) -> tuple[Any, Any]:
     """A model that dynamo captures, and the same module in one process."""
     one = fresh(make)
     return tz.compile(deepcopy(one), policy, **arguments), one
-
-
-def batch(number: int = 0) -> Tensor:
-    """The rows of all ranks."""
-    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
-
-def two_steps(side: Side) -> Steps:
-    (model,) = side.models
-    optimizer = sgd(model)
-    for number in range(2):
-        optimizer.zero_grad()
-        y = model(side.rows(batch(number)))
-        y.square().mean().backward()
-        optimizer.step()
-        yield side.joined(y)
 
 
 # Training
@@ -208,46 +173,24 @@ def begins_on_the_meta_device(rank: int, world_size: int) -> None:
     trains_as_one_process([(tz.compile(plain, stage=3), fresh(Halves))], two_steps)
 
 
-class Statistics(nn.Module):
-    """Buffers that forward writes to, and replaces."""
+class Seen(Statistics):
+    """Its forward also replaces a buffer."""
 
     def __init__(self, momentum: float | None = 0.1) -> None:
-        super().__init__()
-        self.norm, self.layer, self.drop = (
-            nn.BatchNorm1d(WIDTH, momentum=momentum),
-            nn.Linear(WIDTH, WIDTH),
-            nn.Dropout(0.0),
-        )
+        super().__init__(momentum)
         self.seen: Tensor
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen = self.seen + 1
-        y: Tensor = self.layer(self.drop(self.norm(x)))
-        return y
+        return super().forward(x)
 
 
 def infers_between_steps(rank: int, world_size: int) -> None:
     """Inference is another program, which is compiled once, and so is a forward without gradients."""
-
-    def loop(side: Side) -> Steps:
-        (model,) = side.models
-        optimizer = sgd(model)
-        for number in range(2):
-            counters.clear()  # dynamo's, of the graphs that it captures
-            model.eval()
-            with torch.inference_mode():
-                inferred = model(batch(9)).clone()
-            model.train()
-            with torch.no_grad():
-                output = model(batch(8))
-            optimizer.zero_grad()
-            model(batch(number)).square().mean().backward()  # the same on all ranks, for the sake of the statistics
-            optimizer.step()
-            assert number == 0 or not counters["stats"]["unique_graphs"], counters["stats"]
-            yield torch.cat((inferred, output))
-
-    trains_as_one_process([pair(Statistics, 1)], loop)
+    counters.clear()  # dynamo's, of the graphs that it captures; the plain model has none
+    trains_as_one_process([pair(Seen, 1)], interrupted)
+    assert counters["stats"]["unique_graphs"] == 3, counters["stats"]
 
 
 def saves_what_forward_left(rank: int, world_size: int, folder: Path) -> None:
@@ -255,7 +198,7 @@ def saves_what_forward_left(rank: int, world_size: int, folder: Path) -> None:
 
     Without a momentum, which Thunder alone refuses.
     """
-    model, other = (tz.compile(fresh(Statistics, None), stage=stage) for stage in (1, 3))
+    model, other = (tz.compile(fresh(Seen, None), stage=stage) for stage in (1, 3))
 
     def loop(side: Side) -> Steps:
         first, last = (model, other) if side.is_sharded else (*side.models, *side.models)
@@ -276,7 +219,7 @@ def saves_what_forward_left(rank: int, world_size: int, folder: Path) -> None:
         optimizer.step()
         yield y.detach()
 
-    trains_as_one_process([(other, fresh(Statistics, None))], loop)
+    trains_as_one_process([(other, fresh(Seen, None))], loop)
 
 
 def computes_with_full_parameters(rank: int, world_size: int) -> None:
@@ -296,50 +239,9 @@ def computes_with_full_parameters(rank: int, world_size: int) -> None:
     trains_as_one_process([pair(Halves)], loop)
 
 
-# Failures
-
-
-class Failure(Exception):
-    """Raised in the middle of a step, on every rank."""
-
-
-def fail(*args: Any, **kwargs: Any) -> Any:
-    raise Failure
-
-
-def between_backwards(model: Any) -> None:
-    """The second call's backward has run, the first one's has not."""
-    y = model(batch())
-    y.register_hook(fail)
-    model(torch.tanh(y)).square().mean().backward()
-
-
-def in_a_gather(model: Any) -> None:
-    """That of the second graph."""
-    gather, calls = Exchange.all_gather, Counter[str]()
-
-    def second_fails(*args: Any, **kwargs: Any) -> Any:
-        calls["gather"] += 1
-        return fail() if calls["gather"] == 2 else gather(*args, **kwargs)
-
-    with mock.patch.object(Exchange, "all_gather", second_fails):
-        model(batch())
-
-
-def in_a_reduction(model: Any) -> None:
-    with mock.patch.object(Exchange, "reduce_scatter", fail):
-        model(batch()).square().mean().backward()
-
-
-def steps_after_failures(rank: int, world_size: int) -> None:
-    def loop(side: Side) -> Steps:
-        for failure in (between_backwards, in_a_gather, in_a_reduction):
-            if side.is_sharded:
-                with pytest.raises(Failure):
-                    failure(side.models[0])
-            yield from two_steps(side)
-
-    trains_as_one_process([pair(Halves)], loop)
+def goes_on_after_failures(rank: int, world_size: int) -> None:
+    """The reduction of the second graph's gradients fails, which is the first one."""
+    trains_as_one_process([pair(Halves)], partial(after_failures, reduction=1))
 
 
 # Ranks that run different programs
@@ -367,7 +269,7 @@ PROMISES: list[tuple[Callable[..., None], int]] = [  # and of how many ranks
     (begins_on_the_meta_device, 3),
     (infers_between_steps, 2),
     (computes_with_full_parameters, 2),
-    (steps_after_failures, 2),
+    (goes_on_after_failures, 2),
     (compiles_again_alone, 2),
 ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import thunder_zero as tz
 from tests.harness.as_one_process import Loop, Side, Steps, trains_as_one_process
 from tests.harness.checkpoints import stepped
+from tests.harness.loops import ROWS, WIDTH, batch, deferred_steps, sgd, two_steps
 from tests.harness.models import fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -27,44 +27,10 @@ from thunder_zero.state_dict import StateDictOptions, get_model_state_dict, set_
 pytestmark = pytest.mark.slow
 
 AGAIN = tz.Policy(stage=3, gather_last_units_once=False)  # backward gathers all that it reads
-WORLD, WIDTH, ROWS = 2, 4, 3
-
-
-def batch(number: int = 0) -> Tensor:
-    """The rows of all ranks: (WORLD * ROWS, WIDTH)."""
-    return torch.randn(WORLD * ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
-
-
-def sgd(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], 0.1, momentum=0.9)
+WORLD = 2
 
 
 # Training loops
-
-
-def train(side: Side) -> Steps:
-    (model,) = side.models
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        y = model(side.rows(batch(step)))
-        y.square().mean().backward()
-        optimizer.step()
-        yield side.joined(y)
-
-
-def train_deferred(side: Side) -> Steps:
-    """Three micro-batches a step, of which the first two are deferred; the second step begins with zeros, not None."""
-    (model,) = side.models
-    optimizer = sgd(model)
-    for step in range(2):
-        for part in range(3):
-            with model.no_sync() if side.is_sharded and part < 2 else nullcontext():
-                y = model(side.rows(batch(3 * step + part)))
-                y.square().mean().backward()
-        optimizer.step()
-        yield side.joined(y)
-        optimizer.zero_grad(set_to_none=False)
 
 
 def a_loss_for_each_output(side: Side) -> Steps:
@@ -79,7 +45,7 @@ def a_loss_for_each_output(side: Side) -> Steps:
 
 def one_loss_of_two_forwards(side: Side) -> Steps:
     """As preference training (DPO) does."""
-    parts, total = side.parts(batch(), [ROWS] * WORLD), torch.zeros(())
+    parts, total = side.parts(batch(), [ROWS // WORLD] * WORLD), torch.zeros(())
     for part in parts:
         chosen, rejected = side.models[0](part), side.models[0](2 * part)
         loss = (chosen.square().mean() - rejected.square().mean()).square() / len(parts)
@@ -185,20 +151,16 @@ class WithHead(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = Features(), nn.Linear(WIDTH, 5)
+        self.body, self.head = Features(WIDTH, WIDTH), nn.Linear(WIDTH, 5)
 
     def forward(self, x: Tensor, skip_head: bool = False) -> Tensor:
         x = self.body.features(x)
         return x if skip_head else self.head(x)
 
 
-class Features(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
+class Features(nn.Linear):
     def features(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x))
+        return torch.tanh(self(x))
 
 
 Pair = namedtuple("Pair", "x y")
@@ -206,58 +168,44 @@ Pair = namedtuple("Pair", "x y")
 
 @dataclass
 class Couple:
-    x: Tensor
-    y: Tensor
-
-
-def parts(pair: Any) -> tuple[Tensor, Tensor]:
-    if isinstance(pair, dict):
-        return pair["x"], pair["y"]
-    return (pair.x, pair.y) if isinstance(pair, Couple) else (pair[0], pair[1])
+    x: list[Tensor]
+    y: dict[str, Pair]
 
 
 class Packs(nn.Module):
-    """Passes its activations from layer to layer in a list, a dict, a named tuple and a dataclass."""
+    """Passes its activations to a layer and back in a list, a dict, a named tuple and a dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
-        kinds: list[Any] = [lambda x, y: [x, y], lambda x, y: {"x": x, "y": y}, Pair, Couple]
-        self.layers = nn.ModuleList(map(OnPair, kinds))
+        self.packed = OnPacked(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        pair: Any = (x, 2 * x)
-        for layer in self.layers:
-            pair = layer(pair)
-        left, right = parts(pair)
-        return left + right
+        packed: Any = self.packed(Couple([x], {"pair": Pair(x, 2 * x)}))
+        return packed.x[0] + packed.y["pair"].y
 
 
-class OnPair(nn.Module):
-    def __init__(self, kind: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.kind, self.layer = kind, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, pair: Any) -> Any:
-        left, right = parts(pair)
-        return self.kind(self.layer(left), torch.tanh(right))
+class OnPacked(nn.Linear):
+    def forward(self, packed: Any) -> Any:
+        pair = packed.y["pair"]
+        return Couple([super().forward(packed.x[0])], {"pair": Pair(pair.y, torch.tanh(pair.x))})
 
 
 def channels_last() -> nn.Module:
-    conv = nn.Conv2d(4, 6, 3, padding=1)
+    conv = nn.Conv2d(WIDTH, 6, 3, padding=1)
     conv.weight = nn.Parameter(conv.weight.detach().to(memory_format=torch.channels_last))
-    return nn.Sequential(nn.Unflatten(1, (4, 1, 1)), conv, nn.Flatten())
+    return nn.Sequential(nn.Unflatten(1, (WIDTH, 1, 1)), conv, nn.Flatten())
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Loop, tz.Policy]] = {
-    "a layer called three times, zeros instead of None, no_sync": (UsedTwice, train_deferred, tz.ZERO1),
+    "a layer called three times, zeros instead of None, no_sync": (UsedTwice, deferred_steps, tz.ZERO1),
     "several backwards of one forward": (TwoOutputs, a_loss_for_each_output, AGAIN),
     "biases alone, one loss of two checkpointed forwards": (biases_alone, one_loss_of_two_forwards, AGAIN),
-    "checkpoint_wrapper": (wrapped_blocks, train, tz.ZERO1),
-    "frozen numbers, no_grad inside forward": (Frozen, train, AGAIN),
+    "checkpoint_wrapper": (wrapped_blocks, two_steps, tz.ZERO1),
+    "frozen numbers, no_grad inside forward": (Frozen, two_steps, AGAIN),
     "forward without inputs": (OneWeight, without_inputs, tz.ZERO1),
     "another method of a submodule, the head skipped": (WithHead, without_the_head, AGAIN),
-    "activations in containers": (Packs, train, AGAIN),
-    "channels_last": (channels_last, train, tz.ZERO1),
+    "activations in containers": (Packs, two_steps, AGAIN),
+    "channels_last": (channels_last, two_steps, tz.ZERO1),
 }
 
 
@@ -298,7 +246,7 @@ def body_and_head(side: Side) -> Steps:
     part of a model in DDP."""
     body, head = side.models
     hidden = body(side.rows(batch()))
-    chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(ROWS)]
+    chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(3)]
     for chunk in chunks:
         head(chunk).square().mean().backward()
     hidden.backward(torch.cat([chunk.grad for chunk in chunks if chunk.grad is not None]))
@@ -372,7 +320,7 @@ class Outside(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         x = self.first(x)
-        return [output for inside in self.inside.values() for output in inside(x, torch.ones(WORLD * ROWS, WIDTH))]
+        return [output for inside in self.inside.values() for output in inside(x, torch.ones(ROWS, WIDTH))]
 
 
 def border_dtypes(rank: int, world_size: int) -> None:

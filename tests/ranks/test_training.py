@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,37 +20,29 @@ import thunder_zero as tz
 from examples.tensor_memory import added_at_peak
 from tests.harness.as_one_process import Loop, Side, Steps, assert_near, digest, trains_as_one_process
 from tests.harness.errors import says
-from tests.harness.models import LENGTH, Gpt, Mlp, Small, fresh, sharded, storages
+from tests.harness.loops import (
+    ROWS,
+    WIDTH,
+    Statistics,
+    after_failures,
+    batch,
+    interrupted,
+    sgd,
+    step_on,
+    two_steps,
+)
+from tests.harness.models import LENGTH, Gpt, Mlp, Small, fresh, sharded
 from tests.harness.ranks import RanksPool, run_ranks
 from tests.harness.tiers import slow
-from thunder_zero.comm.pairwise import Exchange
 
 import thunder
 
-WIDTH, ROWS = 5, 12  # of a global batch; 1, 2 and 3 divide its rows
 WORDS = 9  # of the smallest vocabulary
-FEW = 16  # bytes: some scalars
-
-
-def batch(number: int, rows: int = ROWS) -> Tensor:
-    """The same in every process: (rows, WIDTH)."""
-    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(number))
-
-
-def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
-    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr, momentum=0.9)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """With an eps above the noise of a gradient that is zero in exact arithmetic."""
     return torch.optim.AdamW(model.parameters(), 5e-3, eps=1e-3)
-
-
-def step_on(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 # Language models, without anything unusual in the loop
@@ -203,89 +193,12 @@ def head_left_out(side: Side) -> Steps:
         yield side.mean(loss)
 
 
-# Failures, and inference
+# Inference
 
 
-class Failure(Exception):
-    """Raised by the tests in the middle of a step, on every rank."""
-
-
-def fail(*args: Any, **kwargs: Any) -> Any:
-    raise Failure
-
-
-def failing(name: str, count: int) -> Any:
-    """Inside of the block the transport's method fails the ``count``-th time that it is called."""
-    method, calls = getattr(Exchange, name), itertools.count(1)
-    return mock.patch.object(
-        Exchange, name, lambda *args, **kwargs: fail() if next(calls) == count else method(*args, **kwargs)
-    )
-
-
-def in_loss(model: Any, x: Tensor) -> None:
-    model(x)
-    raise Failure
-
-
-def in_hook(model: Any, x: Tensor) -> None:
-    """The second call's backward has run, the first one's has not."""
-    y = model(x)
-    y.register_hook(fail)
-    model(torch.tanh(y)).square().mean().backward()
-
-
-def in_transport(model: Any, x: Tensor, gather: int, reduction: int) -> None:
-    """At the second gather, or at the third reduction, when two buckets are under way."""
-    with failing("all_gather", gather), failing("all_reduce", reduction), failing("reduce_scatter", reduction):
-        model(x).square().mean().backward()
-    raise Failure  # stage 0 gathers nothing
-
-
-IN_GATHER = partial(in_transport, gather=2, reduction=0)
-IN_REDUCTION = partial(in_transport, gather=0, reduction=3)
-
-
-def after_failures(side: Side) -> Steps:
-    """A clean step after each failure, and no memory that stays behind."""
-    model, held = side.models[0], []
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step, failure in enumerate((in_loss, in_hook, IN_GATHER, IN_REDUCTION)):
-        if side.is_sharded:
-            with pytest.raises(Failure):
-                failure(model, side.rows(batch(50 + step)))
-        loss = step_on(optimizer, model(side.rows(batch(step))).square().mean())
-        held.append(sum(storages().values()))
-        yield side.mean(loss)
-    later = held[1:]  # the first step makes gradients
-    assert not side.is_sharded or max(later) - min(later) <= FEW, held
-
-
-class Statistics(nn.Module):
-    """Dropout and BatchNorm: eval() is another program. (Dropout of probability 0 keeps the numbers.)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.norm, self.drop = Mlp(WIDTH, 2), nn.BatchNorm1d(WIDTH), nn.Dropout(0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.drop(self.norm(x)))
-
-
-def interrupted(side: Side) -> Steps:
-    """Inference before each step. All ranks have all rows, for the sake of the statistics."""
-    (model,) = side.models
-    optimizer = sgd(model)
-    for step in range(3):
-        model.eval()
-        with torch.inference_mode():
-            inferred = model(batch(10 + step)).clone()
-        model.train()
-        with torch.no_grad():
-            computed = model(batch(20 + step))
-        y = model(batch(step))
-        step_on(optimizer, y.square().mean())
-        yield torch.stack((inferred, computed, y.detach()))
-    assert not side.is_sharded or thunder.cache_misses(model) <= 3, "inference, no_grad, training"
+def few_programs(side: Side) -> Steps:
+    yield from interrupted(side)
+    assert not side.is_sharded or thunder.cache_misses(side.models[0]) <= 3, "inference, no_grad, training"
 
 
 def inputs_alone(side: Side) -> Steps:
@@ -317,14 +230,14 @@ CASES = [  # ranks, models, the loops that train them, and stages
     (1, (Small,), (SGD,), (1,)),
     (3, (Gpt,), (SGD, ADAMW), (2,)),
     (2, PAIR, PAIR_LOOPS, (3,)),
-    (2, (Statistics,), (interrupted,), (1,)),
+    (2, (Statistics,), (few_programs,), (1,)),
     (3, (Heads,), (head_left_out,), (3,)),
     *slow(
         (3, (Gpt,), (SGD, ADAMW), (0, 1, 3)),
         (3, (Gpt,), (TWENTY,), (3,)),
         (1, (Gpt,), (SGD, ADAMW), (0, 3)),
         (2, PAIR, PAIR_LOOPS, (0, 1)),
-        (2, (Statistics,), (interrupted,), (3,)),
+        (2, (Statistics,), (few_programs,), (3,)),
         (3, (Heads,), (head_left_out,), (0, 1)),
         (2, (frozen,), (inputs_alone,), (0, 3)),
     ),
@@ -368,14 +281,7 @@ def step_in_part(rank: int, world_size: int) -> None:
         return
     plain = fresh(Mlp, WIDTH)
     model = thunder.jit(deepcopy(plain), transforms=[tz.ZeroTransform(stage=1, process_group=group)])
-    trains_as_one_process([(model, plain)], one_step)
-
-
-def one_step(side: Side) -> Steps:
-    (model,) = side.models
-    y = model(side.rows(batch(0)))
-    y.square().mean().backward()
-    yield side.joined(y)
+    trains_as_one_process([(model, plain)], two_steps)
 
 
 def test_gradients_are_means_over_the_group_alone(ranks_pool: RanksPool) -> None:

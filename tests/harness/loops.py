@@ -1,0 +1,145 @@
+"""Loops, for ``as_one_process``, that train whatever a front end has made: short ones, and some with failures."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.harness.as_one_process import Side, Steps
+from tests.harness.models import Mlp, storages
+from thunder_zero.comm.pairwise import Exchange
+
+WIDTH, ROWS = 5, 12  # of a global batch; 1, 2 and 3 divide its rows
+FEW = 16  # bytes: some scalars
+
+
+def batch(number: int = 0, rows: int = ROWS, width: int = WIDTH) -> Tensor:
+    """The rows of all ranks, the same in every process: (rows, width)."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(number))
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr, momentum=0.9)
+
+
+def step_on(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def two_steps(side: Side) -> Steps:
+    (model,) = side.models
+    optimizer = sgd(model)
+    for number in range(2):
+        y = model(side.rows(batch(number)))
+        step_on(optimizer, y.square().mean())
+        yield side.joined(y)
+
+
+def deferred_steps(side: Side, width: int = WIDTH, lr: float = 0.1, steps: int = 2) -> Steps:
+    """Three micro-batches a step, of which the first two are deferred; the second step begins with zeros, not None."""
+    (model,) = side.models
+    optimizer = sgd(model, lr)
+    for step in range(steps):
+        for part in range(3):
+            with model.no_sync() if side.is_sharded and part < 2 else nullcontext():
+                y = model(side.rows(batch(3 * step + part, width=width)))
+                y.square().mean().backward()
+        optimizer.step()
+        yield side.joined(y)
+        optimizer.zero_grad(set_to_none=False)
+
+
+# Inference
+
+
+class Statistics(nn.Module):
+    """Dropout and BatchNorm: eval() is another program. (Dropout of probability 0 keeps the numbers.)"""
+
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.mlp, self.norm, self.drop = Mlp(WIDTH, 2), nn.BatchNorm1d(WIDTH, momentum=momentum), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.drop(self.norm(x)))
+
+
+def interrupted(side: Side) -> Steps:
+    """Inference before each step. All ranks have all rows, for the sake of the statistics."""
+    (model,) = side.models
+    optimizer = sgd(model)
+    for step in range(3):
+        model.eval()
+        with torch.inference_mode():
+            inferred = model(batch(10 + step)).clone()
+        model.train()
+        with torch.no_grad():
+            computed = model(batch(20 + step))
+        y = model(batch(step))
+        step_on(optimizer, y.square().mean())
+        yield torch.stack((inferred, computed, y.detach()))
+
+
+# Failures
+
+
+class Failure(Exception):
+    """Raised by the tests in the middle of a step, on every rank."""
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise Failure
+
+
+def failing(name: str, count: int) -> Any:
+    """Inside of the block the transport's method fails the ``count``-th time that it is called."""
+    method, calls = getattr(Exchange, name), itertools.count(1)
+    return mock.patch.object(
+        Exchange, name, lambda *args, **kwargs: fail() if next(calls) == count else method(*args, **kwargs)
+    )
+
+
+def in_loss(model: Any, x: Tensor) -> None:
+    model(x)
+    raise Failure
+
+
+def in_hook(model: Any, x: Tensor) -> None:
+    """The second call's backward has run, the first one's has not."""
+    y = model(x)
+    y.register_hook(fail)
+    model(torch.tanh(y)).square().mean().backward()
+
+
+def in_transport(model: Any, x: Tensor, gather: int, reduction: int) -> None:
+    with failing("all_gather", gather), failing("all_reduce", reduction), failing("reduce_scatter", reduction):
+        model(x).square().mean().backward()
+    raise Failure  # stage 0 gathers nothing
+
+
+def after_failures(side: Side, reduction: int = 3) -> Steps:
+    """A clean step after each failure, and no memory that stays behind.
+
+    The second gather fails, and the reduction of this number: at the third one, two buckets are under way.
+    """
+    model, held = side.models[0], []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    in_gather, in_reduction = (partial(in_transport, gather=2 * (not at), reduction=at) for at in (0, reduction))
+    for step, failure in enumerate((in_loss, in_hook, in_gather, in_reduction)):
+        if side.is_sharded:
+            with pytest.raises(Failure):
+                failure(model, side.rows(batch(50 + step)))
+        loss = step_on(optimizer, model(side.rows(batch(step))).square().mean())
+        held.append(sum(storages().values()))
+        yield side.mean(loss)
+    later = held[1:]  # the first step makes gradients
+    assert not side.is_sharded or max(later) - min(later) <= FEW, held
