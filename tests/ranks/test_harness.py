@@ -47,42 +47,37 @@ def is_alive(pid: int) -> bool:
 # Results
 
 
-Described = tuple[tuple[int, int, str, int, bool], int, int, int | None]
+Described = tuple[tuple[object, ...], int, int]
 
 
 def describe(rank: int, world_size: int, text: str) -> Described:
-    """What each rank should have; its process, its hash of a text, and the threads of the server that forked it."""
-    found = rank, dist.get_world_size(), text, torch.get_num_threads(), "thunder_zero" in sys.modules
-    tasks = Path(f"/proc/{os.getppid()}/task")
-    return found, os.getpid(), hash(text), len(list(tasks.iterdir())) if tasks.exists() else None
+    """What each rank should have; its process, and its hash of a text."""
+    total = torch.tensor(rank + 1.0)
+    dist.all_reduce(total)
+    imported = "thunder_zero" in sys.modules
+    found = rank, dist.get_world_size(), text, torch.get_num_threads(), imported, total.item(), torch.rand(()).item()
+    return found, os.getpid(), hash(text)
 
 
 def check_described(results: list[Described]) -> None:
+    """Ranks share a group, which is new; each call has the same random numbers."""
+    torch.manual_seed(0)
     world_size = len(results)
-    assert [found for found, *_ in results] == [(rank, world_size, "hello", 1, True) for rank in range(world_size)]
-    assert len({os.getpid(), *(pid for _, pid, *_ in results)}) == world_size + 1
+    same = world_size, "hello", 1, True, world_size * (world_size + 1) / 2, torch.rand(()).item()
+    assert [found for found, *_ in results] == [(rank, *same) for rank in range(world_size)]
+    assert len({os.getpid(), *(pid for _, pid, _ in results)}) == world_size + 1
 
 
 @pytest.mark.slow
 def test_results_come_by_rank_from_fresh_interpreters() -> None:
     results = run_ranks(2, describe, "hello")
     check_described(results)
-    assert not any(is_alive(pid) for _, pid, *_ in results)
-    assert "PYTHONHASHSEED" in os.environ or len({hashed for _, _, hashed, _ in results}) == 2
+    assert not any(is_alive(pid) for _, pid, _ in results)
+    assert "PYTHONHASHSEED" in os.environ or len({hashed for *_, hashed in results}) == 2
 
 
-@pytest.mark.skipif(not CAN_FORK, reason="counts the server's threads in /proc")
-def test_the_pool_forks_from_a_server_without_threads(ranks_pool: RanksPool) -> None:
-    results = ranks_pool.run(3, describe, "hello")
-    check_described(results)
-    ((_, threads),) = {(hashed, threads) for _, _, hashed, threads in results}  # they hash alike
-    assert threads == 1
-
-
-def total_random_and_pid(rank: int, world_size: int) -> tuple[float, float, int]:
-    tensor = torch.tensor([float(rank + 1)])
-    dist.all_reduce(tensor)
-    return tensor.item(), torch.rand(()).item(), os.getpid()
+def threads_of_the_server(rank: int, world_size: int) -> int:
+    return len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
 
 
 def leave_group(rank: int, world_size: int) -> None:
@@ -91,11 +86,12 @@ def leave_group(rank: int, world_size: int) -> None:
 
 
 def check_pool(pool: RanksPool, world_size: int) -> None:
-    """Ranks share a group, which is new; each call has the same random numbers."""
-    torch.manual_seed(0)
-    right = world_size * (world_size + 1) / 2, torch.rand(()).item()
-    found = pool.run(world_size, total_random_and_pid)
-    assert found == [(*right, pid) for pid in pool.pids[:world_size]]
+    results = pool.run(world_size, describe, "hello")
+    check_described(results)
+    assert [pid for _, pid, _ in results] == pool.pids[:world_size]
+    if CAN_FORK:
+        assert len({hashed for *_, hashed in results}) == 1, "they hash alike"
+        assert pool.run(1, threads_of_the_server) == [1]
 
 
 def test_the_pool_keeps_its_processes_and_gives_each_call_a_group_and_a_seed(ranks_pool: RanksPool) -> None:
