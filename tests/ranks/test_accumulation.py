@@ -268,15 +268,3 @@ def reach(rank: int, world_size: int) -> None:
 def test_a_gradient_deferred_on_one_rank_is_reduced_by_all(ranks_pool: RanksPool) -> None:
     """DDP has no collective under no_sync, so that ranks may differ there."""
     ranks_pool.run(2, reach)
-
-
-def differ(rank: int, world_size: int) -> None:
-    """Rank 0 evaluates, rank 1 trains: in ZeRO-3 both forwards have the same lines."""
-    model = sharded(nn.Linear(4, 4), tz.Policy(stage=3, gather_last_units_once=False))
-    words = "rank 0 is in the first forward without backward of model", "rank 1 is in the first forward of model"
-    with torch.set_grad_enabled(rank == 1):
-        says(lambda: model(torch.ones(2, 4)), *words)
-
-
-def test_ranks_that_run_different_programs_hear_of_it(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, differ)
