@@ -74,30 +74,31 @@ def test_memory_is_what_is_alive_together() -> None:
     """Shared memory counts once and whole; also what other threads allocate and free."""
     full = torch.zeros(10, 4)
     assert bytes_held([full[:5], full[5:], torch.zeros(3)]) == 10 * 4 * 4 + 3 * 4
-    before = torch.ones(1000)
-
-    def step() -> None:
-        first = before + 1  # 4,000 bytes
-        second = first + 1  # 8,000
-        del first
-        third = second + 1  # 8,000 again
-        del second, third
-
-    assert 8000 <= added_at_peak(step, CPU) < 8100  # and the scalars that torch wraps
+    kept: list[torch.Tensor] = []
 
     def in_a_thread(task: Callable[[], object]) -> None:
         thread = Thread(target=task)
         thread.start()
         thread.join()
 
-    def step_with_threads() -> None:
-        kept = [torch.empty(1000)]
+    def backward() -> None:
+        kept.append(torch.empty(300))  # 1,200 bytes
+        kept.pop(0)
+
+    def with_threads() -> None:
         in_a_thread(kept.clear)
         in_a_thread(lambda: kept.append(torch.empty(500)))
-        second = torch.empty(300)
-        del second
+        torch.empty(100)
 
-    assert added_at_peak(step_with_threads, CPU) == 4000
+    forward, optimizer = lambda: kept.append(torch.empty(1000)), kept.clear
+    parts = {"forward": forward, "backward": backward, "with threads": with_threads, "optimizer": optimizer}
+    assert added_in_parts(parts, CPU) == {
+        "forward": Added(4000, 4000),
+        "backward": Added(1200, 5200),
+        "with threads": Added(2000, 2400),
+        "optimizer": Added(0, 2000),
+    }
+    assert added_at_peak(lambda: torch.empty(1000), CPU) == 4000
 
 
 def test_memory_events_in_order_of_time() -> None:
@@ -114,18 +115,3 @@ def test_memory_events_in_order_of_time() -> None:
         "last": Added(26, 32),
     }
     assert added_by_mark([{"name": MARK + "step", "ts": 1.0}]) == {"step": Added(0, 0)}
-
-
-def test_what_each_part_of_a_step_adds() -> None:
-    kept: list[torch.Tensor] = []
-
-    def backward() -> None:
-        kept.append(torch.empty(300))  # 1,200 bytes
-        kept.pop(0)
-
-    parts = {"forward": lambda: kept.append(torch.empty(1000)), "backward": backward, "optimizer": kept.clear}
-    assert added_in_parts(parts, CPU) == {
-        "forward": Added(4000, 4000),
-        "backward": Added(1200, 5200),
-        "optimizer": Added(0, 1200),
-    }
