@@ -6,7 +6,6 @@ write to what still travels. On the CPU a transport that sends at once would hid
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -22,8 +21,7 @@ from tests.harness.late import GroupedSums, late_wire
 from tests.harness.models import Small, fresh
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
-from thunder_zero.comm import backends, native
-from thunder_zero.schedule.timeline import LAUNCHES
+from thunder_zero.comm import backends
 
 import thunder
 
@@ -96,47 +94,6 @@ def on_late_wire(rank: int, world_size: int, name: str, copies: int) -> None:
 )
 def test_a_late_wire_changes_nothing(ranks_pool: RanksPool, name: str, copies: int) -> None:
     ranks_pool.run(2 * copies, on_late_wire, name, copies)
-
-
-# The NCCL transport as it is: means, on ranks without peers; sums, on gloo
-
-
-OPERATIONS = {"all_gather_single": "gather", "reduce_scatter_single": "reduce", "all_reduce": "reduce"}
-
-
-def on_fake_ranks(rank: int, world_size: int, name: str) -> None:
-    """Rank 1 of 4 without peers: in a step each bucket of the timeline is one launch, and the collective averages."""
-    dist.destroy_process_group()
-    dist.init_process_group("fake", rank=1, world_size=4)
-    launch, launches = native.Grouped._launch, []
-    reduces: set[str] = set()
-
-    def counted(transport: Any, collective: Callable[..., Any], calls: Any) -> Any:
-        launches.append(OPERATIONS[collective.__name__.replace("into_tensor", "single").replace("tensor", "single")])
-        reduces.update(str(call[-1]["op"]) for call in calls if call[-1])
-        return launch(transport, collective, calls)
-
-    try:
-        with mock.patch.dict(backends.BACKENDS, {("cpu", "fake"): native.Grouped}):
-            model = shard(POLICIES[name])
-        for _ in range(2):
-            with mock.patch.object(native.Grouped, "_launch", counted):
-                launches.clear()
-                model(batches(0)[0]).float().square().mean().backward()
-            torch.optim.SGD(model.parameters(), 0.1).step()
-        planned = [op.kind.value for op in tz.traces_of(model).timeline.ops if op.kind in LAUNCHES]
-        assert launches == planned, (launches, planned)
-        assert len(launches) >= 4, launches
-        assert reduces == {"RedOpType.AVG"}, reduces
-        assert all(p.grad is None or p.grad.shape == p.shape for p in model.parameters())
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["0", "3 bfloat16", *deep("1")])
-def test_each_bucket_is_one_launch_on_nccl(ranks_pool: RanksPool, name: str) -> None:
-    ranks_pool.run(1, on_fake_ranks, name)
 
 
 def on_gloo(rank: int, world_size: int, stage: int) -> None:
