@@ -45,14 +45,12 @@ def times(seconds: dict[str, float], bytes_per_second: float = BYTES) -> Times:
 @pytest.mark.parametrize(
     ("times", "in_flight", "rows_of_d", "expected"),
     [
-        (times(SECONDS, math.inf), MiB, 1, ONE_AHEAD),
         (times(SECONDS), MiB, 1, ONE_AHEAD),  # c and d take 1 s, all the time between two waits
         (times(SECONDS, BYTES * 0.99), MiB, 1, TWO_AHEAD),
         (times(SECONDS), MiB, 3, TWO_AHEAD),  # d takes 2 s and leaves at 3 s, with b's wait; c must end by 3 s
         (times(SECONDS), MiB, 5, ALL_AHEAD),  # d takes 3 s and leaves at 2 s, c at 1 s, b at 0 s
         (times({"a.w": 3.0, "b.w": 1.0}), MiB, 1, TWO_AHEAD),  # no time is no compute: d seems to be needed with c
         (times({}), MiB, 1, ALL_AHEAD),
-        (times(SECONDS, 0.001), 12, 1, ALL_AHEAD),
         (times(SECONDS, 0.001), 8, 1, TWO_AHEAD),
         (times(SECONDS, 0.001), 0, 1, NOTHING_AHEAD),
         (None, MiB, 1, ALL_AHEAD),  # the same, with all units in flight that the bytes allow
