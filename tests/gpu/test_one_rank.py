@@ -1,4 +1,4 @@
-"""The NCCL path of one rank on a GPU: a real group of one rank, whose transport launches all collectives.
+"""One rank on a GPU: a real group of one, whose transport launches all collectives, and shards in host memory.
 
 ``--slow`` rehearses on the CPU, over gloo, what needs no stream: so these tests ran before there was a GPU.
 """
@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -180,7 +181,37 @@ def test_a_slow_wire_changes_nothing(stage: int, no_sync: bool, mixed: tz.MixedP
     assert error(found, right) < (1e-2 if mixed else 1e-5)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_collectives_of_nccl_are_launched(stage: int, offload: bool) -> None:
+    """The fake backend stands in for NCCL with two ranks: shapes, dtypes and devices fit; no values come from peers."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        half = tz.MixedPrecision(torch.bfloat16, torch.float32, torch.float32)
+        model = shard(fresh(Gpt), tz.Policy(stage=stage, cpu_offload=offload, mixed_precision=half), "cuda")
+        losses(step_of(model, tokens("cuda")))
+        assert all(p.grad is None or p.grad.shape == p.shape for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
 # Host memory
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_trains_as_on_the_cpu(stage: int, offload: bool) -> None:
+    right = losses(step_of(fresh(Gpt), tokens("cpu")))
+    with communicating():
+        model = shard(fresh(Gpt), tz.Policy(stage=stage, cpu_offload=offload), "cuda")
+    assert error(losses(step_of(model, tokens("cuda"))), right) < 1e-4
+    for param in tz.traces_of(model).plan.params:
+        rows = model.get_parameter(param.path)
+        is_on_host = offload and param.sharded
+        assert rows.device.type == ("cpu" if is_on_host else "cuda")
+        assert rows.is_pinned() == is_on_host
+        assert rows.grad is None or rows.grad.device == rows.device
 
 
 def test_offload_never_has_all_shards_on_the_device(device: str) -> None:

@@ -75,13 +75,11 @@ class Wire:
     """The wire of one process.
 
     Attributes:
-        ran: names of the collectives that have run, in order.
         waiting: messages that were launched and not waited for.
         most: the largest number of them so far.
         poisoned: outputs that were freed and are NaN.
     """
 
-    ran: list[str] = field(default_factory=list)
     waiting: int = 0
     most: int = 0
     poisoned: int = 0
@@ -117,7 +115,6 @@ class Wire:
         self._written = [tensor for tensor in self._written if all(tensor is not other for other in freed)]
         self.poisoned += len(freed)
         self._written.append(message.run())
-        self.ran.append(message.name)
         self.waiting -= 1
 
 
@@ -134,18 +131,24 @@ class Launched:
 
 
 @contextmanager
+def in_place_of_native(
+    launch: Callable[..., Any], queued: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Torch's calls in ``comm/native.py``: ``launch`` is its ``_coalescing_manager``, ``queued`` wraps collectives."""
+    collectives = ((native, "_all_gather_single"), (native, "_reduce_scatter_single"), (dist, "all_reduce"))
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(native, "_coalescing_manager", launch))
+        for owner, name in collectives:
+            stack.enter_context(mock.patch.object(owner, name, queued(getattr(owner, name))))
+        yield
+
+
+@contextmanager
 def late_wire() -> Iterator[Wire]:
     """Models that are sharded inside of the block train through the NCCL transport, on gloo and late."""
     wire = Wire()
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(backends.BACKENDS, dict.fromkeys(PLACES, GroupedSums)))
-        stack.enter_context(mock.patch.object(native, "_coalescing_manager", wire.launch))
-        for owner, name in (
-            (native, "_all_gather_single"),
-            (native, "_reduce_scatter_single"),
-            (dist, "all_reduce"),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, wire.late(getattr(owner, name))))
+    gloo = mock.patch.dict(backends.BACKENDS, dict.fromkeys(PLACES, GroupedSums))
+    with gloo, in_place_of_native(wire.launch, wire.late):
         yield wire
 
 

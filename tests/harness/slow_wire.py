@@ -7,15 +7,13 @@ output is NaN; a wait orders streams, not the host; memory that is freed too ear
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from thunder_zero.comm import native
+from tests.harness.late import in_place_of_native
 
 CYCLES = 20_000_000  # about 10 ms
 
@@ -73,8 +71,5 @@ class SlowWire:
 def slow_wire() -> Iterator[SlowWire]:
     """The NCCL transport of one rank sends through a slow wire inside of the block."""
     wire = SlowWire()
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(native, "_coalescing_manager", wire.launch))
-        for owner, name in ((native, "_all_gather_single"), (native, "_reduce_scatter_single"), (dist, "all_reduce")):
-            stack.enter_context(mock.patch.object(owner, name, wire.slow(getattr(owner, name))))
+    with in_place_of_native(wire.launch, wire.slow):
         yield wire
