@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
+from tests.harness.as_one_process import on_all_ranks
 from tests.harness.errors import raised_as, refused
 from tests.harness.models import Zoo, is_plain
 from tests.harness.ranks import RanksPool
@@ -56,12 +57,6 @@ def norm_of_step(model: Any, x: Tensor = X) -> float:
     model(x).sum().backward()
     optimizer.step()
     return norm(model)
-
-
-def on_all_ranks(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def assert_all_have(value: Any) -> None:

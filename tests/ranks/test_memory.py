@@ -1,12 +1,16 @@
-"""Forecasts of memory beside the allocator's record of a step on two ranks. What is counted as what: tests/one.
+"""On two ranks, forecasts of memory, and budgets of ``tz.fit``, beside the allocator's record of a step.
+
+What is counted as what: ``tests/one/test_memory.py``; what ``tz.fit`` chooses and refuses: ``tests/one/test_fit.py``.
 
 More models and settings: ``examples/bench/memory.py``, whose table is in docs/memory.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import torch
@@ -14,30 +18,23 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from examples.tensor_memory import added_at_peak, bytes_held
+from tests.harness.as_one_process import on_all_ranks
+from tests.harness.errors import raised
 from tests.harness.models import fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep
-from tests.harness.traced import Chain
+from tests.harness.traced import Chain, ResidualBlock
+from thunder_zero.comm.decide import on_rank_0
 
-pytestmark = pytest.mark.slow
-
-WIDTH, ROWS = 192, 48  # of float32: a weight has 147,456 bytes, an activation of the wide layer 147,456
+WIDTH, ROWS = 192, 48  # of float32: a weight has 147,456 bytes, an activation of the wide layer as many
 HALF = tz.MixedPrecision(torch.bfloat16)
+Make = Callable[[], nn.Module]
 
 
-class Net(nn.Module):
+def net(width: int = WIDTH) -> nn.Module:
     """Residual layers with norms and biases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
-        self.up = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(3))
-        self.down = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
-            x = x + down(torch.nn.functional.gelu(up(norm(x))))
-        return x
+    blocks = (ResidualBlock(width, torch.nn.functional.gelu) for _ in range(3))
+    return Chain(*(module for block in blocks for module in (nn.LayerNorm(width), block)))
 
 
 def wide() -> nn.Module:
@@ -50,7 +47,7 @@ def loss_of(y: Tensor) -> Tensor:
 
 
 def forecast_is_what_is_counted(
-    rank: int, world_size: int, make: type[nn.Module], shape: tuple[int, ...], policy: tz.Policy, deferring: bool
+    rank: int, world_size: int, make: Make, shape: tuple[int, ...], policy: tz.Policy, deferring: bool
 ) -> None:
     """The peak of a second step, without the optimizer's; ``deferring``: under no_sync, with gradients held."""
     module, x = fresh(make), torch.randn(shape)
@@ -62,7 +59,7 @@ def forecast_is_what_is_counted(
         assert (-0.06 if policy.mixed_precision else -0.01) < off < 0.01, off
 
 
-def peak_of(model: nn.Module, x: Tensor, *, deferring: bool) -> int:
+def peak_of(model: nn.Module, x: Tensor, *, deferring: bool = False) -> int:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def step() -> None:
@@ -79,19 +76,76 @@ def peak_of(model: nn.Module, x: Tensor, *, deferring: bool) -> int:
         return at_rest + added_at_peak(step, torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "shape", "policy", "deferring"),
     [
         (wide, (128, 512), tz.DDP, False),
-        (Net, (ROWS, WIDTH), tz.ZERO1, False),
-        (Net, (ROWS, WIDTH), tz.ZERO2, True),
-        (Net, (ROWS, WIDTH), tz.ZERO3, False),
-        (Net, (ROWS, WIDTH), replace(tz.ZERO3, mixed_precision=HALF), False),
-        *deep((Net, (ROWS, WIDTH), tz.DDP, False), (Net, (ROWS, WIDTH), tz.ZERO2, False)),
+        (net, (ROWS, WIDTH), tz.ZERO1, False),
+        (net, (ROWS, WIDTH), tz.ZERO2, True),
+        (net, (ROWS, WIDTH), tz.ZERO3, False),
+        (net, (ROWS, WIDTH), replace(tz.ZERO3, mixed_precision=HALF), False),
+        *deep((net, (ROWS, WIDTH), tz.DDP, False), (net, (ROWS, WIDTH), tz.ZERO2, False)),
     ],
     ids=["ddp", "zero1", "zero2-deferring", "zero3", "zero3-bfloat16", "ddp-norms", "zero2"],
 )
 def test_the_forecast_is_what_the_allocator_counts(
-    ranks_pool: RanksPool, make: type[nn.Module], shape: tuple[int, ...], policy: tz.Policy, deferring: bool
+    ranks_pool: RanksPool, make: Make, shape: tuple[int, ...], policy: tz.Policy, deferring: bool
 ) -> None:
     ranks_pool.run(2, forecast_is_what_is_counted, make, shape, policy, deferring)
+
+
+# tz.fit
+
+
+def all_have_rank_0s_policy_which_fits(rank: int, world_size: int) -> None:
+    module, x = fresh(net, 128), torch.randn(128, 128)
+    refusal = raised(lambda: tz.fit(module, (x,), memory_bytes=1000, file=StringIO()))
+    assert refusal.startswith("DoesNotFit: no policy fits into 0.98 KiB"), refusal
+    budget = int(0.85 * tz.memory(tz.trace(module, x, world_size=world_size), loss=loss_of).peak)
+    policy = tz.fit(module, (x,), memory_bytes=budget * (1 + rank), loss=loss_of, file=StringIO())
+    found = on_all_ranks((policy, refusal))
+    assert found == [(policy, refusal)] * world_size, found
+    peak = peak_of(sharded(module, policy), x)
+    assert peak <= budget, (peak, budget)
+
+
+@pytest.mark.slow
+def test_all_ranks_have_rank_0s_policy_which_fits(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, all_have_rank_0s_policy_which_fits)
+
+
+class OfTwo(Exception):
+    """Made from two arguments, of which it tells pickle one."""
+
+    def __init__(self, first: str, second: int) -> None:
+        super().__init__(first)
+        self.second = second
+
+
+def rank_0_goes_on_or_fails(rank: int, world_size: int) -> None:
+    calls: list[int] = []
+
+    def decide(go_on: Callable[[], None]) -> int:
+        for number in range(3):
+            go_on()
+            calls.append(number)
+        return 7
+
+    def fail(go_on: Callable[[], None]) -> int:
+        go_on()
+        raise ValueError("no")
+
+    def fail_with_two(go_on: Callable[[], None]) -> int:
+        raise OfTwo("bad loss", 2)
+
+    assert on_rank_0("the test", decide, every=0.0) == 7
+    assert calls == ([] if rank else [0, 1, 2]), calls
+    assert raised(lambda: on_rank_0("the test", fail, every=0.0)) == "ValueError: no"
+    text = "RuntimeError: rank 0 raised OfTwo: bad loss; see its traceback" if rank else "OfTwo: bad loss"
+    assert raised(lambda: on_rank_0("the test", fail_with_two)) == text
+
+
+def test_the_others_hear_that_rank_0_goes_on_and_what_it_raises(ranks_pool: RanksPool) -> None:
+    """An error that cannot be sent is sent as text."""
+    ranks_pool.run(2, rank_0_goes_on_or_fails)

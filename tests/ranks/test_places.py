@@ -242,10 +242,6 @@ CLIPS = "backward clip backward / backward backward"
             (0, SAVES, "tz.save of N", ""),
             (3, CLIPS, "clip_grad_norm_ of N", "forward number 3 of N"),
         ),
-        *deep(
-            (2, EVALUATES, "forward without backward number 2 of N", "forward number 3 of N"),
-            (3, SKIPS_A_BACKWARD, "", "backward number 3 of N after 3 training forwards"),
-        ),
     ],
 )
 def test_rank_0_does_something_else(ranks_pool: RanksPool, stage: int, actions: str, here: str, there: str) -> None:
