@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import thunder_zero as tz
 from tests.harness.as_one_process import Side, Steps
 from tests.harness.models import Mlp, storages
 from thunder_zero.comm.pairwise import Exchange
@@ -57,6 +59,42 @@ def deferred_steps(side: Side, width: int = WIDTH, lr: float = 0.1, steps: int =
         optimizer.step()
         yield side.joined(y)
         optimizer.zero_grad(set_to_none=False)
+
+
+# Parameters that are left out
+
+SMALL = 4 * 7 * 3  # bytes: the experts' weights are not smaller, their biases and the adapters are
+
+
+class Lora(nn.Module):
+    """A frozen base, trained adapters of rank 2, a router of each rank's own, and two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(5, 7, bias=False).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, 5))
+        self.up = nn.Parameter(torch.randn(7, 2))
+        self.router = nn.Linear(7, 7)
+        self.experts = nn.ModuleList([nn.Linear(7, 3), nn.Linear(7, 3)])
+
+    def forward(self, x: Tensor, expert: int) -> Tensor:
+        x = torch.tanh(self.base(x) + x @ self.down.t() @ self.up.t())
+        out: Tensor = self.experts[expert](torch.tanh(self.router(x)))
+        return out
+
+
+def experts(side: Side) -> Steps:
+    """The router stays as it is: each rank has a gradient of its own for it."""
+    (model,) = side.models
+    trained = [param for name, param in model.named_parameters() if name != "base.weight" and "router" not in name]
+    optimizer = torch.optim.SGD(trained, 0.1, momentum=0.9)
+    for step, expert in enumerate((1, 0, 0)):
+        model.zero_grad()
+        x = torch.randn(18, 5, generator=torch.Generator().manual_seed(step))
+        y = model(side.rows(x), expert)
+        y.square().mean().backward()
+        optimizer.step()
+        yield side.joined(y)
 
 
 # Inference
@@ -143,3 +181,22 @@ def after_failures(side: Side, reduction: int = 3) -> Steps:
         yield side.mean(loss)
     later = held[1:]  # the first step makes gradients
     assert not side.is_sharded or max(later) - min(later) <= FEW, held
+
+
+def skips_what_overflows(model: Any, loss_of: Callable[[bool], Tensor]) -> None:
+    """Of three steps under torch's own gradient scaler the second overflows somewhere: no rank steps, all halve the
+    scale, and training goes on."""
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=16.0)
+    scales, weights = [], []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(step == 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        weights.append(tz.full_state_dict(model))
+    assert scales == [16.0, 8.0, 8.0], scales
+    for name, first in weights[0].items():
+        assert torch.equal(first, weights[1][name]), (name, "skipped")
+        assert not torch.equal(first, weights[2][name]), (name, "goes on")
+        assert weights[2][name].isfinite().all()

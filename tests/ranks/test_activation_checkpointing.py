@@ -15,6 +15,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
+from tests.harness.as_one_process import Side, Steps, trains_as_one_process
+from tests.harness.loops import step_on
 from tests.harness.models import (
     LENGTH,
     WIDTH,
@@ -76,8 +78,8 @@ class Own(nn.Module):
         return x
 
 
-def batch(rank: int) -> Tensor:
-    return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(rank))
+def batch(rows: int = 2) -> Tensor:
+    return torch.randn(rows, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 def collectives(traces: tz.Traces) -> Counter[tuple[str, bool]]:
@@ -98,7 +100,7 @@ def activations(traces: tz.Traces) -> set[str]:
 def test_collectives_are_those_without_checkpointing(policy: tz.Policy) -> None:
     for kind in (Net, Own):
         plain, checked = (
-            tz.trace(fresh(kind, is_checked), batch(0), policy=policy, world_size=2) for is_checked in (False, True)
+            tz.trace(fresh(kind, is_checked), batch(), policy=policy, world_size=2) for is_checked in (False, True)
         )
         assert collectives(checked) == collectives(plain)
         assert len(activations(checked)) < len(activations(plain)), "they are computed again"
@@ -115,24 +117,22 @@ def test_collectives_are_those_without_checkpointing(policy: tz.Policy) -> None:
             assert gathered_bytes(checked.forward_timeline)[-1] == 0
 
 
-def train(model: Any, xs: list[Tensor]) -> None:
+def train(side: Side) -> Steps:
+    (model,) = side.models
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
     for _ in range(STEPS):
-        optimizer.zero_grad()
-        for x in xs:
-            (model(x).square().mean() / len(xs)).backward()
-        optimizer.step()
+        y = model(side.rows(batch(4)))
+        step_on(optimizer, y.square().mean())
+        yield side.joined(y)
 
 
 def checkpointed(rank: int, world_size: int, policy: tz.Policy) -> None:
     """Training equals one process without checkpoints, and sends what the timeline says."""
-    model, right = sharded(fresh(Net, True), policy), fresh(Net, False)
-    train(model, [batch(rank)])
-    train(right, [batch(of) for of in range(world_size)])
-    assert_close(tz.full_state_dict(model), dict(right.state_dict()), rtol=1e-5, atol=1e-5)
-    model(batch(rank)).sum().backward()  # refreshes ZeRO-1's rows
+    model = sharded(fresh(Net, True), policy)
+    trains_as_one_process([(model, fresh(Net, False))], train)
+    model(batch()).sum().backward()  # refreshes ZeRO-1's rows
     with count_sends() as sent:
-        model(batch(rank)).square().mean().backward()
+        model(batch()).square().mean().backward()
     timeline = tz.traces_of(model).timeline
     ops = [op for op in timeline.ops if policy.stage != 1 or op.backward]
     assert sum(sent) == sum(map(timeline.bytes_sent, ops)), sum(sent)
@@ -147,7 +147,7 @@ def in_modes(rank: int, world_size: int) -> None:
     found = {}
     for mode in RECOMPUTE:
         model = sharded(fresh(Net, False), replace(NOTHING_KEPT, recompute=mode))
-        train(model, [batch(rank)])
+        list(train(Side([model], rank, world_size)))
         gathers = [op for op in tz.traces_of(model).timeline.ops if op.kind is Kind.GATHER]
         found[mode] = sum(len(op.params) for op in gathers), tz.full_state_dict(model)
     plain, right = found.pop("none")

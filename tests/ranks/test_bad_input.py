@@ -191,6 +191,8 @@ class Odd(Zoo):
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         super().__init__()
+        self.scalar = nn.Parameter(torch.randn(()))  # Zoo's is the same for all seeds
+        self.register_buffer("count", torch.tensor(seed))
         self.register_buffer("flags", torch.rand(5) > 0.5)
         self.register_buffer("short", torch.full((3,), seed, dtype=torch.int16))
         self.register_buffer("wave", torch.randn(2, dtype=torch.complex64))

@@ -23,7 +23,20 @@ from torch.testing import assert_close
 import thunder_zero as tz
 from tests.harness.as_one_process import Side, Steps, trains_as_one_process
 from tests.harness.errors import raised
-from tests.harness.loops import ROWS, WIDTH, Statistics, after_failures, batch, interrupted, sgd, two_steps
+from tests.harness.loops import (
+    ROWS,
+    SMALL,
+    WIDTH,
+    Lora,
+    Statistics,
+    after_failures,
+    batch,
+    experts,
+    interrupted,
+    sgd,
+    skips_what_overflows,
+    two_steps,
+)
 from tests.harness.models import Halves, count_sends, fresh, sharded
 from tests.harness.ranks import RanksPool
 
@@ -91,22 +104,13 @@ def guards_an_accumulation(rank: int, world_size: int) -> None:
     assert "the gradients that no_sync deferred are dropped" in said, said
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.second = nn.Linear(WIDTH, 7), nn.LayerNorm(7), nn.Linear(7, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.second(self.norm(self.first(x)))
-        return y
-
-
 def mixes_precision(rank: int, world_size: int) -> None:
     """The numbers, dtypes and bytes of ``thunder.jit``."""
-    half = tz.MixedPrecision(torch.bfloat16, torch.float32, torch.float64, overrides={"norm": tz.MixedPrecision()})
+    half = tz.MixedPrecision(torch.bfloat16, torch.float32, torch.float64, overrides={"1": tz.MixedPrecision()})
+    plain = nn.Sequential(nn.Linear(WIDTH, 7), nn.LayerNorm(7), nn.Linear(7, WIDTH))
     found = []
     for front_end in (tz.compile, sharded):
-        model: Any = front_end(fresh(Normed), tz.Policy(mixed_precision=half))
+        model: Any = front_end(deepcopy(plain), tz.Policy(mixed_precision=half))
         with count_sends() as sent:
             output = model(batch()[rank::world_size])
             output.square().mean().backward()
@@ -115,51 +119,19 @@ def mixes_precision(rank: int, world_size: int) -> None:
     assert_close(*found, rtol=0, atol=0)
 
 
-class Adapted(nn.Module):
-    """A frozen base, an adapter that is too small to shard, a router of each rank's own, and two experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.adapter = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Parameter(torch.randn(WIDTH))
-        self.router = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-
-    def forward(self, x: Tensor, expert: int) -> Tensor:
-        y: Tensor = self.experts[expert](self.router(torch.tanh(self.base(x) * self.adapter)))
-        return y
-
-
 def leaves_parameters_out(rank: int, world_size: int) -> None:
     """A backward that does not reach an expert gives it no gradient; ranks have their own of an ignored router."""
-    model, one = pair(Adapted, tz.Policy(3, ignored=("router",), replicate_below_bytes=4 * WIDTH + 1))
-    assert len(model.get_parameter("adapter")) == len(model.get_parameter("router.bias")) == WIDTH
-
-    def both_experts(side: Side) -> Steps:
-        for expert in range(2):
-            y = side.models[0](side.rows(batch(expert)), expert)
-            y.square().mean().backward()
-            yield side.joined(y)
-
-    trains_as_one_process([(model, one)], both_experts)
+    model, one = pair(Lora, tz.Policy(3, ignored=("router",), replicate_below_bytes=SMALL))
+    assert len(model.get_parameter("up")) == len(model.get_parameter("router.bias")) == 7
+    trains_as_one_process([(model, one)], experts)
 
 
 def skips_a_step_that_overflows(rank: int, world_size: int) -> None:
-    """Gradients of the second step are infinite on the last rank alone; no rank steps."""
+    """Gradients of the second step are infinite on the last rank alone."""
     half = tz.MixedPrecision(torch.float16, output_dtype=torch.float32)
     model, _ = pair(Halves, tz.Policy(mixed_precision=half))
-    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=16.0)
-    weights, scales = [], []
-    for step in range(3):
-        optimizer.zero_grad()
-        overflows = step == 1 and rank == world_size - 1
-        scaler.scale(model(batch()).sum() * (1e5 if overflows else 1)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        weights.append(tz.full_state_dict(model)["a.weight"])
-        scales.append(scaler.get_scale())
-    assert scales == [16.0, 8.0, 8.0], scales
-    assert torch.equal(weights[0], weights[1]), "skipped"
-    assert not torch.equal(weights[1], weights[2]), "goes on"
+    last = rank == world_size - 1
+    skips_what_overflows(model, lambda overflows: model(batch()).sum() * (1e5 if overflows and last else 1))
 
 
 # Before, between and after the steps

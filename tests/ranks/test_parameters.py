@@ -7,17 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.as_one_process import (
-    Side,
-    Steps,
     assert_near,
     assert_same_parameters,
     same_state,
     trains_as_one_process,
 )
+from tests.harness.loops import SMALL, Lora, experts
 from tests.harness.models import ZOO_WITHOUT_GRAD, Zoo, count_sends, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
@@ -70,39 +68,7 @@ def test_every_kind_of_parameter(ranks_pool: RanksPool, name: str) -> None:
 # Parameters that are left out
 
 
-class Lora(nn.Module):
-    """A frozen base, trained adapters of rank 2, a router of each rank's own, and two experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(5, 7, bias=False).requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(2, 5))
-        self.up = nn.Parameter(torch.randn(7, 2))
-        self.router = nn.Linear(7, 7)
-        self.experts = nn.ModuleList([nn.Linear(7, 3), nn.Linear(7, 3)])
-
-    def forward(self, x: Tensor, expert: int) -> Tensor:
-        x = torch.tanh(self.base(x) + x @ self.down.t() @ self.up.t())
-        out: Tensor = self.experts[expert](torch.tanh(self.router(x)))
-        return out
-
-
-SMALL = 4 * 7 * 3  # bytes: the experts' weights are not smaller, their biases and the adapters are
 LARGE = {"base.weight", "experts.0.weight", "experts.1.weight"}
-
-
-def experts(side: Side) -> Steps:
-    """The router stays as it is: each rank has a gradient of its own for it."""
-    (model,) = side.models
-    trained = [param for name, param in model.named_parameters() if name != "base.weight" and "router" not in name]
-    optimizer = torch.optim.SGD(trained, 0.1, momentum=0.9)
-    for step, expert in enumerate((1, 0, 0)):
-        model.zero_grad()
-        x = torch.randn(18, 5, generator=torch.Generator().manual_seed(step))
-        y = model(side.rows(x), expert)
-        y.square().mean().backward()
-        optimizer.step()
-        yield side.joined(y)
 
 
 def leave_out(rank: int, world_size: int, stage: int) -> None:

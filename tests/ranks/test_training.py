@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
 import thunder_zero as tz
 from examples.tensor_memory import added_at_peak
@@ -62,7 +60,6 @@ def language(side: Side, optimizer_of: Callable[[Any], torch.optim.Optimizer], s
 
 SGD: Loop = partial(language, optimizer_of=partial(sgd, lr=0.02))
 ADAMW: Loop = partial(language, optimizer_of=adamw)
-TWENTY: Loop = partial(language, optimizer_of=adamw, steps=20)
 
 
 # Loops in which a forward is not followed by its own backward
@@ -100,46 +97,21 @@ def teacher_and_student(side: Side) -> Steps:
         yield side.joined(target)
 
 
-def self_distillation(side: Side) -> Steps:
-    """One model three times in one loss; the third time without a graph."""
-    model = side.models[0]
-    optimizer = sgd(model, 0.3)
-    for step in range(2):
-        x = side.rows(batch(step))
-        once, twice = model(x), model(x + 0.1)
-        with torch.no_grad():
-            target = model(x - 0.1)
-        loss = (once - twice).square().mean() + (twice - target - 0.3).square().mean()
-        yield side.mean(step_on(optimizer, loss))
-
-
 def pending(side: Side) -> Steps:
-    """Three forwards, then their backwards in another order; in between, both models are called without a graph."""
+    """Three forwards, then backwards of the second, and of the others in one loss; in between, both models are called
+    without a graph."""
     model, other = side.models
     losses = [model(side.rows(batch(step))).square().mean() for step in range(3)]
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             model(side.rows(batch(8)))
             other(side.rows(batch(9)))
-    for at in (1, 0, 2):
-        losses[at].backward()
+    losses[1].backward()
+    (losses[0] + losses[2]).backward()
     yield side.mean(torch.stack(losses))
 
 
 # Batches that ranks do not share evenly
-
-
-def sampled(side: Side, drop: bool) -> Steps:
-    """Batches of a DistributedSampler: of 11 samples, it repeats or drops one, so that two ranks have as many."""
-    model, samples = side.models[0], batch(0, 11)
-    optimizer, ranks = sgd(model), dist.get_world_size()
-    of_ranks = []
-    for rank in range(ranks):
-        sampler: Any = DistributedSampler(TensorDataset(samples), ranks, rank, shuffle=False, drop_last=drop)
-        of_ranks.append([x for (x,) in DataLoader(TensorDataset(samples), 2, sampler=sampler)])
-    for parts in zip(*of_ranks, strict=True):
-        x = parts[side.rank] if side.is_sharded else torch.cat(parts)
-        yield side.mean(step_on(optimizer, model(x).square().mean()))
 
 
 def weighted(side: Side) -> Steps:
@@ -214,10 +186,7 @@ def inputs_alone(side: Side) -> Steps:
 # The table
 
 Kinds = tuple[Callable[[], nn.Module], ...]
-PAIR_LOOPS: tuple[Loop, ...] = (
-    *(gan, teacher_and_student, self_distillation, pending),
-    *(partial(sampled, drop=False), partial(sampled, drop=True), weighted, after_failures),
-)
+PAIR_LOOPS: tuple[Loop, ...] = (*(gan, teacher_and_student, pending, weighted, after_failures),)
 PAIR: Kinds = (partial(Mlp, WIDTH, 3),) * 2
 
 
@@ -234,7 +203,6 @@ CASES = [  # ranks, models, the loops that train them, and stages
     (3, (Heads,), (head_left_out,), (3,)),
     *slow(
         (3, (Gpt,), (SGD, ADAMW), (0, 1, 3)),
-        (3, (Gpt,), (TWENTY,), (3,)),
         (1, (Gpt,), (SGD, ADAMW), (0, 3)),
         (2, PAIR, PAIR_LOOPS, (0, 1)),
         (2, (Statistics,), (few_programs,), (3,)),

@@ -7,24 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 import thunder_zero as tz
 from tests.harness.as_one_process import assert_near
 from tests.harness.errors import says
-from tests.harness.models import sharded
+from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
-
-
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
 
 
 def change(rank: int, world_size: int) -> None:
     """After each way to change weights, the model computes as a plain one with its full weights."""
     x = torch.randn(2, 5)
-    plain = build()
+    plain = fresh(Mlp, 5, 2)
     model = sharded(plain, 1)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
 
@@ -39,7 +33,7 @@ def change(rank: int, world_size: int) -> None:
     compare("updated in place")
     model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
     compare("loaded shards")
-    model.load_original_state_dict(build().state_dict())
+    model.load_original_state_dict(fresh(Mlp, 5, 2).state_dict())
     compare("loaded a plain state dict")
     model(x).sum().backward()
     if rank == 0:  # as a scaler would that found an Inf on the others
@@ -52,10 +46,13 @@ def change(rank: int, world_size: int) -> None:
             write(param)
         model.zero_grad()
         compare(how)
-    weight = model.get_parameter("0.weight")
+    weight = model.get_parameter("layers.0.weight")
     weight.data.mul_(2)
     for _ in range(2):  # it does not forget
-        says(lambda: model(x), "'0.weight' was written to in a way that PyTorch does not see (.data, numpy, a kernel)")
+        says(
+            lambda: model(x),
+            "'layers.0.weight' was written to in a way that PyTorch does not see (.data, numpy, a kernel)",
+        )
     with torch.no_grad():
         weight.mul_(2)
     compare("seen again")
