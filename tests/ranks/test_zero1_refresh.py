@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 import thunder_zero as tz
-from tests.harness.as_one_process import assert_near
+from tests.harness.as_one_process import assert_near, digest, on_all_ranks
 from tests.harness.errors import says
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 
 
 def change(rank: int, world_size: int) -> None:
-    """After each way to change weights, the model computes as a plain one with its full weights."""
+    """After each way to change weights, the model computes as a plain one with its full weights, and all ranks alike."""
     x = torch.randn(2, 5)
     plain = fresh(Mlp, 5, 2)
     model = sharded(plain, 1)
@@ -24,7 +24,9 @@ def change(rank: int, world_size: int) -> None:
 
     def compare(how: str) -> None:
         plain.load_state_dict(tz.full_state_dict(model))
-        assert_near(model(x).detach(), plain(x).detach(), how)
+        y = model(x).detach()
+        assert_near(y, plain(x).detach(), how)
+        assert len(set(on_all_ranks(digest([y])))) == 1, f"{how}: ranks have other bits"
 
     with torch.no_grad():
         model(x)
