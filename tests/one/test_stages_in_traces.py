@@ -31,6 +31,7 @@ from tests.harness.models import (
     saved,
 )
 from tests.harness.tiers import slow
+from tests.harness.traced import traced
 from thunder_zero.schedule.timeline import Kind, gathered_bytes
 
 from thunder.core import prims
@@ -38,8 +39,6 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
-from thunder.executors.torch_compile import torch_compile_ex
-from thunder.extend import add_default_executor, remove_default_executor
 
 WORLD_SIZE = 3  # no row count of the models is divisible by it
 TEXTBOOK = replace(tz.ZERO3, gather_last_units_once=False, prefetch=1)
@@ -97,34 +96,31 @@ def test_zero3_saves_shards_only(kind: type[nn.Module], policy: tz.Policy, autoc
 
 
 @pytest.mark.parametrize(
-    ("policy", "autocast"),
-    [(tz.DDP, False), (tz.ZERO2, False), (TEXTBOOK, False), (TEXTBOOK, True), *slow((tz.ZERO1, False))],
+    ("kind", "policy", "autocast"),
+    [
+        (Gpt, TEXTBOOK, False),
+        *((Patterns, policy, False) for policy in (tz.DDP, tz.ZERO2, TEXTBOOK)),
+        (Patterns, TEXTBOOK, True),
+        *slow((Patterns, tz.ZERO1, False), (Gpt, tz.DDP, False)),
+    ],
 )
-def test_backward_gathers_what_it_needs(policy: tz.Policy, autocast: bool) -> None:
-    """DDP gathers nothing, and reduces with other collectives."""
-    result = traces(Patterns, policy, autocast)
-    once = {param.path for param in result.plan.params}
-    forward = {"zero_all_gather": once} if policy.stage else {}
-    backward = {"zero_reduce_scatter" if policy.stage else "zero_all_reduce": once}
-    if policy.stage == 3:
-        backward["zero_all_gather"] = PATTERNS_AGAIN
-    for trace, expected in ((result.forward, forward), (result.backward, backward)):
-        assert Counter(collectives(trace)) == Counter((name, path) for name in expected for path in expected[name])
-
-
-@pytest.mark.parametrize("policy", [TEXTBOOK, *slow(tz.DDP)])
-def test_each_trained_parameter_is_reduced_once(policy: tz.Policy) -> None:
-    """Tied ones under their first name; frozen, unused and empty ones not at all; a 0-dim one by an all-reduce."""
-    result = traces(Gpt, policy)
-    trained = {param.path for param in result.plan.params} - {"frozen", "unused", "empty"}
-    assert "head.weight" not in trained
-    whole = trained if policy.stage == 0 else {"scale"}
-    reductions = [each for each in collectives(result.backward) if each[0] != "zero_all_gather"]
-    assert Counter(reductions) == Counter(
+def test_backward_gathers_what_it_needs(kind: type[nn.Module], policy: tz.Policy, autocast: bool) -> None:
+    """And reduces each trained parameter once: tied ones under their first name; frozen, unused and empty ones not at
+    all; a 0-dim one whole. DDP gathers nothing, and reduces all of them whole."""
+    result = traces(kind, policy, autocast)  # type: ignore[arg-type]
+    read = {param.path for param in result.plan.params} - {"unused", "empty"}
+    trained = read - {"frozen"}
+    assert "head.weight" not in read
+    gathered = read - {"scale"} if policy.stage else ()
+    assert Counter(collectives(result.forward)) == Counter(("zero_all_gather", path) for path in gathered)
+    backward = collectives(result.backward)
+    whole = {"scale"} if policy.stage else trained
+    assert Counter(each for each in backward if each[0] != "zero_all_gather") == Counter(
         ("zero_all_reduce" if path in whole else "zero_reduce_scatter", path) for path in trained
     )
-    gathered = [path for _, path in collectives(result.forward)]
-    assert Counter(gathered) == Counter(trained - {"scale"} | {"frozen"} if policy.stage else ())
+    if kind is Patterns:
+        again = [path for name, path in backward if name == "zero_all_gather"]
+        assert Counter(again) == Counter(PATTERNS_AGAIN if policy.stage == 3 else ())
 
 
 @pytest.mark.parametrize(
@@ -141,15 +137,11 @@ def test_gathered_parameters_are_freed_after_their_last_use(policy: tz.Policy, a
     assert forward == {}
     assert result.backward is not None
     shards = names(result.backward.args) | saved(result.forward)
-    again = {name for bsym in result.backward.bound_symbols for name in gathered_by(bsym)}
+    waits = filter(is_wait, result.backward.bound_symbols)
+    again = {name for bsym in waits for name in names(bsym.flat_proxy_outs) if name.endswith("_again")}  # no gradients
     assert again.isdisjoint(shards)
     assert deleted_late(result.backward.bound_symbols, again | crossing) == {}
     assert gathered_bytes(result.timeline)[-1] == 0
-
-
-def gathered_by(bsym: BoundSymbol) -> set[str]:
-    """The gathered parameters that a wait in backward gives: not the gradients, which are returned."""
-    return {name for name in names(bsym.flat_proxy_outs) if name.endswith("_again")} if is_wait(bsym) else set()
 
 
 def is_wait(bsym: BoundSymbol) -> bool:
@@ -175,43 +167,34 @@ def test_gathers_are_spread_over_forward(prefetch: int) -> None:
     result = traces(Patterns, replace(TEXTBOOK, prefetch=prefetch))
     for trace in (result.forward, result.backward):
         assert trace is not None
-        launched = ended = 0
+        handles: set[str] = set()
+        ended = 0
         computes_between: list[int] = [0]
         for bsym in trace.bound_symbols:
             if bsym.sym.name.startswith("zero_all_gather"):
-                launched += 1
-                assert launched - ended <= max(1, prefetch)
+                handles.add(bsym.output.name)
+                assert len(handles) - ended <= max(1, prefetch)
                 computes_between.append(0)
-            elif is_wait(bsym) and bsym.args[0].name in gather_handles(trace):
+            elif is_wait(bsym) and bsym.args[0].name in handles:
                 ended += 1
             elif not bsym.sym.name.startswith("zero_") and bsym.sym.id is not prims.PrimIDs.DEL:
                 computes_between[-1] += 1
-        assert launched == ended > prefetch + 1
-        assert sum(count > 0 for count in computes_between[1:]) > launched // 2
-
-
-def gather_handles(trace: TraceCtx) -> set[str]:
-    return {bsym.output.name for bsym in trace.bound_symbols if bsym.sym.name.startswith("zero_all_gather")}
-
-
-@pytest.fixture
-def torch_compile() -> Iterator[None]:
-    """``tz.trace`` takes Thunder's default executors."""
-    add_default_executor(torch_compile_ex)
-    yield
-    remove_default_executor(torch_compile_ex)
+        assert len(handles) == ended > prefetch + 1
+        assert sum(count > 0 for count in computes_between[1:]) > ended // 2
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("torch_compile")
 def test_after_fusion_backward_gathers_no_bias_of_a_unit_that_is_gathered_once() -> None:
     """The fuser recomputes the norm in backward from its bias too, which would otherwise be gathered for it alone."""
-    embedding, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-    model = nn.Sequential(embedding, *(Block() for _ in range(4)), nn.LayerNorm(WIDTH), head)
+
+    def model() -> nn.Module:
+        embedding, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        return nn.Sequential(embedding, *(Block() for _ in range(4)), nn.LayerNorm(WIDTH), head)
+
     policy = replace(tz.ZERO3, prefetch=1, recompute="none")  # otherwise there is nothing left for the fuser
-    result = tz.trace(model, TOKENS, policy=policy, world_size=WORLD_SIZE)
+    result = traced(model, tuple(TOKENS.shape), policy, world_size=WORLD_SIZE, fused=True, dtype=torch.long)
     assert sum(bsym.sym.is_fusion for bsym in result.forward.bound_symbols) == 6  # embedding, blocks, head
-    last = {name for name, _ in model.named_parameters() if name.startswith(("4", "5", "6"))}
+    last = {param.path for param in result.plan.params if param.path.startswith(("4", "5", "6"))}
     assert set(result.plan.gathered_once) == last
     weights = [tuple(f"{block}.{part}.weight" for part in ("down", "up", "key", "norm")) for block in (3, 2, 1)]
     assert [paths for name, paths in launches(result.backward) if name == "zero_all_gather"] == weights
