@@ -16,7 +16,7 @@ from tests.harness.ranks import RanksPool
 
 
 def change(rank: int, world_size: int) -> None:
-    """After each way to change weights, the model computes as a plain one with its full weights, and all ranks alike."""
+    """After each way to change weights, all ranks compute as a plain model with the full weights, and the same bits."""
     x = torch.randn(2, 5)
     plain = fresh(Mlp, 5, 2)
     model = sharded(plain, 1)
