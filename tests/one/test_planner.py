@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.errors import refused
-from tests.harness.traced import Chain, traced
+from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.cli import main
 from thunder_zero.forecast.kinds import Holds
 from thunder_zero.planner.advise import best_of
@@ -35,34 +35,14 @@ BLOCKS, ROOM = 7, 80 << 30
 SHAPE = (2, 3)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down.forward(torch.relu(self.up.forward(self.norm.forward(x))))
-
-
-class Model(nn.Module):
+def model(blocks: int = BLOCKS) -> nn.Module:
     """An embedding larger than a block, blocks, and a head."""
-
-    def __init__(self, blocks: int = BLOCKS) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(41, 6)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(6, 41)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding.forward(tokens)
-        for block in self.blocks:
-            x = block.forward(x)
-        return self.head.forward(x)
+    return Chain(nn.Embedding(99, 6), Chain(*(ResidualBlock(6, torch.relu) for _ in range(blocks))), nn.Linear(6, 99))
 
 
 def subject(blocks: int = BLOCKS) -> Subject:
     with torch.device("meta"):
-        return of_module(Model(blocks), torch.empty(SHAPE, dtype=torch.long), loss=cross_entropy)
+        return of_module(model(blocks), torch.empty(SHAPE, dtype=torch.long), loss=cross_entropy)
 
 
 @cache
@@ -79,7 +59,7 @@ CASES = [(0, "none", Mesh(1, 2)), (1, "cheap", Mesh(1, 4)), (2, "units", Mesh(1,
 def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(stage: int, recompute: str, mesh: Mesh) -> None:
     choice = Choice(stage, recompute)
     on = {"world_size": mesh.shards, "replicas": mesh.replicas, "dtype": torch.long}
-    traces = traced(Model, SHAPE, programs().policy(choice), **on)
+    traces = traced(model, SHAPE, programs().policy(choice), **on)
     found, fused = (programs().evaluate(choice, mesh, H100, fused=fused) for fused in (False, True))
     assert found.traced < BLOCKS
     exact = tz.estimate(traces, H100)
@@ -122,7 +102,7 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_fig
     # A step has the traffic of the loss and of AdamW.
     ddp = found.rows[0]
     assert ddp.optimizer_seconds == pytest.approx(7 * 4 * found.parameters / 3.35e12)
-    assert ddp.loss_seconds * 3.35e12 > 32 * 6 * 41  # bytes of each logit: casts, softmax and gradients
+    assert ddp.loss_seconds * 3.35e12 > 32 * 6 * 99  # bytes of each logit: casts, softmax and gradients
     parts = ddp.compute_seconds + ddp.exposed_seconds + ddp.loss_seconds + ddp.optimizer_seconds
     assert ddp.seconds == pytest.approx(parts)
     # What does not fit as it is computes again.
@@ -282,7 +262,7 @@ def test_the_list_of_blocks_is_as_it_was() -> None:
     one = subject()
     before = dict(one.module.named_modules())
     with one.with_blocks(3) as module:
-        assert len(list(module.get_submodule("blocks").children())) == 3
+        assert len(list(module.get_submodule("1").children())) == 3
     assert dict(one.module.named_modules()) == before
 
 
