@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import fields, replace
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.errors import raised
 from tests.harness.tiers import slow
+from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero import Kind, Op, Policy, Traces
 from thunder_zero.comm.transport import Alone
 from thunder_zero.plan import make_plan
@@ -71,20 +71,6 @@ def train(model: Any, steps: int = 2) -> list[Tensor]:
     return [*losses, *(param.detach() for param in model.parameters())]
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(("way", "stage"), [(NAME, 3), ("zero", 1), *slow(("transform", 2), ("plugin", 1), (NAME, 2))])
-def test_the_ways_in_are_the_same(way: str, stage: int) -> None:
-    torch.manual_seed(0)
-    module = Net()
-    copy = deepcopy(module)
-    model = compiled(copy, f"zero{stage}") if way == NAME else WAYS[way](copy, stage)
-    assert isinstance(model, tz.ZeroModule)
-    for ours, theirs in zip(train(model), train(deepcopy(module)), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert tz.traces_of(model).plan.policy == Policy(stage=stage)
-    assert tz.full_state_dict(model).keys() == module.state_dict().keys()
-
-
 def fill(module: nn.Module) -> None:
     """What reset_parameters does not write: the buffer."""
     if isinstance(module, Net):
@@ -92,18 +78,26 @@ def fill(module: nn.Module) -> None:
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("way", WAYS)
-def test_all_ways_in_take_a_module_on_the_meta_device(way: str) -> None:
+@pytest.mark.parametrize(("way", "stage"), [(NAME, 3), ("zero", 1), *slow(("transform", 2), ("plugin", 1), (NAME, 2))])
+def test_the_ways_in_are_the_same(way: str, stage: int) -> None:
+    """Also of a module on the meta device."""
     torch.manual_seed(0)
     module = Net()
     fill(module)
-    arguments: tuple[dict[str, Any], ...] = {"weights": module.state_dict()}, {"init": fill}
-    for each in arguments:
-        torch.manual_seed(0)
+    if way == NAME:
+        model = compiled(deepcopy(module), f"zero{stage}")
+    else:
         with torch.device("meta"):
-            meta = Net()
-        values = tz.full_state_dict(WAYS[way](meta, **each))
+            filled, given = Net(), Net()
+        torch.manual_seed(0)
+        values = tz.full_state_dict(WAYS[way](filled, stage, init=fill))
         assert [name for name, value in module.state_dict().items() if not torch.equal(value, values[name])] == []
+        model = WAYS[way](given, stage, weights=module.state_dict())
+    assert isinstance(model, tz.ZeroModule)
+    for ours, theirs in zip(train(model), train(deepcopy(module)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert tz.traces_of(model).plan.policy == Policy(stage=stage)
+    assert tz.full_state_dict(model).keys() == module.state_dict().keys()
 
 
 @pytest.mark.usefixtures("group")
@@ -121,13 +115,6 @@ def test_the_policy_that_is_meant(way: str) -> None:
         ((replace(tz.ZERO2, bucket_bytes=8),), {}, Policy(2, bucket_bytes=8)),
     ]:
         assert sharded_model(WAYS[way](Net(), *args, **kwargs)).state.plan.policy == policy  # type: ignore[arg-type]
-
-
-def test_the_ready_made_policies() -> None:
-    assert [policy.stage for policy in (tz.DDP, tz.ZERO1, tz.ZERO2, tz.ZERO3)] == [0, 1, 2, 3]
-    assert Policy(stage=2) == tz.ZERO2
-    with pytest.raises(ValueError, match="bucket_bytes is -1"):
-        replace(tz.ZERO2, bucket_bytes=-1)
 
 
 @pytest.mark.usefixtures("group")
@@ -150,27 +137,17 @@ def test_one_recipe_and_one_plugin_for_two_modules() -> None:
 # Every field of the policy: what it changes, in traces of rank 0 of 4 or in its plan.
 
 
-class Wide(nn.Module):
-    """Two units; backward reads both factors of each product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(7, 7) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            h = layer.forward(x)
-            x = x + h.exp() * h
-        return x
+def wide() -> nn.Module:
+    """Two units of two linear layers; backward reads both factors of the product between them."""
+    return Chain(*(ResidualBlock(7, lambda h: h.exp() * h) for _ in range(2)))
 
 
-@cache
-def traced(policy: Policy, kind: type[nn.Module] = Net) -> Traces:
-    return tz.trace(kind(), X, policy=policy, world_size=4)
+def traces(policy: Policy, make: Callable[[], nn.Module] = Net) -> Traces:
+    return traced(make, (2, 7), policy, world_size=4)
 
 
 def launches(policy: Policy, kind: Kind, backward: bool = False) -> list[Op]:
-    return [op for op in traced(policy).timeline.ops if op.kind is kind and op.backward is backward]
+    return [op for op in traces(policy).timeline.ops if op.kind is kind and op.backward is backward]
 
 
 def gathers(policy: Policy) -> list[tuple[str, ...]]:
@@ -184,7 +161,7 @@ def regathers(policy: Policy) -> list[tuple[str, ...]]:
 
 def gathered_and_reduced(policy: Policy) -> tuple[int, int, bool, bool]:
     """How many gathers forward and backward launch; whether some gradient is reduced whole, whether one in rows."""
-    backward = str(traced(policy).backward)
+    backward = str(traces(policy).backward)
     whole, rows = ("zero_all_reduce" in backward, "zero_reduce_scatter" in backward)
     return len(gathers(policy)), len(regathers(policy)), whole, rows
 
@@ -202,7 +179,7 @@ def sharded(policy: Policy) -> set[str]:
 def most_ahead(policy: Policy) -> int:
     """The most gathers that are under way while a line of forward computes."""
     flying, most = 0, 0
-    for op in traced(policy).forward_timeline.ops:
+    for op in traces(policy).forward_timeline.ops:
         flying += (op.kind is Kind.GATHER) - (op.kind is Kind.WAIT)
         if op.kind is Kind.COMPUTE:
             most = max(most, flying)
@@ -212,12 +189,12 @@ def most_ahead(policy: Policy) -> int:
 def bytes_of_layer_1(policy: Policy) -> list[int]:
     """What rank 0, which owns two of seven rows of weight and bias, sends to gather and to reduce them."""
     ops = launches(policy, Kind.GATHER), launches(policy, Kind.REDUCE, backward=True)
-    return [sum(traced(policy).timeline.bytes_sent(op) for op in each if "layers.1.bias" in op.params) for each in ops]
+    return [sum(traces(policy).timeline.bytes_sent(op) for op in each if "layers.1.bias" in op.params) for each in ops]
 
 
 def computed_again(policy: Policy) -> list[int]:
     """How many exp and how many linear layers backward computes."""
-    trace = traced(policy, Wide).backward
+    trace = traces(policy, wide).backward
     assert trace is not None
     names = [line.sym.name for line in trace.bound_symbols]
     return [names.count(name) for name in ("exp", "linear")]
@@ -225,7 +202,7 @@ def computed_again(policy: Policy) -> list[int]:
 
 def checked(policy: Policy) -> set[str]:
     """The parameters whose gradients backward checks."""
-    text = "\n".join(line for line in str(traced(policy).backward).splitlines() if "zero_check_finite" in line)
+    text = "\n".join(line for line in str(traces(policy).backward).splitlines() if "zero_check_finite" in line)
     return {path for path in PATHS if f'"{path}"' in text}
 
 
@@ -275,12 +252,12 @@ SEEN: dict[str, tuple[Policy, Callable[[Policy], Any], list[tuple[Any, Any]]]] =
     "gather_last_units_once": (tz.ZERO3, regathers, [(True, []), (False, AGAIN)]),
     # Nothing; or all but linear layers; or all but the last layer.
     "recompute": (tz.ZERO3, computed_again, [("none", [0, 0]), ("cheap", [2, 0]), ("units", [2, 1])]),
-    # The second of two units is computed again, from what the first linear layer gives: the border is there.
-    "recompute_units": (replace(tz.ZERO3, recompute="none"), computed_again, [((), [0, 0]), (("layers.1",), [2, 1])]),
+    # The second of two units is computed again, but for its last layer.
+    "recompute_units": (replace(tz.ZERO3, recompute="none"), computed_again, [((), [0, 0]), (("1",), [1, 1])]),
     "keep_units": (TEXTBOOK, regathers, [((), AGAIN), (("layers.1",), AGAIN[:2])]),
     "cpu_offload": (
         TEXTBOOK,
-        lambda policy: "zero_land" in str(traced(policy).backward),
+        lambda policy: "zero_land" in str(traces(policy).backward),
         [(False, False), (True, True)],
     ),
     "check_gradients": (TEXTBOOK, checked, [(False, set()), (True, PATHS)]),
