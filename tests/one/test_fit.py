@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from itertools import product
@@ -30,23 +31,18 @@ WIDTH, ROWS, BLOCKS = 64, 64, 3
 PLENTY = 1 << 30
 ASKED = tz.Policy(prefetch=1)  # keeps the last of three units
 ROUNDING = 1e-12  # costs are sums of floats
-UNITS = tuple(f"blocks.{number}" for number in range(BLOCKS))
+UNITS = tuple(f"0.{number}" for number in range(BLOCKS))
 SHORT, LONG = (ROWS, WIDTH), (8 * ROWS, WIDTH)  # with the long input, activations weigh more than parameters
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = Chain(*(ResidualBlock(WIDTH) for _ in range(BLOCKS)))
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head.forward(self.blocks.forward(x))
+def net() -> nn.Module:
+    """Three units and a head."""
+    return Chain(Chain(*(ResidualBlock(WIDTH) for _ in range(BLOCKS))), nn.Linear(WIDTH, 8))
 
 
-def net() -> Net:
+def on_meta(make: Callable[[], nn.Module] = net) -> nn.Module:
     with torch.device("meta"):
-        return Net()
+        return make()
 
 
 def sgd(params: object) -> torch.optim.Optimizer:
@@ -54,12 +50,12 @@ def sgd(params: object) -> torch.optim.Optimizer:
 
 
 def peak(policy: tz.Policy, shape: tuple[int, ...] = SHORT) -> int:
-    return tz.memory(traced(Net, shape, policy), optimizer=torch.optim.SGD).peak
+    return tz.memory(traced(net, shape, policy), optimizer=torch.optim.SGD).peak
 
 
 def fit(memory_bytes: int, shape: tuple[int, ...] = SHORT, file: StringIO | None = None, **how: Any) -> tz.Policy:
     how = {"world_size": 2, "optimizer": sgd, "file": file or StringIO(), **how}
-    return tz.fit(net(), (torch.empty(shape),), memory_bytes=memory_bytes, **how)
+    return tz.fit(on_meta(), (torch.empty(shape),), memory_bytes=memory_bytes, **how)
 
 
 @pytest.mark.slow
@@ -111,21 +107,18 @@ def test_a_refusal_has_the_least_and_what_computing_units_again_is_good_for() ->
     assert peak(fit(least, LONG), LONG) <= least
 
 
-class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down.forward(nn.functional.gelu(self.up.forward(self.norm.forward(x))))
-
-
 def even() -> nn.Module:
-    return Chain(*(Block(2 * WIDTH) for _ in range(3)))
+    return Chain(*(ResidualBlock(WIDTH, nn.functional.gelu) for _ in range(3)))
+
+
+class Uneven(ResidualBlock):
+    def __init__(self, hidden: int) -> None:
+        super().__init__(WIDTH, nn.functional.gelu)
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
 
 
 def uneven() -> nn.Module:
-    return Chain(*map(Block, (64, 512, 128, 256)))
+    return Chain(*map(Uneven, (64, 512, 128, 256)))
 
 
 @pytest.mark.slow
@@ -137,10 +130,8 @@ def test_a_refusal_speaks_of_what_there_is() -> None:
     batch = sum(at.get(kind, 0) for kind in (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.WORKSPACE, Holds.LOSS))
     assert at[Holds.INPUT] == 4 * 8 * ROWS * WIDTH
     assert cheap.peak < found.peak
-    with torch.device("meta"):
-        module, x = even(), torch.empty(LONG)
     with pytest.raises(tz.DoesNotFit) as caught:
-        tz.fit(module, x, memory_bytes=1000, world_size=2, policy=asked)
+        tz.fit(on_meta(even), torch.empty(LONG), memory_bytes=1000, world_size=2, policy=asked)
     text = str(caught.value)
     assert "unit" not in text
     assert f"half the batch (about {size(batch // 2)} less)" in text
@@ -155,9 +146,8 @@ def test_the_least_is_compiled_before_a_refusal() -> None:
         return tz.memory(traced(uneven, LONG, policy), loss=mean_square).peak
 
     most = peak(tz.Policy(bucket_bytes=0, in_flight_bytes=0, recompute_units=("0", "1", "2", "3")))
-    with torch.device("meta"):
-        module, x = uneven(), torch.empty(LONG)
-    assert peak(tz.fit(module, x, memory_bytes=most, world_size=2, loss=mean_square, file=StringIO())) <= most
+    how: dict[str, Any] = {"memory_bytes": most, "world_size": 2, "loss": mean_square, "file": StringIO()}
+    assert peak(tz.fit(on_meta(uneven), torch.empty(LONG), **how)) <= most
 
 
 def mean_square(y: Tensor) -> Tensor:
@@ -188,9 +178,9 @@ def test_prices_decide() -> None:
 def test_one_interpretation_gives_the_traces_of_each_policy(fused: bool) -> None:
     other = tz.Policy(keep_units=UNITS[1:], recompute_units=UNITS[:2])
     executors = [torch_compile_ex] if fused else None
-    interpreted = Interpreted(net(), (torch.empty(SHORT),), {}, tz.ZERO3, (2, 0, 1), executors=executors)
+    interpreted = Interpreted(on_meta(), (torch.empty(SHORT),), {}, tz.ZERO3, (2, 0, 1), executors=executors)
     for policy in (tz.ZERO3, other, tz.Policy(bucket_bytes=0, in_flight_bytes=0), tz.ZERO3):
-        found, expected = interpreted.under(policy), traced(Net, SHORT, policy, fused=fused)
+        found, expected = interpreted.under(policy), traced(net, SHORT, policy, fused=fused)
         assert found.timeline == expected.timeline
         for half in ("forward", "backward", "epilogue"):
             assert str(getattr(found, half)) == str(getattr(expected, half))
@@ -208,7 +198,7 @@ class OneSize(Search):
 @pytest.mark.slow
 @pytest.mark.parametrize("asked", [tz.ZERO3, tz.Policy(bucket_bytes=0, in_flight_bytes=0)], ids=["buckets", "none"])
 def test_the_search_is_no_worse_than_all_choices(asked: tz.Policy) -> None:
-    lifted = traced(Net, SHORT).lifted
+    lifted = traced(net, SHORT).lifted
     assert lifted is not None
     search = OneSize(replace(lifted, plan=replace(lifted.plan, policy=asked)), asked)
     (sizes,) = search.sizes
@@ -228,7 +218,7 @@ def test_the_search_is_no_worse_than_all_choices(asked: tz.Policy) -> None:
 
 
 def test_the_trade_counts_units_that_the_schedule_chose() -> None:
-    lifted = traced(Net, SHORT, ASKED).lifted
+    lifted = traced(net, SHORT, ASKED).lifted
     assert lifted is not None
     assert Candidate(lifted, ASKED).kept == set(UNITS[2:])  # none is named
     assert Candidate(lifted, replace(ASKED, keep_units=UNITS[:1])).kept == {UNITS[0], UNITS[2]}
@@ -248,7 +238,7 @@ def test_itemsizes_are_torchs() -> None:
 def test_it_refuses() -> None:
     def fit(module: Any = None, x: Any = None, **how: Any) -> None:
         x = torch.empty(SHORT) if x is None else x
-        tz.fit(net() if module is None else module, x, **{"memory_bytes": PLENTY, "world_size": 2, **how})
+        tz.fit(on_meta() if module is None else module, x, **{"memory_bytes": PLENTY, "world_size": 2, **how})
 
     rows: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
         (lambda: fit(memory_bytes=0), ValueError, ("memory_bytes is 0", "give a number of bytes")),
@@ -259,7 +249,7 @@ def test_it_refuses() -> None:
         (lambda: tz.Prices(flops_per_byte=0), ValueError, ("flops_per_byte is 0", "give a number above 0")),
         (lambda: tz.Prices(flops_per_byte="x"), ValueError, ("flops_per_byte is 'x'", "give a number above 0")),  # type: ignore[arg-type]
         (lambda: tz.Prices(launch_bytes=-1), ValueError, ("launch_bytes is -1", "0 or more")),
-        (lambda: fit(policy=tz.Policy(keep_units=("blocks.9",))), ValueError, ("'blocks.9'", "no unit", "'blocks.0'")),
+        (lambda: fit(policy=tz.Policy(keep_units=("0.9",))), ValueError, ("'0.9'", "no unit", "'0.0'")),
     ]
     for call, kind, words in rows:
         with refused(kind, *words):
