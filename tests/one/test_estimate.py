@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import thunder_zero as tz
 from tests.harness.errors import refused
+from tests.harness.operators import Attends
 from tests.harness.traced import Chain, traced
 from thunder_zero.schedule.timeline import Work
 
@@ -26,27 +24,9 @@ import thunder
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs/cost-model.md"
 BATCH, LENGTH, HEADS, HEAD = 2, 5, 2, 4
-WIDTH = HEADS * HEAD
 NONE = tz.Policy(0, recompute="none")
 H100 = tz.DEVICES["h100"]
-
-
-class Attends(nn.Module):
-    """A convolution, attention and an MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(3, WIDTH, 3, padding=1)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv.forward(x).transpose(1, 2)
-        query, key, value = self.qkv.forward(y).view(BATCH, LENGTH, 3 * HEADS, HEAD).transpose(1, 2).chunk(3, 1)
-        y = y + F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
-        return y + self.down.forward(F.gelu(self.up.forward(y)))
 
 
 def convolves() -> nn.Module:
@@ -158,19 +138,6 @@ def test_a_step_by_arithmetic() -> None:
     assert estimate.mfu == pytest.approx(5 * product / estimate.seconds)
 
 
-def test_work_done_again_is_no_work_of_the_model() -> None:
-    def units() -> nn.Module:
-        return Chain(*(Chain(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)))
-
-    policy = tz.Policy(3, recompute="none", unit_of=lambda module: ("0", "1"))
-    plain, again = (
-        tz.estimate(traced(units, (3, 8), replace(policy, recompute=recompute)), H100)
-        for recompute in ("none", "units")
-    )
-    assert again.model_seconds == plain.model_seconds
-    assert again.flops - plain.flops == 2 * 3 * 8 * 8  # the first product of the first unit
-
-
 def test_what_is_no_trace_or_no_device_is_refused() -> None:
     traces = traced(narrow, (3, 4), NONE)
     rows: list[tuple[Any, Any, type[Exception], tuple[str, ...]]] = [
@@ -181,12 +148,6 @@ def test_what_is_no_trace_or_no_device_is_refused() -> None:
     for of, device, kind, words in rows:
         with refused(kind, *words):
             tz.estimate(of, device)
-
-
-def test_the_program_of_the_page_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
-    program, output = re.findall(r"```(?:python)?\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)[:2]
-    exec(compile(program, str(PAGE), "exec"), {"__name__": "page"})
-    assert capsys.readouterr().out == output
 
 
 def test_the_loss_and_the_optimizer_are_counted_operator_by_operator() -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,7 +15,7 @@ import thunder_zero as tz
 from examples.bench.attention import measured
 from examples.bench.model import Size, make_model
 from tests.harness.models import fresh, saved, sharded
-from tests.harness.operators import FLASH, FLASH_BACKWARD, OF_INPUT, OF_WEIGHT, names_of_lines
+from tests.harness.operators import FLASH, FLASH_BACKWARD, OF_INPUT, OF_WEIGHT, Attends, names_of_lines
 from tests.harness.tiers import deep, slow
 from tests.harness.traced import traced
 from thunder_zero.schedule.timeline import Kind, Work
@@ -28,31 +27,11 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 from thunder.executors.torch_compile import torch_compile_ex
 
-WIDTH, LENGTH = 8, 17
+LENGTH = 17
 X = torch.randn(2, 3, LENGTH, generator=torch.Generator().manual_seed(2))
 
 
-class Net(nn.Module):
-    """Convolutions around attention and an MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv1d(3, WIDTH, 3, padding=1)
-        self.qkv, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.last = nn.ConvTranspose1d(WIDTH, WIDTH, 3, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.attend(self.first.forward(x).transpose(1, 2))
-        x = F.softmax(self.down.forward(F.gelu(self.up.forward(self.norm.forward(x)))), -1)
-        return self.last.forward(x.transpose(1, 2))
-
-    def attend(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv.forward(x).chunk(3, -1))
-        return x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-
-
-class Checked(Net):
+class Checked(Attends):
     """Computes its attention again in backward."""
 
     def attend(self, x: Tensor) -> Tensor:
@@ -78,7 +57,7 @@ def squares(trace: TraceCtx | None) -> set[str]:
 
 @pytest.mark.parametrize("stage", [3, *slow(1)])
 def test_a_sharded_model_gets_eagers_gradients(stage: int, group: ProcessGroup) -> None:
-    plain = fresh(Net)
+    plain = fresh(Attends)
     plain.last.weight.requires_grad_(stage == 3)
     model = sharded(plain, stage)
     assert_eagers_gradients(model, plain)
@@ -106,7 +85,7 @@ def test_a_checkpointed_part_computes_its_attention_again(fused: bool, group: Pr
 @pytest.mark.slow
 def test_no_fuser_takes_attention_and_convolutions_into_its_regions() -> None:
     """It gets the parts of activations and norms."""
-    traces = traced(Net, tuple(X.shape), fused=True)
+    traces = traced(Attends, tuple(X.shape), fused=True)
     assert any(line.sym.is_fusion for line in traces.forward.bound_symbols)
     assert names_of_lines(traces.forward) == [FLASH]
     assert names_of_lines(traces.backward) == [OF_INPUT, OF_WEIGHT, FLASH_BACKWARD, OF_WEIGHT]
@@ -116,7 +95,7 @@ def test_no_fuser_takes_attention_and_convolutions_into_its_regions() -> None:
 def test_in_bfloat16_and_without_flash_attention() -> None:
     half = tz.MixedPrecision(torch.bfloat16)
     policy = replace(tz.ZERO3, mixed_precision=half, gather_last_units_once=False)
-    traces = traced(Net, tuple(X.shape), policy)
+    traces = traced(Attends, tuple(X.shape), policy)
     assert names_of_lines(traces.forward) == FORWARD
     assert not squares(traces.forward) | squares(traces.backward)
     lines = [line for trace in (traces.forward, traces.backward) if trace for line in trace.bound_symbols]
@@ -126,7 +105,7 @@ def test_in_bfloat16_and_without_flash_attention() -> None:
     assert "last.weight" in again
     assert "first.weight" not in again  # its gradient reads its shape alone
     with sdpa_kernel(SDPBackend.MATH):
-        decomposed = tz.trace(Net(), X, world_size=2).forward
+        decomposed = tz.trace(Attends(), X, world_size=2).forward
     assert FLASH not in names_of_lines(decomposed)
     assert squares(decomposed) & saved(decomposed)
 
@@ -134,7 +113,7 @@ def test_in_bfloat16_and_without_flash_attention() -> None:
 @pytest.mark.slow
 def test_forward_alone_and_deferred_gradients_use_the_same_lines(group: ProcessGroup) -> None:
     """Recipe and transform bring each executor once."""
-    model = thunder.compile(Net(), plugins=[tz.Zero(stage=3)], recipe=tz.Recipe())
+    model = thunder.compile(Attends(), plugins=[tz.Zero(stage=3)], recipe=tz.Recipe())
     with torch.no_grad():
         model(X)
     alone = tz.traces_of(model)
