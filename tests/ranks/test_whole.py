@@ -14,11 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_zero as tz
+from tests.harness.as_one_process import on_all_ranks
 from tests.harness.errors import says
 from tests.harness.models import Mlp, Small, count_sends, error, fresh, sharded, storages
 from tests.harness.ranks import RanksPool
@@ -145,52 +145,35 @@ def test_training_is_that_of_one_process(ranks_pool: RanksPool, stage: int) -> N
 # Steps by hand: what is sent and kept
 
 
-def everyones(value: Any, world_size: int) -> list[Any]:
-    found: list[Any] = [None] * world_size
-    dist.all_gather_object(found, value)
-    return found
-
-
 def numel_of_states(optimizer: Any) -> int:
     values = [value for state in optimizer.state.values() for value in state.values()]
     return sum(value.numel() for value in values if isinstance(value, Tensor) and value.numel() > 1)
 
 
 def sent_and_kept(rank: int, world_size: int) -> None:
-    for stage in range(4):
-        plain = fresh(Small)
+    for stage, ways in enumerate(([1, 1], [2, 3], [3, 3], [3, 3])):  # in the first step, and in the second
+        plain = fresh(Mlp)
         model = sharded(plain, tz.Policy(stage=stage, bucket_bytes=200))
         whole, ordinary = tz.whole(optim.Adafactor, model.parameters()), optim.Adafactor(plain.parameters())
-        grads = gradients(plain, 0)
-        del grads["unused"]
         sent = []
-        for _ in range(2):
+        for _ in ways:
             with count_sends() as messages:
-                step_both(model, plain, (whole, ordinary), grads)
+                step_both(model, plain, (whole, ordinary), gradients(plain, 0))
             sent.append(sum(messages))
-        owned = [(member.param.path, member.owner) for member in whole.members]
-        assert everyones(owned, world_size) == [owned] * world_size, (stage, owned)
-        whole_bytes = {of.param.path: prod(of.param.shape) * of.param.dtype.itemsize for of in whole.members}
-        replicated = [of.param.path for of in whole.members if not of.param.sharded and of.param.path != "unused"]
-        copied = sum((world_size - 1) * whole_bytes[path] for path in replicated)
-        lacking = {
-            of.param.path: whole_bytes[of.param.path]
-            - layout.owned_numel(of.param.shape, world_size, of.owner) * of.param.dtype.itemsize
-            for of in whole.members
-            if of.param.sharded
-        }
-        unused = lacking.pop("unused", 0)  # its owner's optimizer is made with its values
-        one_way = sum(lacking.values())
-        first = 2 * one_way if stage == 1 else 3 * one_way + unused
-        totals = [sum(counts) for counts in zip(*everyones(sent, world_size), strict=True)]
-        assert totals == [first + copied, 3 * one_way + copied], (stage, totals, one_way, copied, unused)
-        kept = everyones(numel_of_states(whole), world_size)
+        owners = [(of.param.shape, of.owner) for of in whole.members]
+        assert on_all_ranks(owners) == [owners] * world_size, (stage, owners)
+        of_owners = sum(layout.owned_numel(shape, world_size, owner) for shape, owner in owners)
+        numel = sum(prod(shape) for shape, _ in owners)
+        one_way = 4 * (numel - of_owners if stage else (world_size - 1) * numel)
+        totals = [sum(counts) for counts in zip(*on_all_ranks(sent), strict=True)]
+        assert totals == [count * one_way for count in ways], (stage, totals, one_way)
+        kept = on_all_ranks(numel_of_states(whole))
         assert sum(kept) == numel_of_states(ordinary) > max(kept), (stage, kept)
 
 
 def test_a_step_sends_what_owners_lack_and_states_are_kept_once(ranks_pool: RanksPool) -> None:
     """Gradient and parameter go to the owner, the parameter comes back; in ZeRO-1 the owner has the parameter that a
-    forward has gathered, so not in a second step in a row; of a replicated one only the way back has messages."""
+    forward has gathered, so not in a second step in a row; in ZeRO-0 only the way back has messages."""
     ranks_pool.run(3, sent_and_kept)
 
 
@@ -255,12 +238,15 @@ POLICIES = {
     "cast and resident": tz.Policy(stage=1, mixed_precision=tz.MixedPrecision(HALF)),
     "offload": tz.Policy(stage=2, cpu_offload=True),
     "some replicated": tz.Policy(stage=3, replicate_below_bytes=100),
+    "two copies": tz.Policy(stage=3),
 }
 
 
 @pytest.mark.filterwarnings("ignore:cpu_offload")
 def odd_steps(rank: int, world_size: int, name: str) -> None:
-    assert_steps(sharded(fresh(Odd), POLICIES[name]), fresh(Odd), optim.Adafactor, lr=0.01)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if name == "two copies" else None
+    model = thunder.jit(fresh(Odd), transforms=[tz.ZeroTransform(POLICIES[name], mesh=mesh)])
+    assert_steps(model, fresh(Odd), optim.Adafactor, lr=0.01)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +255,7 @@ def odd_steps(rank: int, world_size: int, name: str) -> None:
         (3, "stage 1"),
         (3, "stage 3"),
         *slow((3, "stage 0"), (1, "stage 2"), (4, "mixed precision"), (2, "cast and resident")),
-        *slow((3, "offload"), (4, "some replicated")),
+        *slow((3, "offload"), (4, "some replicated"), (4, "two copies")),
     ],
 )
 @pytest.mark.filterwarnings("ignore:cpu_offload")
@@ -297,26 +283,16 @@ def test_steps_from_odd_beginnings(ranks_pool: RanksPool) -> None:
     ranks_pool.run(3, odd_beginnings)
 
 
-def of_copies(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for stage in (0, 3):
-        model = thunder.jit(fresh(Mlp), transforms=[tz.ZeroTransform(stage=stage, mesh=mesh)])
-        assert_steps(model, fresh(Mlp), optim.Adafactor)
-
-
-@pytest.mark.slow
-def test_copies_of_a_model_step_alike(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(4, of_copies)
-
-
 # Steps by hand: optimizers of all kinds
 
 
 class Script(Changes):
-    """As those of many scripts: keeps values from when it was made, counts in its groups, has lists in its states, and
-    asks for marks and names of parameters."""
+    """As those of many scripts: takes groups of certain keys only, steps parameters without a gradient, too, keeps
+    values from when it was made, counts in its groups, has lists in its states, and asks for marks and names."""
 
     def __init__(self, params: Any, lr: float = 0.1, power: float = 1.0) -> None:
+        for group in params:
+            assert group.keys() - {"param_names"} <= {"params", "lr", "power", "count"}, group.keys()
         super().__init__(params, lr, power=power, count=0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -327,7 +303,9 @@ class Script(Changes):
     def change(self, group: dict[str, Any], params: list[Any]) -> None:
         group["count"] += 1
         for param, name in zip(group["params"], group["param_names"], strict=True):
-            if param.grad is not None and "1.bias" not in name:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            if "1.bias" not in name:
                 state = self.state[param]
                 state["past"].append(param.grad.norm())
                 pull = param.grad / (1 + sum(state["past"])) + param - state["anchor"]
@@ -335,10 +313,11 @@ class Script(Changes):
 
 
 def script_steps(model: Any, plain: nn.Module) -> Any:
-    """Parameters without a gradient in the first step; torch asks for states before it; a group that comes later; marks
-    and options that change."""
+    """Parameters without a gradient; torch asks for states before the first step; a group that comes later; marks and
+    options that change, and a scheduler, which adds some."""
     names = [name for name, _ in plain.named_parameters()]
     owners: list[int] = []
+    schedulers: dict[Any, Any] = {}
 
     def groups(of: nn.Module) -> list[dict[str, Any]]:
         pairs = list(of.named_parameters())
@@ -355,10 +334,12 @@ def script_steps(model: Any, plain: nn.Module) -> Any:
             optimizer.param_groups[0]["lr"] = 0.5
             optimizer.add_param_group({"params": list(of.named_parameters())[4:], "power": 0.5})
             param.twice = True
-        elif step == 2:
-            del param.twice
+            schedulers[optimizer] = optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+        elif step > 1:
+            vars(param).pop("twice", None)
+            schedulers[optimizer].step()
 
-    missing = {0: names[:1], 1: names[4:5]}
+    missing = {0: names[:1], 1: names[4:5], 2: (names[1], names[4])}
     whole, ordinary = assert_steps(model, plain, Script, groups, steps=4, missing=missing, before=change, power=2.0)
     for group, right in zip(whole.param_groups, ordinary.param_groups, strict=True):
         assert {**group, "params": 0} == {**right, "params": 0}, (group, right)
@@ -387,45 +368,6 @@ def assert_own_states(whole: Any, rank: int, world_size: int) -> None:
         assert sum(f"layers.{at}.weight" in line for line in lines) == 1, lines
 
 
-class Strict(optim.Optimizer):
-    """As the Muon of many scripts: takes groups of certain keys only, and steps parameters without a gradient, too."""
-
-    def __init__(self, groups: Any) -> None:
-        for group in groups:
-            group["lr"] = group.get("lr", 0.1)
-            assert group.keys() - {"param_names"} == {"params", "lr", "matrices"}
-        super().__init__(groups, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                past = self.state[param].setdefault("past", torch.zeros_like(param))
-                past.lerp_(param.grad, 0.5)
-                param.mul_(1 - 0.1 * group["lr"])
-                param -= group["lr"] * past / (1 + past.norm() if group["matrices"] else 1)
-
-
-def strict_steps(policy: tz.Policy) -> None:
-    """A scheduler adds to the groups; one parameter has no gradient in the first step, others in the third."""
-    schedulers: dict[Any, Any] = {}
-
-    def schedule(step: int, optimizer: Any, of: nn.Module) -> None:
-        if step:
-            schedulers[optimizer].step()
-        else:
-            schedulers[optimizer] = optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
-
-    def groups(of: nn.Module) -> list[dict[str, Any]]:
-        others = [param for param in of.parameters() if param.ndim != 2]
-        return [{"params": matrices(of), "matrices": True}, {"params": others, "matrices": False}]
-
-    missing = {0: ("layers.1.weight",), 2: ("layers.0.bias", "layers.2.weight")}
-    assert_steps(sharded(fresh(Mlp), policy), fresh(Mlp), Strict, groups, steps=4, missing=missing, before=schedule)
-
-
 def odd_optimizers(rank: int, world_size: int, stage: int) -> None:
     policy = tz.Policy(stage=stage, bucket_bytes=100)
     plain, other = fresh(Mlp), fresh(Mlp)
@@ -433,7 +375,6 @@ def odd_optimizers(rank: int, world_size: int, stage: int) -> None:
         module.layers[0].weight.twice = True
     whole = script_steps(thunder.jit(other, transforms=[tz.ZeroTransform(policy)]), plain)
     assert_own_states(whole, rank, world_size)
-    strict_steps(policy)
     assert_steps(sharded(fresh(Mlp), policy), fresh(Mlp), CoupledIfAsked, lr=0.1)  # counts in place, in each bucket
 
 
