@@ -51,7 +51,7 @@ class Changes(optim.Optimizer):
 class CoupledIfAsked(Changes):
     """Divides by a norm of all gradients if an option says so; counts steps in a tensor, in place."""
 
-    def __init__(self, params: Any, lr: float) -> None:
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr, norm=0.0, count=torch.zeros(()))
 
     def change(self, group: dict[str, Any], params: list[Any]) -> None:
