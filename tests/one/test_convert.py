@@ -81,12 +81,17 @@ def test_an_index_its_folder_or_a_folder_with_one_file_is_read(runs: Path, tmp_p
         assert_same(torch.load(tz.consolidate(runs / "again", tmp_path / "one.pt")[0]), weights())
 
 
-def test_floats_are_cast(tmp_path: Path, command: Command) -> None:
-    save_file(weights(), tmp_path / "in.safetensors")
+def test_floats_are_cast_and_tensors_aligned(runs: Path, tmp_path: Path, command: Command) -> None:
     assert command("shard", tmp_path / "in.safetensors", tmp_path / "start", "--ranks", 2, "--dtype", "float32")[0] == 0
     (one,) = tz.consolidate(tmp_path / "start", tmp_path / "one.safetensors")
     right = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights().items()}
     assert_same(load_file(one), right)
+    (wide,) = tz.consolidate(runs / "start", tmp_path / "wide.safetensors")
+    content = wide.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    for name, tensor in weights().items():
+        assert (8 + length + header[name]["data_offsets"][0]) % tensor.itemsize == 0, name
     save_file(right, tmp_path / "right.safetensors")
     tz.shard_safetensors(tmp_path / "right.safetensors", tmp_path / "right", ranks=2)
     assert data_bytes(tmp_path / "start") == data_bytes(tmp_path / "right")  # readers cast, so their values say nothing
@@ -127,18 +132,6 @@ def test_latest_stays_where_training_goes_on(runs: Path, tmp_path: Path) -> None
 
 
 # To files
-
-
-def test_tensors_are_aligned_in_safetensors_files(runs: Path, tmp_path: Path) -> None:
-    (one,) = tz.consolidate(runs / "start", tmp_path / "one.safetensors")
-    content = one.read_bytes()
-    (length,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + length])
-    header.pop("__metadata__")
-    assert header.keys() == weights().keys()
-    for name, tensor in weights().items():
-        assert (8 + length + header[name]["data_offsets"][0]) % tensor.itemsize == 0, name
-    assert_same(load_file(one), weights())
 
 
 def test_files_are_cut_in_linear_time() -> None:
@@ -188,13 +181,14 @@ def test_damage_is_shown(runs: Path, command: Command) -> None:
     assert command("inspect", runs / "start")[0] == 0
     damaged = f"thunder-zero: {runs / 'start'} is damaged: {file.name}"
     changed = f"{damaged} was changed: its SHA-256 differs; use another checkpoint\n"
-    assert command("inspect", runs / "start", "--verify") == (1, "", changed)
+    consolidate = ("consolidate", runs / "start", runs / "m.safetensors")
+    for arguments in (("inspect", runs / "start", "--verify"), consolidate):
+        assert command(*arguments) == (1, "", changed)
     file.write_bytes(content[:-1])
     code, _, err = command("inspect", runs / "start")
     assert code == 1
     assert f"is damaged: {file.name} has {len(content) - 1:,} bytes, it was saved with {len(content):,}; " in err
     file.unlink()
-    consolidate = ("consolidate", runs / "start", runs / "m.safetensors")
     for arguments in (("inspect", runs / "start"), consolidate):
         assert command(*arguments) == (1, "", f"{damaged} is missing; use another checkpoint\n")
     code, _, err = command(*consolidate, "--no-verify")
@@ -225,23 +219,19 @@ def test_what_another_tool_wrote_is_shown(tmp_path: Path, command: Command, stat
         assert_same(load_file(tmp_path / "m.safetensors"), weights())
 
 
-def test_several_files_by_command(runs: Path, command: Command) -> None:
+def test_files_are_printed_to_stdout_and_bars_to_stderr(
+    runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, out, err = command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", 130)
     names = [f"m-0000{number}-of-00002.safetensors" for number in (1, 2)] + ["m.safetensors.index.json"]
     assert (code, err) == (0, "")
     assert out.splitlines() == [f"{runs / name}  {(runs / name).stat().st_size:,} B" for name in names]
     none = "thunder-zero: max_file_bytes is 0; pass 1 or more, and a name that ends in .safetensors\n"
     assert command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", 0) == (1, "", none)
-
-
-def test_bars_are_on_stderr_and_come_to_their_ends(
-    runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as if it was a terminal
     _, out, err = command("consolidate", runs / "start", runs / "m.pt")
     assert out == f"{runs / 'm.pt'}  {(runs / 'm.pt').stat().st_size:,} B\n"
-    assert last(err, "verify start") == "100%"
-    assert last(err, "write m.pt") == "100%"
+    assert (last(err, "verify start"), last(err, "write m.pt")) == ("100%", "100%")
     _, out, err = command("shard", runs.parent / "in.safetensors", runs / "again", "--ranks", 2)
     assert out == f"{runs / 'again'}\n"
     assert last(err, "write again") == "100%"
