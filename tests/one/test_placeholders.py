@@ -221,7 +221,7 @@ def test_what_may_be_done_with_the_plain_module() -> None:
     plain.requires_grad_(True).train()
     for _ in range(2):
         found, expected = model(X), eager(X)
-        assert torch.allclose(found, expected)
+        torch.testing.assert_close(found, expected)
         found.sum().backward()
         assert torch.equal(plain.offset, eager.offset)
         assert plain.offset is model.get_buffer("offset")
