@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import fields, replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,6 @@ from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero import Kind, Op, Policy, Traces
 from thunder_zero.comm.transport import Alone
 from thunder_zero.plan import make_plan
-from thunder_zero.runtime import registry
 from thunder_zero.runtime.sharded_model import sharded_model
 
 import thunder
@@ -150,13 +149,12 @@ def launches(policy: Policy, kind: Kind, backward: bool = False) -> list[Op]:
     return [op for op in traces(policy).timeline.ops if op.kind is kind and op.backward is backward]
 
 
-def gathers(policy: Policy) -> list[tuple[str, ...]]:
-    """The parameters of each gather of forward."""
-    return [op.params for op in launches(policy, Kind.GATHER)]
+def gathers(policy: Policy, backward: bool = False) -> list[tuple[str, ...]]:
+    """The parameters of each gather of a half."""
+    return [op.params for op in launches(policy, Kind.GATHER, backward)]
 
 
-def regathers(policy: Policy) -> list[tuple[str, ...]]:
-    return [op.params for op in launches(policy, Kind.GATHER, backward=True)]
+regathers = partial(gathers, backward=True)
 
 
 def gathered_and_reduced(policy: Policy) -> tuple[int, int, bool, bool]:
@@ -273,8 +271,9 @@ def test_a_field_of_the_policy_changes_something(field: str) -> None:
 
 def test_every_field_of_the_policy_changes_something() -> None:
     unseen = {field.name for field in fields(Policy)} - SEEN.keys()
-    tests = {"gather_once_per_accumulation", "broadcast_from", "trust_optimizer"}
-    assert unseen == tests, "a field without a visible effect cannot ship; show here what it changes"
+    tests = {"gather_once_per_accumulation", "broadcast_from"}
+    elsewhere = {"trust_optimizer"}  # tests/ranks/test_optimizers.py
+    assert unseen == tests | elsewhere, "a field without a visible effect cannot ship; show here what it changes"
     assert all(f"test_{field}" in globals() for field in tests)
 
 
@@ -312,16 +311,3 @@ def test_broadcast_from() -> None:
         assert not broadcast.called
         WAYS["transform"](Net(), broadcast_from=0)
     assert [call.args[0].nbytes for call in broadcast.call_args_list] == [WEIGHT, 28] * 3 + [28, 4]
-
-
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(
-    ("trusted", "told"), [(True, "nothing"), (False, "RuntimeError: torch.optim.Adafactor couples elements")]
-)
-def test_trust_optimizer(trusted: bool, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether another optimizer than torch's elementwise ones may step rows; on ranks: test_optimizers.py."""
-    model = WAYS["transform"](Net())
-    plan = make_plan(Net(), replace(tz.ZERO3, trust_optimizer=trusted), 2, 0)
-    owner = SimpleNamespace(plan=plan), plan.params[0]
-    monkeypatch.setattr(registry, "owners_of", lambda params: [owner for _ in params])
-    assert raised(torch.optim.Adafactor(model.parameters()).step).startswith(told)
