@@ -29,11 +29,6 @@ NONE = tz.Policy(0, recompute="none")
 H100 = tz.DEVICES["h100"]
 
 
-def convolves() -> nn.Module:
-    """Convolutions with padding, stride and dilation, all of whose gradients are needed."""
-    return Chain(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, stride=2, dilation=2))
-
-
 class Adds(nn.Module):
     """``addmm`` and ``baddbmm``, whose gradients torch computes."""
 
@@ -93,7 +88,8 @@ def test_a_learned_mask_adds_the_products_of_its_gradient() -> None:
 
 def test_convolutions_and_added_products_have_the_flops_that_torch_counts() -> None:
     """Backward computes added products again, as Thunder does: they are counted while they run."""
-    convolution, image = convolves(), torch.randn(2, 3, 9, 9)
+    convolution = Chain(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, stride=2, dilation=2))
+    image = torch.randn(2, 3, 9, 9)
     assert flops(trace(convolution, image).timeline) == counted(lambda: convolution(image).sum().backward()) > 0
     adds, x = Adds(), torch.randn(5, 4)
     model = thunder.jit(adds)
