@@ -189,8 +189,8 @@ def test_damage_is_shown(runs: Path, command: Command) -> None:
     assert code == 1
     assert f"is damaged: {file.name} has {len(content) - 1:,} bytes, it was saved with {len(content):,}; " in err
     file.unlink()
-    for arguments in (("inspect", runs / "start"), consolidate):
-        assert command(*arguments) == (1, "", f"{damaged} is missing; use another checkpoint\n")
+    for without in (("inspect", runs / "start"), consolidate):
+        assert command(*without) == (1, "", f"{damaged} is missing; use another checkpoint\n")
     code, _, err = command(*consolidate, "--no-verify")
     assert code == 1
     assert f"start is damaged: {file.name} is missing, its .metadata needs " in err

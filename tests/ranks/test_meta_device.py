@@ -17,7 +17,6 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.testing import assert_close
 
 import thunder_zero as tz
 from examples.tensor_memory import added_at_peak, bytes_held
@@ -29,8 +28,6 @@ from tests.harness.tiers import slow
 from thunder_zero.comm import agree
 
 import thunder
-
-TOKENS = torch.arange(12).view(6, 2) % 11
 
 
 class Gated(nn.Module):
@@ -47,9 +44,6 @@ class Gated(nn.Module):
         nn.init.normal_(self.gate)
         self.turn = torch.linspace(0, 1, 7)  # replaced, as rotary embeddings often are
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x) * self.gate.sum(0) + self.turn)
-
 
 class Net(nn.Module):
     """Torch's layers, statistics, and an output layer that is tied to the embedding."""
@@ -63,12 +57,6 @@ class Net(nn.Module):
         self.head = nn.Linear(7, 11)
         if tied:
             self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens).sum(1)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.frozen(self.norm(x)))
 
 
 def style(module: nn.Module) -> None:
@@ -90,9 +78,6 @@ class Styled(Net):
         self.embed.weight = self.head.weight
         self.scale = nn.Parameter(torch.empty(11))
         self.apply(style)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * self.scale
 
 
 def on_meta(build: Callable[[], nn.Module]) -> Any:
@@ -137,7 +122,7 @@ BUILT: dict[str, Callable[[], nn.Module]] = {
 
 
 def construct(rank: int, world_size: int) -> None:
-    """The layers of torch, and models; then a step of one of them."""
+    """The layers of torch, and models; tests/one/test_interface.py trains one."""
     for name, build in BUILT.items():
         for stage in (0, 1, 3) if build in (Net, Styled) else (3,):
             right, next_number = ordinary(build), torch.rand(())
@@ -145,13 +130,6 @@ def construct(rank: int, world_size: int) -> None:
             model = jit(on_meta(build), stage, init=style if build is Styled else None)
             assert torch.equal(torch.rand(()), next_number), (name, stage, "the generator")
             assert_like(model, right, (name, stage))
-    torch.manual_seed(7)
-    model, right = jit(on_meta(Styled), init=style), ordinary(Styled)
-    for each in (model, right):
-        optimizer = torch.optim.SGD([param for param in each.parameters() if param.requires_grad], 0.1)
-        each(TOKENS).square().mean().backward()
-        optimizer.step()
-    assert_close(tz.full_state_dict(model), dict(right.state_dict()))
 
 
 @pytest.mark.parametrize("world_size", [3, *slow(1)])
@@ -241,15 +219,10 @@ def deep_mlp() -> nn.Module:
     return Mlp(WIDTH, LAYERS)
 
 
-def spread(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight)
-
-
 def peaks(rank: int, world_size: int, path: Path) -> None:
     """The most bytes that are alive while a model is made, beside those at rest after it."""
     cpu, weights, kept = torch.device("cpu"), torch.load(path, mmap=True), []
-    sources: list[dict[str, Any]] = [{}, {"init": spread}, {"stage": 1}, {"weights": weights}]
+    sources: list[dict[str, Any]] = [{}, {"init": style}, {"stage": 1}, {"weights": weights}]
     for arguments in sources:
         torch.manual_seed(0)
         module = on_meta(deep_mlp)
@@ -297,11 +270,6 @@ class Bare(nn.Module):
         self.weight = weight
 
 
-def tied() -> nn.Module:
-    weight = nn.Parameter(torch.empty(5, 3))
-    return nn.Sequential(Bare(weight), Bare(weight))
-
-
 def fails_on_the_last(module: nn.Module) -> None:
     if dist.get_rank() == dist.get_world_size() - 1 and isinstance(module, nn.Linear | Bare):
         raise ValueError("init fails here; try another")
@@ -316,6 +284,8 @@ def differ(rank: int, world_size: int) -> None:
     right = ordinary(Net).state_dict()
     short = {name: value for name, value in right.items() if name != "norm.bias" or not last}
     module = ordinary(Net) if last else on_meta(Net)
+    weight = nn.Parameter(torch.empty(5, 3, device="meta"))
+    tied = nn.Sequential(Bare(weight), Bare(weight))
     net, differs = partial(on_meta, Net), "initial value of parameter 'embed.weight' differs"
     torch.manual_seed(rank)
     rows: list[tuple[nn.Module, dict[str, Any], tuple[str, ...]]] = [
@@ -324,7 +294,7 @@ def differ(rank: int, world_size: int) -> None:
         (net(), {"init": style if last else None}, ("the argument init differs", "rank 0 has None", "on every rank")),
         (net(), {"init": fails_on_the_last}, ("differs between ranks", "seed every rank alike")),
         # The others gather the weight for its second owner before they hear of it.
-        (on_meta(tied), {"init": fails_on_the_last}, ("init fails here; try another",)),
+        (tied, {"init": fails_on_the_last}, ("init fails here; try another",)),
         (net(), {"weights": short}, ("weights has no 'norm.bias'", "give the state dict of a Net")),
         (module, {}, ("'embed.weight' = 'head.weight' differs", "on the meta device", "build the same module")),
     ]
