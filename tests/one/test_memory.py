@@ -271,7 +271,6 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
     (world(world_size="4"), ValueError, ("world_size is '4'", RANKS)),
     (world(world_size=2.0), ValueError, ("world_size is 2.0", RANKS)),
     (world(world_size=4, rank="0"), ValueError, ("rank is '0'", "with world_size=4 it must be 0 to 3")),
-    (world(replicas=0), ValueError, ("replicas is 0", "give the number of copies", "at least 1")),
     (world(replicas="2"), ValueError, ("replicas is '2'", "give the number of copies", "at least 1")),
     (forecast(backend="tcp"), ValueError, ("backend is 'tcp'", "choose one of 'gloo', 'nccl', 'mpi'")),
     (forecast(reserve=-1), ValueError, ("reserve is -1", "give a number of bytes, 0 or more")),
