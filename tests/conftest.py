@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.harness.cpu import CpuSeconds
 from tests.harness.ranks import RanksPool
@@ -22,9 +22,10 @@ TESTS = Path(__file__).parent
 RANKS_SECONDS = 120
 ROOMS = ("ranks", "gpu", "one", "pure")  # the longest files first, so that no worker waits for the other at the end
 
-# No test may fail because a machine is busy; on CI Hypothesis also repeats its examples from run to run.
-settings.register_profile("usual", settings(), deadline=None, max_examples=30)
-settings.register_profile("deep", settings(), deadline=None, max_examples=1000)
+# No test may fail because a machine is busy. Where CI is set, Hypothesis draws the same examples in each run.
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("usual", UNHURRIED, max_examples=30)
+settings.register_profile("deep", UNHURRIED, max_examples=1000)
 
 
 def room_of(item: pytest.Item) -> str:

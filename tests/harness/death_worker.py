@@ -1,8 +1,8 @@
 """Lets ranks die or hang in the middle of a collective or a save, and collects the errors of the others.
 
 ``python -m tests.harness.death_worker FOLDER NAME...`` writes the errors of ranks 0 and 2 into ``FOLDER/NAME``.
-All named cases run at once, as they mostly wait. It runs in its own process because it forks, which starts ranks in
-milliseconds, and pytest has threads.
+A case starts when the ranks of the one before have compiled; from then on all wait at once. It runs in its own process
+because it forks, which starts ranks in milliseconds, and pytest has threads.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from thunder_zero.comm.pairwise import Exchange
 
 WORLD, VICTIM = 3, 1
 TIMEOUT_SECONDS = 10.0  # of the process group; ranks compile a step first, on a busy machine not at the same time
+START_SECONDS = 100.0  # until all ranks of a case have taken a complete step
 HANG_SECONDS = 60.0  # a process that still runs then hangs; two time-outs, one after the other, are usual
 Die = Callable[[], None]
 Step = Callable[[Any, torch.optim.Optimizer, Path], Any]
@@ -88,6 +89,7 @@ def rank_of(rank: int, name: str, folder: Path) -> int:
     model = sharded(fresh(Mlp, 7, 1), 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step(model, optimizer, folder)
+    (folder / f"stepped{rank}").touch()
     if rank == VICTIM:
         arm(lambda: os.kill(os.getpid(), deadly))
     try:
@@ -99,7 +101,8 @@ def rank_of(rank: int, name: str, folder: Path) -> int:
 
 
 def start(name: str, folder: Path) -> dict[int, int]:
-    """Fork the ranks of a case; they end as any program does: exit handlers run, threads are joined.
+    """Fork the ranks of a case, which end as any program does: exit handlers run, threads are joined; wait until each
+    has taken a step.
 
     Raises:
         SystemExit: in each rank's process, at its end.
@@ -110,6 +113,9 @@ def start(name: str, folder: Path) -> dict[int, int]:
         children[rank] = os.fork()
         if children[rank] == 0:
             sys.exit(rank_of(rank, name, folder))
+    until = time.monotonic() + START_SECONDS
+    while not all((folder / f"stepped{rank}").exists() for rank in range(WORLD)) and time.monotonic() < until:
+        time.sleep(0.01)
     return children
 
 

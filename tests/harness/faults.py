@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests/faults.toml"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "runs")
 AT_ONCE = 2
+SECONDS = 900  # that the tests of a fault may take
 PASSED, FAILED = 0, 1  # exit codes of pytest; all others mean that it could not run the tests
+TIMED_OUT = -1
 LINES_SHOWN = 20
 
 
@@ -98,7 +100,10 @@ def run_tests(tests: Iterable[str], fault: Fault | None = None) -> tuple[int, st
             fault.plant(copy)
         command = [sys.executable, "-m", "pytest", "--slow", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *tests]
         env = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=copy, env=env, text=True, capture_output=True)
+        try:
+            done = subprocess.run(command, cwd=copy, env=env, text=True, capture_output=True, timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            return TIMED_OUT, f"the tests still run after {SECONDS} seconds"
     return done.returncode, "\n".join((done.stdout + done.stderr).splitlines()[-LINES_SHOWN:])
 
 

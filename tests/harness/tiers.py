@@ -3,7 +3,7 @@
 ======================  =====================================  ==============================================
 command                 runs                                   for
 ======================  =====================================  ==============================================
-``./dev test``          tests without a mark                   each change: every behaviour once
+``./dev test``          tests without a mark                   each change: what matters most, once
 ``./dev test --slow``   those, and tests marked ``slow``       CI: the same in more stages, worlds and models
 ``./dev test --deep``   those, and tests marked ``deep``       by hand: all worlds, all moments, 1,000 examples
 ======================  =====================================  ==============================================

@@ -189,7 +189,7 @@ def test_each_tier_runs_what_the_one_before_runs() -> None:
 
 
 def collected(*options: str) -> list[str]:
-    """The tests of a room that pytest would run."""
+    """The tests that pytest would run."""
     found: list[str] = []
 
     class Finish:
@@ -197,11 +197,12 @@ def collected(*options: str) -> list[str]:
             found.extend(item.nodeid for item in session.items)
 
     with contextlib.redirect_stdout(io.StringIO()):
-        arguments = [f"{ROOT}/tests/pure", "--collect-only", "-qq", "--capture=no", "-p", "no:cacheprovider", *options]
+        arguments = [f"{ROOT}/tests", "--collect-only", "-qq", "--capture=no", "-p", "no:cacheprovider", *options]
         assert pytest.main(arguments, plugins=[Finish()]) == pytest.ExitCode.OK
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_FORK, reason="collects in processes that have imported Thunder")
 def test_the_fast_tests_are_among_all() -> None:
     fast, every = call_alone(collected), call_alone(collected, "--slow")

@@ -22,8 +22,8 @@ FAST = ("killed in a gather", "hangs in a gather")
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Has what the ranks that live said, of all cases of this run, which one worker runs at once, as they mostly wait.
-    It fails if one of them has not ended, process and all."""
+    """Has what the ranks that live said, of the selected cases, which one worker runs beside each other, as they mostly
+    wait. It fails if one of them has not ended, process and all."""
     folder = tmp_path_factory.mktemp("deaths")
     tests = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
     names = [str(test.callspec.params["name"]) for test in tests if "folder" in test.fixturenames]

@@ -1,4 +1,4 @@
-"""Sharded training has the numbers of one process, whatever the model and the loop: a row of ``ROWS`` each."""
+"""Sharded training has the numbers of one process, whatever the model and the loop: a row of ``CASES`` each."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def inputs_alone(side: Side) -> Steps:
 # The table
 
 Kinds = tuple[Callable[[], nn.Module], ...]
-PAIR_LOOPS: tuple[Loop, ...] = (*(gan, teacher_and_student, pending, weighted, after_failures),)
+PAIR_LOOPS: tuple[Loop, ...] = (gan, teacher_and_student, pending, weighted, after_failures)
 PAIR: Kinds = (partial(Mlp, WIDTH, 3),) * 2
 
 
@@ -203,8 +203,7 @@ CASES = [  # ranks, models, the loops that train them, and stages
     (2, (Statistics,), (few_programs,), (1,)),
     (3, (Heads,), (head_left_out,), (3,)),
     *slow(
-        (3, (Gpt,), (SGD, ADAMW), (0, 1)),
-        (3, (Gpt,), (SGD, TWENTY), (3,)),
+        (3, (Gpt,), (SGD, TWENTY), (0, 1, 3)),
         (1, (Gpt,), (SGD, ADAMW), (0, 3)),
         (2, PAIR, PAIR_LOOPS, (0, 1)),
         (2, (Statistics,), (few_programs,), (3,)),
