@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -154,6 +155,9 @@ def compiled_again(rank: int, world_size: int) -> None:
     plain, x = fresh(nn.Linear, WIDTH, WIDTH), torch.ones(2, WIDTH)
     right = plain(x).detach()
     assert_close(torch.compile(tz.compile(plain, stage=3))(x).detach(), right)
+    with suppress(ImportError):
+        import lightning.fabric  # noqa: F401  # it puts a function of its own in front of torch.compile
+    assert_close(torch.compile(tz.compile(fresh(nn.Linear, WIDTH, WIDTH), stage=3))(x).detach(), right)
     said = raised(lambda: tz.compile(nn.Sequential(nn.LSTM(4, 3))))
     assert "(LSTM) is a recurrent layer" in said, said
 

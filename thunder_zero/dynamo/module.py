@@ -108,7 +108,8 @@ class DynamoModule(ZeroModule):
             return lambda *inputs: _alive(model)._call(number, inputs)
 
         captured = torch.compile(self.plain, backend=backend, dynamic=False)
-        vars(self.plain).pop("_is_torch_compile", None)  # it sets this on the module that it wraps, which stays plain
+        for mark in ("_is_torch_compile", "_compile_kwargs"):  # torch's, and Lightning's, on what stays plain
+            vars(self.plain).pop(mark, None)
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 
     def graphs(self) -> Sequence[list[tuple[Compiled, Any]]]:
