@@ -13,15 +13,10 @@ PACKAGE = ROOT / "thunder_zero"
 PAGE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- listing: python docs/listing.py -->\n```\n", "```\n<!-- end of the listing -->"
 ORDER = (  # bottom up, as the table of imports has it
-    *("_compat.py", "_shortcuts.py", "layout.py", "times.py", "precision.py", "policy.py", "sizes.py", "plan.py"),
-    *("rows.py", "marks.py"),
-    *("schedule", "report", "cost", "trace", "comm", "runtime", "whole_step", "calibration"),
-    *("state_dict", "checkpoint", "convert"),
+    *("lazy.py", "layout.py", "times.py", "precision.py", "policy.py", "sizes.py", "plan.py", "rows.py", "marks.py"),
+    *("schedule", "comm", "compat", "traces", "runtime", "whole_step", "state_dict", "checkpoint", "hugging_face"),
     *("arguments.py", "refusals.py", "placement.py", "compiled.py", "zero_module.py", "program_transform.py"),
-    *("transform.py", "dynamo", "plugin.py"),
-    *("full_parameters.py", "dry_run.py", "measure.py", "forecast", "fit.py", "estimate.py", "print_trace.py"),
-    *("ask", "from_file.py", "planner", "hugging_face", "doctor.py"),
-    *("lightning.py", "cli.py", "__init__.py"),
+    *("transform.py", "dynamo", "plugin.py", "lightning.py", "tools", "__init__.py"),
 )
 NAME = 22  # columns
 

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from thunder_zero import layout
-from thunder_zero.report.timeline_text import format_timeline
-from thunder_zero.schedule import passes, verify, verify_recompute
+from thunder_zero.schedule import Plan, passes, verify, verify_recompute
 from thunder_zero.schedule.timeline import gathered_bytes
-from thunder_zero.trace.emit import emit
-from thunder_zero.trace.insert import insert_synchronize, module_inputs
-from thunder_zero.trace.lift import lift, lift_halves
-from thunder_zero.trace.symbols import DryRuntime, ZeroExecutor
+from thunder_zero.tools.report.timeline_text import format_timeline
+from thunder_zero.traces.emit import emit
+from thunder_zero.traces.insert import insert_synchronize, module_inputs
+from thunder_zero.traces.lift import lift, lift_halves
+from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
 
 import thunder
 from thunder.core.compile_data import compile_data_and_stats
@@ -73,19 +73,19 @@ def functional_trace(jitted: thunder.ThunderModule, x: Tensor) -> tuple[TraceCtx
 #    the last ones are padded with zeros, which cannot turn the result of an optimizer or a norm into NaN.
 
 
-def own_rows(full: Tensor, param: tz.Param, plan: tz.Plan) -> Tensor:
+def own_rows(full: Tensor, param: tz.schedule.Param, plan: Plan) -> Tensor:
     start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
     rows = torch.zeros(plan.shard_shape(param))
     rows[: stop - start] = full[start:stop]
     return rows
 
 
-def shard(plan: tz.Plan, module: nn.Module) -> dict[str, Tensor]:
+def shard(plan: Plan, module: nn.Module) -> dict[str, Tensor]:
     values = {param.path: module.get_parameter(param.path).detach() for param in plan.params}
     return {param.path: own_rows(values[param.path], param, plan).requires_grad_() for param in plan.params}
 
 
-def show_shards(plan: tz.Plan) -> None:
+def show_shards(plan: Plan) -> None:
     lines = [
         f"{param.path:<11}  unit {param.unit:<4}  {param.shape!s:<6} -> {plan.shard_shape(param)!s:<6}  rows "
         + ", ".join("{}:{} on rank {}".format(*layout.row_range(param.shape[0], 2, rank), rank) for rank in (0, 1))
@@ -124,7 +124,7 @@ def lowered(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
 #    small frozen dataclasses.
 
 
-def lifted(trace: TraceCtx, executor: ZeroExecutor) -> tz.Timeline:
+def lifted(trace: TraceCtx, executor: ZeroExecutor) -> tz.schedule.Timeline:
     timeline = lift(trace, executor)
     show("6. Lifted: the trace as a timeline", format_timeline(timeline))
     return timeline
@@ -134,7 +134,7 @@ def lifted(trace: TraceCtx, executor: ZeroExecutor) -> tz.Timeline:
 #    each pass, and verify.check_schedule the final one.
 
 
-def scheduled(timeline: tz.Timeline) -> tz.Timeline:
+def scheduled(timeline: tz.schedule.Timeline) -> tz.schedule.Timeline:
     reference = timeline
     for step in passes.PASSES:
         before, timeline = timeline, step(timeline)
@@ -151,7 +151,7 @@ def scheduled(timeline: tz.Timeline) -> tz.Timeline:
 #    gets no line: the del that the next step inserts frees the gathered parameter.
 
 
-def emitted(trace: TraceCtx, timeline: tz.Timeline, executor: ZeroExecutor) -> TraceCtx:
+def emitted(trace: TraceCtx, timeline: tz.schedule.Timeline, executor: ZeroExecutor) -> TraceCtx:
     trace = emit(trace, timeline, executor)
     show("8. Emitted: the joint trace in its new order", code(trace))
     return trace
@@ -170,7 +170,7 @@ def halves(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
 #     the same order.
 
 
-def communication(timeline: tz.Timeline) -> list[str]:
+def communication(timeline: tz.schedule.Timeline) -> list[str]:
     return [
         f"{'backward' if op.backward else 'forward':<8}  {op.kind:<6}  {', '.join(op.params)}"
         for op in timeline.ops
@@ -178,7 +178,7 @@ def communication(timeline: tz.Timeline) -> list[str]:
     ]
 
 
-def compare(by_hand: tz.Timeline, by_itself: tz.Timeline) -> None:
+def compare(by_hand: tz.schedule.Timeline, by_itself: tz.schedule.Timeline) -> None:
     mine, theirs = communication(by_hand), communication(by_itself)
     assert mine == theirs, "\n".join(difflib.unified_diff(mine, theirs, "by hand", "the transform", lineterm=""))
     show(f"10. The same {len(mine)} lines as in the traces of ZeroTransform", "\n".join(mine))
@@ -200,7 +200,7 @@ class Done:
 
 
 class BothRanks(DryRuntime):
-    def __init__(self, plan: tz.Plan, others: Mapping[str, Tensor]) -> None:
+    def __init__(self, plan: Plan, others: Mapping[str, Tensor]) -> None:
         super().__init__(synced=True)
         self.plan, self.others = plan, others
 
@@ -225,7 +225,7 @@ def run(
     return result["flat_output"][0], list(grads[1:]), shapes  # the first gradient belongs to x and is None
 
 
-def check_numbers(module: nn.Module, x: Tensor, plan: tz.Plan, output: Tensor, grads: Mapping[str, Tensor]) -> None:
+def check_numbers(module: nn.Module, x: Tensor, plan: Plan, output: Tensor, grads: Mapping[str, Tensor]) -> None:
     expected = module(x)
     expected.sum().backward()
     torch.testing.assert_close(output, expected)
@@ -245,7 +245,7 @@ def check_numbers(module: nn.Module, x: Tensor, plan: tz.Plan, output: Tensor, g
 #     Here down is gathered while up computes, so both are in memory at the peak anyway.
 
 
-def gather_last_unit_once(textbook: tz.Timeline, module: nn.Module, x: Tensor) -> None:
+def gather_last_unit_once(textbook: tz.schedule.Timeline, module: nn.Module, x: Tensor) -> None:
     fewer = tz.trace(module, x, policy=replace(POLICY, gather_last_units_once=True), world_size=WORLD_SIZE).timeline
     peaks = [max(gathered_bytes(timeline)) for timeline in (textbook, fewer)]
     diff = list(difflib.unified_diff(communication(textbook), communication(fewer), n=0, lineterm=""))[2:]
@@ -265,13 +265,13 @@ def show(heading: str, body: str) -> None:
 
 def code(trace: TraceCtx) -> str:
     """The lines of a trace without comments and blank lines, each with its result's shape."""
-    lines = trace.python(print_depth=1).replace("thunder_zero.trace.symbols.", "").splitlines()
+    lines = trace.python(print_depth=1).replace("thunder_zero.traces.symbols.", "").splitlines()
     start = next(at for at, line in enumerate(lines) if line.startswith("def "))
     wanted = [line for line in lines[start:] if line.strip() and not line.lstrip().startswith("# /")]
     return "\n".join(line.partition("  # ")[0] if '"FUTURE ' in line else line for line in wanted)
 
 
-def changes(before: tz.Timeline, after: tz.Timeline) -> str:
+def changes(before: tz.schedule.Timeline, after: tz.schedule.Timeline) -> str:
     """Removed (-) and added (+) lines, with one line of context."""
     old, new = format_timeline(before).splitlines(), format_timeline(after).splitlines()
     diff = list(difflib.unified_diff(old, new, n=1, lineterm=""))[2:]
@@ -291,7 +291,7 @@ def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
 def one_process() -> None:
     torch.manual_seed(0)
     module, x = TwoLayers(), torch.randn(6, 4)
-    plan, other = (tz.make_plan(module, POLICY, WORLD_SIZE, rank) for rank in range(WORLD_SIZE))
+    plan, other = (tz.schedule.make_plan(module, POLICY, WORLD_SIZE, rank) for rank in range(WORLD_SIZE))
     shards = shard(plan, module)
     executor = ZeroExecutor(plan, BothRanks(plan, shard(other, module)))
     jitted = thunder.jit(module, executors=[executor])

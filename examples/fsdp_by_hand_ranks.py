@@ -36,10 +36,10 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from thunder_zero import layout
 from thunder_zero.schedule import passes
-from thunder_zero.trace.emit import emit
-from thunder_zero.trace.insert import module_inputs
-from thunder_zero.trace.lift import lift
-from thunder_zero.trace.symbols import DryRuntime, ZeroExecutor
+from thunder_zero.traces.emit import emit
+from thunder_zero.traces.insert import module_inputs
+from thunder_zero.traces.lift import lift
+from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
 
 import thunder
 from thunder.core.compile_data import compile_data_and_stats
@@ -51,18 +51,18 @@ BATCH_ROWS = 6  # on each rank
 #     parameter, and its own part of the batch. 5 and 3 rows do not divide by 2: rank 1 has fewer, and rows of zeros.
 
 
-def own_part(batch: Tensor, plan: tz.Plan) -> Tensor:
+def own_part(batch: Tensor, plan: tz.schedule.Plan) -> Tensor:
     return batch.chunk(plan.world_size)[plan.rank]
 
 
-def rows_in_words(param: tz.Param, plan: tz.Plan) -> str:
+def rows_in_words(param: tz.schedule.Param, plan: tz.schedule.Plan) -> str:
     """Such as "rows 3:5 and 1 of zeros"."""
     start, stop = layout.row_range(param.shape[0], plan.world_size, plan.rank)
     zeros = layout.padding_rows(param.shape[0], plan.world_size, plan.rank)
     return (f"rows {start}:{stop}" if start < stop else "no rows") + (f" and {zeros} of zeros" if zeros else "")
 
 
-def holdings(plan: tz.Plan, shards: Mapping[str, Tensor]) -> str:
+def holdings(plan: tz.schedule.Plan, shards: Mapping[str, Tensor]) -> str:
     first = plan.rank * BATCH_ROWS
     lines = [f"rank {plan.rank}", f"  {'the batch':<11}  {(BATCH_ROWS, 4)!s:<6}  rows {first}:{first + BATCH_ROWS}"]
     for param in plan.params:
@@ -136,7 +136,7 @@ class RealRanks(DryRuntime):
     The package's own send fewer bytes: no padding, and one message for a bucket.
     """
 
-    def __init__(self, plan: tz.Plan) -> None:
+    def __init__(self, plan: tz.schedule.Plan) -> None:
         super().__init__(synced=True)
         self.plan = plan
         self.launched = Counter[str]()
@@ -162,7 +162,7 @@ class RealRanks(DryRuntime):
 # the gradient of the whole batch's loss.
 
 
-def of_the_plain_module(module: nn.Module, batch: Tensor, plan: tz.Plan) -> dict[str, Tensor]:
+def of_the_plain_module(module: nn.Module, batch: Tensor, plan: tz.schedule.Plan) -> dict[str, Tensor]:
     """Its output and gradients on the whole batch; of each, the rows that belong to this rank."""
     output = module(batch)
     grads = torch.autograd.grad(output.mean(), [module.get_parameter(param.path) for param in plan.params])
@@ -228,7 +228,7 @@ class Report:
 def report_of(rank: int, world_size: int) -> Report:
     torch.manual_seed(0)
     module, batch = TwoLayers(), torch.randn(BATCH_ROWS * world_size, 4)
-    plan = tz.make_plan(module, POLICY, world_size, rank)
+    plan = tz.schedule.make_plan(module, POLICY, world_size, rank)
     shards, x, runtime = shard(plan, module), own_part(batch, plan), RealRanks(plan)
     executor = ZeroExecutor(plan, runtime)
     traces = traces_of(module, x, executor)

@@ -41,7 +41,7 @@ def rows_of_batch(count: int, world_size: int) -> Rows:
     return Rows("batch", count, tuple((rank * share, (rank + 1) * share) for rank in range(world_size)))
 
 
-def rows_of_plan(plan: tz.Plan, *, stepped: bool = False) -> list[Rows]:
+def rows_of_plan(plan: tz.schedule.Plan, *, stepped: bool = False) -> list[Rows]:
     """The parameters of a plan at rest; the plan of one rank says it for all.
 
     With ``stepped``, the rows that each rank's optimizer steps: in ZeRO-1 every rank has all rows, and steps its own.

@@ -173,7 +173,7 @@ def plain_loss(file: Path, trainer: Trainer) -> tuple[float, str]:
 def bytes_reduced(model: nn.Module) -> tuple[str, str]:
     """Bytes of the gradients that a step reduces, beside those of all parameters."""
     timeline = tz.traces_of(model).timeline
-    reduced = [path for op in timeline.ops if op.kind is tz.Kind.REDUCE for path in op.params]
+    reduced = [path for op in timeline.ops if op.kind is tz.schedule.Kind.REDUCE for path in op.params]
     nbytes = {param.path: param.grad_bytes for param in timeline.plan.params}
     trained = sum(nbytes[param.path] for param in timeline.plan.params if param.requires_grad)
     words = f"bytes, of {trained:,} trained and {sum(nbytes.values()) - trained:,} frozen"
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = options.out / "hugging_face" / f"step-{options.steps}"
         tz.save(folder, trainer.model, trainer.optimizer)
         if ranks.rank == 0:
-            (file,) = tz.consolidate(folder, folder.parent / "model.safetensors")
+            (file,) = tz.tools.consolidate(folder, folder.parent / "model.safetensors")
             report(trainer, losses, sharded, file)
 
 

@@ -8,7 +8,7 @@ import thunder_zero as tz  # before thunder
 from thunder_zero.schedule.timeline import Timeline, gathered_bytes
 
 
-def at_rest(plan: tz.Plan, values: int) -> dict[str, int]:
+def at_rest(plan: tz.schedule.Plan, values: int) -> dict[str, int]:
     """Bytes that a rank holds between two steps; the optimizer keeps ``values`` of each element, in the shard's dtype.
 
     ZeRO-1 keeps all rows in the dtype of compute; its own rows are a view of them, if the dtypes agree.
@@ -26,21 +26,21 @@ def foreseen_at_peak(timeline: Timeline) -> int:
     A full gradient lives from the line that computes it to the end of its reduction, its mean from the start of that.
     One rank alone gathers nothing, and its gradients are the means. Activations and messages are not foreseen.
     """
-    reduced = {value for op in timeline.ops if op.kind is tz.Kind.REDUCE for value in op.reads}
+    reduced = {value for op in timeline.ops if op.kind is tz.schedule.Kind.REDUCE for value in op.reads}
     most = gradients = 0
     for op, parameters in zip(timeline.ops, gathered_bytes(timeline), strict=True):
         gradients += sum(timeline.values[value].nbytes for value in op.writes if value in reduced)
         if timeline.plan.world_size == 1:
             parameters = 0
-        elif op.kind is tz.Kind.REDUCE:
+        elif op.kind is tz.schedule.Kind.REDUCE:
             gradients += timeline.values[op.writes[0]].nbytes
-        elif timeline.ends(op, tz.Kind.REDUCE):
+        elif timeline.ends(op, tz.schedule.Kind.REDUCE):
             gradients -= timeline.full_bytes(op)
         most = max(most, parameters + gradients)
     return most
 
 
-def sent_in_step(plan: tz.Plan, micro_batches: int) -> tuple[int, int]:
+def sent_in_step(plan: tz.schedule.Plan, micro_batches: int) -> tuple[int, int]:
     """Bytes of parameters and of gradients that this rank sends in an optimizer step, the latter deferred to its end.
 
     ZeRO-3's parameters are the most possible: backward gathers again only what it reads.

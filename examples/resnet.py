@@ -153,7 +153,7 @@ class Trainer:
         }
 
 
-def by_formula(plan: tz.Plan, stage: int) -> dict[str, float]:
+def by_formula(plan: tz.schedule.Plan, stage: int) -> dict[str, float]:
     """The same, by the stage's formula: what is sharded takes 1 / W."""
     model = sum(param.full_bytes for param in plan.params)
     share = model / plan.world_size

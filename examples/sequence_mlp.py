@@ -26,6 +26,7 @@ from tensor_memory import bytes_held
 from torch import Tensor, nn
 
 import thunder_zero as tz  # before thunder
+from thunder_zero.schedule import Plan, make_plan
 
 import thunder
 
@@ -101,7 +102,7 @@ def forecast(model: nn.Module, options: argparse.Namespace, ranks: Ranks) -> tup
     return model(x.to(ranks.device))[0].tolist(), y[0].tolist()
 
 
-def momentum_rows(plan: tz.Plan) -> list[Rows]:
+def momentum_rows(plan: Plan) -> list[Rows]:
     """Who holds the optimizer's momentum: the rows of the parameters that the optimizer steps."""
     return [Rows(f"momentum of {rows.name}", rows.count, rows.of_rank) for rows in rows_of_plan(plan, stepped=True)]
 
@@ -131,7 +132,7 @@ def draw(options: argparse.Namespace, losses: list[float], shown: tuple[list[flo
     return str(path)
 
 
-def draw_layouts(options: argparse.Namespace, ranks: Ranks, plan_of_run: tz.Plan, replicated: tz.Plan) -> str:
+def draw_layouts(options: argparse.Namespace, ranks: Ranks, plan_of_run: Plan, replicated: Plan) -> str:
     """Who holds what, in the terminal and as a picture: replicated beside this run's stage."""
     path = options.out / f"sequence_mlp_layout_stage{options.stage}.png"
     with picture(path, panels=2, size=(12, 3.6)) as panels:
@@ -149,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.manual_seed(options.seed)  # the same weights on every rank
         module = perceptron(options.width).to(ranks.device)
         policies = [tz.Policy(stage, replicated=("*.bias",)) for stage in (options.stage, 0)]
-        plan_of_run, replicated = (tz.make_plan(module, policy, ranks.world_size, ranks.rank) for policy in policies)
+        plan_of_run, replicated = (make_plan(module, policy, ranks.world_size, ranks.rank) for policy in policies)
         model = thunder.jit(module, transforms=[tz.ZeroTransform(policies[0])])
         optimizer = optimizer_of(options.optimizer, list(model.parameters()))
         losses = train(model, optimizer, options, ranks)

@@ -187,7 +187,7 @@ class Trainer:
         return bytes_held(parameters), bytes_held(gradients), bytes_held(state)
 
 
-def train(trainer: Trainer, batches: list[Tensor], first: int, console: Console) -> tuple[Run, tz.Traces]:
+def train(trainer: Trainer, batches: list[Tensor], first: int, console: Console) -> tuple[Run, tz.tools.Traces]:
     """Train from step ``first``, validating before, between and after; return the record and a step's traces."""
     run, steps = Run(), trainer.options.steps
     validate_at = {first, *(steps * part // VALIDATIONS for part in range(VALIDATIONS + 1))}
@@ -226,7 +226,7 @@ def take_step(trainer: Trainer, number: int, measure: bool, run: Run) -> None:
     run.seconds.append(time.perf_counter() - start)
 
 
-def traffic_of(traces: tz.Traces, stage: int, ranks: Ranks) -> Traffic:
+def traffic_of(traces: tz.tools.Traces, stage: int, ranks: Ranks) -> Traffic:
     """The bytes that the program of one training step sends, and the formula's."""
     timeline, plan = traces.timeline, traces.plan
     sent = ranks.mean(torch.tensor(sum(map(timeline.bytes_sent, timeline.ops)))).item()
@@ -250,7 +250,7 @@ def needed_again(names: tuple[str, ...]) -> bool:
     return any(not name.endswith("bias") and not name.startswith(("embedding", "positions")) for name in names)
 
 
-def modules_gathered_once(plan: tz.Plan) -> str:
+def modules_gathered_once(plan: tz.schedule.Plan) -> str:
     """The modules whose parameters are gathered once for forward and backward."""
     if len(plan.gathered_once) == len(plan.params):
         return "all of the model"
@@ -258,7 +258,7 @@ def modules_gathered_once(plan: tz.Plan) -> str:
     return ", ".join(dict.fromkeys(owners)) or "nothing"
 
 
-def report_of(trainer: Trainer, run: Run, traces: tz.Traces) -> Report:
+def report_of(trainer: Trainer, run: Run, traces: tz.tools.Traces) -> Report:
     options, ranks = trainer.options, trainer.ranks
     parameters = sum(prod(param.shape) for param in traces.plan.params)
     at_border = gathered_bytes(traces.forward_timeline)[-1]

@@ -8,11 +8,11 @@ from typing import Unpack
 from torch import nn
 
 from thunder_zero.arguments import Arguments, check_arguments
+from thunder_zero.compat.operators.choose import NEVER_FUSED
 from thunder_zero.dynamo.compile import compile
 from thunder_zero.dynamo.module import DynamoModule
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
-from thunder_zero.trace.operators.choose import NEVER_FUSED
 from thunder_zero.transform import ZeroTransform
 
 import thunder
@@ -22,7 +22,6 @@ from thunder.core.recipe import Interpreter
 from thunder.core.recipe import Recipe as ThunderRecipe
 from thunder.core.transforms import add_transform
 from thunder.extend import Executor
-from thunder.plugins import register_plugin
 
 
 def zero(model: ThunderModule, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> ThunderModule:
@@ -110,14 +109,3 @@ class Recipe(ThunderRecipe):
                 f"{given}; leave the others out, or use thunder_zero.Recipe()"
             )
         return zeros[0].capture(model, self.setup_executors())
-
-
-def _named(name: str, stage: int) -> type[Zero]:
-    def construct(self: Zero) -> None:
-        Zero.__init__(self, stage=stage)
-
-    return type(name, (Zero,), {"__init__": construct, "__doc__": f"ZeRO-{stage} with the default policy."})
-
-
-for _stage in (1, 2, 3):
-    register_plugin(f"zero{_stage}", _named(f"Zero{_stage}", _stage))

@@ -87,9 +87,9 @@ class Policy:
             however large. Default None: on the CPU two of the largest units, 4 to 32 MiB, and one byte less for
             gathers; on a GPU the largest unit beside the largest bucket, but at most a quarter of the memory that the
             step leaves.
-        times: measured times (:func:`thunder_zero.measure_times`). With them a gather starts after the latest earlier
-            wait from which it still ends before compute needs it, if the wire carries one collective after the other.
-            They replace ``prefetch``; ``in_flight_bytes`` still applies (default None).
+        times: measured times (:func:`thunder_zero.tools.measure_times`). With them a gather starts after the latest
+            earlier wait from which it still ends before compute needs it, if the wire carries one collective after the
+            other. They replace ``prefetch``; ``in_flight_bytes`` still applies (default None).
         gather_per_unit: gather a parameter that several units use in forward (tied weights) once for each of them and
             free it between, instead of once for all (default False). No effect on a parameter that is gathered once.
         gather_last_units_once: ZeRO-3 only: do not free the last units of forward, which backward needs first, as far
@@ -164,7 +164,9 @@ class Policy:
                 f"MixedPrecision(torch.bfloat16)"
             )
         if self.times is not None and not isinstance(self.times, Times):
-            raise ValueError(f"times is {self.times!r}; give thunder_zero.Times, as measure_times makes them, or None")
+            raise ValueError(
+                f"times is {self.times!r}; give thunder_zero.schedule.Times, as measure_times makes them, or None"
+            )
         if self.broadcast_from is not None and not is_count(self.broadcast_from):
             raise ValueError(f"broadcast_from is {self.broadcast_from!r}; give a rank of the process group, or None")
         if self.unit_of is not None and not callable(self.unit_of):

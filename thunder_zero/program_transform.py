@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 
+from thunder_zero.compat import named_members, refused_calls, shortcuts
+from thunder_zero.compat.broadcast_scalars import broadcast_scalars
+from thunder_zero.compat.operators.choose import operators
+from thunder_zero.compat.random_lines import draw_once
+from thunder_zero.compat.wrong_gradients import require_gradients, require_unwritten
 from thunder_zero.compiled import Compiled
 from thunder_zero.plan import Plan
 from thunder_zero.refusals import Part, require_traceable
@@ -14,16 +19,12 @@ from thunder_zero.runtime.placeholders import is_traced
 from thunder_zero.schedule import verify
 from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.timeline import Kind, Timeline
-from thunder_zero.trace import named_members, refused_calls
-from thunder_zero.trace.broadcast_scalars import broadcast_scalars
-from thunder_zero.trace.enter import with_enter
-from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
-from thunder_zero.trace.insert import insert_synchronize, module_inputs, shard_checks
-from thunder_zero.trace.lift import lift_halves
-from thunder_zero.trace.operators.choose import operators
-from thunder_zero.trace.random_lines import draw_once
-from thunder_zero.trace.symbols import Runtime, ZeroExecutor
-from thunder_zero.trace.wrong_gradients import require_gradients, require_unwritten
+from thunder_zero.traces.enter import with_enter
+from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
+from thunder_zero.traces.insert import insert_synchronize, module_inputs, shard_checks
+from thunder_zero.traces.lift import lift_halves
+from thunder_zero.traces.symbols import Runtime, ZeroExecutor
+from thunder_zero.traces.work_classes import draws_random_numbers
 
 from thunder import compile_data
 from thunder.core.module import ThunderModule
@@ -65,6 +66,7 @@ class ProgramTransform(Transform):
             runtime: what the symbols call.
             graph: the name of the graph, if the program is not all of the module.
         """
+        shortcuts.install()
         named_members.in_order()
         refused_calls.refuse(is_traced)
         self._plain = model._model
@@ -85,7 +87,7 @@ class ProgramTransform(Transform):
         require_traceable(self._plain, self.parts)
         if torch.is_grad_enabled() and any(param.requires_grad for param in executor.plan.params):
             require_gradients(computation, type(self._plain).__name__)
-        computation = draw_once(computation)
+        computation = draw_once(computation, draws_random_numbers)
         computation = insert_synchronize(computation, module_inputs(prologue, computation), executor)
         computation = broadcast_scalars(computation)
         shard_checks(prologue, executor)

@@ -13,6 +13,7 @@ from thunder_zero.comm import agree
 from thunder_zero.comm.device import device_for, memory_bytes
 from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.comm.places import doing
+from thunder_zero.compat.casts import cast_borders, cast_inputs
 from thunder_zero.placement import hooks_inside, links, members, pairs, place_buffers, place_others, place_parameters
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
@@ -25,7 +26,6 @@ from thunder_zero.runtime.initial_values import Sources, Values, initial_values
 from thunder_zero.runtime.intact import Intact
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict import hooks
-from thunder_zero.trace.casts import cast_borders, cast_inputs
 from thunder_zero.zero_module import ZeroModule, adopt
 
 from thunder.core.module import ThunderModule

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m examples.bench.budgets      # five to ten minutes on two cores
 
-The budgets lie between the least that ``tz.fit`` finds and what its choice takes where memory is no matter.
+The budgets lie between the least that ``tz.tools.fit`` finds and what its choice takes where memory is no matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from examples.bench.memory import versions
 from examples.bench.memory_table import PAGE, mib
 from examples.bench.page import with_section
 from examples.bench.step_memory import forecast, forecast_of, measure, traces_of
-from thunder_zero.schedule.candidate import Candidate
+from thunder_zero.tools.fitting.candidate import Candidate
 
 TASK, WORLD_SIZE = "small GPT", 2
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)  # of the way from the least to the most
@@ -63,7 +63,7 @@ def choice(memory_bytes: int) -> tz.Policy:
     """The policy for a budget; prints nothing."""
     with torch.device("meta"):
         model = TASKS[TASK].model()
-    return tz.fit(
+    return tz.tools.fit(
         model,
         TASKS[TASK].inputs(),
         memory_bytes=memory_bytes,
@@ -78,7 +78,7 @@ def least_bytes() -> int:
     """The least that is found."""
     try:
         choice(1)
-    except tz.DoesNotFit as error:
+    except tz.tools.DoesNotFit as error:
         return error.least_bytes
     raise AssertionError("a byte is too little")
 

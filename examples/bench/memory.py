@@ -60,7 +60,7 @@ def forecast_rows(cases: Sequence[Case], data: Data) -> Data:
     return replace(data, rows=tuple(rows.values()))
 
 
-def with_forecast(row: Row, memory: tz.Memory) -> Row:
+def with_forecast(row: Row, memory: tz.tools.Memory) -> Row:
     """The row with the figures of a forecast in place of its own."""
     return replace(
         row,

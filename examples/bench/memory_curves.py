@@ -16,7 +16,7 @@ import thunder_zero as tz  # before thunder
 from examples.bench.cases import Case
 from examples.bench.memory_table import DOCS, MiB
 from examples.bench.step_memory import BACKWARD, FORWARD, LOSS, OPTIMIZER, PASSES, Measured, forecast, measure
-from thunder_zero import Holds
+from thunder_zero.tools import Holds
 
 matplotlib.use("Agg")  # draws into a file, without a screen
 
@@ -70,7 +70,7 @@ class Step:
         return min(later, default=self.edges[-1])
 
 
-def step_of(memory: tz.Memory) -> Step:
+def step_of(memory: tz.tools.Memory) -> Step:
     """The lines of a forecast side by side."""
     lines = memory.lines
     edges = [0.0]
@@ -116,7 +116,7 @@ def draw_curves(path: Path = PICTURE) -> None:
     save({stage: (memory, measure(cases[stage])) for stage, memory in forecasts.items()}, path)
 
 
-def save(stages: Mapping[int, tuple[tz.Memory, Measured]], path: Path = PICTURE) -> None:
+def save(stages: Mapping[int, tuple[tz.tools.Memory, Measured]], path: Path = PICTURE) -> None:
     """A PNG with a panel for each stage."""
     figure, panels = plt.subplots(2, 2, figsize=(13, 8.5), sharey=True, layout="constrained")
     for panel, (stage, (memory, measured)) in zip(panels.flat, stages.items(), strict=True):
@@ -171,13 +171,13 @@ def draw(panel: Axes, step: Step, points: Sequence[tuple[float, float]]) -> None
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def name_peaks(panel: Axes, memory: tz.Memory, measured: Measured) -> None:
+def name_peaks(panel: Axes, memory: tz.tools.Memory, measured: Measured) -> None:
     """Forecast and measured peak, above the panel."""
     words = f"peak: forecast {memory.peak / MiB:.2f}, measured {measured.peaks.peak / MiB:.2f} MiB"
     panel.set_title(words, loc="right", color=INK, fontsize=10, pad=9)
 
 
-def legend_of(memories: Sequence[tz.Memory]) -> list[Patch | Line2D]:
+def legend_of(memories: Sequence[tz.tools.Memory]) -> list[Patch | Line2D]:
     """The kinds that can be seen, from the top of the picture down."""
     top = max(memory.peak for memory in memories)
     most = {kind: max(line.alive.get(kind, 0) for memory in memories for line in memory.lines) for kind in COLORS}

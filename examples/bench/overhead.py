@@ -36,9 +36,9 @@ from torch import nn
 import thunder_zero as tz  # before thunder
 from examples.bench.contestants import trains
 from examples.bench.model import Size, make_batch, make_model
-from thunder_zero import _shortcuts
+from thunder_zero.compat import shortcuts
 from thunder_zero.schedule import passes
-from thunder_zero.trace.executors import RepairFusion, ScheduleJointTrace
+from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.transform import ZeroTransform
 
 import thunder
@@ -94,7 +94,7 @@ def compile_times(size: Size, rounds: int = COMPILES) -> dict[str, Any]:
             gc.collect()
             ballast: list[list[None]] = [[] for _ in range(len(gc.get_objects()) * number // (4 * rounds))]
             gc.collect()
-            with clocked(spent), _shortcuts.left_out() if name == ALONE else nullcontext():
+            with clocked(spent), shortcuts.left_out() if name == ALONE else nullcontext():
                 start = time.perf_counter(), time.process_time()
                 deeper(FRAMES * number, compile_and_step, module, transforms, size)
                 seconds[name].append(time.perf_counter() - start[0])

@@ -69,12 +69,12 @@ class Measured:
         return Peaks(self.at_rest, self.at_rest + self.inputs + added, self.at_rest + step.highest if step else 0)
 
 
-def forecast(case: Case) -> tz.Memory:
+def forecast(case: Case) -> tz.tools.Memory:
     """Rank 0's memory, without processes and without values."""
     return forecast_of(case, traces_of(case))
 
 
-def traces_of(case: Case) -> tz.Traces:
+def traces_of(case: Case) -> tz.tools.Traces:
     """Rank 0's traces."""
     task = TASKS[case.task]
     with torch.device("meta"):
@@ -91,12 +91,12 @@ def traces_of(case: Case) -> tz.Traces:
         )
 
 
-def forecast_of(case: Case, traces: tz.Traces) -> tz.Memory:
+def forecast_of(case: Case, traces: tz.tools.Traces) -> tz.tools.Memory:
     """The memory of a step with these traces."""
     if not case.training:
-        return tz.memory(traces)
+        return tz.tools.memory(traces)
     loss = TASKS[case.task].loss
-    return tz.memory(traces, loss=loss, optimizer=torch.optim.AdamW, accumulating=case.deferring)
+    return tz.tools.memory(traces, loss=loss, optimizer=torch.optim.AdamW, accumulating=case.deferring)
 
 
 def peak_of_peer(case: Case) -> int:

@@ -36,9 +36,9 @@ from examples.bench.held import alive, held_bytes
 from examples.bench.model import Size, loss_of, make_batch
 from examples.bench.network import bytes_sent
 from examples.tensor_memory import added_at_peak
-from thunder_zero.calibration.rounds import Calibration
 from thunder_zero.comm.handle import Handle
-from thunder_zero.cost.device_file import to_data
+from thunder_zero.tools.devices.device_file import to_data
+from thunder_zero.tools.devices.rounds import Calibration
 
 WARM_UP = 3  # steps: the first one compiles, and DDP rebuilds its buckets after it
 MESSAGE_BYTES = 8 << 20  # of the bare exchange
@@ -117,7 +117,7 @@ class Worker:
         """The time of a contestant's whole step on the device that was calibrated last."""
         assert self.calibration is not None, "calibrate comes first"
         model, targets = self.built[name][0], self.batch[1]
-        step = tz.estimate(
+        step = tz.tools.estimate(
             tz.traces_of(model),
             self.calibration.device(),
             loss=lambda logits: loss_of(logits, targets),

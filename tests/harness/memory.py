@@ -49,7 +49,7 @@ class Watch:
         at_reductions: for each reduction, the parameters it reduces, and those alive when it started.
     """
 
-    plan: tz.Plan
+    plan: tz.schedule.Plan
     under_way: list[str] = field(default_factory=list)
     memory: list[tuple[str, StorageWeakRef]] = field(default_factory=list)
     peak: int = 0
@@ -85,7 +85,7 @@ class Watched:
 
 
 @contextlib.contextmanager
-def watched(plan: tz.Plan) -> Iterator[Watch]:
+def watched(plan: tz.schedule.Plan) -> Iterator[Watch]:
     """Watch the models that are transformed inside this block."""
     watch = Watch(plan)
     gather, reduce = Calls.all_gather, Calls.reduce
@@ -162,7 +162,7 @@ def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
         }
 
 
-def spread(timeline: tz.Timeline) -> str:
+def spread(timeline: tz.schedule.Timeline) -> str:
     """The order of a half in letters: g(ather), w(ait), c(ompute); consecutive computations are one letter."""
     letters = {Kind.GATHER: "g", Kind.WAIT: "w", Kind.COMPUTE: "c", Kind.FREE: ""}
     text = "".join(letters[op.kind] for op in timeline.ops)

@@ -270,7 +270,7 @@ def lines(bsyms: Iterable[BoundSymbol]) -> Iterator[BoundSymbol]:
             yield bsym
 
 
-def parameter_inputs(result: tz.Traces) -> set[str]:
+def parameter_inputs(result: tz.tools.Traces) -> set[str]:
     paths = [path.replace(".", "_") for param in result.plan.params for path in param.names]
     spelled = {f"{prefix}{path}" for path in paths for prefix in ("t_", "")}  # by front end
     return names(result.forward.args) & spelled

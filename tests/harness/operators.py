@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_zero.trace.operators.choose import operators
+from thunder_zero.compat.operators.choose import operators
 
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx

@@ -24,7 +24,7 @@ def traced(
     synced: bool = True,
     fused: bool = False,
     dtype: torch.dtype = torch.float32,
-) -> tz.Traces:
+) -> tz.tools.Traces:
     """Of a model on the meta device, for one input; ``fused``: by torch_compile_ex."""
     with torch.device("meta"):
         module, x = make(), torch.empty(shape, dtype=dtype)

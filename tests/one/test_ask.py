@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.errors import says
-from thunder_zero import cli, doctor
 from thunder_zero.comm.handle import Handle
 from thunder_zero.runtime.profile_labels import Labels, launching
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.schedule.timeline import Kind, Op, gathered_bytes
+from thunder_zero.tools import Device, Link, cli, diff, doctor, estimate
 
 import thunder
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[2] / "docs/cost-model.md"
 WIDTH, ROWS, UNITS = 4, 3, 5
 MATRIX = WIDTH * WIDTH * 4  # bytes
-DEVICE = tz.Device("one", {"float32": 1.0}, 1e18, 1 << 30, inside=tz.Link(0.1))  # a FLOP takes 1 s, a byte 10 s
+DEVICE = Device("one", {"float32": 1.0}, 1e18, 1 << 30, inside=Link(0.1))  # a FLOP takes 1 s, a byte 10 s
 
 
 class Deep(nn.Module):
@@ -50,7 +50,7 @@ class Deep(nn.Module):
 
 
 @cache
-def traces(stage: int, *, synced: bool = True, rank: int = 0, units: int = UNITS, **fields: Any) -> tz.Traces:
+def traces(stage: int, *, synced: bool = True, rank: int = 0, units: int = UNITS, **fields: Any) -> tz.tools.Traces:
     policy = tz.Policy(stage, **{"gather_last_units_once": False, "recompute": "none", **fields})
     return tz.trace(Deep(units), torch.ones(ROWS, WIDTH), policy=policy, world_size=2, rank=rank, synced=synced)
 
@@ -65,7 +65,7 @@ def in_words(shown: object) -> str:
     return " ".join(text.split())
 
 
-def op_at(line: Any, of: tz.Traces) -> Op:
+def op_at(line: Any, of: tz.tools.Traces) -> Op:
     (op,) = (
         op
         for op in of.timeline.ops
@@ -98,7 +98,7 @@ def test_a_parameter_of_zero3_line_by_line() -> None:
 
 
 ALONE = {"bucket_bytes": 0}
-TIMES = tz.Times({weight(at): 1.0 for at in range(UNITS)}, {}, bytes_per_second=MATRIX / 2)
+TIMES = tz.schedule.Times({weight(at): 1.0 for at in range(UNITS)}, {}, bytes_per_second=MATRIX / 2)
 SAID: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, what differs, parameter, words
     # why a gather starts where it does
     (3, ALONE, weight(2), "right after the wait for layers.0.weight, 2 units ahead (Policy.prefetch)"),
@@ -182,7 +182,7 @@ def test_seconds_add_up_to_the_estimate() -> None:
     shown = [tz.explain(of, weight(at), device=DEVICE) for at in range(UNITS)]
     frozen = tz.explain(of, "frozen", device=DEVICE)
     exposed = [one.exposed_seconds for one in (*shown, frozen)]
-    assert sum(one for one in exposed if one is not None) == pytest.approx(tz.estimate(of, DEVICE).exposed_seconds)
+    assert sum(one for one in exposed if one is not None) == pytest.approx(estimate(of, DEVICE).exposed_seconds)
     assert "compute waits" in in_words(shown[0])
     for one in shown[0].gathers:
         assert one.wire_seconds == pytest.approx(10 * MATRIX / 2)
@@ -190,7 +190,7 @@ def test_seconds_add_up_to_the_estimate() -> None:
 
 def test_zero3_beside_zero2_unit_by_unit() -> None:
     first, second = traces(2), traces(3)
-    shown = tz.diff(first, second)
+    shown = diff(first, second)
     for at in range(UNITS):
         zero2, zero3 = shown.units[f"layers.{at}"]
         again = int(at > 0)  # x needs no gradient
@@ -203,7 +203,7 @@ def test_zero3_beside_zero2_unit_by_unit() -> None:
         assert total.gathered_at_most == max(gathered_bytes(of.timeline))
         assert total.gathers == sum(op.kind is Kind.GATHER for op in of.timeline.ops)
         assert (total.computed_again, total.flops_again) == (0, 0)
-    assert shown.peaks == (tz.memory(first).peak, tz.memory(second).peak)
+    assert shown.peaks == (tz.tools.memory(first).peak, tz.tools.memory(second).peak)
     assert "layers.1 .. 4, each 1 -> 2 1 64 -> 96 B 64 B 0 0" in in_words(shown)
 
 
@@ -214,8 +214,8 @@ def test_work_done_again_belongs_to_its_unit() -> None:
     plain, again = (
         tz.trace(module, x, policy=replace(policy, recompute=how), world_size=2) for how in ("none", "units")
     )
-    shown = tz.diff(plain, again)
-    estimates = [tz.estimate(of, DEVICE) for of in (plain, again)]
+    shown = diff(plain, again)
+    estimates = [estimate(of, DEVICE) for of in (plain, again)]
     assert estimates[0].model_seconds == estimates[1].model_seconds  # it is no work of the model
     more = 2 * ROWS * 8 * 8  # the first product of the first unit
     assert shown.total[1].flops_again == estimates[1].flops - estimates[0].flops == more
@@ -234,11 +234,14 @@ def test_wrong_arguments_get_a_sentence() -> None:
         ),
         (lambda: tz.explain(of, "shift"), "'shift' is a buffer, or a parameter that Policy.ignored names"),
         (lambda: tz.explain(of, weight(0), device=h100), "explain takes a Device, got str"),
-        (lambda: tz.save_timeline("no.json", of, device=h100), "save_timeline takes a Device, got str"),
-        (lambda: tz.diff(three, two), "the first has 'layers.2.weight' (4, 4) float32 where the second has no"),
-        (lambda: tz.diff(rooted, two), "'layers.0.weight' is of unit '' in the first and of 'layers.0' in"),
-        (lambda: tz.diff(of, traces(3, synced=False)), "one of the programs runs under no_sync and the other does not"),
-        (lambda: tz.diff(of, zero3), "diff takes Traces, got str"),
+        (lambda: tz.tools.save_timeline("no.json", of, device=h100), "save_timeline takes a Device, got str"),
+        (lambda: diff(three, two), "the first has 'layers.2.weight' (4, 4) float32 where the second has no"),
+        (lambda: diff(rooted, two), "'layers.0.weight' is of unit '' in the first and of 'layers.0' in"),
+        (
+            lambda: diff(of, traces(3, synced=False)),
+            "one of the programs runs under no_sync and the other does not",
+        ),
+        (lambda: diff(of, zero3), "diff takes Traces, got str"),
     )
     for call, words in rows:
         says(call, "TypeError" if "got str" in words else "ValueError", words)
@@ -250,17 +253,17 @@ def events_of(path: Path, category: str) -> list[dict[str, Any]]:
 
 def test_a_timeline_for_perfetto_is_the_estimate(tmp_path: Path) -> None:
     of, path = traces(3, bucket_bytes=0), tmp_path / "trace.json"
-    tz.save_timeline(path, of, device=DEVICE)
-    estimate = tz.estimate(of, DEVICE)
+    tz.tools.save_timeline(path, of, device=DEVICE)
+    forecast = estimate(of, DEVICE)
     slices = events_of(path, "forecast")
-    assert max(one["ts"] + one["dur"] for one in slices) == pytest.approx(estimate.seconds * 1e6)
+    assert max(one["ts"] + one["dur"] for one in slices) == pytest.approx(forecast.seconds * 1e6)
     on_wire = [one for one in slices if one["tid"] == 1]
     assert {one["name"] for one in on_wire} >= {f"{kind} {weight(2)}" for kind in ("gather", "reduce")}
-    assert sum(one["args"]["sent_bytes"] for one in on_wire) == estimate.sent_bytes
+    assert sum(one["args"]["sent_bytes"] for one in on_wire) == forecast.sent_bytes
     waits = [one for one in slices if one["name"].startswith("wait for ")]
-    assert sum(one["dur"] for one in waits) == pytest.approx(estimate.exposed_seconds * 1e6)
+    assert sum(one["dur"] for one in waits) == pytest.approx(forecast.exposed_seconds * 1e6)
     computes = [one for one in slices if one["tid"] == 0 and one not in waits]
-    assert sum(one["args"]["flops"] for one in computes) == estimate.flops
+    assert sum(one["args"]["flops"] for one in computes) == forecast.flops
     assert weight(2) in {one["name"] for one in computes}
     counts = [event["args"]["bytes"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "C"]
     assert max(counts) == max(gathered_bytes(of.timeline))
@@ -289,7 +292,7 @@ def test_a_profile_has_labels_and_stands_beside_the_forecast(tmp_path: Path) -> 
     reduced = next(end for _, end, name in spans if name == f"reduce {weight(1)}")
     unit_ends = max(span for span in spans if span[2] == "unit layers.1")[1]
     assert unit_ends <= min(start for start, *_ in spans if start > reduced), "when its gradients are made"
-    tz.save_timeline(both, traces(3, units=2), device=DEVICE, measured=profile)
+    tz.tools.save_timeline(both, traces(3, units=2), device=DEVICE, measured=profile)
     forecast, measured = events_of(both, "forecast"), events_of(both, "user_annotation")
     first = [min(one["ts"] for one in events if one["name"] == labels[0]) for events in (forecast, measured)]
     assert first[0] == pytest.approx(first[1])
@@ -297,7 +300,7 @@ def test_a_profile_has_labels_and_stands_beside_the_forecast(tmp_path: Path) -> 
     assert len(measured) == len(spans)
     for text, words in (("[1]", "has no list of traceEvents; give what profile.export_chrome"), ("{", "is no JSON")):
         profile.write_text(text)
-        says(lambda: tz.save_timeline(both, traces(3), device=DEVICE, measured=profile), "ValueError", words)
+        says(lambda: tz.tools.save_timeline(both, traces(3), device=DEVICE, measured=profile), "ValueError", words)
 
 
 def test_without_a_profiler_nothing_is_labelled() -> None:

@@ -63,7 +63,7 @@ FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "gather_last_units_once": ((1,), "True or False"),
     "check_gradients": ((None,), "True or False"),
     "trust_optimizer": (("Muon",), "True or False"),
-    "times": ((0.5,), "thunder_zero.Times, as measure_times makes them, or None"),
+    "times": ((0.5,), "thunder_zero.schedule.Times, as measure_times makes them, or None"),
     "unit_of": (("blocks",), "a function"),
 }
 
@@ -178,8 +178,8 @@ CALLS: dict[type[Exception], list[tuple[Any, ...]]] = {
         (lambda m: tz.traces_of(m), "jitted with ZeroTransform", "got Mlp"),
         (lambda m: tz.traces_of(thunder.jit(m)), "jitted with ZeroTransform", "got ThunderModule"),
         (lambda m: tz.print_trace(m), "jitted with ZeroTransform", "got Mlp"),
-        (lambda m: tz.measure_times(m, net), "jitted with ZeroTransform", "got Mlp"),
-        (lambda m: tz.measure_times(thunder.jit(m), net), "jitted with ZeroTransform", "got ThunderModule"),
+        (lambda m: tz.tools.measure_times(m, net), "jitted with ZeroTransform", "got Mlp"),
+        (lambda m: tz.tools.measure_times(thunder.jit(m), net), "jitted with ZeroTransform", "got ThunderModule"),
         (lambda m: tz.trace(thunder.jit(m), X), "plain torch module", "got ThunderModule", "before thunder.jit"),
         (lambda m: tz.trace(BUILTIN, X), "plain torch module", "builtin"),
         (lambda m: thunder.jit(lambda x: x * 2, transforms=[tz.ZeroTransform()])(X), *FUNCTION),

@@ -191,7 +191,7 @@ def test_the_curves_have_the_measured_points(tmp_path: Path) -> None:
     steps = {}
     for stage in range(4):
         traces = tz.trace(layer, torch.empty(8, 64), policy=tz.Policy(stage), world_size=2)
-        memory = tz.memory(traces, loss=lambda y: y.square().mean(), optimizer=torch.optim.AdamW)
+        memory = tz.tools.memory(traces, loss=lambda y: y.square().mean(), optimizer=torch.optim.AdamW)
         parts = {FORWARD: Added(10, 20), LOSS: Added(20, 20), BACKWARD: Added(30, 5000), OPTIMIZER: Added(40, 50)}
         steps[stage] = (memory, Measured(memory.at_rest, 2048, parts))
         peak = memory.curve.index(memory.peak)

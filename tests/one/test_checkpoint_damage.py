@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from tests.harness.checkpoints import Simulated, save_simulated, simulated_ranks
 from tests.harness.errors import raised, says
-from thunder_zero import cli
 from thunder_zero.checkpoint import dcp_write, manifest
 from thunder_zero.checkpoint.dcp_read import read_items, read_metadata
 from thunder_zero.checkpoint.dcp_write import write_items, write_metadata
@@ -32,6 +31,7 @@ from thunder_zero.checkpoint.extras import read_extras
 from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.manifest import File
 from thunder_zero.checkpoint.read_all import read_checkpoint
+from thunder_zero.tools import cli
 
 WEIGHT, BIAS, MOMENTUM = "model.weight", "model.bias", "optim.state.weight.momentum_buffer"
 FILE, LAST = "__0_0.distcp", "; use another checkpoint"

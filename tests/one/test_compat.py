@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.harness.errors import refused
-from thunder_zero import _compat
+from thunder_zero.compat import imports
 
 VERSIONS = {  # those that were tested, and others
     "torch": (("2.7.1", "2.13.0+cpu", "2.15.1"), ("2.7.0", "2.16.0", "3.0")),
@@ -21,30 +21,30 @@ VERSIONS = {  # those that were tested, and others
 @pytest.mark.parametrize("package", VERSIONS)
 def test_a_version_outside_of_what_was_tested(package: str) -> None:
     tested, others = VERSIONS[package]
-    assert [_compat.untested(package, version) for version in tested] == [None] * len(tested)
+    assert [imports.untested(package, version) for version in tested] == [None] * len(tested)
     for version in others:
-        sentence = _compat.untested(package, version) or ""
-        for word in (package, version, *_compat.TESTED[package], "install a tested version"):
+        sentence = imports.untested(package, version) or ""
+        for word in (package, version, *imports.TESTED[package], "install a tested version"):
             assert word in sentence, (version, sentence)
 
 
 def test_an_untested_version_is_a_warning(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
-    _compat.import_thunder()
+    imports.let_thunder_import()
     assert not [warning for warning in recwarn if "thunder_zero" in str(warning.message)], "these versions were tested"
-    monkeypatch.setattr(_compat, "version", {"torch": "9.9", "lightning-thunder": "0.2.6"}.__getitem__)
+    monkeypatch.setattr(imports, "version", {"torch": "9.9", "lightning-thunder": "0.2.6"}.__getitem__)
     with pytest.warns(UserWarning, match="9.9") as caught:
-        _compat.import_thunder()
-    assert [str(warning.message) for warning in caught] == [_compat.untested("torch", "9.9")]
+        imports.let_thunder_import()
+    assert [str(warning.message) for warning in caught] == [imports.untested("torch", "9.9")]
 
 
 def test_half_of_thunder_is_told_from_thunder(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not _compat.half_imported({"thunder": None, "thunder.core": None})
-    assert not _compat.half_imported({"thunder_zero": None, "thunderstorm.core": None})
-    monkeypatch.setattr(_compat, "sys", SimpleNamespace(modules={"thunder.core": None}))
+    assert not imports.half_imported({"thunder": None, "thunder.core": None})
+    assert not imports.half_imported({"thunder_zero": None, "thunderstorm.core": None})
+    monkeypatch.setattr(imports, "sys", SimpleNamespace(modules={"thunder.core": None}))
     with refused(
         ImportError, "an earlier `import thunder` failed", "restart Python and", "`import thunder_zero` before"
     ):
-        _compat.import_thunder()
+        imports.let_thunder_import()
 
 
 THUNDER_FIRST = r"""
@@ -57,7 +57,7 @@ for name in ("thunder", "thunder_zero", "thunder_zero"):
 
 
 @pytest.mark.skipif(
-    all(hasattr(torch.Tensor, name) for name in _compat.DROPPED_METHODS), reason="this torch lets Thunder import"
+    all(hasattr(torch.Tensor, name) for name in imports.DROPPED_METHODS), reason="this torch lets Thunder import"
 )
 def test_thunder_imported_first_where_it_cannot_be() -> None:
     """Thunder raises its own error; importing thunder_zero raises ours, at each attempt."""

@@ -18,10 +18,10 @@ from torch.distributed import checkpoint as dcp
 
 import thunder_zero as tz
 from tests.harness.errors import says
-from thunder_zero import cli
-from thunder_zero.convert.open_checkpoint import OpenCheckpoint
-from thunder_zero.convert.safetensors_file import split_into_files
-from thunder_zero.convert.tensor_to_write import TensorToWrite
+from thunder_zero.checkpoint.safetensors_file import split_into_files
+from thunder_zero.checkpoint.tensor_to_write import TensorToWrite
+from thunder_zero.tools import cli, consolidate
+from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -51,7 +51,7 @@ def data_bytes(path: Path) -> list[int]:
 def runs(tmp_path: Path) -> Path:
     """A folder with one checkpoint, ``start``."""
     save_file(weights(), tmp_path / "in.safetensors")
-    tz.shard_safetensors(tmp_path / "in.safetensors", tmp_path / "runs/start", ranks=3)
+    tz.tools.shard_safetensors(tmp_path / "in.safetensors", tmp_path / "runs/start", ranks=3)
     return tmp_path / "runs"
 
 
@@ -72,28 +72,28 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
 
 def test_an_index_its_folder_or_a_folder_with_one_file_is_read(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "hub").mkdir()
-    files = tz.consolidate(runs / "start", tmp_path / "hub/model.safetensors", max_file_bytes=10)
+    files = consolidate(runs / "start", tmp_path / "hub/model.safetensors", max_file_bytes=10)
     assert len(files) > 3
     (tmp_path / "alone").mkdir()
     shutil.copy(tmp_path / "in.safetensors", tmp_path / "alone/model.safetensors")
     for source in ("hub/model.safetensors.index.json", "hub", "alone"):
-        tz.shard_safetensors(tmp_path / source, runs / "again", ranks=2)
-        assert_same(torch.load(tz.consolidate(runs / "again", tmp_path / "one.pt")[0]), weights())
+        tz.tools.shard_safetensors(tmp_path / source, runs / "again", ranks=2)
+        assert_same(torch.load(consolidate(runs / "again", tmp_path / "one.pt")[0]), weights())
 
 
 def test_floats_are_cast_and_tensors_aligned(runs: Path, tmp_path: Path, command: Command) -> None:
     assert command("shard", tmp_path / "in.safetensors", tmp_path / "start", "--ranks", 2, "--dtype", "float32")[0] == 0
-    (one,) = tz.consolidate(tmp_path / "start", tmp_path / "one.safetensors")
+    (one,) = consolidate(tmp_path / "start", tmp_path / "one.safetensors")
     right = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights().items()}
     assert_same(load_file(one), right)
-    (wide,) = tz.consolidate(runs / "start", tmp_path / "wide.safetensors")
+    (wide,) = consolidate(runs / "start", tmp_path / "wide.safetensors")
     content = wide.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     for name, tensor in weights().items():
         assert (8 + length + header[name]["data_offsets"][0]) % tensor.itemsize == 0, name
     save_file(right, tmp_path / "right.safetensors")
-    tz.shard_safetensors(tmp_path / "right.safetensors", tmp_path / "right", ranks=2)
+    tz.tools.shard_safetensors(tmp_path / "right.safetensors", tmp_path / "right", ranks=2)
     assert data_bytes(tmp_path / "start") == data_bytes(tmp_path / "right")  # readers cast, so their values say nothing
 
 
@@ -127,7 +127,7 @@ def test_garbage_is_one_sentence(tmp_path: Path, command: Command) -> None:
 def test_latest_stays_where_training_goes_on(runs: Path, tmp_path: Path) -> None:
     assert not (runs / "latest").is_symlink()
     (runs / "latest").symlink_to("start")
-    tz.shard_safetensors(tmp_path / "in.safetensors", runs / "other")
+    tz.tools.shard_safetensors(tmp_path / "in.safetensors", runs / "other")
     assert (runs / "latest").readlink() == Path("start")
 
 
@@ -149,12 +149,12 @@ def test_what_an_earlier_call_left_is_removed(runs: Path, tmp_path: Path) -> Non
     others += ["m-00001-of-00009.safetensors", "m.optimizer.safetensors.index.json"]  # somebody else's of that name
     for name in others:
         (out / name).touch()
-    (ours,) = tz.consolidate(runs / "start", tmp_path / "ours.safetensors")
+    (ours,) = consolidate(runs / "start", tmp_path / "ours.safetensors")
     for name in ("m.optimizer.safetensors", "m.optimizer-00001-of-00002.safetensors"):
         ours.with_name(name).write_bytes(ours.read_bytes())
         ours.with_name(name).rename(out / name)
     for limit in (10, 20, None, 10):
-        files = tz.consolidate(runs / "start", out / "m.safetensors", max_file_bytes=limit)
+        files = consolidate(runs / "start", out / "m.safetensors", max_file_bytes=limit)
         assert {path.name for path in out.iterdir()} == {*others, *(file.name for file in files)}
 
 
@@ -163,10 +163,10 @@ def test_what_was_there_stays_if_it_fails(runs: Path, tmp_path: Path, name: str)
     out = tmp_path / "out"
     out.mkdir()
     limit = 20 if name == "m.safetensors" else None
-    tz.consolidate(runs / "start", out / name, max_file_bytes=limit)
+    consolidate(runs / "start", out / name, max_file_bytes=limit)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     with mock.patch.object(OpenCheckpoint, "read", side_effect=OSError(28, "No space left on device")):
-        says(lambda: tz.consolidate(runs / "start", out / name), ": the disk is full; existing files are unchanged")
+        says(lambda: consolidate(runs / "start", out / name), ": the disk is full; existing files are unchanged")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 

@@ -16,6 +16,7 @@ import thunder_zero as tz
 from tests.harness.errors import raised
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.tiers import slow
+from thunder_zero.schedule import Kind
 from thunder_zero.transform import ZeroTransform
 
 from thunder.core import prims
@@ -195,7 +196,7 @@ def test_frozen_parameters_and_an_input_that_wants_a_gradient(policy: tz.Policy)
     result = tz.trace(fresh(Mlp).requires_grad_(False), X.clone().requires_grad_(), policy=policy, world_size=2)
     assert result.backward is not None
     assert result.timeline.gradients == ()
-    assert not any(op.kind is tz.Kind.REDUCE for op in result.timeline.ops)
+    assert not any(op.kind is Kind.REDUCE for op in result.timeline.ops)
 
 
 @pytest.mark.usefixtures("group")
@@ -206,7 +207,7 @@ def test_forward_alone_gathers_nothing_once_after_a_step_that_does() -> None:
     once = tz.traces_of(model).plan.gathered_once
     with torch.no_grad():
         model(X)
-    paths = [path for op in tz.traces_of(model).timeline.ops if op.kind is tz.Kind.GATHER for path in op.params]
+    paths = [path for op in tz.traces_of(model).timeline.ops if op.kind is Kind.GATHER for path in op.params]
     assert "0.weight" in once
     assert tz.traces_of(model).plan.gathered_once == ()
     model(X).sum().backward()

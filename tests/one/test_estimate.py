@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 BATCH, LENGTH, HEADS, HEAD = 2, 5, 2, 4
 NONE = tz.Policy(0, recompute="none")
-H100 = tz.DEVICES["h100"]
+H100 = tz.tools.DEVICES["h100"]
 
 
 class Adds(nn.Module):
@@ -47,11 +47,11 @@ def counted(step: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
-def flops(timeline: tz.Timeline, *works: Work) -> int:
+def flops(timeline: tz.schedule.Timeline, *works: Work) -> int:
     return sum(op.flops for op in timeline.ops if not works or op.work in works)
 
 
-def trace(module: nn.Module, *args: Tensor, **how: Any) -> tz.Traces:
+def trace(module: nn.Module, *args: Tensor, **how: Any) -> tz.tools.Traces:
     return tz.trace(module, *args, **{"policy": NONE, "world_size": 2, **how})
 
 
@@ -113,7 +113,7 @@ def test_a_fused_region_has_the_flops_and_the_traffic_of_its_whole() -> None:
     plain, fused = (traced(narrow, (3, 4), NONE, fused=fused) for fused in (False, True))
     assert flops(plain.timeline) == flops(fused.timeline) == 2 * 3 * 4 * 8 * (2 + 3)  # x needs no gradient
     (region,) = (op for op in fused.forward_timeline.ops if op.flops)
-    cost = tz.estimate(fused, H100).costs[fused.timeline.ops.index(region)]
+    cost = tz.tools.estimate(fused, H100).costs[fused.timeline.ops.index(region)]
     inputs = 4 * (3 * 4 + 2 * 4 * 8)
     assert cost.traffic_bytes == inputs + sum(fused.timeline.nbytes(name) for name in region.writes)
 
@@ -123,8 +123,8 @@ def test_a_step_by_arithmetic() -> None:
     rows, width = 3, 4
     policy = tz.Policy(3, bucket_bytes=0, prefetch=0, gather_last_units_once=False, recompute="none")
     module = Chain(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
-    device = tz.Device("one", {"float32": 1.0}, 1e18, 1 << 30, inside=tz.Link(0.1))
-    estimate = tz.estimate(trace(module, torch.ones(rows, width), policy=policy), device)
+    device = tz.tools.Device("one", {"float32": 1.0}, 1e18, 1 << 30, inside=tz.tools.Link(0.1))
+    estimate = tz.tools.estimate(trace(module, torch.ones(rows, width), policy=policy), device)
     product, half = 2 * rows * width**2, 4 * width**2 // 2
     assert estimate.flops == 5 * product
     assert estimate.compute_seconds == pytest.approx(5 * product)
@@ -139,23 +139,23 @@ def test_what_is_no_trace_or_no_device_is_refused() -> None:
     rows: list[tuple[Any, Any, type[Exception], tuple[str, ...]]] = [
         (traces.timeline, H100, TypeError, ("estimate takes Traces, got Timeline", "what trace or traces_of returns")),
         (traces, "h100", TypeError, ("estimate takes a Device, got str",)),
-        (traces, tz.DEVICES["tpu-v2"], ValueError, ("TPU v2 has FLOP/s for bfloat16, but the step", "'float32'")),
+        (traces, tz.tools.DEVICES["tpu-v2"], ValueError, ("TPU v2 has FLOP/s for bfloat16, but the step", "'float32'")),
     ]
     for of, device, kind, words in rows:
         with refused(kind, *words):
-            tz.estimate(of, device)
+            tz.tools.estimate(of, device)
 
 
 def test_the_loss_and_the_optimizer_are_counted_operator_by_operator() -> None:
     """In bytes a second: 96 B of output, 128 B of a shard. SGD reads a parameter and its gradient, and writes it;
     with momentum the buffer too."""
     traces = traced(lambda: nn.Linear(8, 8, bias=False), (3, 8), 2)
-    device = tz.Device("one", {"float32": 1e18}, 1.0, 1 << 30, inside=tz.Link(1.0))
-    plain = tz.estimate(traces, device)
+    device = tz.tools.Device("one", {"float32": 1e18}, 1.0, 1 << 30, inside=tz.tools.Link(1.0))
+    plain = tz.tools.estimate(traces, device)
     for momentum, buffers in ((0.0, 3), (0.9, 2 + 3 + 3)):  # mul_, add_, add_
-        sgd = tz.estimate(traces, device, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=momentum))
+        sgd = tz.tools.estimate(traces, device, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=momentum))
         assert sgd.seconds - plain.seconds == buffers * 128
-    with_loss = tz.estimate(traces, device, loss=lambda y: y.square().sum())
+    with_loss = tz.tools.estimate(traces, device, loss=lambda y: y.square().sum())
     added = [op for op in with_loss.timeline.ops if op not in traces.timeline.ops]
     # forward squares and sums; backward: a one, y to the power of 1, times 2, times the gradient (4 B, expanded)
     assert [str(op.work) for op in added] == ["pointwise", "reduction", "other", *["pointwise"] * 3]

@@ -1,4 +1,4 @@
-"""``tz.fit``: the policy that it returns fits by the exact forecast, and what does not fit is refused with numbers."""
+"""``tools.fit``: its policy fits by the exact forecast, and what does not fit is refused with numbers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
-from thunder_zero.dry_run import Interpreted
-from thunder_zero.forecast.kinds import Holds
-from thunder_zero.report.trace_printer import size
-from thunder_zero.report.trade import Trade, print_trade
-from thunder_zero.schedule.candidate import Candidate, itemsize
-from thunder_zero.schedule.parts import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN
-from thunder_zero.schedule.search import Choices, Search
+from thunder_zero.schedule.timeline import itemsize
+from thunder_zero.tools.dry_run import Interpreted
+from thunder_zero.tools.fitting.candidate import Candidate
+from thunder_zero.tools.fitting.parts import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN
+from thunder_zero.tools.fitting.search import Choices, Search
+from thunder_zero.tools.fitting.trade import Trade, print_trade
+from thunder_zero.tools.forecast.kinds import Holds
+from thunder_zero.tools.report.trace_printer import size
 
 import thunder
 from thunder.executors.torch_compile import torch_compile_ex
@@ -46,12 +47,12 @@ def on_meta(make: Callable[[], nn.Module] = net) -> nn.Module:
 
 
 def peak(policy: tz.Policy, shape: tuple[int, ...] = SHORT) -> int:
-    return tz.memory(traced(net, shape, policy), optimizer=torch.optim.SGD).peak
+    return tz.tools.memory(traced(net, shape, policy), optimizer=torch.optim.SGD).peak
 
 
 def fit(memory_bytes: int, shape: tuple[int, ...] = SHORT, file: StringIO | None = None, **how: Any) -> tz.Policy:
     how = {"world_size": 2, "optimizer": torch.optim.SGD, "file": file or StringIO(), **how}
-    return tz.fit(on_meta(), (torch.empty(shape),), memory_bytes=memory_bytes, **how)
+    return tz.tools.fit(on_meta(), (torch.empty(shape),), memory_bytes=memory_bytes, **how)
 
 
 @pytest.mark.slow
@@ -75,15 +76,15 @@ def test_it_fits_and_costs_less_with_more_memory_and_what_fits_is_not_refused() 
 def test_arguments_by_name_a_stage_and_other_executors() -> None:
     module, inputs = Chain(ResidualBlock(8), ResidualBlock(8)), {"x": torch.empty(8, 8)}
     how: dict[str, Any] = {"memory_bytes": PLENTY, "world_size": 2, "file": StringIO()}
-    kept = tz.fit(module, inputs, policy=tz.Policy(prefetch=0), executors=[torch_compile_ex], **how).keep_units
+    kept = tz.tools.fit(module, inputs, policy=tz.Policy(prefetch=0), executors=[torch_compile_ex], **how).keep_units
     assert kept == ("0", "1")
-    policy = tz.fit(module, inputs, policy=2, **how)
+    policy = tz.tools.fit(module, inputs, policy=2, **how)
     assert (policy.stage, policy.keep_units, policy.recompute_units) == (2, (), ())
 
 
 @pytest.mark.slow
 def test_a_refusal_has_the_least_and_what_computing_units_again_is_good_for() -> None:
-    with pytest.raises(tz.DoesNotFit) as caught:
+    with pytest.raises(tz.tools.DoesNotFit) as caught:
         fit(1000, LONG)
     text, least = str(caught.value), caught.value.least_bytes
     plain, units = (peak(tz.Policy(recompute=recompute), LONG) for recompute in ("cheap", "units"))
@@ -117,13 +118,13 @@ def uneven() -> nn.Module:
 def test_a_refusal_speaks_of_what_there_is() -> None:
     """Of no units where there are none; of ``recompute="cheap"`` if not asked for. Inputs belong to the batch."""
     asked = tz.Policy(recompute="none", unit_of=lambda module: ())
-    cheap, found = (tz.memory(traced(even, LONG, one)) for one in (replace(asked, recompute="cheap"), asked))
+    cheap, found = (tz.tools.memory(traced(even, LONG, one)) for one in (replace(asked, recompute="cheap"), asked))
     at = found.by_kind
     batch = sum(at.get(kind, 0) for kind in (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.WORKSPACE, Holds.LOSS))
     assert at[Holds.INPUT] == 4 * 8 * ROWS * WIDTH
     assert cheap.peak < found.peak
-    with pytest.raises(tz.DoesNotFit) as caught:
-        tz.fit(on_meta(even), torch.empty(LONG), memory_bytes=1000, world_size=2, policy=asked)
+    with pytest.raises(tz.tools.DoesNotFit) as caught:
+        tz.tools.fit(on_meta(even), torch.empty(LONG), memory_bytes=1000, world_size=2, policy=asked)
     text = str(caught.value)
     assert "unit" not in text
     assert f"half the batch (about {size(batch // 2)} less)" in text
@@ -135,11 +136,11 @@ def test_the_least_is_compiled_before_a_refusal() -> None:
     """What the search finds best takes too much three times; the least, which its estimate ranks below, fits."""
 
     def peak(policy: tz.Policy) -> int:
-        return tz.memory(traced(uneven, LONG, policy), loss=mean_square).peak
+        return tz.tools.memory(traced(uneven, LONG, policy), loss=mean_square).peak
 
     most = peak(tz.Policy(bucket_bytes=0, in_flight_bytes=0, recompute_units=("0", "1", "2", "3")))
     how: dict[str, Any] = {"memory_bytes": most, "world_size": 2, "loss": mean_square, "file": StringIO()}
-    assert peak(tz.fit(on_meta(uneven), torch.empty(LONG), **how)) <= most
+    assert peak(tz.tools.fit(on_meta(uneven), torch.empty(LONG), **how)) <= most
 
 
 def mean_square(y: Tensor) -> Tensor:
@@ -161,8 +162,8 @@ def test_units_that_were_asked_for_again_are_saved_where_memory_allows() -> None
 def test_prices_decide() -> None:
     """Where work costs next to nothing, units are computed again; where it is dear, they are gathered again instead."""
     budget = int(0.95 * peak(tz.Policy(keep_units=UNITS), LONG))
-    assert fit(budget, LONG, prices=tz.Prices(flops_per_byte=1e9)).recompute_units
-    assert not fit(budget, LONG, prices=tz.Prices(flops_per_byte=0.01, launch_bytes=0)).recompute_units
+    assert fit(budget, LONG, prices=tz.tools.Prices(flops_per_byte=1e9)).recompute_units
+    assert not fit(budget, LONG, prices=tz.tools.Prices(flops_per_byte=0.01, launch_bytes=0)).recompute_units
 
 
 @pytest.mark.slow
@@ -230,17 +231,17 @@ def test_itemsizes_are_torchs() -> None:
 def test_it_refuses() -> None:
     def fit(module: Any = None, x: Any = None, **how: Any) -> None:
         x = torch.empty(SHORT) if x is None else x
-        tz.fit(on_meta() if module is None else module, x, **{"memory_bytes": PLENTY, "world_size": 2, **how})
+        tz.tools.fit(on_meta() if module is None else module, x, **{"memory_bytes": PLENTY, "world_size": 2, **how})
 
     rows: list[tuple[Any, type[Exception], tuple[str, ...]]] = [
         (lambda: fit(memory_bytes=0), ValueError, ("memory_bytes is 0", "give a number of bytes")),
         (lambda: fit(x="abc"), ValueError, ("inputs is 'abc'", "give the arguments of forward: a tuple")),
         (lambda: fit(thunder.jit(nn.Linear(2, 2))), TypeError, ("got ThunderModule", "pass the module before")),
         (lambda: fit(world_size=None), ValueError, ("world_size is None", "no process group")),
-        (lambda: fit(prices=3), ValueError, ("prices is 3", "give thunder_zero.Prices")),
-        (lambda: tz.Prices(flops_per_byte=0), ValueError, ("flops_per_byte is 0", "give a number above 0")),
-        (lambda: tz.Prices(flops_per_byte="x"), ValueError, ("flops_per_byte is 'x'", "give a number above 0")),  # type: ignore[arg-type]
-        (lambda: tz.Prices(launch_bytes=-1), ValueError, ("launch_bytes is -1", "0 or more")),
+        (lambda: fit(prices=3), ValueError, ("prices is 3", "give thunder_zero.tools.Prices")),
+        (lambda: tz.tools.Prices(flops_per_byte=0), ValueError, ("flops_per_byte is 0", "give a number above 0")),
+        (lambda: tz.tools.Prices(flops_per_byte="x"), ValueError, ("flops_per_byte is 'x'", "give a number above 0")),  # type: ignore[arg-type]
+        (lambda: tz.tools.Prices(launch_bytes=-1), ValueError, ("launch_bytes is -1", "0 or more")),
         (lambda: fit(policy=tz.Policy(keep_units=("0.9",))), ValueError, ("'0.9'", "no unit", "'0.0'")),
     ]
     for call, kind, words in rows:

@@ -11,6 +11,7 @@ import torch
 
 import thunder_zero as tz
 from examples.bench.model import Size, make_model
+from thunder_zero.schedule import make_plan
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.sizes import Sizes
 
@@ -23,7 +24,7 @@ BEFORE, AFTER = ["embedding", "positions"], ["norm", "head"]  # the blocks
 def schedule(policy: tz.Policy) -> Timeline:
     with torch.device("meta"):
         module, tokens = make_model(SIZE), torch.zeros(1, SIZE.tokens, dtype=torch.long)
-    return tz.trace(module, tokens, policy=policy, world_size=8, device=tz.DEVICES["h100"]).timeline
+    return tz.trace(module, tokens, policy=policy, world_size=8, device=tz.tools.DEVICES["h100"]).timeline
 
 
 def hidden_behind(timeline: Timeline, kind: Kind, *, backward: bool) -> Iterator[tuple[str, int]]:
@@ -73,7 +74,7 @@ def test_a_unit_with_norms_in_another_dtype_travels_in_two_buckets() -> None:
 
 def test_less_is_in_flight_where_the_state_leaves_little_memory() -> None:
     with torch.device("meta"):
-        plan = tz.make_plan(make_model(SIZE), tz.Policy(3, mixed_precision=tz.MixedPrecision(torch.bfloat16)), 8, 0)
+        plan = make_plan(make_model(SIZE), tz.Policy(3, mixed_precision=tz.MixedPrecision(torch.bfloat16)), 8, 0)
     unit, head = plan.unit_bytes["blocks.0"], 2 * SIZE.width * SIZE.vocabulary
     numel = sum(math.prod(param.shape) for param in plan.params)
     assert plan.state_bytes == 4 * 4 * numel // 8  # parameters, gradients and AdamW's two states

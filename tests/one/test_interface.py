@@ -18,10 +18,12 @@ import thunder_zero as tz
 from tests.harness.errors import raised
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
-from thunder_zero import Kind, Op, Policy, Traces
+from thunder_zero import Policy
 from thunder_zero.comm.transport import Alone
 from thunder_zero.plan import make_plan
 from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.schedule import Kind, Op
+from thunder_zero.tools import Traces
 
 import thunder
 
@@ -204,9 +206,9 @@ def checked(policy: Policy) -> set[str]:
     return {path for path in PATHS if f'"{path}"' in text}
 
 
-def measured(bytes_per_second: float) -> tz.Times:
+def measured(bytes_per_second: float) -> tz.schedule.Times:
     seconds = dict.fromkeys(PATHS, 1.0)
-    return tz.Times(seconds, seconds, bytes_per_second)
+    return tz.schedule.Times(seconds, seconds, bytes_per_second)
 
 
 TEXTBOOK = replace(tz.ZERO3, gather_last_units_once=False)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import thunder_zero as tz
 from thunder_zero.schedule.timeline import Kind, Op, Work
-from thunder_zero.trace.work_classes import work_of
+from thunder_zero.traces.work_classes import work_of
 
 import thunder
 import thunder.torch as ltorch
@@ -39,11 +39,11 @@ TOKENS = torch.zeros(2, 7, dtype=torch.int64)
 
 
 @pytest.fixture(scope="module")
-def traces() -> tz.Traces:
+def traces() -> tz.tools.Traces:
     return tz.trace(Mixed(), TOKENS, policy=tz.ZERO3, world_size=2)
 
 
-def calls(traces: tz.Traces, name: str, *, backward: bool = False) -> list[Op]:
+def calls(traces: tz.tools.Traces, name: str, *, backward: bool = False) -> list[Op]:
     """The operations of one half whose lines call this symbol."""
     trace = traces.backward if backward else traces.forward
     half = traces.backward_timeline if backward else traces.forward_timeline
@@ -51,7 +51,7 @@ def calls(traces: tz.Traces, name: str, *, backward: bool = False) -> list[Op]:
     return [op for op in half.ops if trace.bound_symbols[op.source[0]].sym.name == name]
 
 
-def test_each_line_has_its_class_of_work(traces: tz.Traces) -> None:
+def test_each_line_has_its_class_of_work(traces: tz.tools.Traces) -> None:
     forward = {
         "linear": Work.MATMUL,
         "convolution": Work.CONVOLUTION,
@@ -71,7 +71,7 @@ def test_each_line_has_its_class_of_work(traces: tz.Traces) -> None:
     assert {op.work for op in traces.timeline.ops if op.kind is not Kind.COMPUTE} == {Work.NONE}
 
 
-def test_every_tensor_of_a_trace_weighs_what_its_shape_says(traces: tz.Traces) -> None:
+def test_every_tensor_of_a_trace_weighs_what_its_shape_says(traces: tz.tools.Traces) -> None:
     """Thunder keeps the number of elements apart from the shape, which is that of a shard."""
     assert traces.backward is not None
     for trace in (traces.forward, traces.backward):
@@ -100,7 +100,7 @@ def test_a_fused_region_does_the_work_of_its_heaviest_part() -> None:
     assert [op.work for op in regions] == [Work.MATMUL]
 
 
-def test_a_value_names_the_value_whose_memory_it_views(traces: tz.Traces) -> None:
+def test_a_value_names_the_value_whose_memory_it_views(traces: tz.tools.Traces) -> None:
     values = traces.timeline.values
     before, after = calls(traces, "permute")
     (memory,) = after.reads

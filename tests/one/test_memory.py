@@ -1,4 +1,4 @@
-"""Forecasts of memory (``tz.memory``) on one process: what is counted, and as what. Beside a measurement: tests/ranks.
+"""Forecasts of memory on one process: what is counted, and as what. Beside a measurement: tests/ranks.
 
 The bytes in comments are of float32: 4 a number.
 """
@@ -21,11 +21,11 @@ import thunder_zero as tz
 from tests.harness.errors import raised, refused
 from tests.harness.tiers import slow
 from tests.harness.traced import traced
-from thunder_zero import Holds
-from thunder_zero.forecast import figures, replay
-from thunder_zero.forecast.regions import Step, memory_of
-from thunder_zero.forecast.watch import NoForecast
 from thunder_zero.schedule.timeline import Work
+from thunder_zero.tools import Holds
+from thunder_zero.tools.forecast import figures, replay
+from thunder_zero.tools.forecast.regions import Step, memory_of
+from thunder_zero.tools.forecast.watch import NoForecast
 
 import thunder
 
@@ -53,11 +53,11 @@ def layer() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH, bias=False)
 
 
-def traces_of(policy: tz.Policy | int, **options: Any) -> tz.Traces:
+def traces_of(policy: tz.Policy | int, **options: Any) -> tz.tools.Traces:
     return traced(Net, (ROWS, WIDTH), policy, **options)
 
 
-def peak_of(kind: Holds, memory: tz.Memory) -> int:
+def peak_of(kind: Holds, memory: tz.tools.Memory) -> int:
     return max(line.alive.get(kind, 0) for line in memory.lines)
 
 
@@ -70,7 +70,7 @@ def mean_log_softmax(y: Tensor) -> Tensor:
 
 
 def test_the_kinds_of_a_step_by_arithmetic() -> None:
-    memory = tz.memory(traces_of(3), loss=mean_square, optimizer=ADAM)
+    memory = tz.tools.memory(traces_of(3), loss=mean_square, optimizer=ADAM)
     shards = 3 * WEIGHT // 2
     steps = 3 * 4  # each parameter's number of steps
     assert memory.at_rest == shards + 2 * shards + steps + 4 * WIDTH  # two averages, the buffer
@@ -101,7 +101,7 @@ def test_the_kinds_of_a_step_by_arithmetic() -> None:
 
 @pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
 def test_the_figures_agree_with_each_other(stage: int) -> None:
-    memory = tz.memory(traces_of(stage))
+    memory = tz.tools.memory(traces_of(stage))
     assert sum(memory.by_kind.values()) == memory.peak == max(memory.curve) == memory.peak_line.highest
     assert [one.nbytes for one in memory.at_peak] == sorted((one.nbytes for one in memory.at_peak), reverse=True)
     assert all(sum(line.alive.values()) == line.total <= line.highest for line in memory.lines)
@@ -115,7 +115,7 @@ def test_the_figures_agree_with_each_other(stage: int) -> None:
         "the loss outside of the model",
         "the optimizer's state and step",
     ]
-    reserved = tz.memory(traces_of(stage), reserve=1000)
+    reserved = tz.tools.memory(traces_of(stage), reserve=1000)
     assert (reserved.peak, reserved.at_rest) == (memory.peak + 1000, memory.at_rest + 1000)
 
 
@@ -123,7 +123,7 @@ def test_the_figures_agree_with_each_other(stage: int) -> None:
 def test_every_row_says_whose_it_is() -> None:
     """Five ranks do not divide 64 rows, so that NCCL's collectives pack gradients into buffers of their own."""
     five = traces_of(3, world_size=5)
-    memory = tz.memory(five, loss=mean_log_softmax, optimizer=ADAM, backend="nccl", accumulating=True)
+    memory = tz.tools.memory(five, loss=mean_log_softmax, optimizer=ADAM, backend="nccl", accumulating=True)
     count = len(memory.storages)
     with mock.patch.object(figures, "LARGEST", count):
         lines = str(replace(memory, at_peak=memory.storages)).splitlines()
@@ -140,7 +140,7 @@ def test_every_row_says_whose_it_is() -> None:
     padded = 3 * (65 * WIDTH * 4)
     assert peak_of(Holds.GATHERED, memory) == padded
     assert peak_of(Holds.IN_FLIGHT, memory) >= padded  # copies of the gradients, padded
-    assert peak_of(Holds.GATHERED, tz.memory(five, backend="gloo")) == 3 * WEIGHT
+    assert peak_of(Holds.GATHERED, tz.tools.memory(five, backend="gloo")) == 3 * WEIGHT
 
 
 def test_what_a_forecast_lacks_is_said(group: ProcessGroup) -> None:
@@ -149,7 +149,7 @@ def test_what_a_forecast_lacks_is_said(group: ProcessGroup) -> None:
     for enabled in (True, False, True):
         with torch.set_grad_enabled(enabled):
             y = model(torch.ones(ROWS, WIDTH))
-        memory = tz.memory(model, loss=Tensor.sum)
+        memory = tz.tools.memory(model, loss=Tensor.sum)
         assert memory.lines[-1].half == ("backward" if enabled else "forward")
         lacks = [what.partition(":")[0] for what in memory.excluded]
         assert lacks == (["the optimizer's state and step"] if enabled else ["backward"])
@@ -157,14 +157,14 @@ def test_what_a_forecast_lacks_is_said(group: ProcessGroup) -> None:
         if enabled:
             y.sum().backward()
     frozen = tz.trace(Net().requires_grad_(False), torch.empty(ROWS, WIDTH), world_size=2)
-    assert tz.memory(frozen).excluded == ()
-    (what,) = tz.memory(traces_of(3), backend="nccl", loss=Tensor.sum, optimizer=ADAM).excluded
+    assert tz.tools.memory(frozen).excluded == ()
+    (what,) = tz.tools.memory(traces_of(3), backend="nccl", loss=Tensor.sum, optimizer=ADAM).excluded
     assert what.startswith("what CUDA computes otherwise: the traces are of a run on CPUs; trace a module that is on")
 
 
 @pytest.mark.slow
 def test_a_forecast_cannot_be_changed_and_can_be_compared_hashed_and_sent() -> None:
-    first, second = tz.memory(traces_of(3)), tz.memory(traces_of(3))
+    first, second = tz.tools.memory(traces_of(3)), tz.tools.memory(traces_of(3))
     for counts in (first.by_kind, first.peak_line.alive):
         with pytest.raises(TypeError, match="does not support item assignment"):
             counts[Holds.SAVED] = 0
@@ -173,10 +173,10 @@ def test_a_forecast_cannot_be_changed_and_can_be_compared_hashed_and_sent() -> N
     sent = pickle.loads(pickle.dumps(first))
     assert first == second == sent
     assert hash(first) == hash(second)
-    assert sent.by_kind == first.by_kind != tz.memory(traces_of(0)).by_kind
+    assert sent.by_kind == first.by_kind != tz.tools.memory(traces_of(0)).by_kind
     with pytest.raises(KeyError):
         first.by_kind[Holds.OPTIMIZER]
-    units = tz.memory(traced(layer, (1, WIDTH), replace(tz.ZERO3, unit_of=lambda module: ("",))))
+    units = tz.tools.memory(traced(layer, (1, WIDTH), replace(tz.ZERO3, unit_of=lambda module: ("",))))
     assert pickle.loads(pickle.dumps(units)) == units
 
 
@@ -194,7 +194,7 @@ def test_the_loss_counts_what_it_makes_itself_and_no_views_of_targets() -> None:
 
     def added(loss: Callable[[Tensor], Tensor]) -> int:
         """What is alive at most in the loss, beside what forward left."""
-        lines = tz.memory(traced(layer, (ROWS, WIDTH), tz.DDP), loss=loss).lines
+        lines = tz.tools.memory(traced(layer, (ROWS, WIDTH), tz.DDP), loss=loss).lines
         (at,) = (number for number, line in enumerate(lines) if line.half == "loss")
         return lines[at].highest - lines[at - 1].total
 
@@ -206,8 +206,8 @@ def test_the_loss_counts_what_it_makes_itself_and_no_views_of_targets() -> None:
 
 @pytest.mark.slow
 def test_no_sync_holds_full_gradients() -> None:
-    first, second = (tz.memory(traces_of(3, synced=False), accumulating=again) for again in (False, True))
-    last = tz.memory(traces_of(3), accumulating=True)
+    first, second = (tz.tools.memory(traces_of(3, synced=False), accumulating=again) for again in (False, True))
+    last = tz.tools.memory(traces_of(3), accumulating=True)
     held = {
         name: [line.alive.get(Holds.DEFERRED, 0) for line in (memory.lines[0], memory.lines[-1])]
         for name, memory in (("first", first), ("second", second), ("last", last))
@@ -219,7 +219,7 @@ def test_no_sync_holds_full_gradients() -> None:
 
 @pytest.mark.slow
 def test_offloaded_shards_take_no_memory_of_the_device() -> None:
-    memory = tz.memory(traces_of(replace(tz.ZERO3, cpu_offload=True)), backend="nccl", optimizer=ADAM)
+    memory = tz.tools.memory(traces_of(replace(tz.ZERO3, cpu_offload=True)), backend="nccl", optimizer=ADAM)
     assert memory.at_rest == 4 * WIDTH
     assert Holds.PARAMETER not in memory.by_kind
     assert not [one for one in memory.storages if one.kind is Holds.REDUCED_GRADIENT and one.freed is None]
@@ -227,7 +227,7 @@ def test_offloaded_shards_take_no_memory_of_the_device() -> None:
 
 @pytest.mark.slow
 def test_a_fused_region_is_what_is_inside_it() -> None:
-    plain, fused = tz.memory(traces_of(3)), tz.memory(traces_of(3, fused=True))
+    plain, fused = tz.tools.memory(traces_of(3)), tz.tools.memory(traces_of(3, fused=True))
     assert any("TorchCompile" in line.code for line in fused.lines)
     for kind in (Holds.SAVED, Holds.GATHERED):
         assert peak_of(kind, fused) == peak_of(kind, plain)
@@ -259,7 +259,7 @@ def test_the_memory_of_a_region() -> None:
 
 
 def forecast(**options: Any) -> Callable[[], object]:
-    return lambda: tz.memory(traces_of(3), **options)
+    return lambda: tz.tools.memory(traces_of(3), **options)
 
 
 def world(**options: Any) -> Callable[[], object]:

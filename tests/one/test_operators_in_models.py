@@ -18,9 +18,9 @@ from tests.harness.models import fresh, saved, sharded
 from tests.harness.operators import FLASH, FLASH_BACKWARD, OF_INPUT, OF_WEIGHT, Attends, names_of_lines
 from tests.harness.tiers import deep, slow
 from tests.harness.traced import traced
+from thunder_zero.compat.operators.choose import NEVER_FUSED
 from thunder_zero.schedule.timeline import Kind, Work
-from thunder_zero.trace.operators.choose import NEVER_FUSED
-from thunder_zero.trace.work_classes import work_of
+from thunder_zero.traces.work_classes import work_of
 
 import thunder
 from thunder.core.proxies import TensorProxy

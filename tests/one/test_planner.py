@@ -17,19 +17,19 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
-from thunder_zero.cli import main
-from thunder_zero.forecast.kinds import Holds
-from thunder_zero.planner.advise import best_of
-from thunder_zero.planner.code import code_of
-from thunder_zero.planner.figures import Row
-from thunder_zero.planner.meshes import Mesh
-from thunder_zero.planner.models import KNOWN, cross_entropy
-from thunder_zero.planner.programs import Choice, Programs, adamw
-from thunder_zero.planner.reason import reason_of
-from thunder_zero.planner.step import estimate_whole
-from thunder_zero.planner.subject import Subject, of_module, subject_of
+from thunder_zero.tools.cli import main
+from thunder_zero.tools.forecast.kinds import Holds
+from thunder_zero.tools.planner.advise import best_of
+from thunder_zero.tools.planner.code import code_of
+from thunder_zero.tools.planner.figures import Row
+from thunder_zero.tools.planner.meshes import Mesh
+from thunder_zero.tools.planner.models import KNOWN, cross_entropy
+from thunder_zero.tools.planner.programs import Choice, Programs, adamw
+from thunder_zero.tools.planner.reason import reason_of
+from thunder_zero.tools.planner.step import estimate_whole
+from thunder_zero.tools.planner.subject import Subject, of_module, subject_of
 
-H100 = tz.DEVICES["h100"]
+H100 = tz.tools.DEVICES["h100"]
 PRECISION = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
 BLOCKS, ROOM = 7, 80 << 30
 SHAPE = (2, 3)
@@ -62,7 +62,7 @@ def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(stage: int, 
     traces = traced(model, SHAPE, programs().policy(choice), **on)
     found, fused = (programs().evaluate(choice, mesh, H100, fused=fused) for fused in (False, True))
     assert found.traced < BLOCKS
-    exact = tz.estimate(traces, H100)
+    exact = tz.tools.estimate(traces, H100)
     assert (found.estimate.sent_bytes, found.estimate.flops) == (exact.sent_bytes, exact.flops)
     for name in ("seconds", "compute_seconds", "exposed_seconds", "model_seconds", "mfu"):
         assert getattr(found.estimate, name) == pytest.approx(getattr(exact, name), rel=1e-9, abs=1e-15)
@@ -70,21 +70,21 @@ def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(stage: int, 
     exact_fused = estimate_whole(traces, H100, (), 0, fused=True)
     assert fused.estimate.seconds == pytest.approx(exact_fused.seconds, rel=1e-9)
     assert traffic(fused.estimate) == traffic(exact_fused) < traffic(found.estimate) == traffic(exact)
-    memory = tz.memory(traces, loss=cross_entropy, optimizer=adamw, backend="nccl")
+    memory = tz.tools.memory(traces, loss=cross_entropy, optimizer=adamw, backend="nccl")
     held = found.held
     assert (held.at_rest, held.peak, held.optimizer_step) == (memory.at_rest, memory.peak, memory.optimizer_step)
     assert held.half == memory.peak_line.half
     assert dict(held.by_kind) == {str(kind): nbytes for kind, nbytes in memory.peak_line.alive.items() if nbytes}
 
 
-def traffic(estimate: tz.Estimate) -> int:
+def traffic(estimate: tz.tools.Estimate) -> int:
     return sum(cost.traffic_bytes for cost in estimate.costs)
 
 
-def plan(memory_bytes: int = ROOM, **how: Any) -> tz.TrainingPlan:
+def plan(memory_bytes: int = ROOM, **how: Any) -> tz.tools.TrainingPlan:
     one = subject(2)
     how = {"world_size": 4, "device": "h100", "devices_per_node": 2, "loss": one.loss, **how}
-    return tz.plan_training(one.module, *one.inputs, memory_bytes=memory_bytes, **how)
+    return tz.tools.plan_training(one.module, *one.inputs, memory_bytes=memory_bytes, **how)
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_a_module_without_alike_blocks_is_traced_whole(
     """Its loss is what it returns, if that is one number."""
     with torch.device("meta"):
         module, x = kind(nn.Linear(4, 8), nn.Linear(8, 2, dtype=dtype)), torch.empty(3, 4)
-    found = tz.plan_training(module, x, world_size=1, stages=(3,), memory_bytes=ROOM)
+    found = tz.tools.plan_training(module, x, world_size=1, stages=(3,), memory_bytes=ROOM)
     assert (found.blocks, found.tokens, found.rows[0].loss_seconds) == (0, 3, 0.0)
     assert found.reason == "ZeRO-3 on 1 rank is the only one that was compared, and fits into 80.0 GiB"
     for words in said:
@@ -267,7 +267,7 @@ def test_the_list_of_blocks_is_as_it_was() -> None:
 
 
 def plans(*inputs: Any, **how: Any) -> Callable[[], object]:
-    return lambda: tz.plan_training(how.pop("model", nn.Linear(2, 2)), *inputs, world_size=8, **how)
+    return lambda: tz.tools.plan_training(how.pop("model", nn.Linear(2, 2)), *inputs, world_size=8, **how)
 
 
 REFUSED: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [

@@ -17,8 +17,9 @@ import thunder_zero as tz
 from tests.harness.errors import raised
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
-from thunder_zero.report.trace_printer import size
+from thunder_zero.schedule import Kind
 from thunder_zero.schedule.timeline import gathered_bytes
+from thunder_zero.tools.report.trace_printer import size
 
 import thunder
 
@@ -51,7 +52,7 @@ def policy(stage: int) -> tz.Policy:
 
 def traces(
     stage: int, make: Callable[[], nn.Module] = gpt, shape: tuple[int, ...] = SHAPE, *, world_size: int = 4, **how: Any
-) -> tz.Traces:
+) -> tz.tools.Traces:
     return traced(make, shape, policy(stage), world_size=world_size, dtype=torch.int64, **how)
 
 
@@ -68,9 +69,9 @@ def numbers(total: str) -> list[int]:
     return [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", total)]
 
 
-def sums(timeline: tz.Timeline) -> list[int]:
+def sums(timeline: tz.schedule.Timeline) -> list[int]:
     """Collectives, gathers and reductions of them, bytes sent, and the peak of what is gathered."""
-    counts = [sum(op.kind is kind for op in timeline.ops) for kind in (tz.Kind.GATHER, tz.Kind.REDUCE)]
+    counts = [sum(op.kind is kind for op in timeline.ops) for kind in (Kind.GATHER, Kind.REDUCE)]
     return [sum(counts), *counts, sum(map(timeline.bytes_sent, timeline.ops)), max(gathered_bytes(timeline))]
 
 
@@ -177,8 +178,8 @@ def test_folded_lines_are_counted_and_tied_weights_are_one_parameter() -> None:
     assert "2.weight" not in text
 
 
-def without_backward(shown: tz.Traces) -> tz.Traces:
-    return tz.Traces(shown.forward, None, shown.forward_timeline, shown.plan)
+def without_backward(shown: tz.tools.Traces) -> tz.tools.Traces:
+    return tz.tools.Traces(shown.forward, None, shown.forward_timeline, shown.plan)
 
 
 def mean_square(y: Tensor) -> Tensor:
@@ -190,7 +191,7 @@ def test_a_forecast_that_is_given_is_shown() -> None:
     """With the optimizer's state, 8 bytes a number of the shards, and with what the loss holds."""
     shown = traces(3)
     memory, adam = (
-        tz.memory(shown, loss=mean_square, optimizer=optimizer, reserve=5000)
+        tz.tools.memory(shown, loss=mean_square, optimizer=optimizer, reserve=5000)
         for optimizer in (torch.optim.SGD, torch.optim.AdamW)
     )
     alone, given = printed(shown), printed(shown, memory=adam)
@@ -200,11 +201,11 @@ def test_a_forecast_that_is_given_is_shown() -> None:
     totals = [size(line.total) for line in adam.lines if line.half == "forward" and "linear" in line.code]
     assert [line[-8:].strip() for line in given if line.startswith("t") and "linear(" in line] == totals
     assert marks(given) == [f"# the peak of the step: {size(adam.peak)} alive in the line above"]
-    assert marks(alone) == [f"# the peak of the step: {size(tz.memory(shown).peak)} alive in the line above"]
+    assert marks(alone) == [f"# the peak of the step: {size(tz.tools.memory(shown).peak)} alive in the line above"]
     assert adam.peak - memory.peak == adam.at_rest - memory.at_rest > 0
     # A peak in the loss is marked between the halves.
     shown = traces(0, small)
-    in_loss = tz.memory(shown, loss=lambda y: y.repeat(9, 9, 9).square().mean())
+    in_loss = tz.tools.memory(shown, loss=lambda y: y.repeat(9, 9, 9).square().mean())
     lines = printed(shown, memory=in_loss)
     assert in_loss.peak_line.half == "loss"
     assert marks(lines) == [f"# the peak of the step: {size(in_loss.peak)} alive in the loss"]
@@ -219,15 +220,15 @@ def marks(lines: list[str]) -> list[str]:
 
 def test_it_refuses() -> None:
     shown = traces(3, small)
-    of_others: list[tuple[tz.Traces, tuple[str, ...]]] = [
+    of_others: list[tuple[tz.tools.Traces, tuple[str, ...]]] = [
         (traces(3, small, world_size=1), ("of rank 0 of 1 in ZeRO-3, the traces are of rank 0 of 4 in",)),
         (traces(3, tied), ("of rank 0 of 4 in ZeRO-3, the traces are of the same rank with another module",)),
         (traces(3, small, (2, 5)), ("memory is a forecast of other traces, where line ", " of backward is '")),
-        (without_backward(shown), (" of backward is 'missing', not '", "; give what thunder_zero.memory ret")),
+        (without_backward(shown), (" of backward is 'missing', not '", "; give what thunder_zero.tools.memory ret")),
     ]
     rows: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-        *(({"memory": tz.memory(other)}, ("ValueError", *words)) for other, words in of_others),
-        ({"memory": 5}, ("TypeError", "memory is of type int", "give what thunder_zero.memory returns")),
+        *(({"memory": tz.tools.memory(other)}, ("ValueError", *words)) for other, words in of_others),
+        ({"memory": 5}, ("TypeError", "memory is of type int", "give what thunder_zero.tools.memory returns")),
         ({"half": "forwards"}, ("ValueError", "half is 'forwards'", "choose 'forward', 'backward' or 'both'")),
         ({"unit": "h.0"}, ("ValueError", "unit is 'h.0'", "the units of this module are ''")),
         ({"shown": gpt()}, ("TypeError", "expected a module jitted with ZeroTransform")),

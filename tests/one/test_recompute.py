@@ -18,7 +18,7 @@ from examples.gpt import GPT, GPTConfig
 from tests.harness.tiers import deep, slow
 from thunder_zero.policy import RECOMPUTE
 from thunder_zero.program_transform import collective_lines, schedule_lines
-from thunder_zero.trace.work_classes import is_cheap, updated_by
+from thunder_zero.traces.work_classes import is_cheap, updated_by
 
 import thunder
 import thunder.torch as ltorch
@@ -34,17 +34,17 @@ def small_gpt() -> GPT:
 
 
 @cache
-def traces_of_gpt(mode: str, *, fused: bool = False) -> tz.Traces:
+def traces_of_gpt(mode: str, *, fused: bool = False) -> tz.tools.Traces:
     with torch.device("meta"):
         module = small_gpt()
     policy = replace(TEXTBOOK, recompute=mode)
     return tz.trace(module, TOKENS, policy=policy, world_size=2, executors=FUSER if fused else None)
 
 
-def saved(traces: tz.Traces) -> list[tuple[int, ...]]:
+def saved(traces: tz.tools.Traces) -> list[tuple[int, ...]]:
     """Shapes of the tensors that forward saves for backward, without parameters and inputs."""
     result = traces.forward.bound_symbols[-1].args[1][0]
-    written = {name for op in traces.forward_timeline.ops if op.kind is tz.Kind.COMPUTE for name in op.writes}
+    written = {name for op in traces.forward_timeline.ops if op.kind is tz.schedule.Kind.COMPUTE for name in op.writes}
     return sorted(tuple(proxy.shape) for proxy in result if proxy.name in written)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.harness.models import fresh
 from tests.harness.tiers import slow
-from thunder_zero import _shortcuts
+from thunder_zero.compat import shortcuts
 
 import thunder
 from thunder.core import interpreter
@@ -86,7 +86,7 @@ def interpreted(name: str) -> tuple[list[str], Tensor, int]:
 @pytest.mark.parametrize("name", ["an input of a dict", "others", *slow("an empty dict", "flags", "layers of torch")])
 def test_traces_and_guards_are_those_of_thunder_alone(name: str) -> None:
     traces, out, frames = interpreted(name)
-    with _shortcuts.left_out():
+    with shortcuts.left_out():
         thunders, expected, all_frames = interpreted(name)
     assert traces == thunders
     assert torch.equal(out, expected)

@@ -51,7 +51,7 @@ COLLECTIVES = {
 
 
 @cache
-def traces(kind: type[nn.Module], policy: tz.Policy, autocast: bool = False) -> tz.Traces:
+def traces(kind: type[nn.Module], policy: tz.Policy, autocast: bool = False) -> tz.tools.Traces:
     with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
         return tz.trace(fresh(kind), TOKENS, policy=policy, world_size=WORLD_SIZE)
 

@@ -17,8 +17,8 @@ import thunder_zero as tz
 from examples.tensor_memory import added_at_peak, bytes_held
 from tests.harness.models import fresh, sharded
 from tests.harness.traced import traced
-from thunder_zero import Holds
-from thunder_zero.forecast.workspaces import BLOCKS, Convolution, hidden_bytes
+from thunder_zero.tools import Holds, memory
+from thunder_zero.tools.forecast.workspaces import BLOCKS, Convolution, hidden_bytes
 
 from thunder.core.pytree import tree_iter
 
@@ -103,8 +103,8 @@ class Net(nn.Module):
         return F.relu(self.third.forward(y) + self.around.forward(x))
 
 
-def forecast(**options: Any) -> tz.Memory:
-    return tz.memory(traced(Net, (4, 3, 32, 32), tz.DDP, world_size=1), loss=lambda y: y.square().mean(), **options)
+def forecast(**options: Any) -> tz.tools.Memory:
+    return memory(traced(Net, (4, 3, 32, 32), tz.DDP, world_size=1), loss=lambda y: y.square().mean(), **options)
 
 
 @ON_ONEDNN

@@ -52,10 +52,9 @@ class Room:
 
 
 # fmt: off
-ROOMS = (  # bottom up: each reads rooms above its row only
+ROOMS = (  # bottom up: each reads rooms above its row only; those below the line are tools, which core never reads
     # file or folder      torch   torch.d. thunder  reads
-    Room("_compat.py",    IMPORT, NOT,     IMPORT,  NOTHING),
-    Room("_shortcuts.py", NOT,    NOT,     IMPORT,  NOTHING),
+    Room("lazy.py",       NOT,    NOT,     NOT,     NOTHING),
     Room("layout.py",     NOT,    NOT,     NOT,     NOTHING),
     Room("times.py",      NOT,    NOT,     NOT,     NOTHING),
     Room("precision.py",  IMPORT, NOT,     NOT,     NOTHING),
@@ -65,46 +64,52 @@ ROOMS = (  # bottom up: each reads rooms above its row only
     Room("rows.py",       IMPORT, NOT,     NOT,     rooms("layout plan")),
     Room("marks.py",      IMPORT, NOT,     NOT,     NOTHING),
     Room("schedule/",     TYPES,  NOT,     NOT,     DATA),
-    Room("report/",       NOT,    NOT,     NOT,     DATA | {"schedule"}),
-    Room("cost/",         NOT,    NOT,     NOT,     DATA | {"schedule"}),
-    Room("trace/",        IMPORT, NOT,     IMPORT,  DATA | {"schedule"}),
     Room("comm/",         IMPORT, IMPORT,  NOT,     DATA | {"rows"}),
-    Room("runtime/",      IMPORT, TYPES,   NOT,     DATA | {"rows", "marks", "schedule", "comm"}),
+    Room("compat/repair_fusion.py",NOT,NOT,NOT,     DATA | {"schedule"}),
+    Room("compat/",       IMPORT, NOT,     IMPORT,  DATA | {"schedule"}),
+    Room("traces/",       IMPORT, NOT,     IMPORT,  DATA | {"schedule", "compat"}),
+    Room("runtime/",      IMPORT, TYPES,   NOT,     DATA | {"rows", "marks", "schedule", "comm", "compat"}),
     Room("whole_step/",   IMPORT, NOT,     NOT,     DATA | {"rows", "marks", "comm", "runtime"}),
-    Room("calibration/",  IMPORT, IMPORT,  NOT,     DATA | {"schedule", "report", "cost", "comm"}),
     Room("state_dict/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime"}),
     Room("checkpoint/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime", "state_dict"}),
-    Room("convert/",      IMPORT, IMPORT,  NOT,     DATA | {"report", "state_dict", "checkpoint"}),
+    Room("hugging_face/", IMPORT, NOT,     NOT,     rooms("marks comm runtime state_dict checkpoint")),
     Room("arguments.py",  IMPORT, TYPES,   NOT,     DATA | {"runtime"}),
-    Room("refusals.py",   IMPORT, NOT,     IMPORT,  rooms("runtime")),
+    Room("refusals.py",   IMPORT, NOT,     IMPORT,  rooms("compat runtime")),
     Room("placement.py",  IMPORT, NOT,     IMPORT,  rooms("marks runtime")),
-    Room("compiled.py",   NOT,    NOT,     IMPORT,  rooms("plan schedule trace")),
-    Room("zero_module.py",IMPORT, NOT,     IMPORT,  rooms("runtime refusals compiled")),
-    Room("program_transform.py",IMPORT,NOT,IMPORT,  rooms("plan schedule trace runtime refusals compiled")),
-    Room("transform.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict trace arguments refusals "
-                                                                 "placement zero_module program_transform")),
-    Room("dynamo/",       IMPORT, NOT,     IMPORT,  rooms("policy runtime arguments refusals compiled zero_module "
-                                                          "program_transform transform")),
-    Room("plugin.py",     IMPORT, NOT,     IMPORT,  rooms("policy trace arguments refusals transform dynamo")),
-    Room("full_parameters.py",IMPORT,NOT,  NOT,     rooms("plan rows marks comm runtime trace")),
-    Room("dry_run.py",    IMPORT, NOT,     IMPORT,  DATA | rooms("cost trace runtime compiled transform")),
-    Room("measure.py",    NOT,    NOT,     IMPORT,  DATA | rooms("schedule comm runtime zero_module")),
-    Room("forecast/",     IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report trace comm runtime "
-                                                                 "compiled zero_module")),
-    Room("fit.py",        IMPORT, NOT,     IMPORT,  DATA | rooms("schedule report comm compiled dry_run forecast")),
-    Room("estimate.py",   NOT,    NOT,     NOT,     rooms("compiled cost forecast")),
-    Room("print_trace.py",NOT,    NOT,     IMPORT,  rooms("report zero_module compiled forecast")),
-    Room("ask/",          NOT,    NOT,     IMPORT,  rooms("layout plan policy schedule report cost compiled "
-                                                          "zero_module forecast estimate print_trace")),
-    Room("from_file.py",  IMPORT, NOT,     NOT,     NOTHING),
-    Room("planner/",      IMPORT, NOT,     NOT,     DATA | rooms("schedule report cost compiled dry_run forecast "
-                                                                 "from_file")),
-    Room("hugging_face/", IMPORT, NOT,     NOT,     rooms("marks comm runtime state_dict checkpoint convert")),
-    Room("doctor.py",     IMPORT, IMPORT,  IMPORT,  rooms("_compat policy transform")),
+    Room("compiled.py",   NOT,    NOT,     IMPORT,  rooms("plan schedule traces")),
+    Room("zero_module.py",IMPORT, NOT,     IMPORT,  rooms("compat runtime refusals compiled")),
+    Room("program_transform.py",IMPORT,NOT,IMPORT,  rooms("plan schedule compat traces runtime refusals compiled")),
+    Room("transform.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm compat runtime state_dict traces arguments "
+                                                                 "refusals placement zero_module program_transform")),
+    Room("dynamo/",       IMPORT, NOT,     IMPORT,  rooms("policy compat runtime arguments refusals compiled "
+                                                          "zero_module program_transform transform")),
+    Room("plugin.py",     IMPORT, NOT,     IMPORT,  rooms("policy compat arguments refusals transform dynamo")),
     Room("lightning.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict arguments zero_module "
                                                                  "transform plugin")),
-    Room("cli.py",        NOT,    NOT,     NOT,     rooms("cost checkpoint convert dry_run print_trace ask planner "
-                                                          "from_file doctor calibration")),
+    # -------------------------------------------------------------------------------------------------------------
+    Room("tools/report/", NOT,    NOT,     NOT,     DATA | {"schedule"}),
+    Room("tools/devices/",IMPORT, IMPORT,  NOT,     DATA | rooms("schedule comm tools/report")),
+    Room("tools/dry_run.py",IMPORT,NOT,    IMPORT,  DATA | rooms("compat traces runtime compiled transform "
+                                                                 "tools/devices")),
+    Room("tools/measure.py",NOT,  NOT,     IMPORT,  DATA | rooms("schedule comm runtime zero_module")),
+    Room("tools/forecast/",IMPORT,NOT,     IMPORT,  DATA | rooms("schedule traces comm compat runtime compiled "
+                                                                 "zero_module tools/report")),
+    Room("tools/cost/",   NOT,    NOT,     NOT,     DATA | rooms("schedule compiled tools/devices tools/forecast")),
+    Room("tools/fitting/cheapest.py",IMPORT,NOT,IMPORT,DATA | rooms("schedule comm compiled tools/report "
+                                                                       "tools/dry_run tools/forecast")),
+    Room("tools/fitting/",TYPES,  NOT,     NOT,     DATA | rooms("schedule tools/report")),
+    Room("tools/ask/",    NOT,    NOT,     IMPORT,  rooms("layout plan policy schedule compiled zero_module "
+                                                          "tools/report tools/devices tools/cost tools/forecast")),
+    Room("tools/from_file.py",IMPORT,NOT,  NOT,     NOTHING),
+    Room("tools/planner/",IMPORT, NOT,     NOT,     DATA | rooms("schedule compiled tools/report tools/devices "
+                                                                 "tools/cost tools/dry_run tools/forecast "
+                                                                 "tools/from_file")),
+    Room("tools/convert/",IMPORT, IMPORT,  NOT,     DATA | rooms("state_dict checkpoint tools/report")),
+    Room("tools/doctor.py",IMPORT,IMPORT,  IMPORT,  rooms("compat policy transform")),
+    Room("tools/cli.py",  NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
+                                                          "tools/doctor tools/dry_run tools/from_file "
+                                                          "tools/planner")),
+    Room("tools/__init__.py",NOT, NOT,     NOT,     ALL),
     Room("__init__.py",   NOT,    NOT,     NOT,     ALL),
 )
 # fmt: on
@@ -112,7 +117,12 @@ ROOMS = (  # bottom up: each reads rooms above its row only
 
 def room_of(path: str) -> Room | None:
     """The first row that names the file or a folder around it."""
-    return next((room for room in ROOMS if path == room.name or path.startswith(f"{room.name.rstrip('/')}/")), None)
+    return next((room for room in ROOMS if path == room.name or path.startswith(f"{name_of(room)}/")), None)
+
+
+def name_of(room: Room) -> str:
+    """As rows name what they read."""
+    return room.name.removesuffix("/").removesuffix(".py")
 
 
 def sources(folder: Path, names_from: Path = ROOT) -> dict[str, str]:
@@ -160,8 +170,11 @@ def allowed(path: str, room: Room, name: str, use: May) -> bool:
     if top == "thunder":
         return use <= room.thunder
     if top == "thunder_zero":
-        home = path.partition("/")[0].removesuffix(".py")
-        return inside in room.reads or inside == home or (room.reads is ALL and inside not in EXTRAS)
+        read = room_of(f"{'/'.join(name.split('.')[1:])}.py")
+        home = name_of(read) if read is not None else inside
+        is_around = f"{name_of(room)}/".startswith(f"{home}/")
+        may = is_around or any(f"{home}/".startswith(f"{read}/") for read in (name_of(room), *room.reads))
+        return may or (room.reads is ALL and home not in EXTRAS)
     return top not in EXTRAS or path == f"{top}.py"
 
 
@@ -170,16 +183,17 @@ def test_a_room_imports_only_what_it_may() -> None:
         ("policy.py", "from torch import nn", "policy.py imports torch.nn"),
         ("layout.py", "if TYPE_CHECKING:\n    import torch", "layout.py imports torch for types"),
         ("schedule/free.py", "def f():\n    import thunder.core.trace", "schedule/free.py imports thunder.core.trace"),
-        ("report/html.py", "from thunder_zero.trace import lift", "report/html.py imports thunder_zero.trace.lift"),
-        ("trace/lift.py", "from torch import distributed as dist", "trace/lift.py imports torch.distributed"),
-        ("trace/lift.py", "import torch\ntorch.distributed.barrier()", "trace/lift.py imports torch.distributed"),
-        ("trace/casts.py", "from lightning.fabric import Fabric", "trace/casts.py imports lightning.fabric.Fabric"),
+        ("tools/report/a.py", "import thunder_zero.traces.lift", "tools/report/a.py imports thunder_zero.traces.lift"),
+        ("plugin.py", "from thunder_zero.tools.cost import costs", "plugin.py imports thunder_zero.tools.cost.costs"),
+        ("traces/lift.py", "from torch import distributed as dist", "traces/lift.py imports torch.distributed"),
+        ("traces/lift.py", "import torch\ntorch.distributed.barrier()", "traces/lift.py imports torch.distributed"),
+        ("compat/casts.py", "from lightning.fabric import Fabric", "compat/casts.py imports lightning.fabric.Fabric"),
         ("__init__.py", "import thunder_zero.lightning", "__init__.py imports thunder_zero.lightning"),
         ("attic/old.py", "", "attic/old.py has no row in ROOMS"),
     ):
         assert faults(path, source) == [fault]
     assert faults("policy.py", "if TYPE_CHECKING:\n    from torch import nn") == []
-    assert faults("trace/lift.py", "import torch, thunder\nfrom thunder_zero.trace.symbols import x") == []
+    assert faults("traces/lift.py", "import torch, thunder\nfrom thunder_zero.traces.symbols import x") == []
     assert [fault for path, source in sources(PACKAGE, PACKAGE).items() for fault in faults(path, source)] == []
 
 
@@ -189,7 +203,7 @@ def test_a_room_reads_only_rooms_above_its_row_and_the_listing_has_their_order()
     for at, room in enumerate(ROOMS):
         assert room.reads is ALL or room.reads <= set(names[:at]), room.name
     listing = run_path(str(ROOT / "docs/listing.py"))
-    assert list(listing["ORDER"]) == [room.name.rstrip("/") for room in ROOMS]
+    assert list(listing["ORDER"]) == list(dict.fromkeys(room.name.partition("/")[0] for room in ROOMS))
 
 
 def import_order(files: dict[str, str]) -> list[str]:
@@ -241,7 +255,8 @@ def brings_thunder(name: str) -> bool:
     """By the table: ``thunder_zero`` itself does in any case, and is not meant."""
     top, *rest = name.split(".")
     if top == "thunder_zero":
-        room = room_of("/".join([*rest[:1], "*"])) or room_of(f"{rest[0]}.py") if rest else None
+        found = [room_of(f"{'/'.join(rest[:length])}.py") for length in range(len(rest), 0, -1)]
+        room = next((room for room in found if room is not None), None)
         return room is None or room.thunder is not NOT
     if name.startswith("tests.harness."):
         source = (TESTS / "harness" / f"{rest[1]}.py").read_text()
@@ -261,7 +276,7 @@ def test_a_test_imports_only_the_harness_and_a_pure_one_no_thunder() -> None:
         ("tests/one/test_a.py", "from tests.one.test_b import x", "tests.one.test_b.x"),
         ("tests/pure/test_a.py", "import thunder", "thunder"),
         ("tests/pure/test_a.py", "from thunder_zero import transform", "thunder_zero.transform"),
-        ("tests/pure/test_a.py", "from thunder_zero.trace import lift", "thunder_zero.trace.lift"),
+        ("tests/pure/test_a.py", "from thunder_zero.traces import lift", "thunder_zero.traces.lift"),
         ("tests/pure/test_a.py", "from thunder_zero import ZERO3", "thunder_zero.ZERO3"),
         ("tests/pure/test_a.py", "from tests.harness.models import Mlp", "tests.harness.models.Mlp"),
     ):

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from tests.harness.timelines import model
 from thunder_zero.policy import Policy
-from thunder_zero.schedule.alive import alive_bytes
-from thunder_zero.schedule.budget import Choice, cheapest
-from thunder_zero.schedule.candidate import Candidate, flops_to_repeat
-from thunder_zero.schedule.parts import KEPT, PLAIN
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.search import Choices, Search
 from thunder_zero.schedule.timeline import Kind, Op, Value, Work
+from thunder_zero.tools.fitting.alive import alive_bytes
+from thunder_zero.tools.fitting.budget import Choice, cheapest
+from thunder_zero.tools.fitting.candidate import Candidate, flops_to_repeat
+from thunder_zero.tools.fitting.parts import KEPT, PLAIN
+from thunder_zero.tools.fitting.search import Choices, Search
 
 UNITS = 7
 ROUNDING = 1e-12  # costs are sums of floats

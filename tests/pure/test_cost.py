@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import make_param, model, program, split, timelines
-from thunder_zero.cost.costs import Cost, costs_of
-from thunder_zero.cost.device import A100, DEVICES, H100, TPU_V2, Device, Link
-from thunder_zero.cost.fused import fused_traffic
-from thunder_zero.cost.step_time import simulate, step_time
-from thunder_zero.cost.traffic import compute_dtype, traffic_bytes
-from thunder_zero.cost.wire import Lane, Ring, Sends, rings
 from thunder_zero.plan import Plan
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Value, Work
+from thunder_zero.tools.cost.costs import Cost, costs_of
+from thunder_zero.tools.cost.fused import fused_traffic
+from thunder_zero.tools.cost.step_time import simulate, step_time
+from thunder_zero.tools.cost.traffic import compute_dtype, traffic_bytes
+from thunder_zero.tools.cost.wire import Lane, Ring, Sends, rings
+from thunder_zero.tools.devices.device import A100, DEVICES, H100, TPU_V2, Device, Link
 
 PLAN = Plan(Policy(3), 2, 0, ())
 SECOND = Device(  # of one FLOP, of a byte of traffic, of a byte on a wire

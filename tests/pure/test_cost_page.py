@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from thunder_zero.cost import device, rooflines
-from thunder_zero.cost.device import DEVICES
+from thunder_zero.tools.cost import rooflines
+from thunder_zero.tools.devices import device
+from thunder_zero.tools.devices.device import DEVICES
 
 PAGE = (Path(__file__).parents[2] / "docs/cost-model.md").read_text()
 ROWS = re.findall(r"^\| ([^|`]+) \| `([^`]+)` \| `([^`]+)` \|", PAGE, re.MULTILINE)

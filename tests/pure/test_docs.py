@@ -46,14 +46,33 @@ def test_the_architecture_lists_the_first_lines_of_all_modules() -> None:
 
 
 def test_the_changelog_names_what_is_exported() -> None:
-    (names,) = (
-        ast.literal_eval(node.value)
-        for node in ast.parse((PACKAGE / "__init__.py").read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
+    names = {name for package in ("", "tools", "schedule") for name in exported_by(PACKAGE / package / "__init__.py")}
     named = set(re.findall(r"`(\w+)`", CHANGELOG)) - {"thunder_zero"}
-    assert set(names) - named == set()
-    assert named - set(names) <= {field.name for field in fields(Policy)}
+    assert names - named == set()
+    assert named - names <= {field.name for field in fields(Policy)}
+
+
+@pytest.mark.parametrize("package", ["", "tools"])
+def test_what_a_type_checker_reads_of_lazy_names_is_what_python_reads(package: str) -> None:
+    init = PACKAGE / package / "__init__.py"
+    (table,) = (
+        ast.literal_eval(node.args[1])
+        for node in ast.walk(ast.parse(init.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy"
+    )
+    listed = {(module, name) for module, names in table.items() for name in names.split()}
+    listed |= {tuple(module.split(".")) for module, names in table.items() if not names}
+    assert listed == homes(init)
+
+
+def homes(init: Path) -> set[tuple[str, str]]:
+    """What a package has from elsewhere, under its own name: modules and names."""
+    imports = (node for node in ast.walk(ast.parse(init.read_text())) if isinstance(node, ast.ImportFrom))
+    return {(node.module or "", alias.name) for node in imports for alias in node.names if alias.asname == alias.name}
+
+
+def exported_by(init: Path) -> set[str]:
+    return {name for _, name in homes(init)}
 
 
 def test_of_renamed_things_only_the_new_name_exists() -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.harness.timelines import Use, gathered, model, same_results
+from thunder_zero.compat.repair_fusion import repair_fusion
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.repair_fusion import repair_fusion
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.schedule.verify import check
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunder_zero.planner.meshes import Mesh, bytes_of, meshes
-from thunder_zero.planner.repeat import Stretch, linked, positions, stretch_of
+from thunder_zero.tools.planner.meshes import Mesh, bytes_of, meshes
+from thunder_zero.tools.planner.repeat import Stretch, linked, positions, stretch_of
 
 
 def longer(signs: str, marks: list[int], copies: int) -> str:

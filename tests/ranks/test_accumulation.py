@@ -97,7 +97,7 @@ def both_ways(rank: int, world_size: int, policy: tz.Policy) -> None:
         changed_on_the_way(model)
 
 
-def check_bytes(plan: tz.Plan, world_size: int, reduced: list[int], deferred: list[int]) -> None:
+def check_bytes(plan: tz.schedule.Plan, world_size: int, reduced: list[int], deferred: list[int]) -> None:
     """Under no_sync a micro-batch gathers and does not reduce; the last one reduces every gradient of any of them."""
 
     def nbytes(*layers: str) -> int:

@@ -82,15 +82,15 @@ def batch(rows: int = 2) -> Tensor:
     return torch.randn(rows, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
-def collectives(traces: tz.Traces) -> Counter[tuple[str, bool]]:
+def collectives(traces: tz.tools.Traces) -> Counter[tuple[str, bool]]:
     return Counter((op.kind, op.backward) for op in traces.timeline.ops if op.kind in (Kind.GATHER, Kind.REDUCE))
 
 
-def gathered_again(traces: tz.Traces) -> set[str]:
+def gathered_again(traces: tz.tools.Traces) -> set[str]:
     return {path for op in traces.backward_timeline.ops if op.kind is Kind.GATHER for path in op.params}
 
 
-def activations(traces: tz.Traces) -> set[str]:
+def activations(traces: tz.tools.Traces) -> set[str]:
     """What forward saves and data has gone into."""
     parameters = parameter_inputs(traces)
     return saved(traces.forward) - parameters - from_parameters_alone(traces.forward, parameters)

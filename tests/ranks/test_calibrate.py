@@ -13,15 +13,15 @@ import torch.distributed as dist
 import thunder_zero as tz
 from tests.harness.errors import raised
 from tests.harness.ranks import RanksPool
-from thunder_zero import cli
-from thunder_zero.cost.device_file import to_data
+from thunder_zero.tools import cli
+from thunder_zero.tools.devices.device_file import to_data
 
 pytestmark = pytest.mark.slow
 
 TINY = 0.01  # seconds: the least number of rounds
 
 
-def assert_measured(device: tz.Calibrated) -> None:
+def assert_measured(device: tz.tools.Calibrated) -> None:
     curves = [
         *chain.from_iterable(of.values() for of in device.products.values()),
         *device.traffic.values(),
@@ -32,29 +32,29 @@ def assert_measured(device: tz.Calibrated) -> None:
 
 def calibrated(rank: int, world_size: int) -> str:
     """The device, as JSON; what one rank refuses, all refuse."""
-    said = raised(lambda: tz.calibrate(-1.0 if rank else 1.0))
+    said = raised(lambda: tz.tools.calibrate(-1.0 if rank else 1.0))
     assert "seconds is -1.0; give how long to measure, a number above 0" in said, said
     assert rank == 1 or "rank 1 refused to calibrate, so every rank stops: " in said, said
-    return json.dumps(to_data(tz.calibrate(TINY, dtypes=[torch.float32])))
+    return json.dumps(to_data(tz.tools.calibrate(TINY, dtypes=[torch.float32])))
 
 
 def test_ranks_calibrate_together(ranks_pool: RanksPool, tmp_path: Path) -> None:
     first, second = ranks_pool.run(2, calibrated)
     assert first == second
     (tmp_path / "device.json").write_text(first)
-    device = tz.load_device(tmp_path / "device.json")
+    device = tz.tools.load_device(tmp_path / "device.json")
     assert_measured(device)
     assert (device.ranks, set(device.collectives)) == (2, {"gather", "scatter", "all_reduce"})
     model = torch.nn.Linear(4, 4).to("meta")
     traces = tz.trace(model, torch.empty(3, 4, device="meta"), policy=3, world_size=2)
-    assert tz.estimate(traces, device).seconds > 0
+    assert tz.tools.estimate(traces, device).seconds > 0
 
 
 def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not dist.is_initialized()
     path = tmp_path / "device.json"
     assert cli.main(["calibrate", str(path), "--seconds", str(TINY)]) == 0
-    device = tz.load_device(path)
+    device = tz.tools.load_device(path)
     assert f"{path}: {device.name}, one process, each float32 " in capsys.readouterr().out
     assert (device.ranks, device.collectives) == (1, {})
     assert_measured(device)

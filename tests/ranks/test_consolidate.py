@@ -23,8 +23,8 @@ from tests.harness.checkpoints import adamw, same, state_of, stepped
 from tests.harness.errors import says
 from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
-from thunder_zero import cli
-from thunder_zero.convert.open_checkpoint import OpenCheckpoint
+from thunder_zero.tools import cli
+from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint
 
 STEPS = 2
 
@@ -93,18 +93,18 @@ def metadata_of(file: Path) -> dict[str, str]:
 
 
 def test_a_safetensors_file_has_every_tensor_once(run: Run, tmp_path: Path) -> None:
-    assert tz.consolidate(run.path, tmp_path / "model.safetensors") == (tmp_path / "model.safetensors",)
+    assert tz.tools.consolidate(run.path, tmp_path / "model.safetensors") == (tmp_path / "model.safetensors",)
     aliases = json.loads(metadata_of(tmp_path / "model.safetensors")["aliases"])
     assert aliases == {"head.weight": "embed.weight"}
     once = {name: weight for name, weight in run.weights.items() if name not in aliases}
     assert same(load_file(tmp_path / "model.safetensors"), once) == []
-    (half,) = tz.consolidate(run.folder / "latest", tmp_path / "half.safetensors", dtype=torch.bfloat16)
+    (half,) = tz.tools.consolidate(run.folder / "latest", tmp_path / "half.safetensors", dtype=torch.bfloat16)
     assert same(load_file(half), {name: weight.bfloat16() for name, weight in once.items()}) == []
     assert sorted(file.name for file in tmp_path.iterdir()) == ["half.safetensors", "model.safetensors"]
 
 
 def test_large_ones_are_cut_into_files_with_an_index(run: Run, tmp_path: Path) -> None:
-    *files, index = tz.consolidate(run.path, tmp_path / "model.safetensors", max_file_bytes=130)
+    *files, index = tz.tools.consolidate(run.path, tmp_path / "model.safetensors", max_file_bytes=130)
     assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
     where = json.loads(index.read_text())
     assert index.name == "model.safetensors.index.json"
@@ -118,7 +118,7 @@ def test_large_ones_are_cut_into_files_with_an_index(run: Run, tmp_path: Path) -
 
 
 def test_the_optimizer_has_a_file_of_its_own(run: Run, tmp_path: Path) -> None:
-    *_, of_optimizer = tz.consolidate(run.path, tmp_path / "model.safetensors", optimizer=True)
+    *_, of_optimizer = tz.tools.consolidate(run.path, tmp_path / "model.safetensors", optimizer=True)
     assert of_optimizer.name == "model.optimizer.safetensors"
     assert same(load_file(of_optimizer), run.states) == []
     groups = json.loads(metadata_of(of_optimizer)["param_groups"])
@@ -127,7 +127,7 @@ def test_the_optimizer_has_a_file_of_its_own(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_torch_file_loads_into_the_plain_module(run: Run, tmp_path: Path) -> None:
-    (file,) = tz.consolidate(run.path, tmp_path / "model.pt")
+    (file,) = tz.tools.consolidate(run.path, tmp_path / "model.pt")
     state = torch.load(file, weights_only=True)
     assert same(state, run.weights) == []
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
@@ -136,7 +136,7 @@ def test_a_torch_file_loads_into_the_plain_module(run: Run, tmp_path: Path) -> N
     module = Small()
     module.load_state_dict(state)
     assert torch.equal(module.head.weight, run.weights["embed.weight"])
-    (both,) = tz.consolidate(run.path, tmp_path / "both.pt", optimizer=True)
+    (both,) = tz.tools.consolidate(run.path, tmp_path / "both.pt", optimizer=True)
     state = torch.load(both, weights_only=True)
     assert same(state["model"], run.weights) == []
     states = {f"{name}.{key}": value for name, of in state["optim"]["state"].items() for key, value in of.items()}
@@ -148,7 +148,7 @@ def test_nothing_is_lost_without_a_word(run: Run, tmp_path: Path) -> None:
     odd, out = run.folder / "odd", tmp_path / "odd.pt"
     omission = "does not contain the ranks' own values of ignored parameters: model.own.weight"
     with pytest.warns(UserWarning, match="does not contain") as warned:
-        tz.consolidate(odd, out, optimizer=True)
+        tz.tools.consolidate(odd, out, optimizer=True)
     assert [str(warning.message).partition(";")[0] for warning in warned] == [
         f"odd.pt {omission}, optim.state.own.weight.momentum_buffer, optim.state.own.weight.step"
     ]
@@ -158,14 +158,14 @@ def test_nothing_is_lost_without_a_word(run: Run, tmp_path: Path) -> None:
     kept = state["optim"]["state"]["layer.weight"]
     assert (kept["step"], kept["momentum_buffer"].shape) == (STEPS, (3, 3))
     with pytest.warns(UserWarning, match="does not contain") as warned:
-        *_, of_optimizer = tz.consolidate(odd, tmp_path / "odd.safetensors", optimizer=True)
+        *_, of_optimizer = tz.tools.consolidate(odd, tmp_path / "odd.safetensors", optimizer=True)
     assert [str(warning.message).partition(";")[0] for warning in warned][1:] == [
         "odd.safetensors does not contain _extra_state: safetensors files cannot hold extra states"
     ]
     numbers = json.loads(metadata_of(of_optimizer)["state"])
     assert numbers == {"layer.weight.step": STEPS, "layer.bias.step": STEPS}
     with pytest.warns(UserWarning, match=f"odd.pt {omission};"):
-        tz.consolidate(odd, out)
+        tz.tools.consolidate(odd, out)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
@@ -181,7 +181,7 @@ def test_one_tensor_is_there_at_a_time(run: Run, tmp_path: Path, name: str) -> N
         return value
 
     with mock.patch.object(OpenCheckpoint, "read", watched):
-        tz.consolidate(run.path, tmp_path / name)
+        tz.tools.consolidate(run.path, tmp_path / name)
     assert len(counts) > 5
     assert max(counts) <= 1
 
@@ -193,8 +193,8 @@ def loaded(rank: int, world_size: int, path: Path, right: dict[str, Tensor]) -> 
 
 
 def test_the_other_way(run: Run, ranks_pool: RanksPool, tmp_path: Path) -> None:
-    (file,) = tz.consolidate(run.path, tmp_path / "model.safetensors")
-    assert tz.shard_safetensors(file, tmp_path / "start", ranks=4) == tmp_path / "start"
+    (file,) = tz.tools.consolidate(run.path, tmp_path / "model.safetensors")
+    assert tz.tools.shard_safetensors(file, tmp_path / "start", ranks=4) == tmp_path / "start"
     ranks_pool.run(2, loaded, tmp_path / "start", run.weights)
 
 
@@ -225,8 +225,8 @@ def test_the_command_line(run: Run, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_what_is_refused(run: Run, tmp_path: Path) -> None:
-    tz.consolidate(run.path, tmp_path / "model.safetensors")
-    bare = tz.shard_safetensors(tmp_path / "model.safetensors", tmp_path / "bare")
+    tz.tools.consolidate(run.path, tmp_path / "model.safetensors")
+    bare = tz.tools.shard_safetensors(tmp_path / "model.safetensors", tmp_path / "bare")
     ending = "model.txt ends in '.txt'; pass a name that ends in .safetensors or .pt"
     for path, name, options, words in (
         (run.path, "model.txt", {}, ending),
@@ -234,7 +234,7 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
         (run.path, "no.pt", {"dtype": torch.int8}, "dtype is torch.int8; pass a floating-point dtype"),
         (bare, "no.pt", {"optimizer": True}, "has no optimizer; consolidate without one"),
     ):
-        says(partial(tz.consolidate, path, tmp_path / name, **options), words)
+        says(partial(tz.tools.consolidate, path, tmp_path / name, **options), words)
     assert not (tmp_path / "no.pt").exists()
-    no_files = partial(tz.shard_safetensors, tmp_path / "no", tmp_path / "no", ranks=0)
+    no_files = partial(tz.tools.shard_safetensors, tmp_path / "no", tmp_path / "no", ranks=0)
     says(no_files, "ranks is 0; pass the number of files")

@@ -19,8 +19,8 @@ from tests.harness.errors import raised, says
 from tests.harness.models import Small, count_sends, error, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
-from thunder_zero import cli
 from thunder_zero.state_dict import set_model_state_dict
+from thunder_zero.tools import cli
 
 DECAY, STEPS, EVERY = 0.8, 5, 2
 INPUTS = torch.arange(12).view(4, 3) % 9
@@ -167,14 +167,14 @@ def loaded(rank: int, world_size: int, folder: Path, right: dict[str, Tensor]) -
 def test_averages_on_disk_are_for_any_number_of_ranks(ranks_pool: RanksPool, tmp_path: Path) -> None:
     right, _ = ranks_pool.run(2, on_disk, tmp_path)
     ranks_pool.run(3, loaded, tmp_path, right)
-    tz.consolidate(tmp_path / "run", tmp_path / "ema.safetensors", ema="ema")
+    tz.tools.consolidate(tmp_path / "run", tmp_path / "ema.safetensors", ema="ema")
     tied = {"head.weight": right["head.weight"]}  # once in a file
     assert same(load_file(tmp_path / "ema.safetensors") | tied, right) == []
     assert cli.main(["consolidate", str(tmp_path / "run"), str(tmp_path / "slow.pt"), "--ema", "slow.er"]) == 0
     slower = torch.load(tmp_path / "slow.pt")
     assert torch.equal(slower["frozen"], right["frozen"])
     assert not torch.equal(slower["embed.weight"], right["embed.weight"])
-    says(lambda: tz.consolidate(tmp_path / "run", tmp_path / "x.pt", ema="x"), "has no EMA 'x'")
+    says(lambda: tz.tools.consolidate(tmp_path / "run", tmp_path / "x.pt", ema="x"), "has no EMA 'x'")
 
 
 # Refusals

@@ -160,7 +160,7 @@ def train_and_save(rank: int, world_size: int, file: Path, stage: int, right: Ri
         lines += train(fabric, model, optimizer, range(SAVED_AFTER, STEPS), MICRO)
         check_lines(lines, right[0])
         check_weights(full_weights(model), right[1])
-        plan = tz.make_plan(Net(), tz.Policy(stage=stage), world_size, rank)
+        plan = tz.schedule.make_plan(Net(), tz.Policy(stage=stage), world_size, rank)
         for (name, param), shard in zip(Net().named_parameters(), model.parameters(), strict=True):
             held = plan.shard_shape(plan.by_name[name]) if plan.by_name[name].sharded else param.shape
             assert shard.shape == held, f"{name}: the parameters of Fabric's wrapper are the shards"

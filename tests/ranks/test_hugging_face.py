@@ -366,7 +366,7 @@ def with_adapters(rank: int, world_size: int, folder: Path) -> Tensor:
         tz.save_pretrained(model, folder / "again")
     assert sorted(call.args[1].path for call in gather.call_args_list) == sorted(trained)
     ops = tz.traces_of(model).timeline.ops
-    assert {path for op in ops if op.kind is tz.Kind.REDUCE for path in op.params} == set(trained)
+    assert {path for op in ops if op.kind is tz.schedule.Kind.REDUCE for path in op.params} == set(trained)
     state = [value for entry in optimizer.state.values() for key, value in entry.items() if key != "step"]
     assert sum(value.numel() for value in state) == sum(plain.get_parameter(name).numel() for name in trained)
     assert len(model.get_parameter("base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight")) == 8

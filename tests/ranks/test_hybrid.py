@@ -68,7 +68,7 @@ def two_copies(rank: int, world_size: int, stage: int) -> None:
     check_bytes(rank, tz.traces_of(model).timeline, sends[False], sends[True])
 
 
-def check_bytes(rank: int, timeline: tz.Timeline, each: list[int], deferred: list[int]) -> None:
+def check_bytes(rank: int, timeline: tz.schedule.Timeline, each: list[int], deferred: list[int]) -> None:
     """Each rank sends shards and its part of each gradient inside its copy, and its rows across copies."""
     plan = timeline.plan
     assert (plan.world_size, plan.rank, plan.replicas) == (2, rank % 2, 2)

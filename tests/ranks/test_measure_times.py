@@ -21,6 +21,7 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from thunder_zero.runtime.clock import Clock, Moment, Waited, computed
 from thunder_zero.schedule.timeline import Kind
+from thunder_zero.tools import measure_times
 
 # Each parameter is a bucket, and none is gathered once: more gathers, and other orders.
 POLICY = replace(tz.ZERO3, bucket_bytes=0, gather_last_units_once=False)
@@ -43,7 +44,7 @@ def trainer(model: Any, losses: list[Tensor] | None = None) -> Callable[[], None
     return step
 
 
-def check_times(times: tz.Times, model: Any) -> None:
+def check_times(times: tz.schedule.Times, model: Any) -> None:
     """The same on all ranks, of the buckets that run, by their first paths; to three digits."""
     of_ranks = on_all_ranks(repr(times))
     assert set(of_ranks) == {repr(times)}, of_ranks
@@ -64,7 +65,7 @@ def measured(rank: int, world_size: int, policy: tz.Policy) -> None:
     model = sharded(fresh(Mlp), policy)
     step = trainer(model)
     step()
-    check_times(tz.measure_times(model, step, steps=2), model)
+    check_times(measure_times(model, step, steps=2), model)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +82,13 @@ def trained(rank: int, world_size: int) -> None:
     """With prefetch, while measured; with the times; with times that start all gathers at once."""
     times, found = None, []
     for how in ("measured", "times", "slow"):
-        policy = replace(POLICY, times=tz.Times({}, {}, 1.0) if how == "slow" else times)
+        policy = replace(POLICY, times=tz.schedule.Times({}, {}, 1.0) if how == "slow" else times)
         losses: list[Tensor] = []
         model = sharded(fresh(Mlp), policy)
         step = trainer(model, losses)
         step()
         if how == "measured":
-            times = tz.measure_times(model, step, steps=3)
+            times = measure_times(model, step, steps=3)
             check_times(times, model)
         else:
             for _ in range(3):
@@ -109,10 +110,15 @@ def wrong_calls(rank: int, world_size: int) -> None:
     model: Any = sharded(fresh(Mlp), POLICY)
     kept: Any = sharded(fresh(Mlp), tz.ZERO1)  # backward gathers nothing; if rows are fresh, forward neither
     step, step_of_kept = trainer(model), trainer(kept)
-    says(lambda: tz.measure_times(model, step), "RuntimeError", "was not called yet", "run a step before measure_times")
+    says(
+        lambda: measure_times(model, step),
+        "RuntimeError",
+        "was not called yet",
+        "run a step before measure_times",
+    )
     step()
     step_of_kept()
-    check_times(tz.measure_times(kept, step_of_kept), kept)
+    check_times(measure_times(kept, step_of_kept), kept)
     kept(X)
 
     def twice() -> None:
@@ -134,8 +140,8 @@ def wrong_calls(rank: int, world_size: int) -> None:
         (kept, lambda: kept(X), 1 - rank, ("Error", "steps is 0") if rank else ("rank 1 refused its arguments",)),
     ]
     for owner, run, steps, words in calls:
-        says(lambda: tz.measure_times(owner, run, steps=steps), *words)  # noqa: B023
-    assert raised(lambda: tz.measure_times(model, step)) == "nothing"
+        says(lambda: measure_times(owner, run, steps=steps), *words)  # noqa: B023
+    assert raised(lambda: measure_times(model, step)) == "nothing"
 
 
 def test_every_rank_refuses_a_wrong_call(ranks_pool: RanksPool) -> None:

@@ -1,6 +1,6 @@
-"""On two ranks, forecasts of memory, and budgets of ``tz.fit``, beside the allocator's record of a step.
+"""On two ranks, forecasts of memory, and budgets of ``tz.tools.fit``, beside the allocator's record of a step.
 
-What is counted as what: ``tests/one/test_memory.py``; what ``tz.fit`` chooses and refuses: ``tests/one/test_fit.py``.
+What is counted as what: ``tests/one/test_memory.py``; what ``fit`` chooses and refuses: ``tests/one/test_fit.py``.
 
 More models and settings: ``examples/bench/memory.py``, whose table is in docs/memory.md.
 """
@@ -54,7 +54,7 @@ def forecast_is_what_is_counted(
     measured = peak_of(sharded(module, policy), x, deferring=deferring)
     if rank == 0:
         traces = tz.trace(module, x, policy=policy, world_size=world_size, synced=not deferring)
-        off = tz.memory(traces, loss=loss_of, accumulating=deferring).peak / measured - 1
+        off = tz.tools.memory(traces, loss=loss_of, accumulating=deferring).peak / measured - 1
         # The matmuls of bfloat16 have workspaces, which docs/memory.md lists.
         assert (-0.06 if policy.mixed_precision else -0.01) < off < 0.01, off
 
@@ -95,15 +95,15 @@ def test_the_forecast_is_what_the_allocator_counts(
     ranks_pool.run(2, forecast_is_what_is_counted, make, shape, policy, deferring)
 
 
-# tz.fit
+# tz.tools.fit
 
 
 def all_have_rank_0s_policy_which_fits(rank: int, world_size: int) -> None:
     module, x = fresh(net, 128), torch.randn(128, 128)
-    refusal = raised(lambda: tz.fit(module, (x,), memory_bytes=1000, file=StringIO()))
+    refusal = raised(lambda: tz.tools.fit(module, (x,), memory_bytes=1000, file=StringIO()))
     assert refusal.startswith("DoesNotFit: no policy fits into 0.98 KiB"), refusal
-    budget = int(0.85 * tz.memory(tz.trace(module, x, world_size=world_size), loss=loss_of).peak)
-    policy = tz.fit(module, (x,), memory_bytes=budget * (1 + rank), loss=loss_of, file=StringIO())
+    budget = int(0.85 * tz.tools.memory(tz.trace(module, x, world_size=world_size), loss=loss_of).peak)
+    policy = tz.tools.fit(module, (x,), memory_bytes=budget * (1 + rank), loss=loss_of, file=StringIO())
     found = on_all_ranks((policy, refusal))
     assert found == [(policy, refusal)] * world_size, found
     peak = peak_of(sharded(module, policy), x)

@@ -119,7 +119,7 @@ def check_bytes(stage: int, world_size: int, sent: list[int]) -> None:
     assert sum(sent) / world_size == pytest.approx(expected), sent
 
 
-def saves_no_cast_copy(traces: tz.Traces) -> None:
+def saves_no_cast_copy(traces: tz.tools.Traces) -> None:
     """Forward saves parameters for backward as float32 inputs only: shards, or parameters that are full at rest."""
     made = {
         proxy.name
@@ -217,7 +217,7 @@ def overridden(**overrides: tz.MixedPrecision) -> tz.Policy:
 
 def test_a_tied_parameter_has_the_override_of_any_of_its_names() -> None:
     for overrides, dtype in (({"head": tz.MixedPrecision()}, FULL), ({"row": tz.MixedPrecision()}, HALF)):
-        plan = tz.make_plan(fresh(Small), overridden(**overrides), 2, 0)
+        plan = tz.schedule.make_plan(fresh(Small), overridden(**overrides), 2, 0)
         assert plan.by_name["embed.weight"].compute_dtype is dtype
 
 
@@ -229,11 +229,11 @@ def test_refused_overrides() -> None:
         (lambda: wrong(overrides={"a": FULL}), "the override of 'a' is torch.float32; give a thunder_zero.Mixed"),
         (lambda: wrong(overrides=["a"]), "overrides is ['a']; give a dict"),
         (
-            lambda: tz.make_plan(fresh(Layers), blocks, 2, 0),
+            lambda: tz.schedule.make_plan(fresh(Layers), blocks, 2, 0),
             "overrides 'blocks.*.norm', which fits no parameter and no submodule of Layers",
         ),
         (
-            lambda: tz.make_plan(fresh(Small), overridden(embed=tz.MixedPrecision(), head=DOUBLE), 2, 0),
+            lambda: tz.schedule.make_plan(fresh(Small), overridden(embed=tz.MixedPrecision(), head=DOUBLE), 2, 0),
             "different overrides for 'embed.weight' and 'head.weight', which are one tied parameter",
         ),
         (

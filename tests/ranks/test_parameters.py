@@ -26,7 +26,7 @@ POLICIES["each unit"] = replace(tz.ZERO3, gather_per_unit=True, bucket_bytes=0)
 ROWS = 4  # of each rank's batch
 
 
-def moved(timeline: tz.Timeline, kind: Kind) -> list[str]:
+def moved(timeline: tz.schedule.Timeline, kind: Kind) -> list[str]:
     return [path for op in timeline.ops if op.kind is kind for path in op.params]
 
 

@@ -29,6 +29,7 @@ from thunder_zero.comm.placed import Placed
 from thunder_zero.comm.places import doing
 from thunder_zero.comm.small_collectives import all_gather_object, barrier, broadcast_object_from_rank_0, next_number
 from thunder_zero.comm.transport import Transport
+from thunder_zero.schedule import make_plan
 
 import thunder
 
@@ -50,7 +51,7 @@ def assert_differ(said: str, one: str, other: str) -> None:
 
 def gather(transport: Transport, rows: int) -> Waitable:
     """Of a parameter whose elements are the rank that has them."""
-    plan = tz.make_plan(nn.ParameterList([torch.zeros(rows, 2)]), tz.ZERO3, dist.get_world_size(), dist.get_rank())
+    plan = make_plan(nn.ParameterList([torch.zeros(rows, 2)]), tz.ZERO3, dist.get_world_size(), dist.get_rank())
     return transport.all_gather([torch.full((rows // 2, 2), float(dist.get_rank()))], plan.params)
 
 

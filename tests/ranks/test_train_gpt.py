@@ -82,7 +82,7 @@ def children(pid: int) -> list[int]:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    (file,) = tz.consolidate(folder / "train_gpt_stage3" / "latest", folder / "model.pt")
+    (file,) = tz.tools.consolidate(folder / "train_gpt_stage3" / "latest", folder / "model.pt")
     return torch.load(file, weights_only=True)
 
 

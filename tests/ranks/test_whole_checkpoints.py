@@ -155,10 +155,10 @@ def test_whole_states_are_one_chunk_and_consolidate(root: Path, tmp_path: Path) 
     states = [of for key, of in metadata.state_dict_metadata.items() if key.startswith("optim.state.")]
     assert {len(of.chunks) for of in states if hasattr(of, "chunks")} == {1}
     for name in KINDS:
-        tz.consolidate(root / name, tmp_path / f"{name}.pt", optimizer=True)
+        tz.tools.consolidate(root / name, tmp_path / f"{name}.pt", optimizer=True)
         read = torch.load(tmp_path / f"{name}.pt", weights_only=True)
         assert_same(read["optim"]["state"], one_process(name, 2)[1], name)
-    tz.consolidate(root / "Adafactor", tmp_path / "a.safetensors", optimizer=True)
+    tz.tools.consolidate(root / "Adafactor", tmp_path / "a.safetensors", optimizer=True)
     assert (tmp_path / "a.optimizer.safetensors").exists()
 
 

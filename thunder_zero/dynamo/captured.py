@@ -22,7 +22,7 @@ from torch.amp.autocast_mode import _enter_autocast
 from torch.nn.functional import multi_head_attention_forward
 from torch.utils.checkpoint import checkpoint
 
-from thunder_zero.dynamo.out_of_place import replacement
+from thunder_zero.compat.out_of_place import replacement
 from thunder_zero.runtime.placeholders import Placeholder
 
 ATTENTION = FunctionType(  # another function of the same code: Thunder has one operator for the first, which fails

@@ -18,8 +18,8 @@ from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import graph_break_reasons
 from torch._guards import CompileContext
 
+from thunder_zero.compat.automatic import register
 from thunder_zero.compiled import Compiled
-from thunder_zero.dynamo.automatic import register
 from thunder_zero.dynamo.captured import Paths, detached, paths_of, require_apart, shapes_of, with_parameters, written
 from thunder_zero.dynamo.graph_calls import GraphCalls
 from thunder_zero.dynamo.graph_transform import GraphTransform

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from thunder_zero.convert.safetensors_file import SUFFIX
+from thunder_zero.checkpoint.safetensors_file import SUFFIX
 from thunder_zero.marks import parameter_like
 
 WEIGHTS = f"model{SUFFIX}"

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_zero.checkpoint.atomic_files import FILES_UNCHANGED, create_together
 from thunder_zero.checkpoint.folder import explain_write_error
+from thunder_zero.checkpoint.safetensors_file import require_float, require_storable
+from thunder_zero.checkpoint.safetensors_parts import reading_order, remove_older, write_parts
+from thunder_zero.checkpoint.tensor_to_write import TensorToWrite, dtype_to_write
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
-from thunder_zero.convert.atomic_files import FILES_UNCHANGED, create_together
-from thunder_zero.convert.safetensors_file import require_float, require_storable
-from thunder_zero.convert.safetensors_parts import reading_order, remove_older, write_parts
-from thunder_zero.convert.tensor_to_write import TensorToWrite, dtype_to_write
 from thunder_zero.hugging_face.own_files import WEIGHTS, own_files
 from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State

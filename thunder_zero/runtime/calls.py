@@ -19,7 +19,7 @@ from thunder_zero.schedule.timeline import Kind
 
 
 class Calls:
-    """The runtime of one model's traces (:class:`thunder_zero.trace.symbols.Runtime`).
+    """The runtime of one model's traces (:class:`thunder_zero.traces.symbols.Runtime`).
 
     Args:
         state: the model's.

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_zero.compat.in_front import put_in_front
 from thunder_zero.runtime import registry
-from thunder_zero.runtime.in_front import put_in_front
 from thunder_zero.runtime.state import State
 
 RANGE = "Optimizer.zero_grad#"  # and the optimizer's class; see torch.optim.Optimizer

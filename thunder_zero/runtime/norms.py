@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_zero.compat.in_front import put_in_front
 from thunder_zero.runtime import registry
-from thunder_zero.runtime.in_front import put_in_front
 
 
 def watch() -> None:

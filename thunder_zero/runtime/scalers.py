@@ -18,9 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_zero.comm.places import doing
 from thunder_zero.comm.small_collectives import all_reduce_max
+from thunder_zero.compat.in_front import put_in_front
 from thunder_zero.rows import real_rows
 from thunder_zero.runtime import registry
-from thunder_zero.runtime.in_front import put_in_front
 from thunder_zero.runtime.state import State
 
 _ignored: WeakKeyDictionary[State, tuple[Tensor, ...]] = WeakKeyDictionary()

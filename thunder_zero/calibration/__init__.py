@@ -1,1 +1,0 @@
-"""Measures this machine for forecasts of time: compute, and collectives between ranks."""

@@ -1,0 +1,1 @@
+"""What exists because of Thunder 0.2.6 or of a version of torch, each file with the need for it."""

@@ -1,0 +1,132 @@
+"""needed while: Thunder's import names what newer versions of torch dropped.
+
+Lets this version of Thunder import under this version of torch, whenever that import comes: it names five methods while
+it is imported that torch 2.13 dropped, and reads ``torch.autograd.Function.apply.__func__``, which torch 2.15 made a
+built-in. Stand-ins let it import; no program calls the five.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from importlib.util import find_spec
+from types import BuiltinFunctionType, ModuleType
+from typing import Any
+
+import torch
+from looseversion import LooseVersion
+
+DROPPED_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
+TESTED = {"torch": ("2.7.1", "2.16"), "lightning-thunder": ("0.2.6", "0.3")}  # at least, below
+
+
+def half_imported(modules: dict[str, Any]) -> bool:
+    """Whether an ``import thunder`` failed before: its submodules stayed, the package did not."""
+    return "thunder" not in modules and any(name.startswith("thunder.") for name in modules)
+
+
+def untested(package: str, found: str) -> str | None:
+    """A warning about an untested version, or None."""
+    first, last = TESTED[package]
+    base = found.partition("+")[0]
+    if LooseVersion(first) <= LooseVersion(base) < LooseVersion(last):
+        return None
+    return (
+        f"thunder_zero is tested with {package} >= {first}, < {last}, and this is {found}; if something fails, install "
+        f"a tested version"
+    )
+
+
+@contextmanager
+def _dropped_methods() -> Iterator[None]:
+    there = {*vars(torch._C.TensorBase), *vars(torch.Tensor)}
+    missing = [name for name in DROPPED_METHODS if name not in there]
+    for name in missing:
+        setattr(torch.Tensor, name, _stand_in(name))
+    try:
+        yield
+    finally:
+        for name in missing:
+            delattr(torch.Tensor, name)
+
+
+def _stand_in(name: str) -> Callable[..., None]:
+    def dropped(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError(f"torch {torch.__version__} has no Tensor.{name}")
+
+    dropped.__name__ = name  # Thunder checks it against the name that it registers
+    return dropped
+
+
+def _wrap_apply() -> None:
+    apply = torch.autograd.Function.apply
+    if isinstance(apply, BuiltinFunctionType):
+
+        def apply_in_python(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return super(torch.autograd.Function, cls).apply(*args, **kwargs)
+
+        torch.autograd.Function.apply = classmethod(apply_in_python)  # type: ignore[assignment]  # a method
+
+
+def let_thunder_import() -> None:
+    """Let an ``import thunder`` from now on find what it needs, and register the plugins by name.
+
+    Thunder itself is not imported: whoever only asks for help, or reads a plan, need not wait for it.
+
+    Raises:
+        ImportError: an earlier ``import thunder`` failed half-way in this process.
+    """
+    if half_imported(sys.modules):
+        raise ImportError(
+            "an earlier `import thunder` failed and left half of it behind; restart Python and "
+            "`import thunder_zero` before `import thunder`"
+        )
+    for package in TESTED:
+        if sentence := untested(package, version(package)):
+            warnings.warn(sentence, stacklevel=3)
+    if "thunder" in sys.modules:
+        _wrap_apply()
+        _register_plugins()
+    else:
+        sys.meta_path.insert(0, Finder())
+
+
+class Finder(MetaPathFinder):
+    """Finds Thunder once, as the other finders do, so that its import runs with what is missing."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Thunder's; None for all other modules."""
+        if name != "thunder":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(_import_with_parts, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+
+def _import_with_parts(import_into: Callable[[ModuleType], None], thunder: ModuleType) -> None:
+    _wrap_apply()
+    with _dropped_methods(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "transformer_engine module not found")  # on every machine without it
+        import_into(thunder)
+    _register_plugins()
+
+
+def _register_plugins() -> None:
+    """``thunder.compile(module, plugins="zero3")`` works once thunder_zero is imported."""
+    from thunder.plugins import register_plugin
+
+    for stage in (1, 2, 3):
+        register_plugin(f"zero{stage}", partial(_plugin, stage))
+
+
+def _plugin(stage: int) -> Any:
+    return import_module("thunder_zero.plugin").Zero(stage=stage)

@@ -1,0 +1,236 @@
+"""Attention on the CPU as one operator each way, in place of Thunder's two matmuls and a softmax.
+
+Thunder's own executors for attention are for CUDA. Elsewhere its autodiff decomposes
+``scaled_dot_product_attention``, and saves three or four tensors of (batch, heads, query length, key length). Here,
+forward and backward are each one line of a trace, torch's flash attention for CPUs::
+
+    (y, l) = cpu_flash_attention(q, k, v, None, True, None)                      # l: logsumexp of each row of scores
+    (gq, gk, gv) = cpu_flash_attention_backward(g, q, k, v, y, l, None, True, None)
+
+Backward reads the inputs, the output and ``l``. The lines run on the meta device as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import thunder.core.dtypes as dtypes
+import thunder.torch as ltorch
+from thunder.core import prims
+from thunder.core.devices import DeviceType
+from thunder.core.dtypes import to_torch_dtype
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.extend import OperatorExecutor
+
+aten = torch.ops.aten
+LOGSUMEXP_DTYPES = {
+    torch.float32: dtypes.float32,
+    torch.float64: dtypes.float64,
+    torch.bfloat16: dtypes.float32,
+    torch.float16: dtypes.float32,
+}
+DEVICES = (DeviceType.CPU, DeviceType.META)
+
+
+class AttentionExecutor(OperatorExecutor):
+    """Claims ``scaled_dot_product_attention`` where eager torch takes its flash attention for CPUs.
+
+    All other calls stay with the executors after it: on CUDA, with dropout, with inputs of other shapes and dtypes, and
+    after ``torch.backends.cuda.enable_flash_sdp(False)``, which turns off flash attention on CPUs, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("thunder_zero_attention")
+        tags = (prims.OpTags.DONT_AUTO_RECOMPUTE_IN_BACKWARD,)
+        register = self.register_operator
+        self.forward = register("cpu_flash_attention", meta=_forward_meta, fn=_forward, tags=tags)
+        self.backward = register("cpu_flash_attention_backward", meta=_backward_meta, fn=_backward)
+        self.mask_backward = register("cpu_flash_attention_mask_backward", meta=_mask_meta, fn=_mask_backward)
+        self.register_implementation(
+            ltorch.scaled_dot_product_attention,
+            checker=is_flash,
+            execution_transform=self._lower,
+            grad_transform=self._grad,
+        )
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        """Never. Without this method Thunder would search the subsymbols of every line."""
+        return False
+
+    def _lower(
+        self,
+        query: TensorProxy,
+        key: TensorProxy,
+        value: TensorProxy,
+        attn_mask: TensorProxy | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> TensorProxy:
+        output, _ = self.forward(query, key, value, attn_mask, is_causal, scale)
+        return output
+
+    def _grad(
+        self,
+        query: TensorProxy,
+        key: TensorProxy,
+        value: TensorProxy,
+        attn_mask: TensorProxy | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> TensorProxy:
+        """Thunder drops the line for the mask's gradient where nothing needs it: only a learned mask does. It does not
+        know before autodiff whether a mask is learned."""
+        output, logsumexp = self.forward(query, key, value, attn_mask, is_causal, scale)
+        grad = prims.get_grad(output)
+        how = query, key, value, output, logsumexp, attn_mask
+        for given, its_grad in zip((query, key, value), self.backward(grad, *how, is_causal, scale), strict=True):
+            prims.put_grad(given, its_grad)
+        if attn_mask is not None and not dtypes.is_boolean_dtype(attn_mask.dtype):
+            prims.put_grad(attn_mask, self.mask_backward(grad, *how, scale))
+        return output
+
+
+def is_flash(
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    attn_mask: TensorProxy | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> bool:
+    """Whether eager torch takes flash attention for CPUs, as far as a trace knows.
+
+    The conditions are those of torch's ``use_flash_attention_cpp``, but for two: a trace does not know strides, which
+    the lines make right; and masks may be learned, whose gradient torch leaves to its decomposition.
+    """
+    numbers = (dropout_p, is_causal, scale, *query.shape, *key.shape, *value.shape)
+    if any(isinstance(number, Proxy) for number in numbers):  # a value that may differ from call to call
+        return False
+    tensors = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+    return (
+        torch.backends.cuda.flash_sdp_enabled()
+        and dropout_p == 0
+        and query.device.devicetype in DEVICES
+        and all(tensor.device == query.device for tensor in tensors)
+        and to_torch_dtype(query.dtype) in LOGSUMEXP_DTYPES
+        and to_torch_dtype(key.dtype) == to_torch_dtype(value.dtype) == to_torch_dtype(query.dtype)
+        and len(query.shape) == 4  # (batch, heads, length, width)
+        and 0 not in (*query.shape[1:], *key.shape[1:])  # a batch may be empty, on some ranks too: the same lines run
+        and tuple(key.shape) == tuple(value.shape)
+        and (*query.shape[:2], query.shape[3]) == (*key.shape[:2], *key.shape[3:])
+        and (attn_mask is None or _fits(attn_mask, query, key))
+    )
+
+
+def _fits(mask: TensorProxy, query: TensorProxy, key: TensorProxy) -> bool:
+    full = (*query.shape[:3], key.shape[2])
+    return (
+        to_torch_dtype(mask.dtype) in (torch.bool, torch.float32, to_torch_dtype(query.dtype))
+        and len(mask.shape) in (2, 4)
+        and all(given in (1, size) for given, size in zip(mask.shape, full[-len(mask.shape) :], strict=True))
+    )
+
+
+# Shapes and dtypes, for tracing.
+
+
+def _forward_meta(query: TensorProxy, *others: Any) -> tuple[TensorProxy, TensorProxy]:
+    dtype = LOGSUMEXP_DTYPES[to_torch_dtype(query.dtype)]
+    logsumexp = TensorProxy(like=query, shape=tuple(query.shape[:3]), dtype=dtype, requires_grad=False)
+    return TensorProxy(like=query), logsumexp
+
+
+def _backward_meta(
+    grad: TensorProxy, query: TensorProxy, key: TensorProxy, value: TensorProxy, *others: Any
+) -> tuple[TensorProxy, TensorProxy, TensorProxy]:
+    return TensorProxy(like=query), TensorProxy(like=key), TensorProxy(like=value)
+
+
+def _mask_meta(
+    grad: TensorProxy,
+    query: TensorProxy,
+    key: TensorProxy,
+    value: TensorProxy,
+    output: TensorProxy,
+    logsumexp: TensorProxy,
+    mask: TensorProxy,
+    scale: float | None,
+) -> TensorProxy:
+    return TensorProxy(like=mask)
+
+
+# What the lines call.
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    inputs = map(_readable, (query, key, value))
+    outputs: tuple[Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
+        *inputs, 0.0, is_causal, attn_mask=_added(mask, query.dtype), scale=scale
+    )
+    return outputs
+
+
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = map(_readable, (query, key, value))
+    grads: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, *inputs, output, logsumexp, 0.0, is_causal, attn_mask=_added(mask, query.dtype), scale=scale
+    )
+    return grads
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Torch's kernels read rows as if their elements were next to each other; eager checks it, and decomposes."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The mask as what is added to scores. Each line computes it, since a boolean one is smaller to save."""
+    if mask is None:
+        return None
+    if mask.dtype is torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    return _readable(mask)
+
+
+def _mask_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor,
+    scale: float | None,
+) -> Tensor:
+    """The gradient of scores, from scores that are computed again, summed to the shape of the mask."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    dtype = logsumexp.dtype
+    grad, query, key, value, output = (tensor.to(dtype) for tensor in (grad, query, key, value, output))
+    weights = (query @ key.transpose(-2, -1)).mul_(scale).add_(mask).sub_(logsumexp.unsqueeze(-1)).exp_()
+    toward = (grad @ value.transpose(-2, -1)).sub_((grad * output).sum(-1, keepdim=True))
+    return weights.mul_(toward).sum_to_size(mask.shape).to(mask.dtype)
+
+
+attention_ex = AttentionExecutor()

@@ -1,0 +1,21 @@
+"""Chooses the executors of this folder for a model, by what else runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thunder_zero.compat.operators.activations import activations_ex
+from thunder_zero.compat.operators.attention import attention_ex
+from thunder_zero.compat.operators.convolution import convolution_ex
+
+from thunder.executors.torch_compile import torch_compile_xentropy_ex
+from thunder.extend import Executor, FusionExecutor, OperatorExecutor
+
+NEVER_FUSED = (attention_ex, convolution_ex)
+
+
+def operators(others: Sequence[Executor]) -> tuple[OperatorExecutor, ...]:
+    """The executors to put in front of the others. A fuser makes better operators of activations and norms; the one
+    among Thunder's defaults fuses cross entropy alone."""
+    fuses = any(isinstance(other, FusionExecutor) and other != torch_compile_xentropy_ex for other in others)
+    return NEVER_FUSED if fuses else (*NEVER_FUSED, activations_ex)

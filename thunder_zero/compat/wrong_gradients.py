@@ -1,0 +1,172 @@
+"""Refuses lines of a trace whose gradient Thunder 0.2.6 gets wrong without a word.
+
+It saves a value for backward and then lets an operation in place write to it::
+
+    t3 = torch.sum(t2, -1)
+    t4 = torch.div(t2, t3)
+    t5 = copy_(t4, t2)        # w /= w.sum(-1); the gradient of the division needs the old t2
+
+It loses gradients where forward writes through a view, or under ``no_grad``, to a value that has one::
+
+    h[:, :2].mul_(2)
+
+It has no gradient for tensors in a list, if it knows the operator by automatic registration only::
+
+    t2 = torch.hstack([t0, t1])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from thunder_zero.compat.proxies import proxies_in
+
+from thunder.core import prims
+from thunder.core.dtypes import is_inexact_dtype
+from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from thunder.core.update_aliases import _is_inplace_op
+
+
+def require_unwritten(forward: TraceCtx, module: str) -> None:
+    """Refuse a forward that saves what it has written over.
+
+    Args:
+        forward: the forward trace that will run; it returns its results, and what it saves for backward.
+        module: name of the module's class.
+
+    Raises:
+        RuntimeError: a value has been written to, and is saved as it was before.
+    """
+    saved = {proxy.name for proxy in proxies_in(forward.bound_symbols[-1].args[1])}
+    alias: dict[str, str] = {}  # a value by the name that it had before an operation in place
+    for line in _lines(forward.bound_symbols):
+        if line.sym.name == prims.update_aliases.name:
+            alias |= {new.name: old.name for old, new in zip(line.args[0], line.output, strict=True)}
+        if line.sym.name != prims.copy_.name:
+            continue
+        name: str | None = line.args[1].name
+        while name is not None:
+            if name in saved:
+                raise RuntimeError(
+                    f"forward of {module} writes in place to a value that backward reads as it was before, and Thunder "
+                    f"would compute another gradient; write x = x / y, say, where it has x /= y{_where(line)}"
+                )
+            name = alias.get(name)
+
+
+def require_gradients(computation: TraceCtx, module: str) -> None:
+    """Refuse a program that would lose gradients.
+
+    Args:
+        computation: the trace before autodiff, of a forward that a backward may follow.
+        module: name of the module's class.
+
+    Raises:
+        RuntimeError: it gives a list of tensors to an operator that Thunder registered automatically. It writes in
+            place to an input with a gradient, or to a view of a parameter; to a value of which it reads another view
+            later; or, under no_grad, to a value that has a gradient.
+    """
+    lines = computation.bound_symbols
+    leaves = {proxy.name for proxy in proxies_in(computation.args) if proxy.requires_grad}
+    trained = set(leaves)  # values with a gradient
+    shared: set[str] = set()  # values that share the memory which the next line writes to
+    slices: dict[str, object] = {}  # which part of another value a view is
+    stale: dict[str, BoundSymbol] = {}  # values in memory that a line wrote to by another name
+    for at, line in enumerate(lines):
+        if line.sym.name == prims.update_aliases.name:
+            pairs = list(zip(line.args[0], line.output, strict=True))
+            leaves |= {new.name for old, new in pairs if old.name in leaves}
+            trained |= {new.name for old, new in pairs if old.name in trained}
+            stale |= {new.name: stale[old.name] for old, new in pairs if old.name in stale}
+            slices |= {new.name: slices[old.name] for old, new in pairs if old.name in slices}
+            shared = {new.name for _, new in pairs}
+            continue
+        if line.sym.name == prims.python_return.name:
+            _require_fresh(_names(line.args[0]["output"]), stale, module)
+            break
+        read = _names((line.args, line.kwargs))
+        _require_known(line, module)
+        made = list(proxies_in(line.output))
+        detached = any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in proxy.tags for proxy in made)
+        if _is_inplace_op(line):
+            touched = shared if line.args[0].name in shared else {line.args[0].name}
+            _require_writable(line, leaves & touched, line.args[0].name in trained and detached, module)
+            if trained & (read | touched) and not _is_assigned_next(line, lines[at + 1 :], slices):
+                _require_fresh(read, stale, module)
+                stale |= dict.fromkeys(touched - {line.args[0].name}, line)
+        else:
+            _require_fresh(read, stale, module)
+        if line.sym.name == "getitem":
+            slices |= {proxy.name: line.args[1] for proxy in made}
+        if trained & read and not detached:
+            trained |= {proxy.name for proxy in made}
+
+
+def _require_known(line: BoundSymbol, module: str) -> None:
+    if prims.OpTags.AUTO_REGISTERED in (line.sym.tags or ()) and any(map(_has_numbers, line.args)):
+        raise RuntimeError(
+            f"forward of {module} gives {line.sym.id} a list of tensors, and Thunder has no gradient for them: "
+            f"they would get none, without a word; use another operator, such as torch.cat for torch.hstack"
+        )
+
+
+def _require_writable(line: BoundSymbol, leaves: set[str], loses: bool, module: str) -> None:
+    if loses:
+        raise RuntimeError(
+            f"forward of {module} writes in place, under no_grad, to a value that has a gradient, which Thunder "
+            f"would lose; write h = h + (new - h).detach(){_where(line)}"
+        )
+    if leaves:
+        raise RuntimeError(
+            f"forward of {module} writes in place to an input that requires a gradient, to a view of one or of a "
+            f"parameter, or to what Thunder takes for one, as weight.transpose(0, 1).contiguous(), and loses the "
+            f"gradient; write to a clone, weight.transpose(0, 1).clone(){_where(line)}"
+        )
+
+
+def _require_fresh(read: set[str], stale: dict[str, BoundSymbol], module: str) -> None:
+    for name in sorted(read & stale.keys()):
+        raise RuntimeError(
+            f"forward of {module} writes in place to a value and then reads another view of its memory, as in "
+            f"h[:, :2].mul_(2) and a use of h, and Thunder would lose a part of the gradient; assign to the tensor "
+            f"itself, as in h[:, :2] *= 2, and make views of it afterwards{_where(stale[name])}"
+        )
+
+
+def _is_assigned_next(line: BoundSymbol, following: list[BoundSymbol], slices: dict[str, object]) -> bool:
+    """Whether the next line puts the written slice back where it was taken, as the line h[:, :2] *= 2 does."""
+    written = _names(line.output)
+    for after in following:
+        if after.sym.name == prims.update_aliases.name:
+            written |= {new.name for old, new in zip(after.args[0], after.output, strict=True) if old.name in written}
+            continue
+        is_back = after.sym.name == "setitem_" and bool(_names(after.args[2]) & written)
+        return is_back and after.args[1] == slices.get(line.args[0].name)
+    return False
+
+
+def _names(values: object) -> set[str]:
+    return {proxy.name for proxy in proxies_in(values)}
+
+
+def _has_numbers(arg: object) -> bool:
+    """Whether an argument is a list or tuple with a tensor that may have a gradient."""
+    if not isinstance(arg, list | tuple):
+        return False
+    return any(isinstance(item, TensorProxy) and is_inexact_dtype(item.dtype) for item in arg) or any(
+        map(_has_numbers, arg)
+    )
+
+
+def _lines(bsyms: list[BoundSymbol]) -> Iterator[BoundSymbol]:
+    for bsym in bsyms:
+        yield from _lines(bsym.subsymbols) if bsym.sym.is_fusion else (bsym,)
+
+
+def _where(line: BoundSymbol) -> str:
+    """Not in a graph of dynamo, whose code is generated."""
+    if line.source_positions is None or line.source_filename.startswith("<"):
+        return ""
+    return f" ({line.source_filename}:{line.source_positions.lineno})"

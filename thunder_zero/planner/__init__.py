@@ -1,1 +1,0 @@
-"""``tz.plan_training``: which stage and mesh to train a model with, before anything runs."""

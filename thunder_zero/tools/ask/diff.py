@@ -1,0 +1,131 @@
+"""``tz.tools.diff``: what one program does more or less than another, such as ZeRO-3 beside ZeRO-2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from thunder_zero.compiled import Traces
+from thunder_zero.plan import ROOT, Param
+from thunder_zero.schedule.cone import cone
+from thunder_zero.schedule.passes import run
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.tools.ask.difference import Difference, Figures
+from thunder_zero.tools.forecast.figures import Memory
+from thunder_zero.tools.forecast.memory import memory
+from thunder_zero.tools.forecast.watch import NoForecast
+
+
+def diff(first: Traces, second: Traces) -> Difference:
+    """What the second program does more or less than the first, unit by unit; ``print`` it.
+
+    >>> zero2, zero3 = (tz.trace(model, tokens, policy=stage, world_size=8) for stage in (2, 3))
+    >>> print(tz.tools.diff(zero2, zero3))
+
+    Args:
+        first, second: of :func:`thunder_zero.trace` or :func:`thunder_zero.traces_of`, for the same module.
+
+    Returns:
+        For each unit and in total: gathers, reductions, bytes that the rank sends, the most gathered bytes, work done
+        again; the forecast peak of memory, without a loss and an optimizer.
+
+    Raises:
+        TypeError: not traces.
+        ValueError: the modules differ in a parameter, or in their units; only one program is for ``no_sync``.
+    """
+    for traces in (first, second):
+        if not isinstance(traces, Traces):
+            raise TypeError(f"diff takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
+    _require_one_module(first, second)
+    figures = [_by_unit(traces) for traces in (first, second)]
+    forecasts = [_forecast(traces) for traces in (first, second)]
+    there = [one for one in forecasts if one is not None]
+    both = len(there) == len(forecasts)
+    return Difference(
+        plans=(first.plan, second.plan),
+        units={unit: (figures[0][unit], figures[1][unit]) for unit in first.plan.units},
+        total=(figures[0][None], figures[1][None]),
+        peaks=(there[0].peak, there[1].peak) if both else None,
+        at_rest=(there[0].at_rest, there[1].at_rest) if both else None,
+    )
+
+
+def _require_one_module(first: Traces, second: Traces) -> None:
+    if first.synced is not second.synced:
+        raise ValueError("one of the programs runs under no_sync and the other does not; compare programs of one kind")
+    for one, other in zip_longest(first.plan.params, second.plan.params):
+        if one is None or other is None or _same(one) != _same(other):
+            raise ValueError(
+                f"the traces are of different modules, or ignore different parameters: the first has {_described(one)} "
+                f"where the second has {_described(other)}; trace one module twice"
+            )
+        if one.unit != other.unit:
+            raise ValueError(
+                f"the traces divide the module differently: {one.path!r} is of unit {one.unit!r} in the first and of "
+                f"{other.unit!r} in the second; give both the same Policy.unit_of"
+            )
+
+
+def _same(param: Param) -> tuple[object, ...]:
+    return param.path, param.shape, param.dtype, param.requires_grad
+
+
+def _described(param: Param | None) -> str:
+    if param is None:
+        return "no further parameter"
+    frozen = "" if param.requires_grad else ", frozen"
+    return f"{param.path!r} {param.shape} {str(param.dtype).removeprefix('torch.')}{frozen}"
+
+
+def _forecast(traces: Traces) -> Memory | None:
+    try:
+        return memory(traces)
+    except NoForecast:
+        return None
+
+
+def _by_unit(traces: Traces) -> dict[str | None, Figures]:
+    """Of each unit, and of all (None)."""
+    again = [] if traces.lifted is None else _again(run(traces.lifted))
+    return {unit: _figures(traces.timeline, again, unit) for unit in (*traces.plan.units, None)}
+
+
+def _figures(timeline: Timeline, all_again: Sequence[tuple[Op, str]], unit: str | None) -> Figures:
+    """All members of a bucket are of one unit."""
+    params = [[param for param in timeline.params_of(op) if unit in (None, param.unit)] for op in timeline.ops]
+    launches = {
+        kind: [timeline.bytes_sent(op) for op, own in zip(timeline.ops, params, strict=True) if op.kind is kind and own]
+        for kind in (Kind.GATHER, Kind.REDUCE)
+    }
+    alive = most = 0
+    for op, own in zip(timeline.ops, params, strict=True):
+        full = sum(param.full_bytes for param in own if not param.resident)
+        alive += full if op.kind is Kind.GATHER else -full if op.kind is Kind.FREE else 0
+        most = max(most, alive)
+    again = [op for op, of in all_again if unit in (None, of)]
+    return Figures(
+        gathers=len(launches[Kind.GATHER]),
+        reductions=len(launches[Kind.REDUCE]),
+        gather_bytes=sum(launches[Kind.GATHER]),
+        reduce_bytes=sum(launches[Kind.REDUCE]),
+        gathered_at_most=most,
+        computed_again=len(again),
+        flops_again=sum(op.flops for op in again),
+    )
+
+
+def _again(timeline: Timeline) -> list[tuple[Op, str]]:
+    """Operations that compute forward's values again, without those of parameters alone, each with the unit whose
+    backward it is in: that of the next unit whose gradients are complete. The traces do not say which they are, but the
+    schedule does, before fusers."""
+    inside = cone(timeline)
+    last: dict[str, int] = {}
+    for at, op in enumerate(timeline.ops):
+        if op.kind in (Kind.REDUCE, Kind.DEFER):
+            last.update((param.unit, at) for param in timeline.params_of(op) if param.unit != ROOT)
+    ends = sorted(last.items(), key=lambda end: end[1])
+    return [
+        (op, next((unit for unit, end in ends if end >= at), ROOT))
+        for at, op in enumerate(timeline.ops)
+        if op.kind is Kind.COMPUTE and op.again and not any(name in inside for name in op.writes)
+    ]

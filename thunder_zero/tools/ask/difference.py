@@ -1,0 +1,145 @@
+"""What one program does more or less than another, unit by unit: frozen data, and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from textwrap import wrap
+
+from thunder_zero.plan import ROOT, Plan
+from thunder_zero.policy import STAGES, Policy
+from thunder_zero.tools.report.trace_printer import size
+
+WIDTH, SHORT = 100, 30  # columns
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a rank does in a step for one unit, or for all.
+
+    Attributes:
+        gathers: how many launches gather parameters.
+        reductions: how many launches reduce gradients.
+        gather_bytes, reduce_bytes: sent in them.
+        gathered_at_most: the most bytes of gathered parameters alive at once.
+        computed_again: operations of forward that the schedule runs again, without views of parameters; fusers may
+            merge them.
+        flops_again: FLOPs of their products, attention and convolutions.
+    """
+
+    gathers: int
+    reductions: int
+    gather_bytes: int
+    reduce_bytes: int
+    gathered_at_most: int
+    computed_again: int
+    flops_again: int
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a rank sends in all launches."""
+        return self.gather_bytes + self.reduce_bytes
+
+
+Pair = tuple[Figures, Figures]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two programs of one module; each pair has the first program's figures, then the second's.
+
+    Attributes:
+        plans: of both.
+        units: by path, in the order of forward; "" is the root unit.
+        total: of all units.
+        peaks: the peak of memory in forward and backward, as ``tz.tools.memory`` forecasts it; None if it cannot.
+        at_rest: bytes of memory between steps; None if there is no forecast.
+    """
+
+    plans: tuple[Plan, Plan]
+    units: dict[str, Pair]
+    total: Pair
+    peaks: tuple[int, int] | None
+    at_rest: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        """A table of at most 100 columns: ``a -> b`` where the programs differ."""
+        return "\n".join(_lines(self))
+
+
+COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "gathers": lambda one: str(one.gathers),
+    "reduces": lambda one: str(one.reductions),
+    "sent": lambda one: size(one.sent_bytes),
+    "gathered": lambda one: size(one.gathered_at_most),
+    "ops again": lambda one: str(one.computed_again),
+    "FLOP again": lambda one: _count(one.flops_again),
+}
+
+
+def _lines(difference: Difference) -> Iterator[str]:
+    yield from wrap(_title(*difference.plans), WIDTH, subsequent_indent="  ")
+    groups = [(pair, list(names)) for pair, names in groupby(difference.units, key=lambda unit: difference.units[unit])]
+    rows = [tuple(COLUMNS), *(_cells(pair) for pair, _ in groups), _cells(difference.total)]
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    names = ["unit", *(_names(units, WIDTH - sum(widths)) for _, units in groups), "all"]
+    longest = max(map(len, names))
+    for name, cells in zip(names, rows, strict=True):
+        yield f"{name:<{longest}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    if difference.peaks is not None and difference.at_rest is not None:
+        at_rest, peaks = _change(*map(size, difference.at_rest)), _change(*map(size, difference.peaks))
+        yield f"memory: {at_rest} at rest, {peaks} at the peak, without a loss and an optimizer"
+    yield "sent: by this rank in a step; gathered: the most bytes of full parameters at once"
+
+
+def _title(first: Plan, second: Plan) -> str:
+    places = [f"rank {plan.rank} of {plan.world_size}" for plan in (first, second)]
+    copies = [f", {plan.replicas} copies" if plan.replicas > 1 else "" for plan in (first, second)]
+    changed = [_field(name, first.policy, second.policy) for name in _changed(first.policy, second.policy)]
+    also = f"; also {', '.join(changed)}" if changed else ""
+    stages = [STAGES[plan.policy.stage].name for plan in (first, second)]
+    worlds = [place + several for place, several in zip(places, copies, strict=True)]
+    return f"{_change(*stages)}, {_change(*worlds)}{also}"
+
+
+def _changed(first: Policy, second: Policy) -> list[str]:
+    names = [field.name for field in fields(Policy) if field.name != "stage"]
+    return [name for name in names if getattr(first, name) != getattr(second, name)]
+
+
+def _field(name: str, first: Policy, second: Policy) -> str:
+    """``prefetch 2 -> 0``; of a long value the name alone."""
+    change = _change(*(str(getattr(policy, name)) for policy in (first, second)))
+    return f"{name} {change}" if len(change) <= SHORT else name
+
+
+def _names(units: Sequence[str], width: int) -> str:
+    """Units in a row with equal figures share a line."""
+    if len(units) > 1:
+        parents = {unit.rpartition(".")[0] for unit in units}
+        last = units[-1].rpartition(".")[2] if len(parents) == 1 else units[-1]
+        name = f"{units[0] or 'root'} .. {last or 'root'}, each"
+    else:
+        name = "root unit" if units[0] == ROOT else units[0]
+    return name if len(name) <= width else f"…{name[1 - width :]}"
+
+
+def _cells(pair: Pair) -> tuple[str, ...]:
+    return tuple(_change(column(pair[0]), column(pair[1])) for column in COLUMNS.values())
+
+
+def _change(first: str, second: str) -> str:
+    if first == second:
+        return first
+    if first.partition(" ")[2] == second.partition(" ")[2] != "":  # one unit is enough
+        first = first.partition(" ")[0] if first[0].isdigit() and second[0].isdigit() else first
+    return f"{first} -> {second}"
+
+
+def _count(number: int) -> str:
+    """``1.23 G``."""
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= 0.9995 * scale:
+            return f"{number / scale:.3g} {unit}"
+    return str(number)

@@ -1,0 +1,273 @@
+"""One parameter in one program, step by step: frozen data, and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+
+from thunder_zero.plan import Param, Plan
+from thunder_zero.policy import STAGES
+from thunder_zero.tools.ask.units_of_time import duration
+from thunder_zero.tools.report.code import clip
+from thunder_zero.tools.report.trace_printer import size
+
+WIDTH, HANGING = 100, 12  # columns
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a trace.
+
+    Attributes:
+        half: "forward" or "backward".
+        position: in the trace of its half, as in ``Op.source``.
+        code: its Python statement.
+    """
+
+    half: str
+    position: int
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """From a gather of the parameter to its free.
+
+    Attributes:
+        bucket: paths of the parameters that travel together, this one among them.
+        bucket_bytes: of all of them, full.
+        launch: starts the gather.
+        why_launch: why it is there, and not earlier.
+        wait: ends the gather; the parameter can be read.
+        first_read, last_read: the first and the last line that computes with it, or with a value made of
+            parameters alone, which may be a view of it; None if its bucket is gathered for others only.
+        free: frees it; None if it stays.
+        why_free: why it is freed there, or stays.
+        sent_bytes, received_bytes: of this parameter by this rank.
+        nbytes: its full bytes, which it occupies from the launch to the free.
+        gathered_at_most: the most bytes of gathered parameters alive meanwhile, of all parameters.
+        wire_seconds: of its bucket on the wires; None without a device.
+        exposed_seconds: how long compute waits for its bucket; None without a device.
+    """
+
+    bucket: tuple[str, ...]
+    bucket_bytes: int
+    launch: Line
+    why_launch: str
+    wait: Line
+    first_read: Line | None
+    last_read: Line | None
+    free: Line | None
+    why_free: str
+    sent_bytes: int
+    received_bytes: int
+    nbytes: int
+    gathered_at_most: int
+    wire_seconds: float | None = None
+    exposed_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The gradient of the parameter.
+
+    Attributes:
+        made: the line that makes the full gradient; None if it is not made by one line.
+        launch: starts its reduction; under ``no_sync``, the line that defers it.
+        wait: ends the reduction; None if it is deferred.
+        why_wait: why it is there; why the gradient is deferred.
+        bucket: paths of the parameters whose gradients travel together, this one among them.
+        bucket_bytes: of all of these gradients, full.
+        sent_bytes, received_bytes: of this gradient by this rank.
+        nbytes: its full bytes.
+        wire_seconds: of its bucket on the wires; None without a device.
+        exposed_seconds: how long compute waits for its bucket; None without a device.
+    """
+
+    made: Line | None
+    launch: Line
+    wait: Line | None
+    why_wait: str
+    bucket: tuple[str, ...]
+    bucket_bytes: int
+    sent_bytes: int
+    received_bytes: int
+    nbytes: int
+    wire_seconds: float | None = None
+    exposed_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What happens to one parameter in a step of one rank.
+
+    Attributes:
+        param: its plan: path, shape, dtypes, unit, lifetime.
+        plan: the plan of all parameters; it has rank and world size.
+        rows: the first row of this rank, and the one after its last; None if the rank has all of it.
+        resting_bytes: of the rows on this rank between steps, with padding.
+        lifetime: what the stage means for it, in words.
+        gathers: in the order in which they run.
+        gradient: None if it gets none.
+        why_no_gradient: "" if it gets one.
+        device: the name of the device of the forecast seconds; None without a device.
+    """
+
+    param: Param
+    plan: Plan
+    rows: tuple[int, int] | None
+    resting_bytes: int
+    lifetime: str
+    gathers: tuple[Gathered, ...]
+    gradient: Reduced | None
+    why_no_gradient: str
+    device: str | None
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sends for the parameter in a step."""
+        return sum(one.sent_bytes for one in self.gathers) + (self.gradient.sent_bytes if self.gradient else 0)
+
+    @property
+    def received_bytes(self) -> int:
+        """What this rank receives for the parameter in a step."""
+        return sum(one.received_bytes for one in self.gathers) + (self.gradient.received_bytes if self.gradient else 0)
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        """How long compute waits for the buckets of the parameter in a step; None without a device."""
+        parts = [one.exposed_seconds for one in self.gathers]
+        parts += [self.gradient.exposed_seconds] if self.gradient else []
+        return None if self.device is None else sum(part for part in parts if part is not None)
+
+    def __str__(self) -> str:
+        """Its rows, each gather, its gradient and the bytes of a step, as text of 100 columns."""
+        return "\n".join(_lines(self))
+
+
+def _lines(explanation: Explanation) -> Iterator[str]:
+    param, plan = explanation.param, explanation.plan
+    copies = f", one of {plan.replicas} copies" if plan.replicas > 1 else ""
+    stage = STAGES[plan.policy.stage].name
+    yield from wrap(f"{_named(param)}; {stage}, rank {plan.rank} of {plan.world_size}{copies}", WIDTH)
+    yield from _part("at rest", _at_rest(explanation))
+    yield from _part("", explanation.lifetime)
+    if param.sharded and not explanation.gathers:
+        yield from _part("gathers", "none: this program does not read it")
+    for one in explanation.gathers:
+        yield from _gather(one, explanation)
+    if explanation.gradient is None:
+        yield from _part("gradient", f"none: {explanation.why_no_gradient}")
+    else:
+        yield from _gradient(explanation.gradient, explanation)
+    yield from _part("a step", _sum(explanation))
+
+
+def _named(param: Param) -> str:
+    dtype = str(param.dtype).removeprefix("torch.")
+    also = f", also {', '.join(param.aliases)}" if param.aliases else ""
+    unit = f"unit {param.unit}" if param.unit else "the root unit"
+    return f"{param.path}{also}: {_shape(param.shape)} {dtype}, in {unit}"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(f"{length:,}" for length in shape) or "0-dim"
+
+
+def _at_rest(explanation: Explanation) -> str:
+    param = explanation.param
+    where = " in host memory" if explanation.plan.rests_on_host(param) else ""
+    if explanation.rows is None:
+        return f"all of it on this rank, {size(explanation.resting_bytes)}{where}"
+    first, stop = explanation.rows
+    count = param.shape[0]
+    padded = explanation.plan.shard_shape(param)[0] - (stop - first)
+    padding = f", with {padded} row{'s' * (padded > 1)} of padding" if padded else ""
+    whole = size(param.full_bytes // param.compute_dtype.itemsize * param.dtype.itemsize)
+    if first == stop:
+        return f"no rows of {count:,} on this rank; {size(explanation.resting_bytes)} of padding{where}"
+    rows = f"row {first:,}" if stop - first == 1 else f"rows {first:,} to {stop - 1:,}"
+    return f"{rows} of {count:,} on this rank, {size(explanation.resting_bytes)} of {whole}{padding}{where}"
+
+
+def _gather(one: Gathered, explanation: Explanation) -> Iterator[str]:
+    yield one.launch.half
+    yield from _code("gather", one.launch)
+    yield from _part("", f"{_company(one.bucket, one.bucket_bytes, explanation.param)}; {one.why_launch}")
+    yield from _code("wait", one.wait)
+    if one.first_read is not None and one.last_read is not None:
+        yield from _code("first use", one.first_read, one.launch)
+        if one.last_read != one.first_read:
+            yield from _code("last use", one.last_read, one.launch)
+    if one.free is None:
+        yield from _part("  free", f"never: {one.why_free}")
+    else:
+        yield from _code("free", one.free, one.launch)
+        yield from _part("", one.why_free)
+    memory = f"; at most {size(one.gathered_at_most)} of all gathered parameters are alive meanwhile"
+    memory = memory if one.free is not None else ""
+    yield from _part("  memory", f"{size(one.nbytes)} of its own{memory}")
+    changed = ", if an optimizer has changed it since the last gather" if explanation.param.resident else ""
+    yield from _part("  bytes", f"{_travels(one)}{changed}")
+    yield from _time(one, explanation)
+
+
+def _gradient(one: Reduced, explanation: Explanation) -> Iterator[str]:
+    yield "gradient"
+    if one.made is not None:
+        yield from _code("made", one.made)
+    if one.wait is None:
+        yield from _code("defer", one.launch)
+        yield from _part("", one.why_wait)
+        return
+    yield from _code("reduce", one.launch)
+    starts = "as soon as the last of these gradients is made" if len(one.bucket) > 1 else "as soon as it is made"
+    yield from _part("", f"{_company(one.bucket, one.bucket_bytes, explanation.param)}; it starts {starts}")
+    yield from _code("wait", one.wait)
+    yield from _part("", one.why_wait)
+    yield from _part("  bytes", _travels(one))
+    yield from _time(one, explanation)
+
+
+def _travels(one: Gathered | Reduced) -> str:
+    return f"this rank sends {one.sent_bytes:,} B and receives {one.received_bytes:,} B of it"
+
+
+def _company(bucket: Sequence[str], nbytes: int, param: Param) -> str:
+    others = len(bucket) - 1
+    if not others:
+        return "alone"
+    return f"in a bucket of {size(nbytes)} with {others} other{'s' * (others > 1)} of {param.unit or 'the root unit'}"
+
+
+def _time(one: Gathered | Reduced, explanation: Explanation) -> Iterator[str]:
+    if one.wire_seconds is None or one.exposed_seconds is None:
+        return
+    what = "its bucket" if len(one.bucket) > 1 else "it"
+    exposed = (
+        f"compute waits {duration(one.exposed_seconds)} for {what}" if one.exposed_seconds else "hidden behind compute"
+    )
+    yield from _part("  time", f"{duration(one.wire_seconds)} on the wire of {explanation.device}, {exposed}")
+
+
+def _sum(explanation: Explanation) -> str:
+    count = len(explanation.gathers)
+    times = ["not gathered", "gathered once", "gathered twice"][count] if count < 3 else f"gathered {count} times"
+    exposed = explanation.exposed_seconds
+    waits = "" if exposed is None else f"; {duration(exposed)} exposed" if exposed else "; no time exposed"
+    return (
+        f"{times}; this rank sends {explanation.sent_bytes:,} B and receives {explanation.received_bytes:,} B "
+        f"for it{waits}"
+    )
+
+
+def _code(name: str, line: Line, before: Line | None = None) -> Iterator[str]:
+    """The line, and its half if that is another than that of the line before."""
+    half = f"  (in {line.half})" if before is not None and line.half != before.half else ""
+    yield clip(f"  {name:{HANGING - 2}}{line.code}", WIDTH - len(half)) + half
+
+
+def _part(name: str, text: str) -> Iterator[str]:
+    indent = " " * HANGING
+    yield from wrap(text, WIDTH, initial_indent=f"{name:{HANGING}}", subsequent_indent=indent)

@@ -1,0 +1,133 @@
+"""``tz.print_trace``: prints the traces of a model with the meaning of each line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+
+from thunder_zero.compiled import Traces
+from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
+from thunder_zero.tools.forecast.memory import memory as forecast_of
+from thunder_zero.tools.forecast.same_traces import require_of
+from thunder_zero.tools.forecast.watch import NoForecast
+from thunder_zero.tools.report.line_meanings import Gap, Row, SourceLine, rows, select
+from thunder_zero.tools.report.trace_printer import print_rows, print_total, size
+from thunder_zero.zero_module import traces_of
+
+import thunder
+from thunder.core.codeutils import get_source_line
+from thunder.core.module import ThunderModule
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+
+THUNDER = Path(thunder.__file__).parent
+HALVES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
+
+
+def print_trace(
+    model_or_traces: ThunderModule | Traces,
+    half: str = "both",
+    file: IO[str] | None = None,
+    *,
+    unit: str | None = None,
+    fold: bool = False,
+    memory: Memory | None = None,
+) -> None:
+    """Print the trace that runs, with the meaning of each line.
+
+    A line gathers, waits, computes, frees or reduces. The columns on its right have the parameters, the bytes that this
+    rank sends, and the bytes alive after the line: of gathered parameters, and of all tensors, as
+    :func:`thunder_zero.tools.memory` forecasts them, without a loss and an optimizer unless ``memory`` has them. The
+    peak is marked. The last line sums up the printed lines. Highlighted on a terminal; plain text of 100 columns
+    elsewhere.
+
+    >>> tz.print_trace(model, "forward", unit="blocks.0")
+    >>> tz.print_trace(traces, memory=tz.tools.memory(traces, loss=loss, optimizer=torch.optim.AdamW))
+    >>> tz.print_trace(tz.traces_of(model, synced=False))  # the program under no_sync, with the bytes that it defers
+
+    Args:
+        model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
+        half: "forward", "backward" or "both".
+        file: where to print; the standard output if None.
+        unit: print only the lines where this unit computes, and its collectives.
+        fold: print only the lines that handle or read a parameter, and the number of the others.
+        memory: a forecast of these traces to show, with its figures at rest and in the optimizer's step.
+
+    Raises:
+        ValueError: there is no such half or unit; ``memory`` is a forecast of other traces.
+        RuntimeError: the model was not called yet.
+        TypeError: not a model with ZeroTransform; ``memory`` is no forecast.
+    """
+    if half not in HALVES:
+        raise ValueError(f"half is {half!r}; choose 'forward', 'backward' or 'both'")
+    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    console = Console(file=file)
+    if memory is not None:
+        require_of(memory, traces)
+    forecast = memory or _forecast(traces, console)
+    printed: list[Row | Gap] = []
+    for name in HALVES[half]:
+        printed += _print_half(name, traces, forecast, console, unit=unit, fold=fold)
+    for line in outside_of_the_peak(memory) if memory else ():
+        console.print(f"# {line}", highlight=False, markup=False, soft_wrap=True)
+    print_total(printed, console)
+
+
+def rows_of(traces: Traces, half: str, forecast: Memory | None) -> tuple[Row, ...]:
+    """The rows of one half, "forward" or "backward"; none if there is no backward."""
+    trace = traces.forward if half == "forward" else traces.backward
+    if trace is None:
+        return ()
+    return rows(_lines(trace, half, forecast), traces.timeline, backward=half == "backward")
+
+
+def _print_half(
+    half: str, traces: Traces, forecast: Memory | None, console: Console, *, unit: str | None, fold: bool
+) -> Sequence[Row | Gap]:
+    """Print it, and return its rows."""
+    whole = rows_of(traces, half, forecast)
+    if not whole:
+        console.print("# no backward: nothing here needs a gradient\n", highlight=False)
+        return ()
+    shown = select(whole, traces.plan, unit, only_parameters=fold)
+    print_rows(shown, traces.plan, half if traces.synced else f"{half} under no_sync", console)
+    if forecast is not None and (half, forecast.peak_line.half) == ("forward", "loss"):
+        console.print(f"# the peak of the step: {size(forecast.peak)} alive in the loss\n", highlight=False)
+    return shown
+
+
+def _forecast(traces: Traces, console: Console) -> Memory | None:
+    try:
+        return forecast_of(traces)
+    except NoForecast as error:
+        console.print(f"# {error}\n", highlight=False, markup=False, soft_wrap=True)
+        return None
+
+
+def _lines(trace: TraceCtx, half: str, forecast: Memory | None) -> Iterator[SourceLine]:
+    """The lines of a trace, without the comments that name its inputs.
+
+    Only forward's lines get an origin: few lines of backward have one, and that is the origin of a line of forward.
+    """
+    run = {line.position: line for line in forecast.lines if line.half == half} if forecast else {}
+    last = max(run, default=0)
+    with tracectx(trace):
+        for position, bsym in enumerate(trace.bound_symbols):
+            code = "\n".join(bsym.python(indent=0, print_depth=1))
+            if any(not line.startswith("#") for line in code.splitlines()):
+                origin = _origin(bsym) if half == "forward" else ""
+                line = run.get(min(position, last))  # the return allocates nothing
+                is_peak = forecast is not None and line is forecast.peak_line and position <= last
+                peak = line.highest if line and is_peak else None
+                yield SourceLine(code, position, origin, line.total if line else None, peak)
+
+
+def _origin(bsym: BoundSymbol) -> str:
+    """``gpt.py:98  x = self.embedding(tokens)``; "" for a line of Thunder's own."""
+    name, positions = bsym.source_filename, bsym.source_positions
+    if name is None or positions is None or positions.lineno is None or Path(name).is_relative_to(THUNDER):
+        return ""
+    return f"{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"

@@ -1,0 +1,150 @@
+"""``tz.tools.save_timeline``: the forecast of a step for Perfetto, beside a profile of one."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thunder_zero.compiled import Traces
+from thunder_zero.policy import STAGES
+from thunder_zero.schedule.labels import launch_label, wait_label
+from thunder_zero.schedule.timeline import Kind, gathered_bytes
+from thunder_zero.tools.ask.code_of import code_of
+from thunder_zero.tools.cost.estimate import estimate
+from thunder_zero.tools.cost.lanes import Span
+from thunder_zero.tools.cost.step_time import Estimate
+from thunder_zero.tools.cost.wire import Lane
+from thunder_zero.tools.devices.device import Device, require_device
+from thunder_zero.tools.report.line_meanings import Row, SourceLine, label, rows
+from thunder_zero.zero_module import traces_of
+
+if TYPE_CHECKING:
+    from thunder.core.module import ThunderModule
+
+Event = dict[str, Any]  # of Chrome's trace event format, which Perfetto reads
+MICRO = 1e6  # its unit of time is a microsecond
+LANES = {Lane.COMPUTE: "compute", Lane.INSIDE: "wire inside a copy of the model", Lane.ACROSS: "wire between copies"}
+
+
+def save_timeline(
+    path: str | PathLike[str],
+    model_or_traces: ThunderModule | Traces,
+    *,
+    device: Device,
+    measured: str | PathLike[str] | None = None,
+) -> None:
+    """Write the forecast of a step to a file for https://ui.perfetto.dev, beside a profile of measured steps.
+
+    The forecast has a lane for compute, one for each wire, and a counter of gathered bytes. Its slices have the paths
+    of parameters, and among their arguments the line of the trace, FLOPs and bytes. A profile moves in time, so that
+    its first launch of a collective begins where the forecast's does.
+
+    >>> with torch.profiler.profile() as profile:
+    ...     step()
+    >>> profile.export_chrome_trace("measured.json")
+    >>> tz.tools.save_timeline("trace.json", model, device=tz.tools.DEVICES["h100"], measured="measured.json")
+
+    Args:
+        path: the file to write, JSON in Chrome's trace event format.
+        model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
+        device: the :class:`~thunder_zero.tools.Device` of the forecast.
+        measured: a file that ``torch.profiler.profile.export_chrome_trace`` wrote; ``.gz`` is unpacked.
+
+    Raises:
+        TypeError: neither traces nor a model with ZeroTransform; ``device`` is no Device.
+        ValueError: ``measured`` is no trace in this format; the device lacks what the step needs.
+        OSError: a file cannot be read or written.
+        RuntimeError: the model was not called yet.
+    """
+    require_device("save_timeline", device)
+    traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    forecast = estimate(traces, device)
+    beside = [] if measured is None else _read(Path(measured))
+    pid = 1 + max((event["pid"] for event in beside if isinstance(event.get("pid"), int)), default=0)
+    events = [*_forecast(forecast, traces, pid), *_moved(beside, forecast)]
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _forecast(forecast: Estimate, traces: Traces, pid: int) -> Iterator[Event]:
+    plan = traces.plan
+    stage = STAGES[plan.policy.stage].name
+    title = f"forecast: {stage}, rank {plan.rank} of {plan.world_size}, {forecast.device.name}"
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": title}}
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": -1}}
+    lanes = [lane for lane in LANES if any(span.lane is lane for span in forecast.spans)]
+    for number, lane in enumerate(lanes):
+        yield {"ph": "M", "pid": pid, "tid": number, "name": "thread_name", "args": {"name": LANES[lane]}}
+    rows_of = _rows(traces)
+    for span in forecast.spans:
+        if span.seconds > 0:
+            yield _slice(span, forecast, rows_of[span.op], pid, lanes.index(span.lane))
+    yield from _gathered(forecast, pid)
+
+
+def _slice(span: Span, forecast: Estimate, row: Row, pid: int, tid: int) -> Event:
+    op, cost = forecast.timeline.ops[span.op], forecast.costs[span.op]
+    half = "backward" if op.backward else "forward"
+    args: Event = {"line": row.line.code, "half": half, "parameters": list(row.params)}
+    if span.lane is not Lane.COMPUTE:
+        name, args["sent_bytes"] = launch_label(op.kind, op.params), cost.sent_bytes
+    elif span.waits:
+        launch = forecast.timeline.launches[op.reads[0]] if op.kind is Kind.WAIT else op
+        name = wait_label(launch.kind, launch.params)
+    else:
+        name = label(row.params, forecast.timeline.plan, gradients=row.gradients) or str(op.work)
+        args |= {"work": str(op.work), "flops": cost.flops, "traffic_bytes": cost.traffic_bytes}
+    times = {"ts": span.start * MICRO, "dur": span.seconds * MICRO}
+    return {"ph": "X", "pid": pid, "tid": tid, "cat": "forecast", "name": name, "args": args} | times
+
+
+def _rows(traces: Traces) -> list[Row]:
+    """The meaning of each operation's line."""
+    ops = traces.timeline.ops
+    codes = dict(zip([(op.backward, op.source[0]) for op in ops], code_of(ops, traces), strict=True))
+    found: dict[tuple[bool, int], Row] = {}
+    for backward in (False, True):
+        lines = [SourceLine(code, at) for (half, at), code in codes.items() if half is backward]
+        found.update(((backward, row.line.position), row) for row in rows(lines, traces.timeline, backward=backward))
+    return [found[op.backward, op.source[0]] for op in ops]
+
+
+def _gathered(forecast: Estimate, pid: int) -> Iterator[Event]:
+    """A counter of the bytes of gathered parameters."""
+    ends = {span.op: span.end for span in forecast.spans if span.lane is Lane.COMPUTE}
+    now, before = 0.0, None
+    for at, nbytes in enumerate(gathered_bytes(forecast.timeline)):
+        now = ends.get(at, now)
+        if nbytes != before:
+            counter: Event = {"ph": "C", "pid": pid, "name": "gathered bytes", "args": {"bytes": nbytes}}
+            yield counter | {"ts": now * MICRO}
+        before = nbytes
+
+
+def _read(path: Path) -> list[Event]:
+    """The events of a profile."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    try:
+        profile = json.loads(data)
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); give what profile.export_chrome_trace wrote") from None
+    events = profile.get("traceEvents") if isinstance(profile, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ValueError(f"{path} has no list of traceEvents; give what profile.export_chrome_trace wrote")
+    return events
+
+
+def _moved(events: Sequence[Event], forecast: Estimate) -> list[Event]:
+    """The events of a profile at the time of the forecast: from the first launch of a collective that both have, or
+    from the first event if there is none."""
+    ops = forecast.timeline.ops
+    launched = [span for span in forecast.spans if span.lane is not Lane.COMPUTE]
+    names = {launch_label(ops[span.op].kind, ops[span.op].params): span.start * MICRO for span in reversed(launched)}
+    timed = [event for event in events if isinstance(event.get("ts"), int | float)]
+    first = min((event for event in timed if event.get("name") in names), key=lambda event: event["ts"], default=None)
+    start = min((event["ts"] for event in timed), default=0.0)
+    by = -start if first is None else names[first["name"]] - first["ts"]
+    return [event | {"ts": event["ts"] + by} if isinstance(event.get("ts"), int | float) else event for event in events]

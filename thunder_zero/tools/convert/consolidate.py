@@ -1,0 +1,223 @@
+"""Makes one file of whole tensors (or a few) from a checkpoint, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_zero.checkpoint.atomic_files import Create, create_together
+from thunder_zero.checkpoint.dcp_check import require_files
+from thunder_zero.checkpoint.safetensors_file import SUFFIX, require_float
+from thunder_zero.checkpoint.safetensors_parts import is_made_here, remove_older, write_parts
+from thunder_zero.checkpoint.tensor_to_write import ReadTensor, TensorToWrite
+from thunder_zero.state_dict.contents import EMAS, GROUPS, MODEL, OPTIM, STATE, groups_of, listed
+from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
+from thunder_zero.tools.convert.torch_file import write_torch
+from thunder_zero.tools.report.progress import show_progress
+
+TORCH = (".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True)
+class Optim:
+    """An optimizer in a checkpoint.
+
+    Attributes:
+        tensors: its states that are tensors, named ``"parameter.state"``.
+        values: its other states, by such names.
+        groups: hyper-parameters by ``"<group>.<name>"``.
+    """
+
+    tensors: list[TensorToWrite]
+    values: dict[str, Any]
+    groups: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What to write.
+
+    Attributes:
+        model: its tensors.
+        extra_states: the states that modules add to a state dict (``get_extra_state``), by name.
+        optim: the optimizer, if it is to be written.
+        left_out: names of the ranks' own values, which no file has.
+    """
+
+    model: list[TensorToWrite]
+    extra_states: dict[str, Any]
+    optim: Optim | None
+    left_out: list[str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in (*self.model, *(self.optim.tensors if self.optim else ())))
+
+
+def consolidate(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    optimizer: bool = False,
+    ema: str | None = None,
+    max_file_bytes: int | None = None,
+    verify_files: bool = True,
+) -> tuple[Path, ...]:
+    """Make one file of whole tensors (or a few) from a checkpoint, one tensor at a time.
+
+    Needs no process group and no model. The files get their names once all are complete; then an earlier call's other
+    files of this name are deleted. A warning names what is left out: ranks' own values, extra states in safetensors.
+
+    >>> tz.tools.consolidate("runs/latest", "model.safetensors", dtype=torch.bfloat16)
+
+    Args:
+        checkpoint: the folder that :func:`thunder_zero.save` wrote, or the link ``latest``.
+        out: the file, in the format of its suffix: ``.safetensors``; or ``.pt``, ``.pth``, ``.bin`` as ``torch.save``.
+            A tied weight is written once: a safetensors file has its other names as JSON under ``aliases`` in its
+            metadata, a torch file has the same tensor under each name.
+        dtype: of the model's floating-point tensors (default None: as they were saved).
+        optimizer: also write its state. With safetensors to ``NAME.optimizer.safetensors``: tensors are named
+            ``parameter.state``; other states and hyper-parameters are JSON in the metadata, under ``state`` and
+            ``param_groups``. A torch file is ``{"model": ..., "optim": ...}`` then, instead of the model's state dict.
+        ema: the name of the extra that an EMA was saved as; its averages are written as parameters (default None).
+        max_file_bytes: safetensors only: write files ``NAME-00001-of-00003.safetensors`` of at most so many bytes of
+            tensors, and ``NAME.safetensors.index.json`` (default None: one file).
+        verify_files: compare the files with their SHA-256 first; False also reads a checkpoint without a manifest.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        FileNotFoundError, OSError: there is no checkpoint; a file cannot be written.
+        ValueError: it is damaged, or has no such EMA; an argument is invalid.
+    """
+    out = Path(out)
+    _require_valid(out, dtype, max_file_bytes)
+    source = open_checkpoint(Path(checkpoint), verify_files=verify_files)
+    contents = _find_contents(source, dtype, optimizer, ema)
+    _warn_of_omissions(out, contents)
+    with show_progress(f"write {out.name}", contents.nbytes) as done, create_together() as create:
+        read = _reading_with_progress(source, done)
+        if out.suffix != SUFFIX:
+            return _write_torch(create, out, contents, read)
+        written = _write_safetensors(create, out, contents, read, max_file_bytes)
+    remove_older(out, written, is_made_here)
+    return tuple(written)
+
+
+def _require_valid(out: Path, dtype: torch.dtype | None, max_file_bytes: int | None) -> None:
+    if out.suffix not in (SUFFIX, *TORCH):
+        raise ValueError(
+            f"{out.name} ends in {out.suffix or 'nothing'!r}; pass a name that ends in .safetensors or .pt"
+        )
+    if max_file_bytes is not None and (out.suffix != SUFFIX or max_file_bytes < 1):
+        raise ValueError(f"max_file_bytes is {max_file_bytes}; pass 1 or more, and a name that ends in .safetensors")
+    require_float(dtype)
+
+
+def _find_contents(source: OpenCheckpoint, dtype: torch.dtype | None, optimizer: bool, ema: str | None) -> Contents:
+    require_files(source.path, source.metadata)
+    model = source.tensors_to_write(f"{MODEL}.", dtype)
+    if not model:
+        raise ValueError(f"{source.path} has no model; pass a checkpoint that thunder_zero.save wrote")
+    if ema is not None:
+        model = _averaged(source, model, ema)
+    prefixes = (f"{MODEL}.", f"{OPTIM}.") if optimizer else (f"{MODEL}.",)
+    left_out = [name for name in source.keys_of_single_ranks() if name.startswith(prefixes)]
+    return Contents(model, source.values(f"{MODEL}."), _read_optim(source) if optimizer else None, left_out)
+
+
+def _averaged(source: OpenCheckpoint, model: list[TensorToWrite], ema: str) -> list[TensorToWrite]:
+    """The tensors of a model, read from the averages of an EMA where it has one."""
+    prefix = f"{EMAS}.{ema}.{MODEL}."
+    averages = source.tensors(prefix)
+    if not averages:
+        names = {key.split(".")[1] for key in source.metadata.state_dict_metadata if key.startswith(f"{EMAS}.")}
+        raise ValueError(
+            f"{source.path} has no EMA {ema!r}, it has {listed(sorted(names))}; pass the name of its extra"
+        )
+    return [replace(one, key=prefix + one.name) if one.name in averages else one for one in model]
+
+
+def _read_optim(source: OpenCheckpoint) -> Optim:
+    prefix = f"{OPTIM}.{GROUPS}."
+    tensors = source.tensors(prefix).items()
+    numbers = {name: source.read(prefix + name, stored.properties.dtype).tolist() for name, stored in tensors}
+    groups = source.values(prefix) | numbers
+    if not groups:
+        raise ValueError(f"{source.path} has no optimizer; consolidate without one")
+    return Optim(source.tensors_to_write(f"{OPTIM}.{STATE}."), source.values(f"{OPTIM}.{STATE}."), groups)
+
+
+def _warn_of_omissions(out: Path, contents: Contents) -> None:
+    if contents.left_out:
+        warnings.warn(
+            f"{out.name} does not contain the ranks' own values of ignored parameters: {', '.join(contents.left_out)}; "
+            f"tz.load restores them on the same number of ranks",
+            stacklevel=3,
+        )
+    if out.suffix == SUFFIX and contents.extra_states:
+        warnings.warn(
+            f"{out.name} does not contain {', '.join(contents.extra_states)}: safetensors files cannot hold extra "
+            f"states; write {out.with_suffix('.pt').name} for them",
+            stacklevel=3,
+        )
+
+
+def _reading_with_progress(source: OpenCheckpoint, done: Callable[[int], None]) -> ReadTensor:
+    def read(tensor: TensorToWrite) -> Tensor:
+        value = source.read(tensor.key, tensor.dtype)
+        done(tensor.nbytes)
+        return value
+
+    return read
+
+
+def _write_torch(create: Create, out: Path, contents: Contents, read: ReadTensor) -> tuple[Path, ...]:
+    with create(out) as stream:
+        write_torch(stream, _torch_tree(contents), read)
+    return (out,)
+
+
+def _torch_tree(contents: Contents) -> dict[str, Any]:
+    """The nested dict of a torch file."""
+    model: dict[str, Any] = {name: tensor for tensor in contents.model for name in (tensor.name, *tensor.aliases)}
+    model |= contents.extra_states
+    optim = contents.optim
+    if optim is None:
+        return model
+    state: dict[str, dict[str, Any]] = {}
+    for name, value in ({tensor.name: tensor for tensor in optim.tensors} | optim.values).items():
+        param, _, entry = name.rpartition(".")
+        state.setdefault(param, {})[entry] = value
+    return {MODEL: model, OPTIM: {STATE: state, GROUPS: groups_of(optim.groups)}}
+
+
+def _write_safetensors(
+    create: Create, out: Path, contents: Contents, read: ReadTensor, max_file_bytes: int | None
+) -> list[Path]:
+    optim = contents.optim
+    if optim is None:
+        return write_parts(create, out, contents.model, read, {}, max_file_bytes)
+    notes = _notes(optim)  # refuses before anything is written
+    of_optimizer = out.with_name(f"{out.stem}.optimizer{SUFFIX}")
+    written = write_parts(create, out, contents.model, read, {}, max_file_bytes)
+    return written + write_parts(create, of_optimizer, optim.tensors, read, notes, max_file_bytes)
+
+
+def _notes(optim: Optim) -> dict[str, str]:
+    """The metadata of the optimizer's safetensors file."""
+    try:
+        return {STATE: json.dumps(optim.values), GROUPS: json.dumps(optim.groups)}
+    except TypeError as error:
+        raise ValueError(f"a safetensors file cannot hold the optimizer's state ({error}); write a .pt file") from None

@@ -1,0 +1,120 @@
+"""Opens a checkpoint on disk: checks its files, lists its contents, reads whole tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint.dcp_read import places_by_key, read_items, read_metadata
+from thunder_zero.checkpoint.item import Item
+from thunder_zero.checkpoint.tensor_to_write import TensorToWrite, dtype_to_write
+from thunder_zero.state_dict.contents import MODEL, OPTIM, STATE, split_rank_prefix
+from thunder_zero.tools.report.progress import show_progress
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint on disk.
+
+    Attributes:
+        path: its folder.
+        metadata: DCP's description of its contents.
+    """
+
+    path: Path
+    metadata: Metadata
+
+    def tensors(self, prefix: str) -> dict[str, TensorStorageMetadata]:
+        """The tensors whose keys begin with a prefix, by the rest of their keys."""
+        found = self.metadata.state_dict_metadata.items()
+        return {
+            key.removeprefix(prefix): stored
+            for key, stored in found
+            if key.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
+        }
+
+    def values(self, prefix: str) -> dict[str, Any]:
+        """The values that are not tensors, whose keys begin with a prefix, by the rest of their keys."""
+        found = self.metadata.state_dict_metadata.items()
+        keys = [
+            key for key, stored in found if key.startswith(prefix) and not isinstance(stored, TensorStorageMetadata)
+        ]
+        read = read_items(self.path, self.metadata, [], keys)
+        return {key.removeprefix(prefix): value for key, value in read.items()}
+
+    def read(self, key: str, dtype: torch.dtype) -> Tensor:
+        """Read all of one tensor, in a dtype."""
+        stored = self.metadata.state_dict_metadata[key]
+        assert isinstance(stored, TensorStorageMetadata), "the caller knows that it is a tensor"
+        value = torch.empty(stored.size, dtype=stored.properties.dtype)
+        read_items(self.path, self.metadata, [Item((key,), value, 0, tuple(stored.size))])
+        return value.to(dtype)
+
+    def require_readable(self) -> None:
+        """Read all tensors, one at a time, and all values.
+
+        Raises:
+            ValueError: one is not what the metadata says.
+        """
+        for key, stored in self.tensors("").items():
+            self.read(key, stored.properties.dtype)
+        self.values("")
+
+    def tensors_to_write(self, prefix: str, dtype: torch.dtype | None = None) -> list[TensorToWrite]:
+        """The tensors whose keys begin with a prefix, floats in a dtype; tied weights are one tensor with aliases."""
+        places = places_by_key(self.metadata)
+        by_place: dict[Any, TensorToWrite] = {}
+        for name, stored in self.tensors(prefix).items():
+            key = prefix + name
+            place = places.get(key, key)
+            if place in by_place:
+                first = by_place[place]
+                by_place[place] = replace(first, aliases=(*first.aliases, name))
+            else:
+                written = dtype_to_write(stored.properties.dtype, dtype)
+                by_place[place] = TensorToWrite(name, tuple(stored.size), written, key)
+        return list(by_place.values())
+
+    def keys_of_single_ranks(self) -> dict[str, list[str]]:
+        """Keys of the ranks' own values of model and optimizer, by name, such as ``"model.router"``."""
+        found: dict[str, list[str]] = {}
+        for key in self.metadata.state_dict_metadata:
+            owner = split_rank_prefix(key)
+            if owner is not None and owner[1].startswith((f"{MODEL}.", f"{OPTIM}.")):
+                found.setdefault(owner[1], []).append(key)
+        return found
+
+    def optimizer_step(self) -> int | None:
+        """How many steps the optimizer has taken; None if it does not count, or was not saved."""
+        prefix = f"{OPTIM}.{STATE}."
+        stored = self.metadata.state_dict_metadata
+        key = next((key for key in stored if key.startswith(prefix) and key.endswith(".step")), None)  # all are equal
+        if key is None:
+            return None
+        found = stored[key]
+        if isinstance(found, TensorStorageMetadata):
+            return int(self.read(key, torch.int64)) if found.size.numel() == 1 else None
+        value = read_items(self.path, self.metadata, [], [key])[key]
+        return int(value) if isinstance(value, int | float) else None
+
+
+def open_checkpoint(path: Path, *, verify_files: bool) -> OpenCheckpoint:
+    """Open a checkpoint; with ``verify_files``, compare its files with its manifest first.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it is damaged, or has no manifest to verify it with.
+    """
+    path = folder.locate(path)
+    if verify_files:
+        files = manifest.require_manifest(path).files
+        with show_progress(f"verify {path.name}", sum(file.size for file in files)) as done:
+            faults = manifest.find_faults(path, files, done)
+        manifest.require_no_faults(path, faults)
+    return OpenCheckpoint(path, read_metadata(path))

@@ -1,0 +1,186 @@
+"""Makes a checkpoint from safetensors files, one rank's rows of a tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from thunder_zero import layout
+from thunder_zero.checkpoint import folder
+from thunder_zero.checkpoint.dcp_write import write_items, write_metadata
+from thunder_zero.checkpoint.item import Item
+from thunder_zero.checkpoint.manifest import Manifest
+from thunder_zero.checkpoint.safetensors_file import INDEX_SUFFIX, SUFFIX, require_float
+from thunder_zero.checkpoint.tensor_to_write import dtype_to_write
+from thunder_zero.state_dict.contents import MODEL
+from thunder_zero.tools.report.progress import show_progress
+
+PASS = f"pass a {SUFFIX} file, or an index model{SUFFIX}{INDEX_SUFFIX}"
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a safetensors file.
+
+    Attributes:
+        name: in the file.
+        shape: of the whole tensor.
+        dtype: in the checkpoint.
+        aliases: its other names (tied weights).
+        file: the open file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    aliases: tuple[str, ...]
+    file: Any
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """Read these rows; all of a tensor without dimensions."""
+        value: Tensor = self.file.get_slice(self.name)[start:stop] if self.shape else self.file.get_tensor(self.name)
+        return value.to(self.dtype)
+
+
+def shard_safetensors(
+    source: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str],
+    ranks: int = 1,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Make a checkpoint of a model from safetensors files, as ``ranks`` ranks would have saved it.
+
+    The inverse of :func:`consolidate`. Needs no process group, and memory for at most one rank's rows. Any number of
+    ranks can load it. Does not move the link ``latest``, from which training resumes.
+
+    >>> tz.tools.shard_safetensors("model.safetensors", "runs/start", ranks=8, dtype=torch.float32)
+
+    Args:
+        source: the file; or the index of several (``model.safetensors.index.json``); or a folder with either under
+            the name ``model.safetensors``. Other names of tied weights are read from ``aliases`` in the metadata.
+        checkpoint: the folder to write.
+        ranks: number of files, one for the rows of each rank.
+        dtype: of the floating-point tensors (default None: as in the source).
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: ``ranks``, ``dtype`` or the name ``checkpoint`` is invalid; ``source`` is not a safetensors file.
+        OSError: a file cannot be read or written.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; pass the number of files, 1 or more")
+    require_float(dtype)
+    path = Path(checkpoint)
+    with ExitStack() as files:
+        tensors = _find_tensors(Path(source), dtype, files)
+        folder.prepare(path)
+        try:
+            _write(path, tensors, ranks)
+        except BaseException:
+            folder.abandon(path)
+            raise
+    return path
+
+
+def _write(path: Path, tensors: list[FileTensor], ranks: int) -> None:
+    by_name = {tensor.name: tensor for tensor in tensors}
+    staging = folder.staging_of(path)
+    total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
+    with show_progress(f"write {path.name}", total) as done:
+
+        def value_of(item: Item) -> Tensor:
+            assert isinstance(item.value, Tensor), "a safetensors file has tensors only"
+            rows = by_name[str(item.path[1])].read_rows(item.start, item.start + (len(item.value) if item.shape else 1))
+            done(rows.nbytes)
+            return rows
+
+        parts = [write_items(staging, rank, _items(tensors, ranks, rank), value_of) for rank in range(ranks)]
+    files = write_metadata(staging, parts)
+    folder.publish(path, Manifest(folder.next_number(path), ranks, files), latest=False)
+
+
+def _items(tensors: list[FileTensor], ranks: int, rank: int) -> list[Item]:
+    """The items that a rank writes, on the meta device: shapes and dtypes only."""
+    items = []
+    for tensor in tensors:
+        start, stop = 0, tensor.shape[0] if tensor.shape else 1
+        if layout.is_sharded(tensor.shape):
+            start, stop = layout.row_range(tensor.shape[0], ranks, rank)
+            mine = start < stop
+        else:
+            mine = rank == 0
+        if mine:
+            shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+            also = tuple((MODEL, alias) for alias in tensor.aliases)
+            rows = torch.empty(shape, dtype=tensor.dtype, device="meta")
+            items.append(Item((MODEL, tensor.name), rows, start, tensor.shape, also))
+    return items
+
+
+def _find_tensors(path: Path, dtype: torch.dtype | None, files: ExitStack) -> list[FileTensor]:
+    """The tensors of a file, of the files that an index names, or of a folder; leaves the files open."""
+    path = _find_in(path) if path.is_dir() else path
+    if path.suffix != ".json":
+        return _of_file(path, None, dtype, files)
+    return [tensor for file, names in _read_index(path).items() for tensor in _of_file(file, names, dtype, files)]
+
+
+def _find_in(parent: Path) -> Path:
+    """The index or the file in a folder, as Hugging Face names them."""
+    for name in (f"model{SUFFIX}{INDEX_SUFFIX}", f"model{SUFFIX}"):
+        if (parent / name).is_file():
+            return parent / name
+    raise ValueError(
+        f"{parent} has neither model{SUFFIX}{INDEX_SUFFIX} nor model{SUFFIX}; pass the file itself, or its index"
+    )
+
+
+def _read_index(index: Path) -> dict[Path, list[str]]:
+    """The names of the tensors in each file, from an index."""
+    found: dict[Path, list[str]] = {}
+    try:
+        for name, file in json.loads(index.read_bytes())["weight_map"].items():
+            found.setdefault(index.parent / file, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not an index of safetensors files ({error!r}); {PASS}") from None
+    return found
+
+
+def _of_file(path: Path, names: list[str] | None, dtype: torch.dtype | None, files: ExitStack) -> list[FileTensor]:
+    """The tensors of one file: all, or those with these names."""
+    with _explain_read_error(path):
+        file = files.enter_context(safe_open(path, framework="pt"))
+        aliases: dict[str, str] = json.loads((file.metadata() or {}).get("aliases", "{}"))
+        tensors = []
+        for name in file.keys() if names is None else names:
+            shape = tuple(file.get_slice(name).get_shape())
+            found = (file.get_slice(name)[:0] if shape else file.get_tensor(name)).dtype
+            also = tuple(alias for alias, first in aliases.items() if first == name)
+            tensors.append(FileTensor(name, shape, dtype_to_write(found, dtype), also, file))
+    return tensors
+
+
+@contextmanager
+def _explain_read_error(path: Path) -> Iterator[None]:
+    """Reword an error inside of the block as one sentence.
+
+    Raises:
+        ValueError: the file is damaged, not a safetensors file, or does not contain a tensor.
+    """
+    try:
+        yield
+    except (SafetensorError, ValueError, AttributeError) as error:
+        raise ValueError(f"cannot read {path} as a safetensors file: {error}; {PASS}") from None

@@ -1,0 +1,176 @@
+"""The lanes of a simulated step: compute, and the wires beside it, which may share its core.
+
+A ring with a load takes that share of the core. If compute runs meanwhile, they share it as the system's scheduler
+does: rings get what they ask for up to half of the core, and compute has the rest. If rings ask for more than half,
+they take that much longer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from thunder_zero.tools.cost.wire import Lane
+
+HALF = 0.5  # of the core: what rings get at most while compute runs
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of time on a lane.
+
+    Attributes:
+        op: position of the operation in the timeline.
+        lane: where it runs.
+        start, end: seconds since the step began.
+        after: the span, by its position, whose end let it start; None at the step's beginning.
+        waits: compute waits here for the wire.
+    """
+
+    op: int
+    lane: Lane
+    start: float
+    end: float
+    after: int | None = None
+    waits: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end - self.start
+
+
+Moment = tuple[float, int | None]  # seconds, and the span that ends then
+
+
+@dataclass(slots=True, eq=False)
+class _Ring:
+    """A ring that was launched.
+
+    Attributes:
+        op, lane: as in its span.
+        at: position of its span.
+        seconds: that it takes if it gets the share of the core that it asks for.
+        load: that share.
+        launched: when, and the span that ends then.
+        needs: another ring, which it comes after.
+        start, after, end: as in its span; ``end`` is at that share, until it has ended.
+        ended: whether it has.
+    """
+
+    op: int
+    lane: Lane
+    at: int
+    seconds: float
+    load: float
+    launched: Moment
+    needs: _Ring | None
+    start: float = inf
+    end: float = inf
+    after: int | None = None
+    ended: bool = False
+
+
+@dataclass
+class Lanes:
+    """The lanes while a timeline is simulated, in the order of its operations."""
+
+    _found: list[Span | _Ring] = field(default_factory=list)
+    _now: Moment = (0.0, None)  # of compute
+    _free: dict[Lane, Moment] = field(default_factory=dict)  # when the last ring that ended there did
+    _queues: dict[Lane, deque[_Ring]] = field(default_factory=dict)
+    _last: dict[str, _Ring | None] = field(default_factory=dict)  # of each launch
+
+    def spans(self) -> tuple[Span, ...]:
+        """What ran; ends all rings first."""
+        self._advance(inf)
+        return tuple(
+            one if isinstance(one, Span) else Span(one.op, one.lane, one.start, one.end, one.after)
+            for one in self._found
+        )
+
+    def launch(self, op: int, handle: str, wires: Sequence[tuple[Lane, float]], loads: Sequence[float]) -> None:
+        """Queue the rings of a launch, one after the other."""
+        ring = None
+        for number, (lane, seconds) in enumerate(wires):
+            load = loads[number] if loads else 0.0
+            ring = _Ring(op, lane, len(self._found), seconds, load, self._now, ring)
+            self._found.append(ring)
+            self._queues.setdefault(lane, deque()).append(ring)
+        self._last[handle] = ring
+
+    def compute(self, op: int, seconds: float, *, always: bool = False) -> None:
+        """Compute; leaves no span of no time, unless ``always``."""
+        if not seconds and not always:
+            return
+        start, after = self._now
+        self._advance(start + seconds, computes=True)
+        self._found.append(Span(op, Lane.COMPUTE, start, self._now[0], after))
+        self._now = self._now[0], len(self._found) - 1
+
+    def wait(self, op: int, handle: str) -> None:
+        """Wait until a launch has ended."""
+        ring, (start, after) = self._last[handle], self._now
+        if ring is None:
+            return
+        self._advance(start)  # what has ended by now
+        while not ring.ended:
+            self._advance(self._next_end())
+        if ring.end > start:
+            self._found.append(Span(op, Lane.COMPUTE, start, ring.end, after, waits=True))
+            self._now = ring.end, ring.at
+
+    def _next_end(self) -> float:
+        self._begin_rings()
+        running = self._running()
+        speed = 1 / max(sum(ring.load for ring in running), 1.0)
+        return min(_end_at(ring.end, self._now[0], speed) for ring in running)
+
+    def _advance(self, until: float, *, computes: bool = False) -> None:
+        """Let time pass until compute's end, which moves while rings slow it down, or until a moment without it."""
+        while True:
+            self._begin_rings()
+            now, running = self._now[0], self._running()
+            load = sum(ring.load for ring in running)
+            taken = min(load, HALF) if computes else 0.0
+            speed = min(1.0, (HALF if computes else 1.0) / load) if load else 1.0
+            end_of_compute = _end_at(until, now, 1 - taken)
+            then = min([_end_at(ring.end, now, speed) for ring in running], default=inf)
+            if not running and until == inf:
+                return
+            then = min(then, end_of_compute)
+            passed = then - now
+            for ring in running:
+                if _end_at(ring.end, now, speed) <= then:
+                    ring.end, ring.ended = then, True
+                    self._free[ring.lane] = then, ring.at
+                    self._queues[ring.lane].popleft()
+                else:
+                    ring.end += passed * (1 - speed)
+            self._now = then, self._now[1]
+            if then == end_of_compute:
+                return
+            if computes:
+                until += passed * taken
+
+    def _running(self) -> list[_Ring]:
+        return [queue[0] for queue in self._queues.values() if queue and queue[0].start <= self._now[0]]
+
+    def _begin_rings(self) -> None:
+        """Start the first ring of each lane, if nothing is in its way."""
+        for lane, queue in self._queues.items():
+            if not queue or queue[0].start < inf:
+                continue
+            ring = queue[0]
+            if ring.needs is not None and not ring.needs.ended:
+                continue
+            ready = ring.launched if ring.needs is None else (ring.needs.end, ring.needs.at)
+            ring.start, ring.after = max(ready, self._free.get(lane, (0.0, None)), key=lambda moment: moment[0])
+            ring.end = ring.start + ring.seconds
+
+
+def _end_at(end: float, now: float, speed: float) -> float:
+    """When something ends at a lower speed from now on."""
+    return end if speed == 1 else now + (end - now) / speed

@@ -1,0 +1,1 @@
+"""Devices: by name, from files, and as measured on this machine."""

@@ -1,0 +1,142 @@
+"""Says what works on this machine: versions, a step on one rank, backends, executors, devices."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from textwrap import wrap
+
+import torch
+import torch.distributed as dist
+from looseversion import LooseVersion
+from torch import nn
+
+from thunder_zero.compat.imports import TESTED
+from thunder_zero.policy import STAGES
+from thunder_zero.transform import ZeroTransform
+
+import thunder
+
+PYTHON = (3, 11)  # the least version, as in pyproject.toml
+BACKENDS: dict[str, Callable[[], bool]] = {
+    "gloo": dist.is_gloo_available,
+    "nccl": dist.is_nccl_available,
+    "mpi": dist.is_mpi_available,
+}
+SECONDS = 60  # that a group of one rank may take
+WIDTH = 100  # columns of text
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        what: "python", "torch", "a step", ...
+        found: what is there, in words.
+        fault: why the package cannot run; "" if it can.
+    """
+
+    what: str
+    found: str
+    fault: str = ""
+
+
+def examine() -> tuple[Finding, ...]:
+    """Look at everything. Runs a step of a small model in each stage, on one rank in this process.
+
+    Raises:
+        RuntimeError: this process has a process group already.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("doctor needs a process without a process group; run thunder-zero doctor by itself")
+    return (
+        Finding("python", platform.python_version(), _python_fault(sys.version_info[:2])),
+        *(_package(name, version(name)) for name in TESTED),
+        *(_step(stage) for stage in range(len(STAGES))),
+        Finding("backends", _there({name: is_there() for name, is_there in BACKENDS.items()})),
+        Finding("executors", _executors()),
+        *_devices(),
+    )
+
+
+def text_of(findings: Iterable[Finding]) -> str:
+    """A line for each finding, faults marked, folded to 100 columns."""
+    return "\n".join(line for one in findings for line in _lines(one))
+
+
+def _lines(one: Finding) -> list[str]:
+    head = f"{'FAULT' if one.fault else 'ok':7}{one.what:20}"
+    text = f"{one.found}: {one.fault}" if one.fault else one.found
+    return wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+
+
+def _python_fault(found: tuple[int, ...]) -> str:
+    return "" if found >= PYTHON else f"thunder_zero needs Python {'.'.join(map(str, PYTHON))} or later"
+
+
+def _package(name: str, found: str) -> Finding:
+    first, below = TESTED[name]
+    base = LooseVersion(found.partition("+")[0])
+    if base < LooseVersion(first):
+        return Finding(name, found, f"thunder_zero needs {name} >= {first}; install it")
+    newer = base >= LooseVersion(below)
+    return Finding(name, f"{found} (newer than tested: below {below})" if newer else found)
+
+
+def _step(stage: int) -> Finding:
+    """A step on one rank, whose gradients are compared with those of eager."""
+    what, name = f"a step of {STAGES[stage].name}", "one rank of gloo"
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 4)
+    module(x).square().mean().backward()
+    expected = {path: param.grad for path, param in module.named_parameters()}
+    module.zero_grad()
+    try:
+        with _alone():
+            model = thunder.jit(module, transforms=[ZeroTransform(stage)])
+            model(x).square().mean().backward()
+            grads = {path: param.grad for path, param in model.named_parameters()}
+        for path, grad in expected.items():
+            torch.testing.assert_close(grads[path], grad)
+    except Exception as error:  # whatever it is, the package does not work here
+        return Finding(what, name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    return Finding(what, f"{name}, gradients as in eager")
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=SECONDS))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _there(found: dict[str, bool]) -> str:
+    missing = [name for name, there in found.items() if not there]
+    there = ", ".join(name for name, there in found.items() if there) or "none"
+    return there + (f"; not {', '.join(missing)}" if missing else "")
+
+
+def _executors() -> str:
+    default, always = thunder.get_default_executors(), thunder.get_always_executors()
+    others = [one for one in thunder.get_all_executors() if one not in (*default, *always)]
+    names = (", ".join(executor.name for executor in some) for some in (default, always, others))
+    return "by default {}, then {}; also registered, if their libraries are there: {}".format(*names)
+
+
+def _devices() -> Iterator[Finding]:
+    yield Finding("device", f"cpu, {os.cpu_count()} cores, torch uses {torch.get_num_threads()}")
+    if not torch.cuda.is_available():
+        yield Finding("device", "no cuda")
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        yield Finding("device", f"cuda:{number}, {properties.name}, {properties.total_memory / (1 << 30):.0f} GiB")

@@ -1,0 +1,1 @@
+"""``tz.tools.fit``: the cheapest policy whose step fits into memory."""

@@ -1,0 +1,184 @@
+"""Evaluates a policy on a lifted timeline: bytes alive, bytes sent and work done again, by unit."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from thunder_zero.plan import ROOT, Plan
+from thunder_zero.policy import Policy, is_count
+from thunder_zero.schedule.cone import cone
+from thunder_zero.schedule.passes import PASSES
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, itemsize
+from thunder_zero.tools.fitting.alive import alive_bytes, lifetimes
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the work of a step costs, for :func:`thunder_zero.tools.fit`: each in bytes on the wire.
+
+    Attributes:
+        flops_per_byte: FLOPs of work done again that cost as much as one byte (default 1,000: about FLOP/s over B/s of
+            an H100 with NVLink, and of a CPU on 1 Gbit/s).
+        launch_bytes: what each collective costs beside its bytes (default 128 KiB: about a millisecond of 1 Gbit/s).
+
+    Raises:
+        ValueError: ``flops_per_byte`` is no number above 0, or ``launch_bytes`` is below 0.
+    """
+
+    flops_per_byte: float = 1000.0
+    launch_bytes: int = 128 << 10
+
+    def __post_init__(self) -> None:
+        flops = self.flops_per_byte
+        if not isinstance(flops, int | float) or isinstance(flops, bool) or not flops > 0:
+            raise ValueError(f"flops_per_byte is {flops!r}; give a number above 0, such as 1000.0")
+        if not is_count(self.launch_bytes):
+            raise ValueError(f"launch_bytes is {self.launch_bytes!r}; give a number of bytes, 0 or more")
+
+
+USUAL_PRICES = Prices()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A lifted timeline under a policy.
+
+    Attributes:
+        lifted: before any pass.
+        policy: that its schedule follows.
+        prices: what its work costs.
+    """
+
+    lifted: Timeline
+    policy: Policy
+    prices: Prices = USUAL_PRICES
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The schedule."""
+        timeline = replace(self.lifted, plan=under(self.lifted.plan, self.policy))
+        for step in PASSES:
+            timeline = step(timeline)
+        return timeline
+
+    @cached_property
+    def alive(self) -> tuple[int, ...]:
+        """Bytes alive at each operation."""
+        return alive_bytes(self.timeline)
+
+    @cached_property
+    def peak(self) -> int:
+        """The most bytes alive."""
+        return max(self.alive)
+
+    @cached_property
+    def sent(self) -> int:
+        """Bytes that the rank sends."""
+        return sum(map(self.timeline.bytes_sent, self.timeline.ops))
+
+    @cached_property
+    def flops(self) -> float:
+        """FLOPs of work that is done again."""
+        return sum(self._flops_again)
+
+    @cached_property
+    def cost(self) -> float:
+        """Of gathers, reductions and work done again, in bytes on the wire."""
+        return sum(self._costs)
+
+    @cached_property
+    def units(self) -> tuple[str, ...]:
+        """The units whose gradients backward makes, in the order of forward; not the root."""
+        return tuple(reversed(self._ends))
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """The units that stay gathered from forward to backward: those of ``keep_units``, and those that the schedule
+        chooses (``gather_last_units_once``); not the root."""
+        plan = self.timeline.plan
+        return frozenset(plan.by_name[path].unit for path in plan.gathered_once) - {ROOT}
+
+    @cached_property
+    def _ends(self) -> dict[str, int]:
+        """For each unit, where backward launches, or defers, the last of its gradients; in the order of backward."""
+        last: dict[str, int] = {}
+        for at, op in enumerate(self.timeline.ops):
+            if op.kind in (Kind.REDUCE, Kind.DEFER):
+                last.update((param.unit, at) for param in self.timeline.params_of(op) if param.unit != ROOT)
+        return dict(sorted(last.items(), key=lambda end: end[1]))
+
+    @cached_property
+    def segments(self) -> dict[str, range]:
+        """For each unit, its operations in backward; the root has those after the last unit's."""
+        begin = self.timeline.border
+        found: dict[str, range] = {}
+        for unit, end in self._ends.items():
+            found[unit] = range(begin, end + 1)
+            begin = end + 1
+        return found | {ROOT: range(begin, len(self.timeline.ops))}
+
+    @cached_property
+    def left(self) -> dict[str, int]:
+        """For each unit, the bytes that forward has left for its backward."""
+        born, last = lifetimes(self.timeline)
+        unit_at = {at: unit for unit, positions in self.segments.items() for at in positions}
+        counts: Counter[str] = Counter()
+        for memory, at in born.items():
+            if at < self.timeline.border <= last[memory]:
+                counts[unit_at[last[memory]]] += self.timeline.nbytes(memory)
+        return {unit: counts[unit] for unit in self.units}
+
+    def costs_of(self, unit: str) -> float:
+        """The cost of what backward does for a unit beside its own computations; of gathers, those of its own."""
+        ops = self.timeline.ops
+        others = (self._costs[at] for at in self.segments[unit] if ops[at].kind is not Kind.GATHER)
+        return sum(others) + self._gathers[unit]
+
+    @cached_property
+    def _gathers(self) -> defaultdict[str, float]:
+        """For each unit, the cost of its gathers, which may start before its backward."""
+        found: defaultdict[str, float] = defaultdict(float)
+        for op, cost in zip(self.timeline.ops, self._costs, strict=True):
+            if op.kind is Kind.GATHER and op.backward:
+                found[self.timeline.params_of(op)[0].unit] += cost
+        return found
+
+    @cached_property
+    def _costs(self) -> tuple[float, ...]:
+        """Of each operation."""
+        return tuple(
+            self.timeline.bytes_sent(op)
+            + self.prices.launch_bytes * (op.kind in LAUNCHES)
+            + flops / self.prices.flops_per_byte
+            for op, flops in zip(self.timeline.ops, self._flops_again, strict=True)
+        )
+
+    @cached_property
+    def _flops_again(self) -> tuple[int, ...]:
+        inside = cone(self.timeline)
+        return tuple(
+            flops_to_repeat(op, self.timeline)
+            if op.again and op.kind is Kind.COMPUTE and op.writes[0] not in inside
+            else 0
+            for op in self.timeline.ops
+        )
+
+
+def under(plan: Plan, policy: Policy) -> Plan:
+    """A plan of the same parameters with another policy, which differs in its choices of units and bytes only."""
+    params = tuple(
+        replace(param, gathered_once=param.gathered_once or param.unit in policy.keep_units) for param in plan.params
+    )
+    return replace(plan, policy=policy, params=params)
+
+
+def flops_to_repeat(op: Op, timeline: Timeline) -> int:
+    """Exact for products, attention and convolutions; everything else counts once for each element that is written."""
+    return op.flops or max((_numel(name, timeline) for name in op.writes), default=0)
+
+
+def _numel(name: str, timeline: Timeline) -> int:
+    value = timeline.values.get(name)
+    return value.nbytes // itemsize(value.dtype) if value else 0

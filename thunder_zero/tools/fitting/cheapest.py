@@ -1,0 +1,405 @@
+"""``tz.tools.fit``: the cheapest policy whose step fits into memory.
+
+Candidates are evaluated on the lifted timeline: the passes run with each candidate's policy, and ``alive.py`` estimates
+the bytes. The difference from the exact forecast (``tz.tools.memory``) of one compilation corrects the estimate.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import IO, Any
+
+from rich.console import Console
+from torch import Tensor, nn
+
+from thunder_zero.comm.decide import on_rank_0, ranks_of_default_group
+from thunder_zero.compiled import Traces
+from thunder_zero.policy import ZERO3, Policy, is_count
+from thunder_zero.tools.dry_run import Interpreted
+from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Prices
+from thunder_zero.tools.fitting.parts import AGAIN, PLAIN
+from thunder_zero.tools.fitting.search import Choices, Search
+from thunder_zero.tools.fitting.trade import Trade, print_trade
+from thunder_zero.tools.forecast.figures import Memory
+from thunder_zero.tools.forecast.kinds import Holds
+from thunder_zero.tools.forecast.memory import memory
+from thunder_zero.tools.forecast.optimizer import MakeOptimizer
+from thunder_zero.tools.forecast.replay import Loss
+from thunder_zero.tools.report.progress import show_status
+from thunder_zero.tools.report.trace_printer import size
+
+from thunder.core.module import ThunderModule
+from thunder.extend import Executor
+
+COMPILATIONS = 3  # that confirm a choice
+STEPS = 7  # of the printed trade
+
+Tell = Callable[[str], None]
+
+
+class DoesNotFit(ValueError):
+    """No policy fits. The message says by how many bytes, what makes the peak, and what would help.
+
+    Attributes:
+        least_bytes: the smallest exact peak of all that was compiled.
+    """
+
+    def __init__(self, message: str, least_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
+
+
+def fit(
+    module: nn.Module,
+    inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    *,
+    memory_bytes: int,
+    world_size: int | None = None,
+    policy: Policy | int = ZERO3,
+    file: IO[str] | None = None,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    backend: str | None = None,
+    executors: Sequence[Executor] | None = None,
+    replicas: int = 1,
+    reserve: int = 0,
+    prices: Prices = USUAL_PRICES,
+) -> Policy:
+    """The policy whose forecast peak fits into ``memory_bytes`` and whose step costs least.
+
+    Chooses the units that stay gathered (``Policy.keep_units``) and those that are computed again whole
+    (``Policy.recompute_units``), and the bytes of buckets and in flight. The cost is the bytes that a rank sends, and
+    launches and work done again at ``prices``. Prints what further memory would save. Under ``torchrun`` every rank
+    calls it, and rank 0 decides.
+
+    Args:
+        module: a plain module; it may be on the meta device.
+        inputs: the arguments of its forward: a sequence, one tensor, or a mapping of keyword arguments.
+        memory_bytes: what the peak of a step, the optimizer's included, may take on a rank.
+        world_size: number of ranks; None: those of the default process group.
+        policy: what else to ask for, such as the stage (default: ZeRO-3). ``recompute="units"`` becomes ``"cheap"``.
+        file: where to print; the standard output if None.
+        loss, optimizer, backend, reserve: as for :func:`thunder_zero.tools.memory`.
+        executors, replicas: as for :func:`thunder_zero.trace`.
+        prices: what work done again and launches cost, in bytes on the wire (default: ``Prices()``).
+
+    Raises:
+        DoesNotFit: no policy fits; a ValueError.
+        TypeError: not a plain module.
+        ValueError: ``memory_bytes``, ``world_size``, ``inputs`` or ``prices`` is something else.
+    """
+    _require(module, memory_bytes, prices)
+    asked, args, kwargs = _checked(policy, inputs)
+    ranks = ranks_of_default_group() if world_size is None else world_size
+    if ranks is None:
+        raise ValueError("world_size is None, and there is no process group; give the number of ranks")
+
+    interpret = partial(Interpreted, module, args, kwargs, asked, (ranks, 0, replicas), executors=executors)
+    forecast = partial(memory, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
+
+    decide = partial(_decided, interpret, forecast, asked, memory_bytes, prices, Console(file=file, width=100))
+    return on_rank_0("tz.tools.fit", decide).policy(_by_unit(asked))
+
+
+def _by_unit(asked: Policy) -> Policy:
+    """The same policy, where ``recompute_units`` alone says which units are computed again whole, for the search to
+    choose."""
+    return replace(asked, recompute="cheap") if asked.recompute == "units" else asked
+
+
+@contextmanager
+def _telling(go_on: Callable[[], None]) -> Iterator[Tell]:
+    """Yields a function: it shows what is done now, and tells the other ranks that this one goes on."""
+    with show_status("tz.tools.fit") as show:
+
+        def tell(what: str) -> None:
+            show(what)
+            go_on()
+
+        yield tell
+
+
+@dataclass(frozen=True)
+class _Forecasts:
+    """Compiles policies for one interpretation of the module, and forecasts their memory.
+
+    Attributes:
+        interpret: interprets the module.
+        forecast: the memory of traces.
+        tell: says what is done now.
+    """
+
+    interpret: Callable[[], Interpreted]
+    forecast: Callable[[Traces], Memory]
+    tell: Tell
+
+    @cached_property
+    def interpreted(self) -> Interpreted:
+        """The module, interpreted once."""
+        self.tell("interprets the module")
+        return self.interpret()
+
+    def of(self, policy: Policy) -> tuple[Traces, Memory]:
+        """The traces under a policy, and their memory."""
+        interpreted = self.interpreted
+        self.tell("compiles a choice")
+        traces = interpreted.under(policy)
+        return traces, self.forecast(traces)
+
+
+def _require(module: nn.Module, memory_bytes: int, prices: Prices) -> None:
+    if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
+        raise TypeError(
+            f"fit takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
+        )
+    if not is_count(memory_bytes) or not memory_bytes:
+        raise ValueError(f"memory_bytes is {memory_bytes!r}; give a number of bytes, such as 40 << 30")
+    if not isinstance(prices, Prices):
+        raise ValueError(f"prices is {prices!r}; give thunder_zero.tools.Prices, such as Prices(flops_per_byte=1000.0)")
+
+
+def _checked(
+    policy: Policy | int, inputs: Tensor | Sequence[Any] | Mapping[str, Any]
+) -> tuple[Policy, tuple[Any, ...], dict[str, Any]]:
+    """The policy, and the positional and keyword arguments of forward."""
+    asked = policy if isinstance(policy, Policy) else Policy(policy)
+    if isinstance(inputs, Mapping):
+        return asked, (), dict(inputs)
+    if isinstance(inputs, Tensor):
+        return asked, (inputs,), {}
+    if isinstance(inputs, str | bytes) or not isinstance(inputs, Sequence):
+        raise ValueError(
+            f"inputs is {inputs!r}; give the arguments of forward: a tuple, one tensor, or a mapping by name"
+        )
+    return asked, tuple(inputs), {}
+
+
+def _decided(
+    interpret: Callable[[], Interpreted],
+    forecast: Callable[[Traces], Memory],
+    asked: Policy,
+    memory_bytes: int,
+    prices: Prices,
+    console: Console,
+    go_on: Callable[[], None],
+) -> Choices:
+    """The choices; prints the trade. Calls ``go_on`` now and then."""
+    with _telling(go_on) as tell:
+        best, trade = _chosen(_Forecasts(interpret, forecast, tell), asked, memory_bytes, prices)
+    print_trade(trade, console)
+    return best
+
+
+def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Prices) -> tuple[Choices, list[Trade]]:
+    """Search, and confirm by compilations, each of which corrects the estimate; the choices, and the trade."""
+    traces, as_asked = forecasts.of(asked)
+    if traces.lifted is None or traces.backward is None:
+        raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
+    search = Search(
+        traces.lifted, _by_unit(asked), prices, lambda count: forecasts.tell(f"evaluates schedule {count + 1}")
+    )
+    again = traces.plan.recomputed
+    first = Choices(asked.keep_units, tuple(unit for unit in traces.plan.units if unit in again), *search.sizes[0])
+    compiled = _Compiled(forecasts, search, {first: _exact(first, as_asked.peak, search)})
+    best = None
+    if (as_asked.optimizer_step or 0) <= memory_bytes:
+        best = _confirmed(compiled, memory_bytes) or _least_that_fits(compiled, memory_bytes)
+    if best is None:
+        raise _refused(compiled, as_asked, memory_bytes)
+    return best, list(_trade(compiled, best))
+
+
+def _confirmed(compiled: _Compiled, memory_bytes: int) -> Choices | None:
+    """The cheapest of the compiled choices that fit, after compilations of what the search finds best; None if none
+    fits."""
+    for _ in range(COMPILATIONS):
+        choices = compiled.search.best(memory_bytes, compiled.beside)
+        if choices is None or choices in compiled.exact:
+            break
+        compiled.add(choices)
+    return compiled.cheapest(memory_bytes)
+
+
+def _least_that_fits(compiled: _Compiled, memory_bytes: int) -> Choices | None:
+    """Compiles what should take the fewest bytes, until one fits: with all units alike, which no correction of the
+    estimate may hide, and what the search finds. And the policy as asked for with all units computed again, whose exact
+    peak a refusal names."""
+    search = compiled.search
+    finds = [partial(search.alike, choice, search.sizes[-1]) for choice in (AGAIN, PLAIN)]
+    finds += [partial(_all_again, compiled)] * bool(search.units)
+    for find in (*finds, partial(search.least_alike, compiled.beside), partial(search.least, compiled.beside)):
+        choices = find()
+        if choices not in compiled.exact and compiled.add(choices).peak <= memory_bytes:
+            break
+    return compiled.cheapest(memory_bytes)
+
+
+def _all_again(compiled: _Compiled) -> Choices:
+    """The policy as asked for with all units computed again."""
+    return replace(next(iter(compiled.exact)), recompute_units=compiled.search.units)
+
+
+def _refused(compiled: _Compiled, as_asked: Memory, memory_bytes: int) -> DoesNotFit:
+    """That nothing fits: with the smallest exact peak of all that was compiled."""
+    if as_asked.optimizer_step is not None and as_asked.optimizer_step > memory_bytes:
+        _least_that_fits(compiled, memory_bytes)  # whose peak the message compares with the optimizer's step
+    least = _least(compiled, as_asked.optimizer_step or 0)
+    offloads = compiled.search.asked.cpu_offload
+    return DoesNotFit(_refusal(as_asked, least, memory_bytes, offloads=offloads), least.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exact:
+    """What the compilation of a choice says.
+
+    Attributes:
+        choices: that were compiled.
+        peak: its exact forecast.
+        beside: what the estimate leaves out: at rest, the loss, and buffers of transports, which depend on buckets.
+    """
+
+    choices: Choices
+    peak: int
+    beside: int
+
+
+def _exact(choices: Choices, peak: int, search: Search) -> _Exact:
+    return _Exact(choices, peak, peak - search.candidate(choices).peak)
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """The choices that were compiled.
+
+    Attributes:
+        forecasts: compiles them.
+        search: estimates them.
+        exact: what was found, in the order of compilation; it begins with the policy as asked for.
+    """
+
+    forecasts: _Forecasts
+    search: Search
+    exact: dict[Choices, _Exact]
+
+    def add(self, choices: Choices) -> _Exact:
+        """Compile a choice."""
+        peak = self.forecasts.of(choices.policy(self.search.asked))[1].peak
+        self.exact[choices] = _exact(choices, peak, self.search)
+        return self.exact[choices]
+
+    def beside(self, sizes: tuple[int, int]) -> int:
+        """What the estimate leaves out, by the last choice of these sizes, or else the first of any."""
+        found = list(self.exact.values())
+        return next((one for one in reversed(found) if one.choices.sizes == sizes), found[0]).beside
+
+    def peak(self, choices: Choices) -> int:
+        """The exact peak where it is known, else the estimate."""
+        if choices in self.exact:
+            return self.exact[choices].peak
+        return self.search.candidate(choices).peak + self.beside(choices.sizes)
+
+    def cheapest(self, memory_bytes: int) -> Choices | None:
+        """Of those that fit, the one that costs least."""
+        fitting = [choices for choices, one in self.exact.items() if one.peak <= memory_bytes]
+        return min(fitting, key=lambda choices: self.search.candidate(choices).cost, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Least:
+    """The least memory that was found.
+
+    Attributes:
+        nbytes: at its peak.
+        in_optimizer_step: whether the peak is in the optimizer's step.
+        again: number of units that are computed again whole; None for a model without units.
+        saved_by_again: bytes that computing all units again saves, and nothing else changed, of the policy as asked
+            for; below 0 if it adds some.
+        saved_by_cheap: bytes that ``recompute="cheap"`` saves, of a policy that asks for ``"none"``.
+        in_flight_bytes: of the policy.
+    """
+
+    nbytes: int
+    in_optimizer_step: bool
+    again: int | None
+    saved_by_again: int
+    saved_by_cheap: int
+    in_flight_bytes: int
+
+
+def _least(compiled: _Compiled, optimizer_step: int) -> _Least:
+    """The least of what was compiled, and what ``recompute`` is good for."""
+    one = min(compiled.exact.values(), key=lambda one: one.peak)
+    search, first = compiled.search, next(iter(compiled.exact))
+    as_asked = search.candidate(first)
+    cheap = replace(as_asked, policy=replace(as_asked.policy, recompute="cheap"))
+    counted = len(search.candidate(one.choices).timeline.plan.recomputed) if search.units else None
+    nbytes = max(one.peak, optimizer_step)
+    return _Least(
+        nbytes=nbytes,
+        in_optimizer_step=nbytes == optimizer_step,
+        again=counted,
+        saved_by_again=compiled.peak(first) - compiled.peak(_all_again(compiled)),
+        saved_by_cheap=as_asked.peak - cheap.peak if search.asked.recompute == "none" else 0,
+        in_flight_bytes=one.choices.in_flight_bytes,
+    )
+
+
+def _trade(compiled: _Compiled, best: Choices) -> Iterator[Trade]:
+    """Choices from the least memory to the least cost, with the one that was made; exact peaks where there are some."""
+    search, beside, peak_of = compiled.search, compiled.beside, compiled.peak
+    cheapest_of_all = search.about(sys.maxsize, beside) or best
+    least, most = peak_of(search.least_alike(beside)), peak_of(cheapest_of_all)
+    targets = [least + (most - least) * step // (STEPS - 1) for step in range(STEPS)]
+    found = {choices for target in targets if (choices := search.about(target, beside)) is not None}
+    cost = float("inf")
+    for choices in sorted({*found, best}, key=lambda choices: (peak_of(choices), search.candidate(choices).cost)):
+        one = search.candidate(choices)
+        if one.cost >= cost and choices != best:
+            continue
+        cost = min(cost, one.cost)
+        yield Trade(
+            peak=peak_of(choices),
+            sent=one.sent,
+            flops=one.flops,
+            cost=one.cost,
+            kept=len(one.kept),
+            again=len(one.timeline.plan.recomputed),
+            in_flight_bytes=choices.in_flight_bytes,
+            chosen=choices == best,
+        )
+
+
+def _refusal(as_asked: Memory, least: _Least, memory_bytes: int, *, offloads: bool) -> str:
+    """What is missing, what makes the peak, and what would help."""
+    where = " (in the optimizer's step)" if least.in_optimizer_step else ""
+    at = as_asked.by_kind
+    kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(at.items())[:3])
+    sharded = sum(at.get(kind, 0) for kind in (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT))
+    batch = sum(at.get(kind, 0) for kind in (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.WORKSPACE, Holds.LOSS))
+    helps = {
+        "twice the ranks": sharded // 2,
+        "half the batch": batch // 2,
+        "cpu_offload on GPUs": 0 if offloads else sharded,
+        'recompute="cheap"': max(least.saved_by_cheap, 0),
+    }
+    offers = ", ".join(f"{what} (about {size(nbytes)} less)" for what, nbytes in helps.items() if nbytes)
+    return (
+        f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(least.nbytes)}{where}, "
+        f"{size(least.nbytes - memory_bytes)} more, with {_with(least)}; "
+        f"the peak as asked for, {size(as_asked.peak)}, has {kinds}; what would help: {offers}"
+    )
+
+
+def _with(least: _Least) -> str:
+    """How the least memory comes about, and what computing units again has to do with it."""
+    in_flight = f"{size(least.in_flight_bytes)} in flight"
+    if least.again is None:
+        return in_flight
+    gain = least.saved_by_again
+    what = f"takes {size(abs(gain))} {'less' if gain > 0 else 'more'} than" if gain else "takes as much as"
+    units = f"{least.again} unit{'s' * (least.again > 1)} computed again" if least.again else "no unit computed again"
+    return f'{units} (recompute="units" {what} the policy as asked for) and {in_flight}'

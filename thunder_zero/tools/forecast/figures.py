@@ -1,0 +1,175 @@
+"""The figures of a forecast of memory. Frozen data, and as text.
+
+::
+
+    peak 49.1 MiB in backward, at t4128 = torch.mul(t4030, t4120)
+      31.1 MiB  saved for backward
+      8.01 MiB  gathered parameters
+    the largest of 187 tensors
+      1.00 MiB  saved for backward     blocks.0.up: t3681 = torch.nn.functional.linear(t3680, t955, t960)
+    at rest 6.34 MiB, in the optimizer's step 26.4 MiB
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from thunder_zero.plan import Plan
+from thunder_zero.tools.forecast.kinds import Holds
+from thunder_zero.tools.report.code import clip
+from thunder_zero.tools.report.trace_printer import size
+
+OPTIMIZER_STEP = "optimizer step"  # the last half, which is no trace
+LARGEST = 8  # tensors that are named
+WIDTH = 100  # columns
+COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # shown with the lines that make them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ByKind(Mapping[Holds, int]):
+    """Bytes by what they hold: a mapping that nobody can change. It has a hash, and equals a dict of the same items."""
+
+    items_in_order: tuple[tuple[Holds, int], ...]
+
+    def __getitem__(self, kind: Holds) -> int:
+        return dict(self.items_in_order)[kind]
+
+    def __iter__(self) -> Iterator[Holds]:
+        return (kind for kind, _ in self.items_in_order)
+
+    def __len__(self) -> int:
+        return len(self.items_in_order)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.items_in_order))
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Memory that tensors share.
+
+    Attributes:
+        kind: what it holds.
+        nbytes: its size.
+        name: the path of a parameter, a gradient's parameter or a buffer; of optimizer state the path and the state,
+            such as "blocks.0.up.weight: exp_avg"; of a collective's buffer the parameters that it carries, as
+            ``print_trace`` has them; else the name of a value of the trace.
+        module: path of the module whose parameter was used last when it was allocated; "" if there was none.
+        line: the index in ``Memory.lines`` of the line that allocates it; -1 if it is there before the step.
+        freed: the index of the line that frees it; None if the step leaves it.
+    """
+
+    kind: Holds
+    nbytes: int
+    name: str
+    module: str
+    line: int
+    freed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLine:
+    """A line of the step.
+
+    Attributes:
+        half: "forward", "loss", "backward" or "optimizer step".
+        position: of a line of a trace: its position there, as in ``Op.source``; else -1.
+        code: its Python statement.
+        alive: bytes alive after it, by kind.
+        total: their sum.
+        highest: the most bytes alive while it runs, with those that it allocates and frees itself.
+    """
+
+    half: str
+    position: int
+    code: str
+    alive: ByKind = field(repr=False)
+    total: int
+    highest: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one rank in one training step, in bytes of tensors' storages.
+
+    Attributes:
+        lines: in the order in which they run.
+        storages: in the order of their allocation.
+        at_rest: bytes alive between steps, without gradients.
+        peak: the most bytes alive in forward, the loss and backward, with ``reserve``.
+        optimizer_step: the most bytes alive in the optimizer's step, with ``reserve``; None without an optimizer, or if
+            gradients are deferred.
+        plan: of the traces: policy (without ``unit_of``), world, rank and parameters.
+        at_peak: the storages that are alive at the peak, largest first.
+        reserve: bytes that were added to every figure.
+        excluded: what the forecast leaves out, in words.
+    """
+
+    lines: tuple[MemoryLine, ...] = field(repr=False)
+    storages: tuple[Storage, ...] = field(repr=False)
+    at_rest: int
+    peak: int
+    optimizer_step: int | None
+    plan: Plan = field(repr=False)
+    at_peak: tuple[Storage, ...] = field(repr=False)
+    reserve: int
+    excluded: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The peak, what makes it, and the other figures, as text."""
+        return text_of(self)
+
+    @cached_property
+    def peak_line(self) -> MemoryLine:
+        """The line that runs at the peak."""
+        return max((line for line in self.lines if line.half != OPTIMIZER_STEP), key=lambda line: line.highest)
+
+    @cached_property
+    def by_kind(self) -> ByKind:
+        """Bytes alive at the peak by kind, the most first; with ``reserve``, they add up to ``peak``."""
+        counts: Counter[Holds] = Counter()
+        for storage in self.at_peak:
+            counts[storage.kind] += storage.nbytes
+        return ByKind(tuple(counts.most_common()))
+
+    @property
+    def curve(self) -> tuple[int, ...]:
+        """The most bytes alive in each line, with ``reserve``."""
+        return tuple(line.highest for line in self.lines)
+
+
+def text_of(memory: Memory) -> str:
+    """The peak, what makes it by kind, the largest tensors, and the other figures."""
+    line = memory.peak_line
+    out = [clip(f"peak {size(memory.peak)} in {line.half}, at {_statement(line.code)}", WIDTH)]
+    out += [f"{size(nbytes):>10}  {kind}" for kind, nbytes in memory.by_kind.items()]
+    out += [f"{size(memory.reserve):>10}  reserve"] if memory.reserve else []
+    out.append(f"the largest of {len(memory.at_peak)} tensors")
+    out += [clip(_tensor(storage, memory), WIDTH) for storage in memory.at_peak[:LARGEST]]
+    return "\n".join([*out, *outside_of_the_peak(memory)])
+
+
+def outside_of_the_peak(memory: Memory) -> list[str]:
+    """Lines with the figures at rest and in the optimizer's step, and with what is left out."""
+    step = memory.optimizer_step
+    stepping = "" if step is None else f", in the optimizer's step {size(step)}"
+    return [f"at rest {size(memory.at_rest)}{stepping}", *(f"left out: {what}" for what in memory.excluded)]
+
+
+def _tensor(storage: Storage, memory: Memory) -> str:
+    """``1.00 MiB  saved for backward     blocks.0.up: t3 = torch.erf(t2)``; where no module computes, the half."""
+    made = ""
+    if storage.line >= 0 and storage.kind in COMPUTED:
+        made = f": {_statement(memory.lines[storage.line].code)}"
+    where = storage.name
+    if storage.kind in COMPUTED and storage.kind is not Holds.FULL_GRADIENT:
+        where = storage.module or memory.lines[storage.line].half
+    return f"{size(storage.nbytes):>10}  {storage.kind:22} {where}{made}"
+
+
+def _statement(code: str) -> str:
+    """The first line of a statement, without the comment that has its shape."""
+    return code.splitlines()[0].partition("  #")[0]

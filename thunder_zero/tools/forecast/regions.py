@@ -1,0 +1,176 @@
+"""Finds which values inside a fused region take memory, and when.
+
+A fuser computes pointwise operations where their results are read, so those take no memory. These do, by the rules of
+inductor (``torch_compile_ex``): results of kernels that are not fused (matmuls, say), what such a kernel reads, results
+of reductions, and the region's outputs. A pointwise kernel writes into a buffer of the same size that nothing reads
+after it. Inputs stay alive until the region ends, since its caller holds them::
+
+    h = linear(x, w)          takes memory
+    a = h * 0.5               inlined
+    b = erf(h / 1.41)         inlined
+    g = a * b                 takes memory, since linear reads it
+    y = linear(g, v)          takes memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from thunder_zero.schedule.timeline import Work
+from thunder_zero.traces.lift import lines_of
+from thunder_zero.traces.work_classes import work_of
+
+from thunder.core import prims
+from thunder.core.codeutils import SigInfo
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.executors.passes import transform_for_execution
+from thunder.executors.torchex import ex as torch_executor
+
+INLINED = (Work.POINTWISE, Work.VIEW, Work.NONE)
+FUSED = (*INLINED, Work.REDUCTION)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation of a region, by the storages that it reads and makes.
+
+    Attributes:
+        work: its class.
+        reads: keys of storages.
+        makes: bytes of the new storages, by their keys.
+    """
+
+    work: Work
+    reads: tuple[int, ...]
+    makes: Mapping[int, int]
+
+
+def run_region(region: BoundSymbol, values: dict[str, Any], see: Callable[[Tensor], object]) -> None:
+    """Run a fused line; its outputs are added to ``values``.
+
+    Args:
+        region: a line whose subsymbols are the operations of the region.
+        values: of the trace, by name; they have no values.
+        see: counts a tensor's storage from now on, as long as it is alive.
+    """
+    trace = _lowered(region)
+    inside = {proxy.name: values[proxy.name] for proxy in region.flat_proxy_args}
+    with _disable_current_modes():
+        steps = _steps(trace, inside)
+    results = [inside[proxy.name] for proxy in trace.bound_symbols[-1].flat_proxy_args]
+    outputs = {_key(tensor): tensor for tensor in results if isinstance(tensor, Tensor)}
+    inside.clear()
+    held: dict[int, Tensor] = {}
+    for dying, made, dead in memory_of(steps, outputs):
+        for key in dying:
+            del held[key]
+        for key, nbytes in made.items():
+            if key in outputs:
+                see(outputs[key])
+            else:
+                held[key] = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        for key in dead:
+            del held[key]
+    values.update(zip((proxy.name for proxy in region.flat_proxy_outs), results, strict=True))
+
+
+def memory_of(steps: Sequence[Step], outputs: Iterable[int]) -> list[tuple[list[int], dict[int, int], list[int]]]:
+    """What each step does with memory: buffers that its result replaces, new buffers, buffers that it frees.
+
+    Args:
+        steps: of a region, in the order in which they run.
+        outputs: keys of the storages that the region returns.
+    """
+    taking = _taking_memory(steps, set(outputs))
+    sources: dict[int, frozenset[int]] = {key: frozenset((key,)) for key in taking}  # of a storage: what is read for it
+    last: dict[int, int] = {}
+    for at, step in enumerate(steps):
+        read = frozenset[int]().union(*(sources.get(key, frozenset()) for key in step.reads))
+        for key in step.makes:
+            if key not in taking:
+                sources[key] = read
+        if not taking.isdisjoint(step.makes):
+            last.update(dict.fromkeys(read, at))
+    ends: dict[int, list[int]] = {}
+    for key, at in last.items():
+        if key not in set(outputs):
+            ends.setdefault(at, []).append(key)
+    nbytes = {key: size for step in steps for key, size in step.makes.items()}
+    events = []
+    for at, step in enumerate(steps):
+        made = {key: size for key, size in step.makes.items() if key in taking}
+        dead = ends.get(at, [])
+        reused: list[int] = []
+        if step.work in FUSED:
+            for size in made.values():
+                reused += [key for key in dead if nbytes[key] == size and key not in reused][:1]
+        unread = [key for key in made if key not in last and key not in set(outputs)]
+        events.append((reused, made, [key for key in dead if key not in reused] + unread))
+    return events
+
+
+def _taking_memory(steps: Sequence[Step], outputs: set[int]) -> set[int]:
+    """The keys of the storages made inside that are not inlined."""
+    sizes: dict[int, int] = {}
+    taking: set[int] = set()
+    for step in steps:
+        sizes.update(step.makes)
+        if step.work not in FUSED:
+            taking.update(step.makes)
+            taking.update(key for key in step.reads if key in sizes)
+        elif step.work is Work.REDUCTION:
+            largest = max((sizes.get(key, 0) for key in step.reads), default=0)
+            taking.update(key for key, nbytes in step.makes.items() if nbytes < largest)
+    return taking | {key for key in outputs if key in sizes}
+
+
+def _steps(trace: TraceCtx, inside: dict[str, Any]) -> list[Step]:
+    """Run the lines of a region outside of the watch; ``inside`` gets all values, so that no storage is freed."""
+    context = trace.python_ctx()
+    known = {_key(tensor) for tensor in inside.values() if isinstance(tensor, Tensor)}
+    steps = []
+    with tracectx(trace):
+        for line in lines_of(trace)[:-1]:
+            if line.bsym.sym is prims.unpack_trivial:
+                continue
+            code = "\n".join(line.bsym.python(indent=0, print_depth=1))
+            exec(code, context | line.bsym.object_ctx(), inside)
+            read, made = ([inside[proxy.name] for proxy in proxies] for proxies in (line.given, line.gives))
+            new = {_key(one): one.untyped_storage().nbytes() for one in made if isinstance(one, Tensor)}
+            new = {key: nbytes for key, nbytes in new.items() if key not in known}
+            known.update(new)
+            steps.append(Step(work_of(line.bsym), tuple(_key(one) for one in read if isinstance(one, Tensor)), new))
+    return steps
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _lowered(region: BoundSymbol) -> TraceCtx:
+    """The operations of a region as lines that torch runs, as the fuser traces them."""
+    trace = TraceCtx(None)
+    trace.args, trace.kwargs = list(region.args), {}
+    trace._siginfo = SigInfo("region")
+    trace._siginfo.args = [(proxy.name, None) for proxy in region.flat_proxy_args]
+    with tracectx(trace):
+        for proxy in region.flat_proxy_args:
+            trace.add_name(proxy.name)
+            prims.unpack_trivial(proxy, name=proxy.name)
+        for name in {proxy.name for line in region.subsymbols for proxy in _made_by(line)} - trace.names:
+            trace.add_name(name)
+        trace.bound_symbols += [*region.subsymbols, prims.python_return.bind(region.output, output=None)]
+    return transform_for_execution(trace, executors_list=(torch_executor,))
+
+
+def _made_by(line: BoundSymbol) -> Iterable[Any]:
+    yield from line.flat_proxy_outs
+    for inner in line.subsymbols:
+        yield from _made_by(inner)

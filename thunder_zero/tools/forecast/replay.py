@@ -1,0 +1,303 @@
+"""Runs the lines of the traces on tensors without values, as a training step would.
+
+The lines are those that will run, so they allocate, view and delete what the step will. Between the halves Thunder
+hands forward's results to autograd, and what it saved to backward, which empties the lists that it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from thunder_zero.compiled import Traces
+from thunder_zero.schedule.timeline import Kind, Op
+from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP
+from thunder_zero.tools.forecast.kinds import Holds
+from thunder_zero.tools.forecast.optimizer import take_step
+from thunder_zero.tools.forecast.regions import run_region
+from thunder_zero.tools.forecast.rehearsal import Rehearsal
+from thunder_zero.tools.forecast.watch import META, NoForecast, Watch
+from thunder_zero.tools.report.line_meanings import label
+from thunder_zero.traces.symbols import functions_of
+
+from thunder.core import dtypes, prims
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
+from thunder.core.pytree import tree_map
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, tracectx
+
+Loss = Callable[[Any], Tensor]
+Context = AbstractContextManager[object]
+NOT_RUN = (prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.COMMENT)
+# What the storages hold that a line of this kind allocates, until it is known better.
+DURING = {
+    Kind.GATHER: Holds.IN_FLIGHT,
+    Kind.REDUCE: Holds.IN_FLIGHT,
+    Kind.WAIT: Holds.IN_FLIGHT,
+    Kind.DEFER: Holds.DEFERRED,
+}
+
+
+class _Given(torch.autograd.Function):
+    """An output of forward as the loss gets it. Its gradient can be asked for when nobody holds it any more."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, output: Tensor) -> Tensor:
+        return output.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class RunLine:
+    """One line that ran.
+
+    Attributes:
+        half: "forward", "loss", "backward" or "optimizer step".
+        position: of a line of a trace: its position there; else -1.
+        code: its Python statement.
+        highest: the most bytes alive while it ran.
+        events: allocations and frees until its end.
+    """
+
+    half: str
+    position: int
+    code: str
+    highest: int
+    events: int
+
+
+@dataclass
+class Replay:
+    """A step that runs line by line.
+
+    Attributes:
+        traces: of the program.
+        watch: sees what is allocated.
+        runtime: of the lines.
+        optimizer: steps the shards after backward; None if it is left out.
+        lines: those that ran so far.
+        gradients: those that backward returned, by the paths of their parameters.
+        callers, modules: the inputs, which the caller holds until the optimizer's step; buffers of the module.
+        around: the contexts in which the loss and the optimizer's step run.
+    """
+
+    traces: Traces
+    watch: Watch
+    runtime: Rehearsal
+    optimizer: torch.optim.Optimizer | None
+    lines: list[RunLine] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    callers: list[Tensor] = field(default_factory=list)
+    modules: list[Tensor] = field(default_factory=list)
+    around: tuple[Context, Context] = (nullcontext(), nullcontext())
+
+    def step(self, loss: Loss | None) -> None:
+        """Run forward and, if there is a backward, the loss and backward."""
+        values = self._inputs()
+        self.watch.begin()
+        result, saved = self._forward(values)
+        values.clear()
+        if self.traces.backward is None:
+            return
+        with self.around[0]:
+            cotangents = self._loss(result, loss)
+        names = [name for name, _ in self.traces.backward.siginfo().args]
+        values.update(zip(names, (saved, cotangents), strict=True))
+        self._run("backward", self.traces.backward, values)
+        self.gradients = {path: values[name] for path, name in self.traces.timeline.gradients}
+
+    def step_optimizer(self) -> None:
+        """Step the optimizer with the gradients that backward returned, if they are not deferred, and drop them.
+
+        The caller drops the inputs before.
+        """
+        self.callers.clear()
+        if self.optimizer is None or not self.gradients or not self.traces.synced:
+            return
+        self.watch.next_line()
+        self.watch.kind = Holds.TEMPORARY
+        on_device = self.runtime.trained_on_device()
+        gradients = {path: gradient for path, gradient in self.gradients.items() if path in on_device}
+        with self.around[1]:
+            take_step(self.optimizer, gradients, on_device)
+        self.gradients.clear()
+        self._note(OPTIMIZER_STEP, -1, "optimizer.step()")
+
+    def _inputs(self) -> dict[str, Any]:
+        """The arguments of forward, by the names of their proxies. Lines delete them; who else holds them is noted."""
+        timeline, others = self.traces.timeline, self.traces.others
+        values: dict[str, Any] = {}
+        for proxy in self.traces.forward.args:
+            if isinstance(proxy, NumberProxy):
+                values[proxy.name] = proxy.value
+            elif path := timeline.inputs.get(proxy.name):
+                values[proxy.name] = self.runtime.shards[path]
+            elif isinstance(proxy, TensorProxy):
+                is_buffer = proxy.name in others
+                self.watch.kind = Holds.BUFFER if is_buffer else Holds.INPUT
+                tensor = torch.empty(proxy.shape, dtype=dtypes.to_torch_dtype(proxy.dtype), device=META)
+                self.watch.see(tensor).name = others.get(proxy.name, proxy.name)
+                values[proxy.name] = tensor
+                (self.modules if is_buffer else self.callers).append(tensor)
+        return values
+
+    def _forward(self, values: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+        """Run it; returns its outputs, as the epilogue gets them and flat, and the two lists for backward."""
+        returned = self._run("forward", self.traces.forward, values)
+        if self.traces.backward is None:
+            return [], []
+        result, (tensors, others) = returned
+        for tensor in tensors:
+            self._becomes(tensor, Holds.TEMPORARY, Holds.SAVED)
+        return [result["output"], result["flat_output"]], [list(tensors), list(others)]
+
+    def _loss(self, result: list[Any], loss: Loss | None) -> list[Tensor]:
+        """The gradients of forward's outputs: of the loss outside of the model, or of nobody knows what. Empties
+        ``result`` as soon as the training code would have dropped it."""
+        self.watch.next_line()
+        self.watch.kind = Holds.LOSS
+        output, flat = result
+        result.clear()
+        given = self._given(flat)
+        trained = [tensor for tensor in given.values() if tensor.requires_grad]
+        shapes = [(tensor.shape, tensor.dtype) for tensor in trained]
+        gradients: Sequence[Tensor | None]
+        if loss is None:
+            gradients = [torch.empty_like(tensor) for tensor in trained]
+        else:
+            edges = [get_gradient_edge(tensor) for tensor in trained]
+            output = tree_map(lambda leaf: given.get(id(leaf), leaf), output)
+            given.clear()
+            del flat, trained  # the training code holds the output alone
+            value = _value_of(loss, self._returned(output))
+            del output
+            gradients = torch.autograd.grad(value, edges, allow_unused=True)
+            del value
+        pairs = zip(shapes, gradients, strict=True)
+        # autograd gives zeros to an output that the loss does not use
+        cotangents = [
+            torch.zeros(shape, dtype=dtype, device=META) if gradient is None else gradient
+            for (shape, dtype), gradient in pairs
+        ]
+        self._note("loss", -1, "the loss and its gradient" if loss else "the gradients of the outputs")
+        return cotangents
+
+    def _given(self, flat: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Forward's outputs as the loss gets them, by their identities."""
+        for tensor in flat:
+            self._becomes(tensor, Holds.TEMPORARY, Holds.LOSS)
+        root = torch.empty(0, device=META, requires_grad=True)
+        with torch.enable_grad():
+            return {
+                id(each): _Given.apply(root, each) if each.is_floating_point() else each  # type: ignore[no-untyped-call]
+                for each in flat
+            }
+
+    def _returned(self, output: Sequence[Any]) -> Any:
+        """What the model returns, made of what the forward trace does; inputs that are handed on are left out."""
+        epilogue = self.traces.epilogue
+        if epilogue is None:
+            return output
+        names = [proxy.name for proxy in epilogue.args]
+        values = dict.fromkeys(names) | dict(zip(names[len(names) - len(output) :], output, strict=True))
+        return epilogue.python_callable(include_decorators=False)(*values.values())
+
+    @torch.no_grad()
+    def _run(self, half: str, trace: TraceCtx, values: dict[str, Any]) -> Any:
+        """Run the lines of a half; returns what it returns, and leaves its last values in ``values``."""
+        context = trace.python_ctx() | functions_of(self.runtime, self.traces.plan)
+        ops = {op.source[0]: op for op in self.traces.timeline.ops if op.backward is (half == "backward")}
+        with tracectx(trace):
+            for position, line in enumerate(trace.bound_symbols[:-1]):
+                if line.sym.id in NOT_RUN:
+                    continue
+                code = "\n".join(line.python(indent=0, print_depth=1))
+                context.update(line.object_ctx())  # printing names objects anew
+                op = ops.get(position)
+                self.watch.next_line()
+                self.watch.kind = DURING.get(op.kind, Holds.TEMPORARY) if op else Holds.TEMPORARY
+                self._execute(line, code, context, values)
+                if op is not None:
+                    self._learn(op, values)
+                self._note(half, position, code)
+        result = trace.bound_symbols[-1].args
+        return tree_map(
+            lambda leaf: values[leaf.name] if isinstance(leaf, Proxy) else leaf,
+            result[0] if len(result) == 1 else result,
+        )
+
+    def _execute(self, line: BoundSymbol, code: str, context: dict[str, Any], values: dict[str, Any]) -> None:
+        try:
+            if line.sym.is_fusion:
+                run_region(line, values, self.watch.see)
+            else:
+                exec(code, context, values)
+        except (RuntimeError, NotImplementedError) as error:
+            raise NoForecast(
+                f"cannot forecast memory: a line does not run on tensors without values, {code.splitlines()[0]!r} "
+                f"({str(error).partition(chr(10))[0]}); measure the step instead"
+            ) from error
+
+    def _learn(self, op: Op, values: dict[str, Any]) -> None:
+        """What storages hold, from the line that made or took them."""
+        if op.kind is Kind.COMPUTE:
+            for name in op.writes:
+                if isinstance(made := values.get(name), Tensor):
+                    allocation = self.watch.see(made)
+                    allocation.name = allocation.name or name
+            return
+        plan, timeline = self.traces.plan, self.traces.timeline
+        if op.kind in (Kind.REDUCE, Kind.DEFER):
+            for name, path in zip(op.reads, op.params, strict=True):
+                self._becomes(values[name], Holds.TEMPORARY, Holds.FULL_GRADIENT, path)
+        elif op.kind is Kind.WAIT:
+            is_gather = timeline.ends(op, Kind.GATHER)
+            for name, path in zip(op.writes, op.params, strict=True):
+                became = Holds.GATHERED if is_gather else Holds.REDUCED_GRADIENT
+                self._becomes(values[name], Holds.IN_FLIGHT, became, path)
+                if not is_gather and plan.rests_on_host(plan.by_name[path]):
+                    self.watch.leaves(values[name])
+        is_of_gradients = op.kind is Kind.REDUCE or timeline.ends(op, Kind.REDUCE)
+        self.watch.name_new(label(op.params, plan, gradients=is_of_gradients))
+
+    def _becomes(self, tensor: Any, was: Holds, now: Holds, path: str = "") -> None:
+        if isinstance(tensor, Tensor) and (allocation := self.watch.see(tensor)).kind is was:
+            allocation.kind = now
+            allocation.name = path or allocation.name
+
+    def _note(self, half: str, position: int, code: str) -> None:
+        self.lines.append(RunLine(half, position, code, self.watch.highest_in_line, self.watch.events))
+
+
+@torch.enable_grad()
+def _value_of(loss: Loss, output: Any) -> Tensor:
+    """The loss of an output.
+
+    Raises:
+        NoForecast: it reads a value.
+        TypeError: the function does not take an output alone, or the loss is not one number with a gradient.
+    """
+    try:
+        value = loss(output)
+    except TypeError as error:
+        raise TypeError(
+            f"loss= was called with what forward returns and raised {error}; give a function of that alone, such as "
+            f"lambda output: F.cross_entropy(output, targets)"
+        ) from error
+    except (RuntimeError, NotImplementedError) as error:
+        raise NoForecast(
+            f"cannot forecast the loss: it does not run on tensors without values "
+            f"({str(error).partition(chr(10))[0]}); give one that reads no value (.item(), if, a boolean mask), or none"
+        ) from error
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(
+            f"loss= returned {what}; return a tensor of one number that depends on what forward returns, and leave "
+            f"backward() to the forecast"
+        )
+    return value

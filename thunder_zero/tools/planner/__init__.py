@@ -1,0 +1,1 @@
+"""``tz.tools.plan_training``: which stage and mesh to train a model with, before anything runs."""

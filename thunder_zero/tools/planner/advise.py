@@ -1,0 +1,280 @@
+"""``tz.tools.plan_training``: compares stages and meshes, and recommends one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thunder_zero.policy import RECOMPUTE, STAGES, is_count
+from thunder_zero.precision import MixedPrecision
+from thunder_zero.tools.devices.device import DEVICES, Device
+from thunder_zero.tools.planner.beside_step import adamw_traffic, loss_traffic, state_bytes
+from thunder_zero.tools.planner.code import code_of
+from thunder_zero.tools.planner.constants import BESIDE
+from thunder_zero.tools.planner.figures import Row, TrainingPlan
+from thunder_zero.tools.planner.meshes import Mesh, meshes
+from thunder_zero.tools.planner.programs import Choice, Programs
+from thunder_zero.tools.planner.reason import AS_FAST, reason_of
+from thunder_zero.tools.planner.subject import Subject, of_module, subject_of
+from thunder_zero.tools.report.progress import show_status
+
+PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def plan_training(
+    model: nn.Module | str,
+    *inputs: Any,
+    world_size: int,
+    device: Device | str = "h100",
+    memory_bytes: int | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    devices_per_node: int | None = None,
+    sequence_length: int | None = None,
+    micro_batch: int = 1,
+    precision: MixedPrecision = PRECISION,
+    stages: Sequence[int] = tuple(range(len(STAGES))),
+) -> TrainingPlan:
+    """Compare stages and meshes for a model before anything runs: memory, bytes sent, time of a step.
+
+    Traces a few of the model's alike blocks, repeats them, and allocates nothing of the model. Optimizer: AdamW.
+
+    >>> tz.tools.plan_training("llama3-8b", world_size=1024, device="h100", memory_bytes=80 << 30).chosen
+
+    Args:
+        model: a name (llama3-8b, llama3-70b, llama3-405b, gpt-1.3b), ``FILE.py:function``, which returns
+            ``(module, input, ...)``, or a plain module; it may be on the meta device.
+        inputs: of a module's forward: one rank's share of a batch.
+        world_size: ranks that train; 16 nodes of 8 are 128.
+        device: a :class:`~thunder_zero.tools.Device`, or a key of ``tz.tools.DEVICES``.
+        memory_bytes: of each; None: the device's.
+        loss: of a module: from what forward returns to the loss (default: forward returns it).
+        devices_per_node: None: the device's.
+        sequence_length: tokens of a sequence, of a model by name; None: the model's.
+        micro_batch: sequences of a rank in a step, of a model by name.
+        precision: dtypes of compute and of gradients on the wire (default: bfloat16, float32); parameters and the
+            optimizer's state keep their own.
+        stages: to compare (default: 0 to 3).
+
+    Raises:
+        ValueError: an unknown model or device; ranks that do not fill nodes; no number of bytes; no stages; options
+            that do not belong to this kind of model; a model in which nothing is trained.
+        TypeError: neither a plain module nor a string; no device.
+    """
+    stages = known_stages(stages)
+    described = described_device(device, devices_per_node)
+    memory = described.memory_bytes if memory_bytes is None else memory_bytes
+    if not is_count(memory) or not memory:
+        raise ValueError(f"memory_bytes is {memory_bytes!r}; give a number of bytes, such as 80 << 30")
+    subject = _subject(model, inputs, loss, sequence_length, micro_batch)
+    with show_status("tz.tools.plan_training") as tell:
+        return _Comparison(subject, world_size, described, memory, precision, tell).plan(stages)
+
+
+def _subject(
+    model: nn.Module | str,
+    inputs: tuple[Any, ...],
+    loss: Callable[[Any], Tensor] | None,
+    sequence_length: int | None,
+    micro_batch: int,
+) -> Subject:
+    """What is planned.
+
+    Raises:
+        ValueError: an unknown model; options of another kind of model; nothing is trained.
+        TypeError: neither a module nor a string.
+    """
+    if isinstance(model, str):
+        if inputs or loss is not None:
+            given = "inputs" if inputs else "loss="
+            raise ValueError(f"{model} comes with inputs and a loss; give {given} with a module alone")
+        subject = subject_of(model, sequence_length, micro_batch)
+    elif isinstance(model, nn.Module):
+        if sequence_length is not None or micro_batch != 1:
+            given = "micro_batch" if sequence_length is None else "sequence_length"
+            raise ValueError(f"{given} belongs to models by name; change the shapes of the inputs")
+        subject = of_module(model, *inputs, loss=loss)
+    else:
+        raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module, a name, or FILE.py:function")
+    if not any(param.requires_grad for param in subject.module.parameters()):
+        raise ValueError(f"{subject.name} has no parameter that requires a gradient; there is no training to plan")
+    return subject
+
+
+def known_stages(stages: Sequence[int]) -> tuple[int, ...]:
+    """The stages to compare.
+
+    Raises:
+        ValueError: there are none, or no such.
+    """
+    known = range(len(STAGES))
+    if not isinstance(stages, Sequence) or not stages or any(not is_count(one) or one not in known for one in stages):
+        raise ValueError(f"stages is {stages!r}; give some of 0, 1, 2 and 3, such as (2, 3)")
+    return tuple(dict.fromkeys(stages))
+
+
+def described_device(device: Device | str, devices_per_node: int | None) -> Device:
+    """The device, with other nodes.
+
+    Raises:
+        ValueError: there is no such device; ``devices_per_node`` is no count.
+        TypeError: ``device`` is neither a device nor a string.
+    """
+    if devices_per_node is not None and (not is_count(devices_per_node) or not devices_per_node):
+        raise ValueError(f"devices_per_node is {devices_per_node!r}; give the number of devices of a node, at least 1")
+    if isinstance(device, str):
+        if device not in DEVICES:
+            raise ValueError(
+                f"there is no device {device!r}; choose {', '.join(DEVICES)}, or give a thunder_zero.tools.Device"
+            )
+        device = DEVICES[device]
+    if not isinstance(device, Device):
+        raise TypeError(
+            f"device is of type {type(device).__name__}; give {', '.join(DEVICES)}, or a thunder_zero.tools.Device"
+        )
+    return device if devices_per_node is None else replace(device, devices_per_node=devices_per_node)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Evaluates the rows of a table."""
+
+    subject: Subject
+    world_size: int
+    device: Device
+    memory_bytes: int
+    precision: MixedPrecision
+    tell: Callable[[str], None]
+
+    def plan(self, stages: Sequence[int]) -> TrainingPlan:
+        """All of it."""
+        meshes(0, self.world_size, self.device.devices_per_node)
+        by_stage: dict[int, list[Row]] = {}
+        least: Sequence[str] = RECOMPUTE  # what does not fit in a higher stage on all ranks does not fit in a lower one
+        for stage in sorted(stages, reverse=True):
+            by_stage[stage] = self._rows(stage, least)
+            least = least[least.index(by_stage[stage][-1].recompute) :]
+        rows = tuple(row for stage in stages for row in by_stage[stage])
+        chosen = best_of(rows)
+        return TrainingPlan(
+            model=self.subject.name,
+            parameters=sum(param.numel() for param in self.subject.module.parameters()),
+            blocks=self.subject.blocks,
+            world_size=self.world_size,
+            device=self.device.name,
+            devices_per_node=self.device.devices_per_node,
+            memory_bytes=self.memory_bytes,
+            tokens=self.subject.tokens,
+            rows=rows,
+            chosen=chosen,
+            reason=reason_of(rows, chosen, self.memory_bytes, self.subject.batch),
+            code=self._code(chosen) if chosen else "",
+            assumed=assumed(self.subject, self.precision, returns_loss=self._programs.returns_loss()),
+        )
+
+    def _code(self, chosen: Row) -> str:
+        policy = self._programs.policy(Choice(chosen.stage, chosen.recompute))
+        return code_of(chosen, policy, self.subject.build)
+
+    @cached_property
+    def _programs(self) -> Programs:
+        shards = meshes(3, self.world_size, self.device.devices_per_node)[0].shards
+        return Programs(self.subject, self.precision, shards, self.tell)
+
+    @cached_property
+    def _loss_bytes(self) -> int:
+        if self.subject.loss is None:
+            return 0
+        with self.subject.with_blocks(1) as module:
+            return loss_traffic(module, self.subject.inputs, self.precision.param_dtype, self.subject.loss)
+
+    def _rows(self, stage: int, levels: Sequence[str]) -> list[Row]:
+        """The meshes of a stage, those of fewest shards first. What does not fit on a mesh does not fit on one of fewer
+        shards, so that each starts with what the one before computes again."""
+        found: list[Row] = []
+        for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node)):
+            if self._state_bytes(stage, mesh) > self.memory_bytes:
+                levels = levels[-1:]
+            while True:
+                row = self._row(Choice(stage, levels[0]), mesh)
+                if row.fits or len(levels) == 1:
+                    break
+                levels = levels[1:]
+            found.append(row)
+        return found[::-1]
+
+    def _state_bytes(self, stage: int, mesh: Mesh) -> int:
+        """What a rank holds at rest in any case: shards and AdamW's averages, full parameters of ZeRO-1."""
+        plan = self._programs.plan(Choice(stage, "none"), mesh)
+        return state_bytes(plan) + sum(param.full_bytes for param in plan.params if param.resident)
+
+    def _row(self, choice: Choice, mesh: Mesh) -> Row:
+        one = self._programs.evaluate(choice, mesh, self.device)
+        held, estimate = one.held, one.estimate
+        communicators = 1 if mesh.replicas == 1 else 3
+        needed = max(held.peak, held.optimizer_step) + BESIDE.nbytes(communicators, held.storages)
+        speed = self.device.memory_bytes_per_second
+        loss = self._loss_bytes / speed
+        optimizer = adamw_traffic(self._programs.plan(choice, mesh)) / speed
+        seconds = estimate.seconds + loss + optimizer
+        return Row(
+            stage=choice.stage,
+            mesh=mesh,
+            recompute=choice.recompute,
+            fits=needed <= self.memory_bytes,
+            needed_bytes=needed,
+            peak_bytes=max(held.peak, held.optimizer_step),
+            at_rest_bytes=held.at_rest,
+            peak_half=held.half if held.peak >= held.optimizer_step else "optimizer step",
+            by_kind=dict(held.by_kind),
+            sent_bytes=estimate.sent_bytes,
+            compute_seconds=estimate.compute_seconds,
+            exposed_seconds=estimate.exposed_seconds,
+            loss_seconds=loss,
+            optimizer_seconds=optimizer,
+            seconds=seconds,
+            tokens_per_second=self.subject.tokens / seconds,
+            mfu=estimate.model_seconds / seconds,
+            traced_blocks=one.traced,
+        )
+
+
+def best_of(rows: Sequence[Row]) -> Row | None:
+    """The fastest that fits; of those that are nearly as fast, the one that needs least memory."""
+    fitting = [row for row in rows if row.fits]
+    fastest = max((row.tokens_per_second for row in fitting), default=0.0)
+    return min(
+        (row for row in fitting if row.tokens_per_second >= AS_FAST * fastest),
+        key=lambda row: row.needed_bytes,
+        default=None,
+    )
+
+
+def assumed(subject: Subject, precision: MixedPrecision, *, returns_loss: bool) -> tuple[str, ...]:
+    """What the figures assume, sentence by sentence; ``returns_loss``: whether forward returns one number."""
+    compute, reduce = (
+        str(dtype or "the parameters' dtype").removeprefix("torch.")
+        for dtype in (precision.param_dtype, precision.reduce_dtype)
+    )
+    shards = " and ".join(
+        dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in subject.module.parameters())
+    )
+    if subject.loss:
+        loss = "the loss is eager torch's"
+    elif returns_loss:
+        loss = "the one number that the model returns is its loss"
+    else:
+        loss = "the loss is left out, since the model does not return one number and no loss= was given"
+    return (
+        "the time is a lower bound: products at the device's peak, memory and wires at full speed, no time of the host",
+        "attention is one flash kernel each way (the trace's operator for CPUs stands for it); pointwise lines, views "
+        "and reductions that no product lies between are one kernel, as nvFuser or torch.compile makes them",
+        f"compute in {compute}, gradients on the wire in {reduce}; {shards} shards and AdamW's two averages, stepped "
+        f"by AdamW(fused=True); {loss}; memory is that of lines that are not fused",
+        "a collective is a flat ring, with a latency for each rank that a message passes",
+        str(BESIDE),
+    )

@@ -1,0 +1,154 @@
+"""Compiles stages with few of a model's blocks, and evaluates the programs on meshes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from thunder_zero.compiled import Traces
+from thunder_zero.plan import Plan, make_plan
+from thunder_zero.policy import Policy
+from thunder_zero.precision import MixedPrecision
+from thunder_zero.tools.cost.step_time import Estimate
+from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.dry_run import Interpreted
+from thunder_zero.tools.forecast.memory import memory
+from thunder_zero.tools.planner.held import Held, held_whole
+from thunder_zero.tools.planner.meshes import Mesh
+from thunder_zero.tools.planner.step import NotPeriodic, estimate_whole
+from thunder_zero.tools.planner.subject import Subject
+
+TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is compiled: a stage, and what backward computes again (``Policy.recompute``)."""
+
+    stage: int
+    recompute: str
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A choice on a mesh."""
+
+    held: Held
+    estimate: Estimate
+    traced: int  # alike blocks
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The compiled programs of a subject.
+
+    Attributes:
+        subject: what is planned.
+        precision: of its compute and gradients.
+        shards: ranks of a copy, for the compilation: the schedule does not depend on them.
+        tell: says what is done now.
+    """
+
+    subject: Subject
+    precision: MixedPrecision
+    shards: int
+    tell: Callable[[str], None]
+    interpreted: dict[int, Interpreted] = field(default_factory=dict)
+    compiled: dict[tuple[Choice, int], Traces] = field(default_factory=dict)
+    enough: dict[Choice, int] = field(default_factory=dict)
+
+    def policy(self, choice: Choice) -> Policy:
+        """The policy of a choice, with sizes that are the same on all meshes: a block is a bucket, one block is
+        gathered ahead, and one reduction is under way while the next block's gradients are made."""
+        policy = Policy(choice.stage, recompute=choice.recompute, mixed_precision=self.precision)
+        block = make_plan(self.subject.module, policy, self.shards, 0).largest_block_bytes
+        return replace(policy, bucket_bytes=block, prefetch=1, in_flight_bytes=2 * block)
+
+    def plan(self, choice: Choice, mesh: Mesh) -> Plan:
+        """The plan of the whole model, for the rank with the most rows."""
+        return make_plan(self.subject.module, self.policy(choice), mesh.shards, 0, mesh.replicas)
+
+    def evaluate(self, choice: Choice, mesh: Mesh, device: Device, *, fused: bool = True) -> Evaluated:
+        """The memory and the time of a step of the whole model.
+
+        Traces few of its alike blocks, more if those do not repeat, and all of them if none of them do.
+        """
+        blocks = self.subject.blocks
+        for count in [one for one in (*TRACED, blocks) if one >= self.enough.get(choice, 0)]:
+            traced = min(count, blocks)
+            try:
+                found = self._evaluated(choice, mesh, device, traced, fused=fused)
+            except NotPeriodic:
+                continue
+            self.enough[choice] = count
+            return found
+        raise AssertionError("a model that is traced whole repeats nothing")
+
+    def _evaluated(self, choice: Choice, mesh: Mesh, device: Device, traced: int, *, fused: bool) -> Evaluated:
+        copies = self.subject.blocks - traced
+        units = self.subject.alike.units(traced) if self.subject.alike else ()
+        traces = self._compiled(choice, mesh, traced)
+        what = f"memory of stage {choice.stage} on {mesh}"
+        self.tell(what)
+        with collecting_later():
+            forecast = memory(traces, loss=self.subject.loss, optimizer=adamw, backend="nccl")
+        held = held_whole(forecast, traces, units, copies)
+        return Evaluated(held, estimate_whole(traces, device, units, copies, fused=fused), traced)
+
+    def returns_loss(self) -> bool:
+        """Whether forward returns one number, as a loss is; of what was compiled."""
+        traces = next(iter(self.compiled.values()))
+        flat = traces.forward.output[0]["flat_output"]
+        return len(flat) == 1 and tuple(flat[0].shape) == ()
+
+    def _compiled(self, choice: Choice, mesh: Mesh, traced: int) -> Traces:
+        """The traces for a mesh: those of any mesh with another plan, since a schedule does not depend on it."""
+        if (choice, traced) not in self.compiled:
+            self.tell(f"compiles stage {choice.stage}, recompute {choice.recompute}")
+            with self.subject.with_blocks(traced), collecting_later():
+                self.compiled[choice, traced] = self._interpreted(traced).under(self.policy(choice))
+        traces = self.compiled[choice, traced]
+        plan = replace(traces.plan, world_size=mesh.shards, replicas=mesh.replicas)
+        return on_mesh(traces, plan)
+
+    def _interpreted(self, traced: int) -> Interpreted:
+        """The module with few blocks, interpreted once for all choices and meshes."""
+        if traced not in self.interpreted:
+            self.tell(f"interprets {self.subject.name} with {traced} of {self.subject.blocks} blocks")
+            policy = self.policy(Choice(3, "none"))
+            self.interpreted[traced] = Interpreted(
+                self.subject.module, self.subject.inputs, {}, policy, (self.shards, 0, 1)
+            )
+        return self.interpreted[traced]
+
+
+def on_mesh(traces: Traces, plan: Plan) -> Traces:
+    """The same program of a rank of another mesh."""
+    lifted = traces.lifted
+    return replace(
+        traces,
+        plan=plan,
+        timeline=replace(traces.timeline, plan=plan),
+        lifted=None if lifted is None else replace(lifted, plan=plan),
+    )
+
+
+def adamw(params: object) -> torch.optim.Optimizer:
+    """AdamW without the temporaries of torch's ``foreach``: fused, it has none."""
+    return torch.optim.AdamW(params, foreach=False)  # type: ignore[arg-type]
+
+
+@contextmanager
+def collecting_later() -> Iterator[None]:
+    """Python's collector of cycles takes a quarter of a compilation's time; inside the block it waits."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

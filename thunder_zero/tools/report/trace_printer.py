@@ -1,0 +1,146 @@
+"""Prints the rows of a trace as a table of columns, highlighted on a terminal.
+
+::
+
+    # forward, ZeRO-3, rank 0 of 4               does    parameters        sent gathered    alive
+    ft1 = zero_all_gather(t_w, 'h.0.w')          gather  h.0.w         1.50 KiB 2.00 KiB 12.0 KiB
+
+The column of bytes alive is there if the lines have a forecast of memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.text import Text
+
+from thunder_zero.plan import Plan
+from thunder_zero.policy import STAGES
+from thunder_zero.schedule.timeline import Kind
+from thunder_zero.tools.report.code import clip, fill, fold
+from thunder_zero.tools.report.line_meanings import Gap, Row, label, total
+
+WIDTH = 100  # columns, without a terminal
+NARROWEST, WIDEST = 80, 140
+KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
+STYLES = {
+    Kind.GATHER: "cyan",
+    Kind.WAIT: "blue",
+    Kind.COMPUTE: "",
+    Kind.FREE: "green",
+    Kind.REDUCE: "magenta",
+    Kind.DEFER: "magenta",
+}
+QUIET = "dim"
+
+
+def print_rows(rows: Sequence[Row | Gap], plan: Plan, half: str, console: Console) -> None:
+    """Print a table: a title line, then each row with its code folded to the width.
+
+    Args:
+        rows: the rows of one half.
+        plan: the plan of each parameter.
+        half: the name of the half in the title: "forward", "backward under no_sync".
+        console: where to print; it decides about colours, and on a terminal about the width.
+    """
+    width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
+    columns = _columns(rows, width)
+    syntax = Syntax("", "python", theme="ansi_dark", background_color="default")
+    _print_title(plan, half, columns, console)
+    if not rows:
+        _print(console, Text("# this half does not use this unit", QUIET))
+    origin, gathered = "", 0
+    for row in rows:
+        if isinstance(row, Gap):
+            _print(console, Text(f"# ... {row.lines} {'line' if row.lines == 1 else 'lines'}", QUIET))
+            continue
+        if row.line.origin not in ("", origin):
+            origin = row.line.origin
+            _print(console, Text(clip(f"# {origin}", width), f"{QUIET} italic"))
+        for text in _lines(row, plan, syntax, columns, changed=row.gathered != gathered):
+            _print(console, text)
+        if row.line.peak is not None:
+            _print(console, Text(f"# the peak of the step: {size(row.line.peak)} alive in the line above", "bold red"))
+        gathered = row.gathered
+    console.print()
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Widths of columns; ``alive`` is 0 where there is no forecast of memory."""
+
+    code: int
+    parameters: int
+    alive: int
+
+
+def _columns(rows: Sequence[Row | Gap], width: int) -> Columns:
+    alive = BYTES if any(isinstance(row, Row) and row.line.alive is not None for row in rows) else 0
+    parameters = PARAMETERS - bool(alive)
+    spaces = 4 + bool(alive)  # one before each column but the first
+    return Columns(width - KIND - parameters - 2 * BYTES - alive - spaces, parameters, alive)
+
+
+def _print_title(plan: Plan, half: str, columns: Columns, console: Console) -> None:
+    """The heading of a half, on a line of its own if it is long, and the heads of the columns."""
+    copies = f", one of {plan.replicas} copies" if plan.replicas > 1 else ""
+    stage = STAGES[plan.policy.stage].name
+    title = Text(f"# {half}, {stage}, rank {plan.rank} of {plan.world_size}{copies}", "bold")
+    if len(title) > columns.code:
+        _print(console, title)
+        title = Text("#", "bold")
+    title.pad_right(columns.code - len(title))
+    title.append(f" {'does':{KIND}} {'parameters':{columns.parameters}} {'sent':>{BYTES}} {'gathered':>{BYTES}}")
+    title.append(f" {'alive':>{BYTES}}" if columns.alive else "")
+    _print(console, title)
+
+
+def print_total(rows: Sequence[Row | Gap], console: Console) -> None:
+    """Print the line that sums up the rows of one half or of both."""
+    _print(console, Text(total(rows), "bold"))
+
+
+def size(nbytes: int) -> str:
+    """Bytes in at most 8 characters: ``"1.50 KiB"``."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    value, power = float(nbytes), 0
+    while value >= 999.5 and power < len(units) - 1:
+        value, power = value / 1024, power + 1
+    if not power:
+        return f"{nbytes} B"
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {units[power]}"
+
+
+def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, *, changed: bool) -> Iterator[Text]:
+    """The lines of a row: code on the left, its meaning on the right; either side may need several lines.
+
+    If nothing is sent, the parameters use that column too.
+    """
+    code = syntax.highlight("\n".join(fold(row.line.code, columns.code))).split("\n", allow_blank=False)
+    sent = "" if row.sent is None else f" {size(row.sent):>{BYTES}}"
+    width = columns.parameters + 1 + BYTES - len(sent)
+    words = re.split(r"(?<= )", label(row.params, plan, gradients=row.gradients))
+    parts = [part for word in words for part in (re.split(r"(?<=\.)", word) if len(word) > width else [word])]
+    style = QUIET if row.kind is None or not row.params else STYLES[row.kind]
+    for number, (left, params) in enumerate(zip_longest(code, fill(parts, width))):
+        first = number == 0
+        text = left.copy() if left else Text()
+        if params or first:
+            text.pad_right(columns.code - len(text))
+            text.append(f" {row.kind if row.kind and first else '':{KIND}} {params:{width}}", style)
+        if first:
+            text.append(sent, "yellow")
+            text.append(f" {size(row.gathered):>{BYTES}}", "bold" if changed else QUIET)
+            text.append("" if row.line.alive is None else f" {size(row.line.alive):>{BYTES}}", QUIET)
+        yield text
+
+
+def _print(console: Console, text: Text) -> None:
+    text.rstrip()
+    console.print(text, soft_wrap=True, highlight=False)

@@ -1,0 +1,146 @@
+"""Schedules the joint trace before Thunder's fusers, and repairs it after them.
+
+Thunder calls the pass of a fusion executor once, with forward and backward in one lowered trace, before the split. The
+first one runs before any fusion: the only moment when a schedule can choose what backward gathers again, and when the
+order of lines decides what is fused. Neither of our two executors fuses anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from thunder_zero.compat.aliases import sort_aliases
+from thunder_zero.compat.fusion import fused_only
+from thunder_zero.compat.repair_fusion import repair_fusion
+from thunder_zero.schedule import passes
+from thunder_zero.schedule.recompute import saved_bytes
+from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.traces.emit import emit
+from thunder_zero.traces.lift import is_joint, lift
+from thunder_zero.traces.symbols import ZeroExecutor
+
+from thunder.core.proxies import Proxy, variableify
+from thunder.core.symbol import BoundSymbol, BoundSymbolTag
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from thunder.extend import FusionExecutor
+
+
+class JointPass(FusionExecutor):
+    """A fusion executor that passes over the joint trace of one model and fuses nothing."""
+
+    def __init__(self, name: str, executor: ZeroExecutor) -> None:
+        super().__init__(name)
+        self.executor = executor
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        """Never. Without this method Thunder would search the subsymbols of every line."""
+        return False
+
+
+class ScheduleJointTrace(JointPass):
+    """Decides when each collective of one model starts and ends."""
+
+    def __init__(self, executor: ZeroExecutor) -> None:
+        super().__init__("thunder_zero_schedule", executor)
+        self.scheduled: TraceCtx | None = None  # the latest joint trace, before fusion
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        """The joint trace, scheduled by the passes (:mod:`thunder_zero.schedule.passes`)."""
+        trace = sort_aliases(drop_replicas(trace, self.executor))
+        trace = close_backward(trace, self.executor)
+        lifted = lift(trace, self.executor)
+        timeline = passes.run(lifted)
+        trained = frozenset(path for path, _ in lifted.gradients)
+        self.executor.program = replace(self.executor.program, plan=timeline.plan, trained=trained, lifted=lifted)
+        self.scheduled = emit(trace, timeline, self.executor)
+        return self.scheduled
+
+
+class RepairFusion(JointPass):
+    """Repairs the schedule after the fusers; the last executor.
+
+    Thunder's rematerialisation may make a fused region of backward recompute from an input of a region of forward, and
+    that input may be a gathered parameter. It weighs a tensor by its dtype alone, so it may also make forward save
+    more bytes than were scheduled: then the fusers run once more without it, and what saves less is taken.
+    """
+
+    def __init__(self, executor: ZeroExecutor, schedule: ScheduleJointTrace, fusers: Sequence[FusionExecutor]) -> None:
+        super().__init__("thunder_zero_repair_fusion", executor)
+        self.schedule = schedule
+        self.fusers = fusers
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        """The fused joint trace, repaired (:mod:`thunder_zero.compat.repair_fusion`)."""
+        scheduled = self.schedule.scheduled
+        self.schedule.scheduled = None
+        if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
+            return trace
+        timeline = self._lifted(trace)
+        if scheduled is not None and saved_bytes(timeline) > saved_bytes(self._lifted(scheduled)):
+            for fuser in self.fusers:
+                scheduled = fused_only(fuser, scheduled)
+            other = self._lifted(scheduled)
+            if saved_bytes(other) < saved_bytes(timeline):
+                trace, timeline = scheduled, other
+        repaired = repair_fusion(timeline)
+        return trace if repaired is timeline else emit(trace, repaired, self.executor)
+
+    def _lifted(self, trace: TraceCtx) -> Timeline:
+        return replace(lift(trace, self.executor), plan=self.executor.program.plan)
+
+
+def drop_replicas(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
+    """The trace without the synchronises of replicated parameters, which every rank has in full."""
+    new = from_trace(trace)
+    inputs: dict[object, Proxy] = {}
+    for bsym in trace.bound_symbols:
+        if bsym.sym == executor.synchronize:
+            inputs[variableify(bsym.output)] = bsym.args[0]
+        else:
+            new.bound_symbols.append(bsym.from_bsym_swap_proxies(inputs))
+    return new
+
+
+def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
+    """The trace with the last lines of a backward that reduces, those that are needed.
+
+    A trace that returns no gradient, as under ``torch.no_grad()``, stays as it is: any line after forward's outputs
+    would make Thunder build a backward, and connect the outputs to it.
+
+    - ``land`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all of them, so it
+      comes after their waits.
+    - ``check_finite`` looks at every reduced gradient (``policy.check_gradients``).
+    - ``reduce_deferred`` reduces deferred gradients of parameters that this backward does not reach.
+    """
+    result = trace.bound_symbols[-1].args[0]
+    has_backward = is_joint(result) and any(isinstance(grad, Proxy) for grad in result["output"])
+    if not executor.program.synced or not has_backward:
+        return trace
+    reduced = _reduced(trace, executor)
+    unreached = tuple(param.path for param in executor.plan.params if param.requires_grad and param.path not in reduced)
+    new = from_trace(trace)
+    lines: list[BoundSymbol] = []
+    with tracectx(new):
+        if reduced and executor.plan.policy.cpu_offload:
+            lines.append(executor.land.bind(tuple(reduced.values()), output=None))
+        if reduced and executor.plan.policy.check_gradients:
+            lines.append(executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None))
+        if unreached:
+            lines.append(executor.reduce_deferred.bind(unreached, output=None))
+    for line in lines:
+        line.tags.add(BoundSymbolTag.BACKWARD)
+    new.bound_symbols = [*trace.bound_symbols[:-1], *lines, trace.bound_symbols[-1]]
+    return new
+
+
+def _reduced(trace: TraceCtx, executor: ZeroExecutor) -> dict[str, Proxy]:
+    """The reduced gradients of a lowered trace, by path."""
+    reduced: dict[str, Proxy] = {}
+    launched: dict[str, str] = {}
+    for bsym in trace.bound_symbols:
+        if executor.launches.get(bsym.sym.name) in (executor.all_reduce, executor.reduce_scatter):
+            launched[bsym.output.name] = bsym.args[1]
+        elif bsym.sym == executor.wait and bsym.args[0].name in launched:
+            reduced[launched[bsym.args[0].name]] = bsym.output
+    return reduced

@@ -1,0 +1,134 @@
+"""Inserts a synchronise before the first use of each parameter, before autodiff.
+
+The trace that Thunder acquires reads full parameters. Its inputs become the shards of this rank, and a synchronise
+comes before the first line that reads each of them::
+
+    y = ltorch.linear(x, t_w, t_b)                    t0 = zero_synchronize(t_w, 'w')
+                                             ->       t1 = zero_synchronize(t_b, 'b')
+                                                      y = ltorch.linear(x, t0, t1)
+
+A tied parameter is one parameter: its names share one synchronise, so autodiff sums its gradient, which is reduced
+once. The checks of the prologue get the shapes of the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from thunder_zero.compat.proxies import proxies_in
+from thunder_zero.plan import Param
+from thunder_zero.traces.program import Program
+from thunder_zero.traces.symbols import ZeroExecutor
+
+from thunder.core import prims
+from thunder.core.dtypes import to_dtype, to_weak_dtype
+from thunder.core.proxies import Proxy, TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
+
+UNPACKED = (prims.unpack_parameter, prims.unpack_buffer)
+
+
+def module_inputs(prologue: TraceCtx, computation: TraceCtx) -> dict[str, str]:
+    """The paths of the module's parameters and buffers among the inputs of the computation, by their proxies' names."""
+    paths = {bsym.output.name: bsym.args[1] for bsym in prologue.bound_symbols if bsym.sym in UNPACKED}
+    pairs = zip(prologue.output[0], computation.args, strict=True)
+    return {comp.name: paths[pro.name] for pro, comp in pairs if pro.name in paths}
+
+
+def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: ZeroExecutor) -> TraceCtx:
+    """A trace whose parameter inputs are shards, synchronised at first use.
+
+    Args:
+        computation: the functional trace, before autodiff.
+        names: those of its inputs that are the module's, with their paths (:func:`module_inputs`).
+        executor: the model's executor.
+
+    Raises:
+        ValueError: forward returns a parameter itself.
+    """
+    by_name = executor.plan.by_name
+    inputs = {name: by_name[path] for name, path in names.items() if path in by_name}
+    proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in inputs}
+    for name, proxy in proxies.items():
+        _put_at_rest(proxy, inputs[name], executor)
+    paths = {name: param.path for name, param in inputs.items()}
+    others = {name: path for name, path in names.items() if path not in by_name}
+    executor.program = Program(executor.plan, paths, others, synced=executor.runtime.synced)
+    new = from_trace(computation)
+    full: dict[str, TensorProxy] = {}  # by path
+    swap: dict[Any, Proxy] = {}  # by input
+    with tracectx(new):
+        for bsym in computation.bound_symbols:
+            if bsym.sym is prims.python_return:
+                _refuse_parameters(bsym, inputs)
+                new.bound_symbols.append(bsym)
+                continue
+            if bsym.sym is prims.unpack_trivial:
+                new.bound_symbols.append(bsym)
+                continue
+            read = [proxies[proxy.name] for proxy in proxies_in((bsym.args, bsym.kwargs)) if proxy.name in proxies]
+            for proxy in read:
+                param = inputs[proxy.name]
+                if param.path not in full:
+                    full[param.path] = executor.synchronize(proxy, param.path)
+                swap[variableify(proxy)] = full[param.path]
+            new.bound_symbols.append(bsym.from_bsym_swap_proxies(swap, skip_output=True) if read else bsym)
+    new.set_provenance(TraceProvenance("Insert synchronise (thunder_zero)"))
+    return new
+
+
+def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
+    """Give the prologue's checks the shapes and dtypes of the parameters at rest, and add a check of whether gradients
+    are reduced; where they are not, the computation gets each shard ``apart``. Works in place, as Thunder's own
+    transforms do."""
+    plan = executor.plan
+    unpacked: dict[str, Param] = {}
+    for bsym in prologue.bound_symbols:
+        if bsym.sym is prims.unpack_parameter and bsym.args[1] in plan.by_name:
+            unpacked[bsym.output.name] = param = plan.by_name[bsym.args[1]]
+            _put_at_rest(bsym.output, param, executor)
+        elif bsym.sym is prims.check_tensor_shape_and_metadata and bsym.args[0].name in unpacked:
+            tensor, _, _, _, *rest = bsym.args
+            param = unpacked[tensor.name]
+            bsym.args = (tensor, plan.shard_shape(param), tensor.device.device_str(), param.dtype, *rest)
+    with tracectx(prologue):
+        synced = executor.check_synced.bind(executor.program.synced, output=None)
+    prologue.bound_symbols.insert(-1, synced)
+    if not executor.program.synced:
+        _set_apart(prologue, [name for name, param in unpacked.items() if param.requires_grad], executor)
+
+
+def _set_apart(prologue: TraceCtx, names: Sequence[str], executor: ZeroExecutor) -> None:
+    """Return ``zero_apart(shard)`` in place of each of these shards that the computation gets."""
+    result = prologue.bound_symbols.pop()
+    given = {proxy.name: proxy for proxy in proxies_in(result.args)}
+    swap: dict[Any, Proxy] = {}
+    for name in names:
+        if name not in given:  # a parameter that forward does not use
+            continue
+        with tracectx(prologue):
+            swap[variableify(given[name])] = executor.apart(given[name])
+    prologue.bound_symbols.append(result.from_bsym_swap_proxies(swap))
+
+
+def _put_at_rest(proxy: TensorProxy, param: Param, executor: ZeroExecutor) -> None:
+    """Give an input the shape, dtype and device of the parameter at rest; in place, since its trace shares it."""
+    dtype = to_dtype(param.dtype)
+    proxy._shape, proxy._dtype = executor.plan.shard_shape(param), dtype
+    proxy._numel = prod(proxy._shape)  # Thunder stores it apart
+    proxy._device = executor.device_at_rest(param) or proxy.device
+    proxy._true_dtype = dtype if param.shape else to_weak_dtype(dtype)  # Thunder treats a 0-dim tensor as a number
+
+
+def _refuse_parameters(bsym: BoundSymbol, inputs: dict[str, Param]) -> None:
+    returned = bsym.args[0]["output"]
+    for proxy in returned if isinstance(returned, tuple) else (returned,):
+        if isinstance(proxy, Proxy) and proxy.name in inputs:
+            path = inputs[proxy.name].path
+            raise ValueError(
+                f"forward returns the parameter {path!r} itself, which is sharded; return a value computed from it, "
+                f"or read it with thunder_zero.full_state_dict"
+            )

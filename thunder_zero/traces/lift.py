@@ -1,0 +1,219 @@
+"""Reads traces into timelines.
+
+``lift`` reads the joint trace, lowered but not yet fused or split, for the passes. ``lift_halves`` reads the forward
+and the backward trace that run, for proofs and reports; their ``del`` lines are the frees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+from thunder_zero.compat.proxies import proxies_in
+from thunder_zero.schedule.cone import frees_of_gathered
+from thunder_zero.schedule.fault import ScheduleError
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
+from thunder_zero.traces.flops import flops_of
+from thunder_zero.traces.program import Program
+from thunder_zero.traces.symbols import ZeroExecutor, dtype_name
+from thunder_zero.traces.work_classes import (
+    VIEWS,
+    draws_random_numbers,
+    is_cheap,
+    symbol_names,
+    updated_by,
+    work_of,
+)
+
+from thunder.core import prims
+from thunder.core.proxies import FutureTensorProxy, Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol, gather_tags
+from thunder.core.trace import TraceCtx
+from thunder.executors.pythonex import clear_mutable_collection
+
+PREAMBLE = {prims.PrimIDs.UNPACK_TRIVIAL, prims.PrimIDs.UNPACK_SEQUENCE, prims.PrimIDs.COMMENT}
+MAY_HAVE_FLOPS = {Work.ATTENTION, Work.CONVOLUTION, Work.MATMUL, Work.OTHER}
+NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DONT_DCE}
+
+
+def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
+    """The timeline of a joint trace: one operation for each line, forward half first.
+
+    A line belongs to forward if forward's outputs need it; Thunder will split by the same rule.
+    """
+    lines = lines_of(trace)
+    needed = _forward_lines(lines)
+    ops = [op for at, line in enumerate(lines) for op in _ops(line, at, not needed[at], executor)]
+    ops.sort(key=lambda op: op.backward)
+    result = lines[-1].bsym.args[0]
+    program = executor.program
+    returned = _gradients(result["flat_args"], result["output"], program) if is_joint(result) else ()
+    inputs = _inputs(trace.args, program)
+    return Timeline(tuple(_with_params(ops)), _values(lines), executor.plan, inputs, returned)
+
+
+def lift_halves(
+    forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor, program: Program | None = None
+) -> Timeline:
+    """The timeline of the two traces that run; ``source`` counts the lines of each half.
+
+    ``program`` has the facts about their compilation; None: the executor compiled them last.
+    """
+    program = program or executor.program
+    halves = [lines_of(forward), [] if backward is None else lines_of(backward)]
+    ops = [
+        op
+        for is_backward, lines in enumerate(halves)
+        for position, line in enumerate(lines)
+        for op in _ops(line, position, bool(is_backward), executor)
+    ]
+    values = _values([*halves[0], *halves[1]])
+    inputs = _inputs(forward.args, program)
+    returned: tuple[tuple[str, str], ...] = ()
+    if backward is not None:
+        inputs |= _inputs(backward.args[1], program)  # the gradients of outputs; forward has saved what is in args[0]
+        given = forward.bound_symbols[-1].args[0]["flat_args"]
+        returned = _gradients(given, backward.bound_symbols[-1].args[0], program)
+    return frees_of_gathered(Timeline(tuple(_with_params(ops)), values, program.plan, inputs, returned))
+
+
+class TraceLine(NamedTuple):
+    """A line of a trace, with the proxies of its arguments and of its output."""
+
+    bsym: BoundSymbol
+    given: list[Proxy]
+    gives: list[Proxy]
+
+
+def lines_of(trace: TraceCtx) -> list[TraceLine]:
+    """The lines of a trace."""
+    return [
+        TraceLine(bsym, proxies_in((bsym.args, bsym.kwargs)), proxies_in(bsym.output)) for bsym in trace.bound_symbols
+    ]
+
+
+def _inputs(given: Any, program: Program) -> dict[str, str | None]:
+    return {proxy.name: program.inputs.get(proxy.name) for proxy in proxies_in(given)}
+
+
+def _gradients(given: Sequence[Any], returned: Sequence[Any], program: Program) -> tuple[tuple[str, str], ...]:
+    """Path and gradient of each parameter that gets one: backward returns an entry for each argument of forward."""
+    pairs = zip(given, returned, strict=True)
+    named = ((arg.name, grad.name) for arg, grad in pairs if isinstance(arg, Proxy) and isinstance(grad, Proxy))
+    return tuple((program.inputs[name], grad) for name, grad in named if name in program.inputs)
+
+
+def _ops(line: TraceLine, position: int, backward: bool, executor: ZeroExecutor) -> Iterator[Op]:
+    bsym = line.bsym
+    if bsym.sym.id in PREAMBLE or bsym.sym in (clear_mutable_collection, executor.enter):
+        return
+    reads, writes = tuple(read_by(line)), tuple(written_by(line))
+    kind, paths = Kind.COMPUTE, tuple[str, ...]()
+    if bsym.sym.id is prims.PrimIDs.DEL:
+        kind = Kind.FREE
+    elif single := executor.launches.get(bsym.sym.name):
+        kind = Kind.GATHER if single is executor.all_gather else Kind.REDUCE
+        paths = (bsym.args[1],) if isinstance(bsym.args[1], str) else tuple(bsym.args[1])
+        _require_right_symbol(single, paths, executor)
+    elif bsym.sym.name in executor.waits:
+        kind = Kind.WAIT
+    elif bsym.sym == executor.defer:
+        kind, paths = Kind.DEFER, (bsym.args[1],)
+    op = Op(kind, reads, writes, paths, backward, source=(position,))
+    yield _with_work(op, bsym) if kind is Kind.COMPUTE else op
+
+
+def _with_work(op: Op, bsym: BoundSymbol) -> Op:
+    """A computation, with what its line says of its work."""
+    repeatable = _is_repeatable(bsym)
+    updates = () if repeatable else tuple(dict.fromkeys(proxy.name for proxy in updated_by(bsym)))
+    cheap = repeatable and is_cheap(bsym)
+    work = work_of(bsym)
+    flops = flops_of(bsym) if work in MAY_HAVE_FLOPS else 0
+    return replace(op, repeatable=repeatable, work=work, cheap=cheap, updates=updates, flops=flops)
+
+
+def _require_right_symbol(single: Symbol, paths: Sequence[str], executor: ZeroExecutor) -> None:
+    """The line must use the plan's kind of reduction, since the timeline only says REDUCE."""
+    for path in paths if single is not executor.all_gather else ():
+        if single is not (right := executor.reduction(executor.plan.by_name[path])):
+            raise ScheduleError(f"a line reduces {path} with {single.name}; the plan needs {right.name}")
+
+
+def read_by(line: TraceLine) -> dict[str, Proxy]:
+    """The proxies that a line reads, by name.
+
+    A ``get_grad`` names an output of forward but reads its gradient. Forward's return reads the outputs; the values
+    that it saves are read in backward.
+    """
+    bsym = line.bsym
+    if bsym.sym is prims.get_grad:
+        return {}
+    is_forward_return = bsym.sym is prims.python_return and len(bsym.args) == 2 and isinstance(bsym.args[0], dict)
+    read = proxies_in(bsym.args[0]["flat_output"]) if is_forward_return else line.given
+    return {proxy.name: proxy for proxy in read}
+
+
+def written_by(line: TraceLine) -> dict[str, Proxy]:
+    """The proxies that a line writes, by name, without arguments that it returns."""
+    inputs = {proxy.name for proxy in line.given}
+    return {proxy.name: proxy for proxy in line.gives if proxy.name not in inputs}
+
+
+def _with_params(ops: Sequence[Op]) -> Iterator[Op]:
+    """Gives waits the parameters of their launches."""
+    params: dict[str, tuple[str, ...]] = {}
+    for op in ops:
+        if op.kind in (Kind.GATHER, Kind.REDUCE):
+            params[op.writes[0]] = op.params
+        yield replace(op, params=params[op.reads[0]]) if op.kind is Kind.WAIT else op
+
+
+def _values(lines: Sequence[TraceLine]) -> dict[str, Value]:
+    values: dict[str, Value] = {}
+    for line in lines:
+        base = ""
+        if line.bsym.sym.name in VIEWS:
+            viewed = line.given[0].name
+            base = values[viewed].base or viewed
+        for proxy in (*line.gives, *line.given):
+            if proxy.name not in values and isinstance(proxy, TensorProxy | FutureTensorProxy):
+                values[proxy.name] = Value(prod(proxy.shape) * dtype_bytes(proxy), dtype_name(proxy.dtype), base)
+    return values
+
+
+def dtype_bytes(proxy: TensorProxy | FutureTensorProxy) -> int:
+    """Bytes of one element."""
+    return int(proxy.dtype.bytes)
+
+
+def _forward_lines(lines: Sequence[TraceLine]) -> list[bool]:
+    """For each line, whether forward's outputs need it: Thunder's rule for the split."""
+    result = lines[-1].bsym.args[0]
+    if not is_joint(result):
+        return [True] * len(lines)
+    needed = {proxy.name for proxy in proxies_in((result["fw_flat_out"], result["flat_args"]))}
+    forward = [False] * len(lines)
+    for position in reversed(range(len(lines) - 1)):
+        bsym, given, gives = lines[position]
+        if bsym.sym is prims.get_grad:
+            continue
+        updates = bsym.sym.name == "copy_" and bsym.args[1].name in needed
+        if updates or bsym.sym.id in PREAMBLE or any(proxy.name in needed for proxy in gives):
+            forward[position] = True
+            needed.update(proxy.name for proxy in given)
+    return forward
+
+
+def is_joint(result: Any) -> bool:
+    """Whether a trace that returns this has a backward half too."""
+    return isinstance(result, dict) and "fw_flat_out" in result
+
+
+def _is_repeatable(bsym: BoundSymbol) -> bool:
+    """Whether running a line twice gives the same values and has no side effect."""
+    if bsym.sym in (prims.python_return, prims.get_grad) or gather_tags(bsym) & NOT_REPEATABLE:
+        return False
+    return not any(name == "copy_" or draws_random_numbers(name) for name in symbol_names(bsym))

@@ -1,0 +1,272 @@
+"""The symbols of our lines in a trace (``zero_all_gather``, ...) and the functions that they call.
+
+Each model has its own executor, so a line of a trace needs no process group and no state; its arguments are tensors and
+paths of parameters only::
+
+    t5 = zero_all_gather(t_h_0_w, 'h.0.w')                # launch
+    t6 = zero_wait(t5)                                    # the full parameter
+    t9 = zero_reduce_scatter_coalesced((g0, g1), ('h.0.w', 'h.0.b'))
+    (s0, s1) = zero_wait_coalesced(t9)
+
+Before autodiff, forward has ``zero_synchronize(t_h_0_w, 'h.0.w')``: the full parameter, whose gradient is the mean over
+ranks. Only its gradient rule and its lowering, below, turn a parameter into collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from thunder_zero.plan import Param, Plan
+from thunder_zero.schedule.program_name import ProgramName
+from thunder_zero.traces.program import Program
+
+import thunder.core.dtypes as dtypes
+from thunder.core import prims
+from thunder.core.devices import Device, to_device
+from thunder.core.proxies import FutureTensorProxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.extend import OperatorExecutor
+
+
+class Runtime(Protocol):
+    """The functions that the symbols call when a trace runs."""
+
+    def enter(self, half: str, schedule: str) -> None:
+        """A half of a step begins, whose launches have this digest."""
+
+    def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Any:
+        """Start gathering; return a handle with ``wait() -> tuple of full parameters``."""
+
+    def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Any:
+        """Start reducing; return a handle with ``wait() -> tuple of reduced gradients``."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that computes; None: that of the parameters."""
+
+    @property
+    def synced(self) -> bool:
+        """Whether a program that is compiled now reduces gradients; if not, it defers them (``no_sync``)."""
+
+    def check_synced(self, synced: bool) -> None:
+        """Raise if a program that was compiled with this ``synced`` must not run now."""
+
+    def apart(self, shard: Tensor) -> Tensor:
+        """The shard as autograd sees it in a program that defers gradients."""
+
+    def defer(self, grad: Tensor, path: str) -> None:
+        """Hold a full gradient; the next reduction of the parameter adds it."""
+
+    def reduce_deferred(self, paths: Sequence[str]) -> None:
+        """Reduce the deferred gradients of these parameters, which this backward does not reach, into ``.grad``."""
+
+    def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
+        """Raise on every rank if any gradient on any rank is not finite."""
+
+    def land(self, grads: Sequence[Tensor]) -> None:
+        """Wait until gradients have arrived in host memory."""
+
+    def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
+        """Raise on every rank if another rank is about to run other collectives."""
+
+
+class DryRuntime:
+    """The runtime of a trace that is only read: no process group, nothing runs."""
+
+    device = None
+
+    def __init__(self, synced: bool) -> None:
+        self.synced = synced
+
+    def _refuse(self, *args: Any) -> Any:
+        raise RuntimeError(
+            "cannot run this trace: thunder_zero.trace made it without a process group, only to be read; to run the "
+            "model, jit the module with ZeroTransform and call it"
+        )
+
+    enter = all_gather = reduce = check_synced = apart = defer = reduce_deferred = check_finite = land = _refuse
+
+    def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
+        """There is no other rank."""
+
+
+class ZeroExecutor(OperatorExecutor):
+    """The symbols of one model.
+
+    Attributes:
+        plan: the plan of each parameter.
+        graph: the name of the graph, if its programs are not all of the model.
+        program: the facts about the program that is being compiled, or was compiled last.
+        synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
+        check_finite, reduce_deferred, land: symbols of lines before backward's return.
+        check_synced, apart: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
+        enter: the symbol of the line before the first launch of each half, in the traces that run.
+    """
+
+    def __init__(self, plan: Plan, runtime: Runtime, graph: str = "") -> None:
+        super().__init__("thunder_zero")
+        self.plan = plan
+        self.graph = graph
+        self.program = Program(plan)
+        self.runtime = runtime
+        functions = functions_of(runtime, plan)
+
+        def register(name: str, meta: Callable[..., Any], tags: tuple[prims.OpTags, ...] = ()) -> Symbol:
+            return self.register_operator(name, meta=meta, fn=functions[name], tags=tags)
+
+        self.all_gather = register("zero_all_gather", self._gather_meta)
+        self.all_reduce = register("zero_all_reduce", self._reduce_meta)
+        self.reduce_scatter = register("zero_reduce_scatter", self._reduce_meta)
+        self.wait = register("zero_wait", _wait_meta)
+        self.coalesced = {
+            single: register(f"{single.name}_coalesced", _no_meta)
+            for single in (self.all_gather, self.all_reduce, self.reduce_scatter, self.wait)
+        }
+        self.defer = register("zero_defer_reduction", self._defer_meta)
+        tags = (prims.OpTags.DONT_DCE,)
+        self.enter = register("zero_enter", _no_meta, tags)
+        self.check_synced = register("zero_check_synced", _no_meta, tags)
+        self.apart = register("zero_apart", _same_meta)
+        self.reduce_deferred = register("zero_reduce_deferred", _no_meta, tags)
+        self.check_finite = register("zero_check_finite", _no_meta, tags)
+        self.land = register("zero_land", _no_meta, tags)
+        self.cast = register("zero_cast", self._synchronize_meta)
+        self.synchronize = self.register_operator("zero_synchronize", meta=self._synchronize_meta, fn=None)
+        self.register_implementation(
+            self.synchronize,
+            self.synchronize,
+            execution_transform=self.lower_synchronize,
+            grad_transform=self._synchronize_grad,
+        )
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        """Never. Without this method Thunder would search the subsymbols of every line."""
+        return False
+
+    def named(self, half: str) -> ProgramName:
+        """The name of a half of the program that is being compiled."""
+        return ProgramName(half, self.program.synced, self.graph)
+
+    def reduction(self, param: Param) -> Symbol:
+        """The symbol that reduces the parameter's gradient."""
+        return self.reduce_scatter if param.sharded else self.all_reduce
+
+    @cached_property
+    def launches(self) -> dict[str, Symbol]:
+        """The one-tensor symbol of each launch, by the name of the symbol or of its coalesced form."""
+        singles = (self.all_gather, self.all_reduce, self.reduce_scatter)
+        return {name.name: single for single in singles for name in (single, self.coalesced[single])}
+
+    @cached_property
+    def waits(self) -> frozenset[str]:
+        """The names of the symbols that wait for a launch."""
+        return frozenset((self.wait.name, self.coalesced[self.wait].name))
+
+    # Shapes, dtypes and devices, for tracing.
+
+    def _synchronize_meta(self, shard: TensorProxy, path: str) -> TensorProxy:
+        param = self.plan.by_name[path]
+        dtype = dtypes.to_dtype(param.compute_dtype)
+        return TensorProxy(like=shard, shape=param.shape, dtype=dtype, device=self._device_of(shard))
+
+    def _gather_meta(self, shard: TensorProxy, path: str) -> FutureTensorProxy:
+        param = self.plan.by_name[path]
+        dtype = dtypes.to_dtype(param.compute_dtype)
+        return FutureTensorProxy(shape=param.shape, device=self._device_of(shard), dtype=dtype)
+
+    def _reduce_meta(self, grad: TensorProxy, path: str) -> FutureTensorProxy:
+        param = self.plan.by_name[path]
+        shape, dtype = self.plan.shard_shape(param), dtypes.to_dtype(param.dtype)
+        return FutureTensorProxy(shape=shape, device=self.device_at_rest(param) or grad.device, dtype=dtype)
+
+    def device_at_rest(self, param: Param) -> Device | None:
+        """The device of its shard; None: that of the tensors that are traced."""
+        device = self.runtime.device
+        return None if device is None else to_device("cpu" if self.plan.rests_on_host(param) else device)
+
+    def _device_of(self, shard: TensorProxy) -> Device:
+        return shard.device if self.runtime.device is None else to_device(self.runtime.device)
+
+    def _defer_meta(self, grad: TensorProxy, path: str) -> TensorProxy:
+        """A placeholder of the shard's gradient: at run time a deferred gradient is None."""
+        param = self.plan.by_name[path]
+        shape, dtype = self.plan.shard_shape(param), dtypes.to_dtype(param.dtype)
+        device = self.device_at_rest(param) or grad.device
+        return TensorProxy(like=grad, shape=shape, dtype=dtype, device=device, requires_grad=False)
+
+    def handle_of(self, single: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str]) -> FutureTensorProxy:
+        """The handle of a launch; for several tensors it is flat, since their shapes differ."""
+        if len(tensors) == 1:
+            return single.meta(tensors[0], paths[0])
+        handles = [single.meta(tensor, path) for tensor, path in zip(tensors, paths, strict=True)]
+        numel = sum(prod(handle.shape) for handle in handles)
+        return FutureTensorProxy(shape=(numel,), device=handles[0].device, dtype=handles[0].dtype)
+
+    # The lowering and the gradient of a synchronise.
+
+    def lower_synchronize(self, shard: TensorProxy, path: str) -> TensorProxy:
+        """Gather and wait, or cast a replicated parameter. If that needs no cast, its synchronise stays, and the
+        schedule drops it."""
+        param = self.plan.by_name[path]
+        if param.sharded:
+            return self.wait(self.all_gather(shard, path))
+        return self.cast(shard, path) if param.is_cast else self.synchronize(shard, path)
+
+    def _synchronize_grad(self, shard: TensorProxy, path: str) -> TensorProxy:
+        full = self.lower_synchronize(shard, path)
+        grad = prims.get_grad(full)
+        if self.program.synced:
+            prims.put_grad(shard, self.wait(self.reduction(self.plan.by_name[path])(grad, path)))
+        else:
+            prims.put_grad(shard, self.defer(grad, path))
+        return full
+
+
+def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
+    """What the lines of a trace call, by the names of their symbols."""
+    return {
+        "zero_all_gather": _one(runtime.all_gather),
+        "zero_all_reduce": _one(runtime.reduce),
+        "zero_reduce_scatter": _one(runtime.reduce),
+        "zero_wait": lambda handle: handle.wait()[0],
+        "zero_all_gather_coalesced": runtime.all_gather,
+        "zero_all_reduce_coalesced": runtime.reduce,
+        "zero_reduce_scatter_coalesced": runtime.reduce,
+        "zero_wait_coalesced": lambda handle: handle.wait(),
+        "zero_defer_reduction": runtime.defer,
+        "zero_enter": runtime.enter,
+        "zero_check_synced": runtime.check_synced,
+        "zero_apart": runtime.apart,
+        "zero_reduce_deferred": runtime.reduce_deferred,
+        "zero_check_finite": runtime.check_finite,
+        "zero_land": runtime.land,
+        "zero_cast": lambda full, path: full.to(plan.by_name[path].compute_dtype),
+    }
+
+
+def _one(launch: Callable[[Sequence[Tensor], Sequence[str]], Any]) -> Callable[[Tensor, str], Any]:
+    return lambda tensor, path: launch((tensor,), (path,))
+
+
+def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:
+    return TensorProxy(shape=handle.shape, device=handle.device, dtype=handle.dtype, requires_grad=False)
+
+
+def _same_meta(shard: TensorProxy) -> TensorProxy:
+    return TensorProxy(like=shard)
+
+
+def _no_meta(*args: Any) -> None:
+    return None
+
+
+@cache
+def dtype_name(dtype: dtypes.dtype) -> str:
+    """``"float32"`` for Thunder's ``float32``, weak or strong."""
+    return str(dtypes.to_torch_dtype(dtype)).removeprefix("torch.")

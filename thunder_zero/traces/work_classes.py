@@ -1,0 +1,141 @@
+"""Classifies the work of a line (matmul, view, random, ...) and finds views, by a table of names.
+
+The table is conservative: a name that it does not list is OTHER work and makes no view. Lines that may copy, such as a
+reshape, are VIEW work but not in ``VIEWS``, since a trace does not know strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+from thunder_zero.schedule.timeline import Work
+
+from thunder.core import prims
+from thunder.core.proxies import Proxy
+from thunder.core.symbol import BoundSymbol
+
+# Names of Thunder's primitives, of the executors' symbols that replace them, and of composites that have kernels.
+NAMES = {
+    Work.ATTENTION: """
+        scaled_dot_product_attention cpu_flash_attention cpu_flash_attention_backward cpu_flash_attention_mask_backward
+        cudnn_sdpa_fwd cudnn_sdpa_bwd fa3_fwd fa3_bwd nv_sdpfa_fwd nv_sdpfa_bwd
+        sdpaex_grad_forward_scaled_dot_product_efficient_attention
+        sdpaex_scaled_dot_product_efficient_attention_backward
+        sdpafx_grad_forward_scaled_dot_product_efficient_attention
+        sdpafx_scaled_dot_product_efficient_attention_backward""",
+    Work.CONVOLUTION: """
+        convolution convolution_backward convolution_input_gradient convolution_weight_gradient conv1d conv2d conv3d
+        conv_transpose1d conv_transpose2d conv_transpose3d""",
+    Work.MATMUL: """
+        matmul linear addmm baddbmm bmm dot einsum mm mv outer te_functional_linear_bwd te_functional_linear_fwd
+        _grouped_mm torch.linalg.multi_dot""",
+    Work.INDEX: """
+        embedding embedding_backward take take_along_axis take_along_dim gather scatter scatter_add index_add index_copy
+        index_put index_select copy_with_setitem copy_with_setitem_impl sort argsort topk
+        torch.ops.aten.embedding_backward""",
+    Work.REDUCTION: """
+        amax amin prod sum var var_mean std argmax argmin cumsum softmax softmax_backward log_softmax logsumexp
+        layer_norm native_layer_norm layer_norm_backward batch_norm group_norm instance_norm nll_loss
+        adaptive_avg_pool2d max_pool1d max_pool2d max_pool3d max_pool2d_with_indices
+        max_pool2d_with_indices_backward max_pool3d_with_indices max_pool3d_with_indices_backward
+        torch.ops.aten._adaptive_avg_pool2d_backward torch.ops.aten._log_softmax_backward_data
+        torch_nll_loss_backward_impl""",
+    Work.RANDOM: """
+        uniform uniform_philox ops.rngprims.philox_rand get_and_update_rng_state get_and_update_rng_state_impl
+        multinomial_helper""",
+    Work.POINTWISE: """
+        abs acos acosh add asin asinh atan atan2 atanh bitcast bitwise_and bitwise_left_shift bitwise_not bitwise_or
+        bitwise_right_shift bitwise_xor cat ceil clone contiguous convert_element_type copy_ copysign cos cosh
+        device_put digamma div empty eq erf erfc erfcinv erfinv exp exp2 expm1 flip floor fmod frexp full ge gelu
+        gelu_backward gt iota isfinite le lerp lgamma log log10 log1p log2 lt maximum minimum mul ndtri ne neg nextafter
+        pad pow reciprocal remainder repeat round rsqrt sign signbit silu silu_backward sin sinh sqrt stack stride_order
+        sub tan tanh
+        tensor_from_sequence to torch.ops.aten.log_sigmoid_backward torch_div_prim_impl torch_erfcinv_impl
+        torch_pad_prim_impl torch_stride_order_prim_impl trunc where zero_cast zeta""",
+    Work.VIEW: """
+        broadcast_in_dim chunk diagonal expand expand_as flatten imag movedim narrow permute real reshape select
+        shallow_copy slice_prim split squeeze tensor_split torch_prims_reshape_impl torch_slice_prim_impl transpose
+        unbind unfold unsqueeze update_aliases view view_as""",
+    Work.NONE: "get_grad item python_return shape sink unpack_list unpack_tuple",
+}
+WORK = {name: work for work, names in NAMES.items() for name in names.split()}
+MAY_COPY = {"flatten", "reshape", "torch_prims_reshape_impl", "unfold", "update_aliases"}  # strides decide
+VIEWS = {name for name, work in WORK.items() if work is Work.VIEW} - MAY_COPY
+NOT_CHEAP = {"device_put", "empty", "update_aliases"}  # of POINTWISE and VIEW work
+OF_ROWS = {
+    "amax",
+    "amin",
+    "prod",
+    "sum",
+    "var",
+    "var_mean",
+    "argmax",
+    "argmin",
+    "cumsum",
+    "softmax",
+}  # dims come second
+HEAVIEST_FIRST = {work: number for number, work in enumerate(Work)}
+
+
+def work_of(bsym: BoundSymbol) -> Work:
+    """The class of work of a line: by its own name, or else that of the heaviest of its subsymbols.
+
+    ``Work.OTHER`` for an unknown name without subsymbols.
+    """
+    name = bsym.sym.name
+    if name in WORK:
+        return WORK[name]
+    if draws_random_numbers(name):
+        return Work.RANDOM
+    return min(map(work_of, bsym.subsymbols), key=HEAVIEST_FIRST.__getitem__, default=Work.OTHER)
+
+
+def is_cheap(bsym: BoundSymbol) -> bool:
+    """Whether a line does pointwise work, makes views, or reduces the last dimensions, and nothing else."""
+    name = bsym.sym.name
+    if WORK.get(name) in (Work.POINTWISE, Work.VIEW):
+        return NOT_CHEAP.isdisjoint(symbol_names(bsym))
+    if bsym.subsymbols:
+        return all(map(is_cheap, bsym.subsymbols))
+    return name == "native_layer_norm" or (name in OF_ROWS and _reduces_last(bsym))
+
+
+def _reduces_last(bsym: BoundSymbol) -> bool:
+    """Whether a reduction is over the last dimensions, but not over all of them."""
+    rank = bsym.args[0].ndim
+    dims = bsym.args[1] if len(bsym.args) > 1 else next(iter(bsym.kwargs.values()), None)
+    over = {dims % rank} if isinstance(dims, int) and rank else {dim % rank for dim in dims or ()}
+    return 0 < len(over) < rank and over == set(range(rank - len(over), rank))
+
+
+def updated_by(bsym: BoundSymbol) -> Iterator[Proxy]:
+    """The tensors that a line writes to in place, or that share memory with those."""
+    if bsym.sym.name == "copy_":
+        yield bsym.args[1]
+    elif bsym.sym.name == "update_aliases" or prims.OpTags.IN_PLACE in (bsym.sym.tags or ()):
+        yield from bsym.flat_proxy_args
+    for inner in bsym.subsymbols:
+        yield from updated_by(inner)
+
+
+def symbol_names(bsym: BoundSymbol) -> Iterator[str]:
+    """The name of a line, and of all its subsymbols."""
+    yield bsym.sym.name
+    for inner in bsym.subsymbols:
+        yield from symbol_names(inner)
+
+
+@cache
+def draws_random_numbers(name: str) -> bool:
+    """Whether our table has the operator as random, or torch tags it as seeded; Thunder does not tag all of them."""
+    if WORK.get(name) is Work.RANDOM:
+        return True
+    packet: Any = getattr(torch.ops.aten, name, None)
+    if packet is None:
+        return False
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
