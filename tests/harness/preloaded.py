@@ -13,10 +13,15 @@ import pytest  # noqa: F401
 import torch.distributed.checkpoint.state_dict  # noqa: F401
 
 import tests.harness.models  # noqa: F401
-import thunder_zero  # noqa: F401
+import thunder_zero
+import thunder_zero.tools
 
 import thunder.transforms.autocast
 import thunder.transforms.autodiff  # noqa: F401
+
+for package in (thunder_zero, thunder_zero.tools):
+    for name in package.__all__:
+        getattr(package, name)  # imported when it is asked for
 
 gc.collect()
 gc.freeze()  # so that no collection in a rank writes to the shared pages, which copies them

@@ -138,7 +138,7 @@ def test_what_is_no_trace_or_no_device_is_refused() -> None:
     traces = traced(narrow, (3, 4), NONE)
     rows: list[tuple[Any, Any, type[Exception], tuple[str, ...]]] = [
         (traces.timeline, H100, TypeError, ("estimate takes Traces, got Timeline", "what trace or traces_of returns")),
-        (traces, "h100", TypeError, ("estimate takes a Device, got str",)),
+        (traces, "h9", ValueError, ("there is no device 'h9'", "give one of a100, h100")),
         (traces, tz.tools.DEVICES["tpu-v2"], ValueError, ("TPU v2 has FLOP/s for bfloat16, but the step", "'float32'")),
     ]
     for of, device, kind, words in rows:

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
-from thunder_zero.schedule.timeline import itemsize
+from thunder_zero.amounts import itemsize, size
 from thunder_zero.tools.dry_run import Interpreted
 from thunder_zero.tools.fitting.candidate import Candidate
 from thunder_zero.tools.fitting.parts import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN
 from thunder_zero.tools.fitting.search import Choices, Search
 from thunder_zero.tools.fitting.trade import Trade, print_trade
 from thunder_zero.tools.forecast.kinds import Holds
-from thunder_zero.tools.report.trace_printer import size
 
 import thunder
 from thunder.executors.torch_compile import torch_compile_ex

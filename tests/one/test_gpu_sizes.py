@@ -24,7 +24,7 @@ BEFORE, AFTER = ["embedding", "positions"], ["norm", "head"]  # the blocks
 def schedule(policy: tz.Policy) -> Timeline:
     with torch.device("meta"):
         module, tokens = make_model(SIZE), torch.zeros(1, SIZE.tokens, dtype=torch.long)
-    return tz.trace(module, tokens, policy=policy, world_size=8, device=tz.tools.DEVICES["h100"]).timeline
+    return tz.trace(module, tokens, policy=policy, world_size=8, device="h100").timeline
 
 
 def hidden_behind(timeline: Timeline, kind: Kind, *, backward: bool) -> Iterator[tuple[str, int]]:

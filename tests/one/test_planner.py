@@ -276,7 +276,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
         for stages in ((), (5,), 3, (True,), "3")
     ),
     (plans(model=3), TypeError, ("model is of type int", "give a torch.nn.Module, a name")),
-    (plans(device=None), TypeError, ("device is of type NoneType", "give a100")),
+    (plans(device=None), TypeError, ("device is of type NoneType", "give one of a100")),
     (plans(devices_per_node=0), ValueError, ("devices_per_node is 0", "give the number of devices of a node")),
     (plans(devices_per_node=2.0), ValueError, ("devices_per_node is 2.0", "give the number")),
     (plans(micro_batch=2), ValueError, ("micro_batch belongs to models by name", "change the shapes of the inputs")),
@@ -296,7 +296,7 @@ def test_python_refuses_in_one_sentence() -> None:
 GPT = ("--model", "gpt-1.3b")
 REFUSED_ARGUMENTS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("--model", "llama9"), ("there is no model 'llama9'", "choose llama3-8b, llama3-70b")),
-    ((*GPT, "--device", "h9"), ("there is no device 'h9'", "choose a100, h100")),
+    ((*GPT, "--device", "h9"), ("there is no device 'h9'", "give one of a100, h100")),
     ((*GPT, "--memory", "much"), ("'much' is no amount of memory", "give a number with a unit")),
     ((*GPT, "--memory", "40"), ("'40'", "without a unit", "such as 40GiB or 40GB")),
     ((*GPT, "--world-size", "12"), ("12 ranks do not fill nodes of 8 devices", "give a multiple of 8")),

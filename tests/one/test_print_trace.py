@@ -17,9 +17,9 @@ import thunder_zero as tz
 from tests.harness.errors import raised
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
+from thunder_zero.amounts import size
 from thunder_zero.schedule import Kind
 from thunder_zero.schedule.timeline import gathered_bytes
-from thunder_zero.tools.report.trace_printer import size
 
 import thunder
 

@@ -39,7 +39,7 @@ def rooms(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
-DATA = rooms("layout times precision policy sizes plan")
+DATA = rooms("amounts layout times precision policy sizes plan")
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Room:
 ROOMS = (  # bottom up: each reads rooms above its row only; those below the line are tools, which core never reads
     # file or folder      torch   torch.d. thunder  reads
     Room("lazy.py",       NOT,    NOT,     NOT,     NOTHING),
+    Room("amounts.py",    IMPORT, NOT,     NOT,     NOTHING),
     Room("layout.py",     NOT,    NOT,     NOT,     NOTHING),
     Room("times.py",      NOT,    NOT,     NOT,     NOTHING),
     Room("precision.py",  IMPORT, NOT,     NOT,     NOTHING),
@@ -72,7 +73,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("whole_step/",   IMPORT, NOT,     NOT,     DATA | {"rows", "marks", "comm", "runtime"}),
     Room("state_dict/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime"}),
     Room("checkpoint/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime", "state_dict"}),
-    Room("hugging_face/", IMPORT, NOT,     NOT,     rooms("marks comm runtime state_dict checkpoint")),
+    Room("hugging_face/", IMPORT, NOT,     NOT,     rooms("amounts marks comm runtime state_dict checkpoint")),
     Room("arguments.py",  IMPORT, TYPES,   NOT,     DATA | {"runtime"}),
     Room("refusals.py",   IMPORT, NOT,     IMPORT,  rooms("compat runtime")),
     Room("placement.py",  IMPORT, NOT,     IMPORT,  rooms("marks runtime")),
@@ -98,8 +99,9 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("tools/fitting/cheapest.py",IMPORT,NOT,IMPORT,DATA | rooms("schedule comm compiled tools/report "
                                                                        "tools/dry_run tools/forecast")),
     Room("tools/fitting/",TYPES,  NOT,     NOT,     DATA | rooms("schedule tools/report")),
-    Room("tools/ask/",    NOT,    NOT,     IMPORT,  rooms("layout plan policy schedule compiled zero_module "
-                                                          "tools/report tools/devices tools/cost tools/forecast")),
+    Room("tools/ask/",    NOT,    NOT,     IMPORT,  rooms("amounts layout plan policy schedule compiled "
+                                                          "zero_module tools/report tools/devices tools/cost "
+                                                          "tools/forecast")),
     Room("tools/from_file.py",IMPORT,NOT,  NOT,     NOTHING),
     Room("tools/planner/",IMPORT, NOT,     NOT,     DATA | rooms("schedule compiled tools/report tools/devices "
                                                                  "tools/cost tools/dry_run tools/forecast "

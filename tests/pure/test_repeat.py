@@ -1,4 +1,4 @@
-"""Periods in a sequence, and where further ones go; meshes and amounts of memory."""
+"""Periods in a sequence, and where further ones go; meshes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunder_zero.tools.planner.meshes import Mesh, bytes_of, meshes
+from thunder_zero.tools.planner.meshes import Mesh, meshes
 from thunder_zero.tools.planner.repeat import Stretch, linked, positions, stretch_of
 
 
@@ -47,11 +47,3 @@ def test_meshes_go_from_a_node_to_all_ranks() -> None:
     assert meshes(2, 4, 8) == (Mesh(1, 4),)
     with pytest.raises(ValueError, match="12 ranks do not fill nodes of 8 devices"):
         meshes(3, 12, 8)
-
-
-def test_amounts_of_memory() -> None:
-    amounts = {"80GiB": 80 << 30, "80GB": 80 * 10**9, "1.5 MiB": 3 << 19, "512B": 512, "7B": 7}
-    assert {text: bytes_of(text) for text in amounts} == amounts
-    for text in ("", "80 GiBs", "-1GB", "0", "1.2.3GB", "5iB", "much"):
-        with pytest.raises(ValueError, match="is no amount of memory"):
-            bytes_of(text)

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.harness.timelines import make_param, split
+from thunder_zero.amounts import size
 from thunder_zero.plan import Plan
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.tools.report.code import fold
 from thunder_zero.tools.report.line_meanings import Gap, Row, SourceLine, label, rows, select
 from thunder_zero.tools.report.timeline_text import format_timeline
-from thunder_zero.tools.report.trace_printer import print_rows, print_total, size
+from thunder_zero.tools.report.trace_printer import print_rows, print_total
 
 POLICY = Policy(stage=3)
 PARAMS = (

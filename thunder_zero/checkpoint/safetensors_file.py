@@ -36,16 +36,6 @@ DTYPE_NAMES = {
 }
 
 
-def require_float(dtype: torch.dtype | None) -> None:
-    """Raise unless ``dtype`` is a floating-point dtype that files can have, or None.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if dtype is not None and not (dtype in DTYPE_NAMES and dtype.is_floating_point):
-        raise ValueError(f"dtype is {dtype!r}; pass a floating-point dtype, such as torch.bfloat16, or None")
-
-
 def require_storable(tensors: Iterable[TensorToWrite]) -> None:
     """Raise unless safetensors files can hold these tensors.
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FLOAT_DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_zero.amounts import bytes_of, float_dtype
 from thunder_zero.checkpoint.atomic_files import FILES_UNCHANGED, create_together
 from thunder_zero.checkpoint.folder import explain_write_error
-from thunder_zero.checkpoint.safetensors_file import require_float, require_storable
+from thunder_zero.checkpoint.safetensors_file import require_storable
 from thunder_zero.checkpoint.safetensors_parts import reading_order, remove_older, write_parts
 from thunder_zero.checkpoint.tensor_to_write import TensorToWrite, dtype_to_write
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
@@ -28,8 +28,6 @@ from thunder_zero.state_dict.get_model import FULL_ON_CPU, rows_value
 
 SAVE = "to save"
 CARD = "README.md"  # an existing one is the user's
-BYTES_OF_UNIT = {"B": 1} | {f"{k}B": 10 ** (3 * n) for n, k in enumerate("KMGT", 1)}
-BYTES_OF_UNIT |= {f"{k}iB": 2 ** (10 * n) for n, k in enumerate("KMGT", 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ def save_pretrained(
     folder: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "5GB",
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
 ) -> None:
     """Write a folder of the whole model that Hugging Face's ``from_pretrained`` and argument ``weights`` load.
 
@@ -90,7 +88,7 @@ def save_pretrained(
         folder: made if it is missing; rank 0 must see it.
         max_shard_size: the most bytes of tensors in one file, as a number or as in ``"5GB"`` or ``"500MiB"``; a larger
             tensor has a file of its own. Several files have an index. Adapters are always one file.
-        dtype: of the floating-point tensors (default None: the shards' own).
+        dtype: of the floating-point tensors, such as ``"bfloat16"`` (default None: the shards' own).
 
     Raises:
         TypeError: not a model with ZeroTransform.
@@ -103,9 +101,9 @@ def save_pretrained(
     state = sharded.state
     with all_or_none(state.group, SAVE):
         state.require_not_lent()
-        require_float(dtype)
+        dtype = float_dtype("dtype", dtype)
         folder = Path(folder)
-        max_bytes, contents = _bytes_of(max_shard_size), contents_of(sharded)
+        max_bytes, contents = bytes_of("max_shard_size", max_shard_size), contents_of(sharded)
     arguments = {"folder": folder, "max_shard_size": max_bytes, "dtype": dtype}
     facts = [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
     require_same(facts, state.group)
@@ -130,19 +128,6 @@ def _gather_and_write(state: State, contents: ModelContents, plan: Folder) -> No
     with all_or_none(state.group, SAVE):
         if failure is not None:
             raise failure
-
-
-def _bytes_of(size: int | str) -> int:
-    """Bytes of a number, or of a text such as ``"5GB"``.
-
-    Raises:
-        ValueError: it is neither, or less than 1.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)", str(size) if isinstance(size, str) else f"{size}B")
-    nbytes = int(float(found[1]) * BYTES_OF_UNIT[found[2]]) if found and found[2] in BYTES_OF_UNIT else 0
-    if nbytes < 1:
-        raise ValueError(f"max_shard_size is {size!r}; pass a number of bytes, 1 or more, or a text such as '5GB'")
-    return nbytes
 
 
 def _planned(

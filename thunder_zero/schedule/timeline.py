@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from re import search
 from typing import TYPE_CHECKING
 
 from thunder_zero import layout
@@ -250,13 +249,3 @@ def overwritten(timeline: Timeline) -> frozenset[str]:
             shares.update(dict.fromkeys(op.writes, shares.get(op.reads[0], op.reads[0])))
     gone = {shares.get(name, name) for op in timeline.ops for name in op.updates}
     return frozenset(gone.union(name for name, first in shares.items() if first in gone))
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of an element of a dtype of torch, from the first number in its name: its bits; at least 1.
-
-    >>> itemsize("bfloat16"), itemsize("float8_e4m3fn"), itemsize("complex64"), itemsize("bool")
-    (2, 1, 8, 1)
-    """
-    bits = search(r"[0-9]+", dtype)
-    return max(int(bits.group()) // 8, 1) if bits else 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from textwrap import wrap
@@ -140,3 +141,19 @@ def _devices() -> Iterator[Finding]:
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         yield Finding("device", f"cuda:{number}, {properties.name}, {properties.total_memory / (1 << 30):.0f} GiB")
+
+
+def show_health(*, as_json: bool) -> None:
+    """Print what works here.
+
+    Raises:
+        ValueError: the package does not.
+    """
+    findings = examine()
+    faults = [one.what for one in findings if one.fault]
+    if as_json:
+        print(json.dumps({"works": not faults, "findings": [asdict(one) for one in findings]}, indent=1))
+    else:
+        print(text_of(findings))
+    if faults:
+        raise ValueError(f"thunder_zero cannot run here: {', '.join(faults)}")

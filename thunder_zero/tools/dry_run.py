@@ -18,6 +18,7 @@ from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import ZERO3, Policy
 from thunder_zero.runtime.placeholders import placeholder, set_tensor, traced
 from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.named import device_of
 from thunder_zero.traces.symbols import DryRuntime
 from thunder_zero.transform import ZeroTransform
 
@@ -55,7 +56,7 @@ def trace(
     replicas: int = 1,
     synced: bool = True,
     executors: Sequence[Executor] | None = None,
-    device: Device | None = None,
+    device: Device | str | None = None,
     **kwargs: Any,
 ) -> Traces:
     """The traces that one rank of ``world_size`` would run for these arguments.
@@ -110,7 +111,7 @@ class Interpreted:
         world: tuple[int, int, int],
         synced: bool = True,
         executors: Sequence[Executor] | None = None,
-        device: Device | None = None,
+        device: Device | str | None = None,
     ) -> None:
         if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
             raise TypeError(
@@ -138,12 +139,10 @@ class Interpreted:
         return transform, thunder.jit(self._module, transforms=[transform], executors=self._executors)
 
 
-def _memory_bytes(module: nn.Module, device: Device | None) -> int | None:
+def _memory_bytes(module: nn.Module, device: Device | str | None) -> int | None:
     """Of the device, or else of the GPU that the module is on; None for host memory."""
-    if device is not None and not isinstance(device, Device):
-        raise TypeError(f"device is {device!r}; give a thunder_zero.tools.Device, such as DEVICES['h100'], or None")
     if device is not None:
-        return device.memory_bytes
+        return device_of(device).memory_bytes
     on_gpu = next((param.device for param in module.parameters() if param.is_cuda), None)
     return None if on_gpu is None else torch.cuda.get_device_properties(on_gpu).total_memory
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from textwrap import wrap
 
+from thunder_zero.amounts import size
 from thunder_zero.plan import ROOT, Plan
 from thunder_zero.policy import STAGES, Policy
-from thunder_zero.tools.report.trace_printer import size
 
 WIDTH, SHORT = 100, 30  # columns
 

@@ -21,7 +21,8 @@ from thunder_zero.tools.ask.reasons import lifetime, why_free, why_launch, why_w
 from thunder_zero.tools.cost.estimate import estimate
 from thunder_zero.tools.cost.step_time import Estimate
 from thunder_zero.tools.cost.wire import Lane
-from thunder_zero.tools.devices.device import Device, require_device
+from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.named import device_of
 from thunder_zero.zero_module import traces_of
 
 if TYPE_CHECKING:
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
 NEAR = 3  # names that an error proposes
 
 
-def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Device | None = None) -> Explanation:
+def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Device | str | None = None) -> Explanation:
     """What happens to one parameter in a step; ``print`` it.
 
-    >>> print(tz.explain(traces, "blocks.3.mlp.weight", device=tz.tools.DEVICES["h100"]))
+    >>> print(tz.explain(traces, "blocks.3.mlp.weight", device="h100"))
 
     Args:
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
         path: of the parameter, as in ``module.named_parameters()``; another name of a tied one will do.
-        device: a :class:`~thunder_zero.tools.Device`, for seconds on the wire and exposed seconds.
+        device: as for :func:`thunder_zero.tools.estimate`, for seconds on the wire and exposed seconds.
 
     Returns:
         This rank's rows; each gather with the lines that launch it, wait for it, read the parameter and free it, why
@@ -46,16 +47,15 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
 
     Raises:
         ValueError: the model has no such parameter, or does not shard it; the device lacks what the step needs.
-        TypeError: neither traces nor a model with ZeroTransform; ``device`` is no Device.
+        TypeError: neither traces nor a model with ZeroTransform; ``device`` is no device.
         RuntimeError: the model was not called yet.
     """
-    if device is not None:
-        require_device("explain", device)
+    of = None if device is None else device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     plan = traces.plan
     _require_parameter(path, traces)
     param = plan.by_name[path]
-    facts = _Facts(traces, param, None if device is None else estimate(traces, device))
+    facts = _Facts(traces, param, None if of is None else estimate(traces, of))
     gathers, gradient = facts.gathers(), facts.gradient()
     return Explanation(
         param=param,
@@ -66,7 +66,7 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
         gathers=gathers,
         gradient=gradient,
         why_no_gradient="" if gradient else _why_no_gradient(param, traces),
-        device=None if device is None else device.name,
+        device=None if of is None else of.name,
     )
 
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
+from thunder_zero.amounts import duration, name_of, size
 from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import STAGES
-from thunder_zero.tools.ask.units_of_time import duration
 from thunder_zero.tools.report.code import clip
-from thunder_zero.tools.report.trace_printer import size
 
 WIDTH, HANGING = 100, 12  # columns
 
@@ -165,7 +164,7 @@ def _lines(explanation: Explanation) -> Iterator[str]:
 
 
 def _named(param: Param) -> str:
-    dtype = str(param.dtype).removeprefix("torch.")
+    dtype = name_of(param.dtype)
     also = f", also {', '.join(param.aliases)}" if param.aliases else ""
     unit = f"unit {param.unit}" if param.unit else "the root unit"
     return f"{param.path}{also}: {_shape(param.shape)} {dtype}, in {unit}"

@@ -8,13 +8,14 @@ from typing import IO
 
 from rich.console import Console
 
+from thunder_zero.amounts import size
 from thunder_zero.compiled import Traces
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import memory as forecast_of
 from thunder_zero.tools.forecast.same_traces import require_of
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.report.line_meanings import Gap, Row, SourceLine, rows, select
-from thunder_zero.tools.report.trace_printer import print_rows, print_total, size
+from thunder_zero.tools.report.trace_printer import print_rows, print_total
 from thunder_zero.zero_module import traces_of
 
 import thunder

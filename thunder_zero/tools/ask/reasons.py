@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import prod
 
 from thunder_zero import layout
+from thunder_zero.amounts import size
 from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import STAGES
 from thunder_zero.schedule.prefetch import Bound
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.tools.report.line_meanings import label
-from thunder_zero.tools.report.trace_printer import size
 
 
 def lifetime(param: Param, timeline: Timeline, gathers: int) -> str:

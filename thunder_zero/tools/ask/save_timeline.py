@@ -18,7 +18,8 @@ from thunder_zero.tools.cost.estimate import estimate
 from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.cost.step_time import Estimate
 from thunder_zero.tools.cost.wire import Lane
-from thunder_zero.tools.devices.device import Device, require_device
+from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.report.line_meanings import Row, SourceLine, label, rows
 from thunder_zero.zero_module import traces_of
 
@@ -34,7 +35,7 @@ def save_timeline(
     path: str | PathLike[str],
     model_or_traces: ThunderModule | Traces,
     *,
-    device: Device,
+    device: Device | str,
     measured: str | PathLike[str] | None = None,
 ) -> None:
     """Write the forecast of a step to a file for https://ui.perfetto.dev, beside a profile of measured steps.
@@ -46,21 +47,21 @@ def save_timeline(
     >>> with torch.profiler.profile() as profile:
     ...     step()
     >>> profile.export_chrome_trace("measured.json")
-    >>> tz.tools.save_timeline("trace.json", model, device=tz.tools.DEVICES["h100"], measured="measured.json")
+    >>> tz.tools.save_timeline("trace.json", model, device="h100", measured="measured.json")
 
     Args:
         path: the file to write, JSON in Chrome's trace event format.
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
-        device: the :class:`~thunder_zero.tools.Device` of the forecast.
+        device: of the forecast, as for :func:`thunder_zero.tools.estimate`.
         measured: a file that ``torch.profiler.profile.export_chrome_trace`` wrote; ``.gz`` is unpacked.
 
     Raises:
-        TypeError: neither traces nor a model with ZeroTransform; ``device`` is no Device.
+        TypeError: neither traces nor a model with ZeroTransform; ``device`` is no device.
         ValueError: ``measured`` is no trace in this format; the device lacks what the step needs.
         OSError: a file cannot be read or written.
         RuntimeError: the model was not called yet.
     """
-    require_device("save_timeline", device)
+    device = device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     forecast = estimate(traces, device)
     beside = [] if measured is None else _read(Path(measured))

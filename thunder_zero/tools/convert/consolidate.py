@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_zero.amounts import bytes_of, float_dtype
 from thunder_zero.checkpoint.atomic_files import Create, create_together
 from thunder_zero.checkpoint.dcp_check import require_files
-from thunder_zero.checkpoint.safetensors_file import SUFFIX, require_float
+from thunder_zero.checkpoint.safetensors_file import SUFFIX
 from thunder_zero.checkpoint.safetensors_parts import is_made_here, remove_older, write_parts
 from thunder_zero.checkpoint.tensor_to_write import ReadTensor, TensorToWrite
 from thunder_zero.state_dict.contents import EMAS, GROUPS, MODEL, OPTIM, STATE, groups_of, listed
@@ -67,10 +68,10 @@ def consolidate(
     checkpoint: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     optimizer: bool = False,
     ema: str | None = None,
-    max_file_bytes: int | None = None,
+    max_file_bytes: int | str | None = None,
     verify_files: bool = True,
 ) -> tuple[Path, ...]:
     """Make one file of whole tensors (or a few) from a checkpoint, one tensor at a time.
@@ -78,20 +79,20 @@ def consolidate(
     Needs no process group and no model. The files get their names once all are complete; then an earlier call's other
     files of this name are deleted. A warning names what is left out: ranks' own values, extra states in safetensors.
 
-    >>> tz.tools.consolidate("runs/latest", "model.safetensors", dtype=torch.bfloat16)
+    >>> tz.tools.consolidate("runs/latest", "model.safetensors", dtype="bfloat16")
 
     Args:
         checkpoint: the folder that :func:`thunder_zero.save` wrote, or the link ``latest``.
         out: the file, in the format of its suffix: ``.safetensors``; or ``.pt``, ``.pth``, ``.bin`` as ``torch.save``.
             A tied weight is written once: a safetensors file has its other names as JSON under ``aliases`` in its
             metadata, a torch file has the same tensor under each name.
-        dtype: of the model's floating-point tensors (default None: as they were saved).
+        dtype: of the model's floating-point tensors, such as ``"bfloat16"`` (default None: as they were saved).
         optimizer: also write its state. With safetensors to ``NAME.optimizer.safetensors``: tensors are named
             ``parameter.state``; other states and hyper-parameters are JSON in the metadata, under ``state`` and
             ``param_groups``. A torch file is ``{"model": ..., "optim": ...}`` then, instead of the model's state dict.
         ema: the name of the extra that an EMA was saved as; its averages are written as parameters (default None).
         max_file_bytes: safetensors only: write files ``NAME-00001-of-00003.safetensors`` of at most so many bytes of
-            tensors, and ``NAME.safetensors.index.json`` (default None: one file).
+            tensors (``"5GB"``, say), and ``NAME.safetensors.index.json`` (default None: one file).
         verify_files: compare the files with their SHA-256 first; False also reads a checkpoint without a manifest.
 
     Returns:
@@ -102,27 +103,28 @@ def consolidate(
         ValueError: it is damaged, or has no such EMA; an argument is invalid.
     """
     out = Path(out)
-    _require_valid(out, dtype, max_file_bytes)
+    most = _limit(out, max_file_bytes)
     source = open_checkpoint(Path(checkpoint), verify_files=verify_files)
-    contents = _find_contents(source, dtype, optimizer, ema)
+    contents = _find_contents(source, float_dtype("dtype", dtype), optimizer, ema)
     _warn_of_omissions(out, contents)
     with show_progress(f"write {out.name}", contents.nbytes) as done, create_together() as create:
         read = _reading_with_progress(source, done)
         if out.suffix != SUFFIX:
             return _write_torch(create, out, contents, read)
-        written = _write_safetensors(create, out, contents, read, max_file_bytes)
+        written = _write_safetensors(create, out, contents, read, most)
     remove_older(out, written, is_made_here)
     return tuple(written)
 
 
-def _require_valid(out: Path, dtype: torch.dtype | None, max_file_bytes: int | None) -> None:
+def _limit(out: Path, max_file_bytes: int | str | None) -> int | None:
+    """The most bytes of one of several files; None: there is one file."""
     if out.suffix not in (SUFFIX, *TORCH):
         raise ValueError(
             f"{out.name} ends in {out.suffix or 'nothing'!r}; pass a name that ends in .safetensors or .pt"
         )
-    if max_file_bytes is not None and (out.suffix != SUFFIX or max_file_bytes < 1):
-        raise ValueError(f"max_file_bytes is {max_file_bytes}; pass 1 or more, and a name that ends in .safetensors")
-    require_float(dtype)
+    if max_file_bytes is not None and out.suffix != SUFFIX:
+        raise ValueError(f"max_file_bytes is given for {out.name}; pass a name that ends in .safetensors")
+    return None if max_file_bytes is None else bytes_of("max_file_bytes", max_file_bytes)
 
 
 def _find_contents(source: OpenCheckpoint, dtype: torch.dtype | None, optimizer: bool, ema: str | None) -> Contents:

@@ -16,11 +16,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from thunder_zero import layout
+from thunder_zero.amounts import float_dtype
 from thunder_zero.checkpoint import folder
 from thunder_zero.checkpoint.dcp_write import write_items, write_metadata
 from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.manifest import Manifest
-from thunder_zero.checkpoint.safetensors_file import INDEX_SUFFIX, SUFFIX, require_float
+from thunder_zero.checkpoint.safetensors_file import INDEX_SUFFIX, SUFFIX
 from thunder_zero.checkpoint.tensor_to_write import dtype_to_write
 from thunder_zero.state_dict.contents import MODEL
 from thunder_zero.tools.report.progress import show_progress
@@ -57,21 +58,21 @@ def shard_safetensors(
     checkpoint: str | os.PathLike[str],
     ranks: int = 1,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
 ) -> Path:
     """Make a checkpoint of a model from safetensors files, as ``ranks`` ranks would have saved it.
 
     The inverse of :func:`consolidate`. Needs no process group, and memory for at most one rank's rows. Any number of
     ranks can load it. Does not move the link ``latest``, from which training resumes.
 
-    >>> tz.tools.shard_safetensors("model.safetensors", "runs/start", ranks=8, dtype=torch.float32)
+    >>> tz.tools.shard_safetensors("model.safetensors", "runs/start", ranks=8, dtype="float32")
 
     Args:
         source: the file; or the index of several (``model.safetensors.index.json``); or a folder with either under
             the name ``model.safetensors``. Other names of tied weights are read from ``aliases`` in the metadata.
         checkpoint: the folder to write.
         ranks: number of files, one for the rows of each rank.
-        dtype: of the floating-point tensors (default None: as in the source).
+        dtype: of the floating-point tensors, such as ``"bfloat16"`` (default None: as in the source).
 
     Returns:
         The folder.
@@ -82,10 +83,10 @@ def shard_safetensors(
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; pass the number of files, 1 or more")
-    require_float(dtype)
+    to = float_dtype("dtype", dtype)
     path = Path(checkpoint)
     with ExitStack() as files:
-        tensors = _find_tensors(Path(source), dtype, files)
+        tensors = _find_tensors(Path(source), to, files)
         folder.prepare(path)
         try:
             _write(path, tensors, ranks)

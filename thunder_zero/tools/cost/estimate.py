@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from thunder_zero.compiled import Traces
 from thunder_zero.tools.cost.step_time import Estimate, step_time
-from thunder_zero.tools.devices.device import Device, require_device
+from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import whole_step
 from thunder_zero.tools.forecast.optimizer import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
 
 
 def estimate(
-    traces: Traces, device: Device, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None
+    traces: Traces, device: Device | str, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None
 ) -> Estimate:
     """The time of a step's forward and backward, before anything runs.
 
@@ -21,7 +22,8 @@ def estimate(
 
     Args:
         traces: of :func:`thunder_zero.trace` or :func:`thunder_zero.traces_of`.
-        device: a :class:`~thunder_zero.tools.Device`, or the name of one in ``tz.tools.DEVICES``, such as ``"h100"``.
+        device: a :class:`~thunder_zero.tools.Device`; the name of one in ``tz.tools.DEVICES``, such as ``"h100"``; or
+            the path of a file (``.json``) that ``thunder-zero calibrate`` wrote.
         loss: from what forward returns to the loss, where the model does not compute it; without it the loss and its
             gradient are left out.
         optimizer: a class of optimizers, or a function from parameters to an optimizer; without it its step is left
@@ -39,7 +41,6 @@ def estimate(
     """
     if not isinstance(traces, Traces):
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
-    require_device("estimate", device)
     around = traces.backward is not None and (loss is not None or optimizer is not None)
     timeline = whole_step(traces, loss, optimizer) if around else traces.timeline
-    return step_time(timeline, device, traces.lifted)
+    return step_time(timeline, device_of(device), traces.lifted)

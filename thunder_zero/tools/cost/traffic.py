@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Work, itemsize
+from thunder_zero.amounts import itemsize, name_of
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, Work
 
 
 def traffic_bytes(op: Op, timeline: Timeline) -> int:
@@ -33,7 +34,7 @@ def cast_bytes(op: Op, timeline: Timeline) -> int:
     for name, param in zip(op.reads, timeline.params_of(op), strict=True):
         sends, value = timeline.travels_in(op, param), timeline.values.get(name)
         has = value.dtype if value is not None else ""
-        if has and has != str(sends).removeprefix("torch."):
+        if has and has != name_of(sends):
             shape = timeline.plan.shard_shape(param) if op.kind is Kind.GATHER else param.shape
             total += prod(shape) * (itemsize(has) + sends.itemsize)
     return total

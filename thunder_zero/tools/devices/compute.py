@@ -10,6 +10,7 @@ from time import perf_counter
 import torch
 from torch.nn import functional as F
 
+from thunder_zero.amounts import name_of
 from thunder_zero.schedule.timeline import Work
 
 Run = Callable[[], object]
@@ -51,7 +52,7 @@ class Measure:
 def measures(dtypes: Sequence[torch.dtype]) -> Iterator[Measure]:
     """All points of compute; products in each of the dtypes, other work in float32."""
     for dtype in dtypes:
-        name = str(dtype).removeprefix("torch.")
+        name = name_of(dtype)
         for of_size in (*map(_product, WIDTHS), *map(_attention, LENGTHS), *map(_convolution, IMAGES)):
             work, flops, make = of_size
             yield Measure(work, name, flops, make(dtype))

@@ -141,16 +141,6 @@ class Device:
         return Link(fastest, on_the_way / (ranks - 1))
 
 
-def require_device(caller: str, device: object) -> None:
-    """Refuse what is no Device.
-
-    Raises:
-        TypeError: it is not.
-    """
-    if not isinstance(device, Device):
-        raise TypeError(f"{caller} takes a Device, got {type(device).__name__}; pass one, such as DEVICES['h100']")
-
-
 def _require_positive(name: str, value: float) -> None:
     if not _is_number(value) or not isfinite(value) or value <= 0:
         raise ValueError(f"{name} is {value!r}; give a number above 0")

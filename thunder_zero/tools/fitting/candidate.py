@@ -6,11 +6,12 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from thunder_zero.amounts import itemsize
 from thunder_zero.plan import ROOT, Plan
 from thunder_zero.policy import Policy, is_count
 from thunder_zero.schedule.cone import cone
 from thunder_zero.schedule.passes import PASSES
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, itemsize
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 from thunder_zero.tools.fitting.alive import alive_bytes, lifetimes
 
 

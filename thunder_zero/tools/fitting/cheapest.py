@@ -16,9 +16,10 @@ from typing import IO, Any
 from rich.console import Console
 from torch import Tensor, nn
 
+from thunder_zero.amounts import bytes_of, size
 from thunder_zero.comm.decide import on_rank_0, ranks_of_default_group
 from thunder_zero.compiled import Traces
-from thunder_zero.policy import ZERO3, Policy, is_count
+from thunder_zero.policy import ZERO3, Policy
 from thunder_zero.tools.dry_run import Interpreted
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Prices
 from thunder_zero.tools.fitting.parts import AGAIN, PLAIN
@@ -30,7 +31,6 @@ from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.optimizer import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.report.progress import show_status
-from thunder_zero.tools.report.trace_printer import size
 
 from thunder.core.module import ThunderModule
 from thunder.extend import Executor
@@ -57,7 +57,7 @@ def fit(
     module: nn.Module,
     inputs: Tensor | Sequence[Any] | Mapping[str, Any],
     *,
-    memory_bytes: int,
+    memory_bytes: int | str,
     world_size: int | None = None,
     policy: Policy | int = ZERO3,
     file: IO[str] | None = None,
@@ -79,7 +79,7 @@ def fit(
     Args:
         module: a plain module; it may be on the meta device.
         inputs: the arguments of its forward: a sequence, one tensor, or a mapping of keyword arguments.
-        memory_bytes: what the peak of a step, the optimizer's included, may take on a rank.
+        memory_bytes: what the peak of a step, the optimizer's included, may take on a rank; ``"24GiB"``, say.
         world_size: number of ranks; None: those of the default process group.
         policy: what else to ask for, such as the stage (default: ZeRO-3). ``recompute="units"`` becomes ``"cheap"``.
         file: where to print; the standard output if None.
@@ -92,7 +92,8 @@ def fit(
         TypeError: not a plain module.
         ValueError: ``memory_bytes``, ``world_size``, ``inputs`` or ``prices`` is something else.
     """
-    _require(module, memory_bytes, prices)
+    _require(module, prices)
+    most = bytes_of("memory_bytes", memory_bytes)
     asked, args, kwargs = _checked(policy, inputs)
     ranks = ranks_of_default_group() if world_size is None else world_size
     if ranks is None:
@@ -100,8 +101,7 @@ def fit(
 
     interpret = partial(Interpreted, module, args, kwargs, asked, (ranks, 0, replicas), executors=executors)
     forecast = partial(memory, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
-
-    decide = partial(_decided, interpret, forecast, asked, memory_bytes, prices, Console(file=file, width=100))
+    decide = partial(_decided, interpret, forecast, asked, most, prices, Console(file=file, width=100))
     return on_rank_0("tz.tools.fit", decide).policy(_by_unit(asked))
 
 
@@ -151,13 +151,11 @@ class _Forecasts:
         return traces, self.forecast(traces)
 
 
-def _require(module: nn.Module, memory_bytes: int, prices: Prices) -> None:
+def _require(module: nn.Module, prices: Prices) -> None:
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(
             f"fit takes a plain torch module, got {type(module).__name__}; pass the module before thunder.jit"
         )
-    if not is_count(memory_bytes) or not memory_bytes:
-        raise ValueError(f"memory_bytes is {memory_bytes!r}; give a number of bytes, such as 40 << 30")
     if not isinstance(prices, Prices):
         raise ValueError(f"prices is {prices!r}; give thunder_zero.tools.Prices, such as Prices(flops_per_byte=1000.0)")
 

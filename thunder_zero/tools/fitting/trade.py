@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from thunder_zero.tools.report.trace_printer import size
+from thunder_zero.amounts import size
 
 BAR = 16  # columns of the longest bar
 

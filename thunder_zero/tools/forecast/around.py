@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from thunder_zero.amounts import name_of
 from thunder_zero.compiled import Traces
 from thunder_zero.runtime.digests import digests_of
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
@@ -84,7 +85,7 @@ class Operators(TorchDispatchMode):
         names = tuple(f"{self._name} {len(self.values) + at}" for at in range(len(tensors)))
         for name, tensor in zip(names, tensors, strict=True):
             stored = min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
-            self.values[name] = Value(stored, str(tensor.dtype).removeprefix("torch."))
+            self.values[name] = Value(stored, name_of(tensor.dtype))
         return names
 
 

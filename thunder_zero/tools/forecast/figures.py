@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from thunder_zero.amounts import size
 from thunder_zero.plan import Plan
 from thunder_zero.tools.forecast.kinds import Holds
 from thunder_zero.tools.report.code import clip
-from thunder_zero.tools.report.trace_printer import size
 
 OPTIMIZER_STEP = "optimizer step"  # the last half, which is no trace
 LARGEST = 8  # tensors that are named

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_zero.amounts import bytes_of, name_of
 from thunder_zero.policy import RECOMPUTE, STAGES, is_count
 from thunder_zero.precision import MixedPrecision
-from thunder_zero.tools.devices.device import DEVICES, Device
+from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.planner.beside_step import adamw_traffic, loss_traffic, state_bytes
 from thunder_zero.tools.planner.code import code_of
 from thunder_zero.tools.planner.constants import BESIDE
@@ -31,7 +33,7 @@ def plan_training(
     *inputs: Any,
     world_size: int,
     device: Device | str = "h100",
-    memory_bytes: int | None = None,
+    memory_bytes: int | str | None = None,
     loss: Callable[[Any], Tensor] | None = None,
     devices_per_node: int | None = None,
     sequence_length: int | None = None,
@@ -43,15 +45,15 @@ def plan_training(
 
     Traces a few of the model's alike blocks, repeats them, and allocates nothing of the model. Optimizer: AdamW.
 
-    >>> tz.tools.plan_training("llama3-8b", world_size=1024, device="h100", memory_bytes=80 << 30).chosen
+    >>> tz.tools.plan_training("llama3-8b", world_size=1024, device="h100", memory_bytes="80GiB").chosen
 
     Args:
         model: a name (llama3-8b, llama3-70b, llama3-405b, gpt-1.3b), ``FILE.py:function``, which returns
             ``(module, input, ...)``, or a plain module; it may be on the meta device.
         inputs: of a module's forward: one rank's share of a batch.
         world_size: ranks that train; 16 nodes of 8 are 128.
-        device: a :class:`~thunder_zero.tools.Device`, or a key of ``tz.tools.DEVICES``.
-        memory_bytes: of each; None: the device's.
+        device: as for :func:`thunder_zero.tools.estimate`.
+        memory_bytes: of each, as a number or as in ``"80GiB"``; None: the device's.
         loss: of a module: from what forward returns to the loss (default: forward returns it).
         devices_per_node: None: the device's.
         sequence_length: tokens of a sequence, of a model by name; None: the model's.
@@ -67,9 +69,7 @@ def plan_training(
     """
     stages = known_stages(stages)
     described = described_device(device, devices_per_node)
-    memory = described.memory_bytes if memory_bytes is None else memory_bytes
-    if not is_count(memory) or not memory:
-        raise ValueError(f"memory_bytes is {memory_bytes!r}; give a number of bytes, such as 80 << 30")
+    memory = described.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
     subject = _subject(model, inputs, loss, sequence_length, micro_batch)
     with show_status("tz.tools.plan_training") as tell:
         return _Comparison(subject, world_size, described, memory, precision, tell).plan(stages)
@@ -126,17 +126,8 @@ def described_device(device: Device | str, devices_per_node: int | None) -> Devi
     """
     if devices_per_node is not None and (not is_count(devices_per_node) or not devices_per_node):
         raise ValueError(f"devices_per_node is {devices_per_node!r}; give the number of devices of a node, at least 1")
-    if isinstance(device, str):
-        if device not in DEVICES:
-            raise ValueError(
-                f"there is no device {device!r}; choose {', '.join(DEVICES)}, or give a thunder_zero.tools.Device"
-            )
-        device = DEVICES[device]
-    if not isinstance(device, Device):
-        raise TypeError(
-            f"device is of type {type(device).__name__}; give {', '.join(DEVICES)}, or a thunder_zero.tools.Device"
-        )
-    return device if devices_per_node is None else replace(device, devices_per_node=devices_per_node)
+    found = device_of(device)
+    return found if devices_per_node is None else replace(found, devices_per_node=devices_per_node)
 
 
 @dataclass(frozen=True)
@@ -260,9 +251,7 @@ def assumed(subject: Subject, precision: MixedPrecision, *, returns_loss: bool) 
         str(dtype or "the parameters' dtype").removeprefix("torch.")
         for dtype in (precision.param_dtype, precision.reduce_dtype)
     )
-    shards = " and ".join(
-        dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in subject.module.parameters())
-    )
+    shards = " and ".join(dict.fromkeys(name_of(param.dtype) for param in subject.module.parameters()))
     if subject.loss:
         loss = "the loss is eager torch's"
     elif returns_loss:

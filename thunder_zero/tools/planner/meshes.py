@@ -1,8 +1,7 @@
-"""The meshes to compare: ranks that share a copy of a model, and copies. Amounts of memory."""
+"""The meshes to compare: ranks that share a copy of a model, and copies."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from thunder_zero.policy import STAGES, is_count
@@ -49,22 +48,3 @@ def meshes(stage: int, world_size: int, devices_per_node: int) -> tuple[Mesh, ..
             found.append(Mesh(world_size // shards, shards))
         shards *= APART
     return (*found, *whole)
-
-
-def bytes_of(text: str) -> int:
-    """Bytes of ``"80GiB"``, ``"80GB"`` or ``"1000000B"``.
-
-    Raises:
-        ValueError: the text is something else, or has no unit.
-    """
-    found = re.fullmatch(r"([0-9.]+) *([KMGT]?)(i?)(B?)", text)
-    try:
-        number = float(found[1]) if found else 0.0
-    except ValueError:
-        number = 0.0
-    if not found or number <= 0 or (found[3] and not found[2]):
-        raise ValueError(f"{text!r} is no amount of memory; give a number with a unit, such as 80GiB or 80GB")
-    if not found[2] and not found[4]:
-        raise ValueError(f"{text!r} is an amount of memory without a unit; give it one, such as {text}GiB or {text}GB")
-    power = " KMGT".index(found[2] or " ")
-    return round(number * float((1024 if found[3] else 1000) ** power))

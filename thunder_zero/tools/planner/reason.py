@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from thunder_zero.amounts import size
 from thunder_zero.policy import RECOMPUTE, STAGES
 from thunder_zero.tools.forecast.kinds import Holds
 from thunder_zero.tools.planner.figures import Row
-from thunder_zero.tools.report.trace_printer import size
 
 SHARDED = (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT)
 OF_BATCH = (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS, Holds.WORKSPACE)

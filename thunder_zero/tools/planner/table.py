@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from thunder_zero.amounts import size
 from thunder_zero.policy import STAGES
 from thunder_zero.tools.planner.figures import Row, TrainingPlan
 from thunder_zero.tools.planner.reason import milliseconds
-from thunder_zero.tools.report.trace_printer import size
 
 COLUMNS = ("shards", "recompute", "needs", "fits", "sent", "exposed", "step", "tokens/s", "MFU")
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
 
+from thunder_zero.amounts import size
 from thunder_zero.plan import Plan
 from thunder_zero.policy import STAGES
 from thunder_zero.schedule.timeline import Kind
@@ -103,18 +104,6 @@ def _print_title(plan: Plan, half: str, columns: Columns, console: Console) -> N
 def print_total(rows: Sequence[Row | Gap], console: Console) -> None:
     """Print the line that sums up the rows of one half or of both."""
     _print(console, Text(total(rows), "bold"))
-
-
-def size(nbytes: int) -> str:
-    """Bytes in at most 8 characters: ``"1.50 KiB"``."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-    value, power = float(nbytes), 0
-    while value >= 999.5 and power < len(units) - 1:
-        value, power = value / 1024, power + 1
-    if not power:
-        return f"{nbytes} B"
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f} {units[power]}"
 
 
 def _lines(row: Row, plan: Plan, syntax: Syntax, columns: Columns, *, changed: bool) -> Iterator[Text]:

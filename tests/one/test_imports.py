@@ -1,0 +1,43 @@
+"""What ``import thunder_zero`` and the command line load: nothing that they do not need."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+SCRIPT = r"""
+import contextlib, io, json, sys
+import thunder_zero
+
+def loaded(*names):
+    return sorted(name for name in sys.modules if name.startswith(names))
+
+steps = {"import": loaded("thunder", "rich")}
+from thunder_zero.tools import cli
+for command in ("inspect", "consolidate", "shard", "trace", "plan", "doctor", "calibrate"):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        cli.main([command, "--help"])
+steps["help"] = loaded("thunder.", "rich")
+tools = loaded("thunder_zero.tools.")
+core = [name for name in thunder_zero.__all__ if name not in ("tools", "trace", "print_trace", "explain")]
+assert all(getattr(thunder_zero, name) is not None for name in core)
+steps["core"] = sorted({*loaded("thunder_zero.tools.")} - {*tools})
+from thunder.plugins import get_plugin
+steps["plugin"] = type(get_plugin("zero3")()).__name__
+steps["finders"] = [type(finder).__module__ for finder in sys.meta_path if "thunder" in type(finder).__module__]
+print(json.dumps(steps))
+"""
+
+
+def test_what_is_loaded_when() -> None:
+    """Help comes without Thunder; what trains comes without the tools; Thunder's import registers the plugins."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
+    steps = json.loads(done.stdout)
+    assert steps.pop("import") == [
+        "thunder_zero",
+        "thunder_zero.compat",
+        "thunder_zero.compat.imports",
+        "thunder_zero.lazy",
+    ]
+    assert steps == {"help": [], "core": [], "plugin": "Zero", "finders": []}

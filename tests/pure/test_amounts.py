@@ -1,0 +1,39 @@
+"""Amounts as people write and read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.errors import refused
+from thunder_zero.amounts import bytes_of, float_dtype
+
+
+def test_bytes() -> None:
+    amounts: dict[int | str, int] = {
+        "80GiB": 80 << 30,
+        "80GB": 80 * 10**9,
+        "1.5 MiB": 3 << 19,
+        "512B": 512,
+        "7B": 7,
+        12: 12,
+    }
+    assert {text: bytes_of("memory_bytes", text) for text in amounts} == amounts
+
+
+@pytest.mark.parametrize("amount", ["", "80 GiBs", "-1GB", "0", "1.2.3GB", "5iB", "much", 0, -1, 2.5, True, None, "80"])
+def test_what_is_no_number_of_bytes(amount: Any) -> None:
+    with refused(ValueError, f"memory_bytes is {amount!r}", "80GiB"):
+        bytes_of("memory_bytes", amount)
+
+
+def test_dtypes() -> None:
+    for given in ("bf16", "bfloat16", torch.bfloat16):
+        assert float_dtype("dtype", given) is torch.bfloat16
+    assert float_dtype("dtype", None) is None
+    wrong: Any
+    for wrong in ("int8", torch.int8, "nn", "bfloat", 16):
+        with refused(ValueError, f"dtype is {wrong!r}", "'bf16'"):
+            float_dtype("dtype", wrong)

@@ -1,0 +1,95 @@
+"""Amounts as people write and read them: bytes, seconds, dtypes."""
+
+from __future__ import annotations
+
+import re
+from typing import overload
+
+import torch
+
+SHORT = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+}
+
+
+def bytes_of(name: str, amount: int | str) -> int:
+    """Bytes of ``"80GiB"``, ``"80GB"``, ``"1000000B"``, or a count of them.
+
+    Args:
+        name: of the argument, for the error.
+        amount: a count, or a number with a unit.
+
+    Raises:
+        ValueError: it is something else, has no unit, or is not above 0.
+    """
+    if isinstance(amount, int) and not isinstance(amount, bool) and amount > 0:
+        return amount
+    found = re.fullmatch(r"([0-9]+(?:[.][0-9]*)?) *([KMGT]?)(i?)(B?)", amount) if isinstance(amount, str) else None
+    if not found or not float(found[1]) or (found[3] and not found[2]):
+        raise ValueError(f"{name} is {amount!r}; give a number of bytes, or one with a unit, such as '80GiB' or '80GB'")
+    if not found[2] and not found[4]:
+        raise ValueError(f"{name} is {amount!r}, without a unit; give it one, such as '{amount}GiB' or '{amount}GB'")
+    power = " KMGT".index(found[2] or " ")
+    return round(float(found[1]) * float((1024 if found[3] else 1000) ** power))
+
+
+def size(nbytes: int) -> str:
+    """Bytes in at most 8 characters: ``"1.50 KiB"``."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+    value, power = float(nbytes), 0
+    while value >= 999.5 and power < len(units) - 1:
+        value, power = value / 1024, power + 1
+    if not power:
+        return f"{nbytes} B"
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {units[power]}"
+
+
+def duration(seconds: float) -> str:
+    """``"1.23 ms"``; at most 8 characters up to a thousand seconds."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * scale >= 0.9995:
+            return f"{seconds * scale:.3g} {unit}"
+    return "0 s" if seconds < 5e-10 else f"{seconds * 1e9:.3g} ns"
+
+
+@overload
+def float_dtype(name: str, dtype: torch.dtype | str) -> torch.dtype: ...
+@overload
+def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | None: ...
+def float_dtype(name: str, dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype of ``"bfloat16"``, ``"bf16"`` or ``torch.bfloat16``; None of None.
+
+    Args:
+        name: of the argument, for the error.
+        dtype: of floating-point numbers.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if dtype is None:
+        return None
+    found = getattr(torch, SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"{name} is {dtype!r}; give a dtype of floating-point numbers, such as 'bfloat16' or 'bf16'")
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` of ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element of a dtype of torch, from the first number in its name: its bits; at least 1.
+
+    >>> itemsize("bfloat16"), itemsize("float8_e4m3fn"), itemsize("complex64"), itemsize("bool")
+    (2, 1, 8, 1)
+    """
+    bits = re.search(r"[0-9]+", dtype)
+    return max(int(bits.group()) // 8, 1) if bits else 1
