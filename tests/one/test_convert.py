@@ -226,8 +226,8 @@ def test_files_are_printed_to_stdout_and_bars_to_stderr(
     names = [f"m-0000{number}-of-00002.safetensors" for number in (1, 2)] + ["m.safetensors.index.json"]
     assert (code, err) == (0, "")
     assert out.splitlines() == [f"{runs / name}  {(runs / name).stat().st_size:,} B" for name in names]
-    none = "thunder-zero: max_file_bytes is 0; pass 1 or more, and a name that ends in .safetensors\n"
-    assert command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", 0) == (1, "", none)
+    code, out, err = command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", 0)
+    assert (code, out, err.partition(";")[0]) == (1, "", "thunder-zero: max_file_bytes is 0")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as if it was a terminal
     _, out, err = command("consolidate", runs / "start", runs / "m.pt")
     assert out == f"{runs / 'm.pt'}  {(runs / 'm.pt').stat().st_size:,} B\n"

@@ -230,7 +230,7 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
     ending = "model.txt ends in '.txt'; pass a name that ends in .safetensors or .pt"
     for path, name, options, words in (
         (run.path, "model.txt", {}, ending),
-        (run.path, "no.pt", {"max_file_bytes": 5}, "max_file_bytes is 5; pass 1 or more, and a name"),
+        (run.path, "no.pt", {"max_file_bytes": 5}, "max_file_bytes is given for no.pt; pass a name"),
         (run.path, "no.pt", {"dtype": torch.int8}, "dtype is torch.int8; pass a floating-point dtype"),
         (bare, "no.pt", {"optimizer": True}, "has no optimizer; consolidate without one"),
     ):
