@@ -231,7 +231,7 @@ def test_what_is_refused(run: Run, tmp_path: Path) -> None:
     for path, name, options, words in (
         (run.path, "model.txt", {}, ending),
         (run.path, "no.pt", {"max_file_bytes": 5}, "max_file_bytes is given for no.pt; pass a name"),
-        (run.path, "no.pt", {"dtype": torch.int8}, "dtype is torch.int8; pass a floating-point dtype"),
+        (run.path, "no.pt", {"dtype": torch.int8}, "dtype is torch.int8; give a dtype of floating-point numbers"),
         (bare, "no.pt", {"optimizer": True}, "has no optimizer; consolidate without one"),
     ):
         says(partial(tz.tools.consolidate, path, tmp_path / name, **options), words)

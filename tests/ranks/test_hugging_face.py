@@ -273,8 +273,8 @@ def refusals(rank: int, world_size: int, folder: Path) -> None:
     rows: list[tuple[Callable[[], None], int | None, tuple[str, ...]]] = [  # and the rank that refuses
         (save(), everyone, ("nothing",)),
         (save(of=fresh(Small)), everyone, ("a module jitted with ZeroTransform, got Small",)),
-        (save(max_shard_size=0), everyone, ("max_shard_size is 0", "such as '5GB'")),
-        (save(dtype=torch.int8), everyone, ("dtype is torch.int8", "pass a floating-point dtype")),
+        (save(max_shard_size=0), everyone, ("max_shard_size is 0", "or one with a unit")),
+        (save(dtype=torch.int8), everyone, ("dtype is torch.int8", "give a dtype of floating-point numbers")),
         (save(folder / f"of {rank}"), everyone, ("folder differs between ranks",)),
         (inside, everyone, ("is inside full_parameters; leave that block first",)),
         (save(max_shard_size="5 bytes" if rank == 1 else 1), 1, ("max_shard_size is '5 bytes'",)),
