@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -60,17 +61,26 @@ class Programs:
     interpreted: dict[int, Interpreted] = field(default_factory=dict)
     compiled: dict[tuple[Choice, int], Traces] = field(default_factory=dict)
     enough: dict[Choice, int] = field(default_factory=dict)
+    planned: dict[tuple[Policy, Mesh], Plan] = field(default_factory=dict)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Of the largest block, which no policy of the table changes."""
+        policy = Policy(mixed_precision=self.precision)
+        return make_plan(self.subject.module, policy, self.shards, 0).largest_block_bytes
 
     def policy(self, choice: Choice) -> Policy:
         """The policy of a choice, with sizes that are the same on all meshes: a block is a bucket, one block is
         gathered ahead, and one reduction is under way while the next block's gradients are made."""
         policy = Policy(choice.stage, recompute=choice.recompute, mixed_precision=self.precision)
-        block = make_plan(self.subject.module, policy, self.shards, 0).largest_block_bytes
-        return replace(policy, bucket_bytes=block, prefetch=1, in_flight_bytes=2 * block)
+        return replace(policy, bucket_bytes=self.block_bytes, prefetch=1, in_flight_bytes=2 * self.block_bytes)
 
     def plan(self, choice: Choice, mesh: Mesh) -> Plan:
         """The plan of the whole model, for the rank with the most rows."""
-        return make_plan(self.subject.module, self.policy(choice), mesh.shards, 0, mesh.replicas)
+        policy = self.policy(choice)
+        if (policy, mesh) not in self.planned:
+            self.planned[policy, mesh] = make_plan(self.subject.module, policy, mesh.shards, 0, mesh.replicas)
+        return self.planned[policy, mesh]
 
     def evaluate(self, choice: Choice, mesh: Mesh, device: Device, *, fused: bool = True) -> Evaluated:
         """The memory and the time of a step of the whole model.
