@@ -31,6 +31,8 @@ class Traces:
         others: inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
         epilogue: Thunder's trace that makes what the model returns from what the forward trace does.
         lifted: the timeline before it was scheduled.
+        fused: whether the model's executors fuse pointwise lines that are one by one here: they have nvFuser, say, and
+            the trace is for CPUs. Lines that are fused here are regions.
         registered: names of operators that Thunder has from its automatic registration alone: torch computes them and
             their gradients.
     """
@@ -43,6 +45,7 @@ class Traces:
     others: Mapping[str, str] = field(default_factory=dict)
     epilogue: TraceCtx | None = field(default=None, repr=False)
     lifted: Timeline | None = field(default=None, repr=False)
+    fused: bool = False
     registered: tuple[str, ...] = ()
 
     @property
@@ -62,10 +65,12 @@ class Compiled:
 
     Attributes:
         executor: its symbols.
+        fuses: whether the model's executors fuse pointwise lines.
         programs: the facts about each program, by forward trace.
     """
 
     executor: ZeroExecutor
+    fuses: bool = False
     programs: WeakKeyDictionary[TraceCtx, Program] = field(default_factory=WeakKeyDictionary)
 
     def traces(self, entry: Any) -> Traces:
@@ -83,12 +88,17 @@ class Compiled:
             others=program.others,
             epilogue=entry.epilogue_traces[-1],
             lifted=program.lifted,
+            fused=self.fuses and not any(_has_regions(half) for half in (forward, backward) if half is not None),
             registered=tuple(sorted(set(_registered(entry.computation_traces[0].bound_symbols)))),
         )
 
     def program_of(self, entry: Any) -> Program:
         """The facts about the program of an entry of Thunder's cache."""
         return next(self.programs[trace] for trace in entry.computation_traces if trace in self.programs)
+
+
+def _has_regions(trace: TraceCtx) -> bool:
+    return any(bsym.sym.is_fusion for bsym in trace.bound_symbols)
 
 
 def _registered(lines: Iterable[BoundSymbol]) -> Iterator[str]:

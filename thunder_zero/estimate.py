@@ -11,7 +11,12 @@ from thunder_zero.forecast.replay import Loss
 
 
 def estimate(
-    traces: Traces, device: Device, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None
+    traces: Traces,
+    device: Device,
+    *,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    fused: bool | None = None,
 ) -> Estimate:
     """The time of a step's forward and backward, before anything runs.
 
@@ -26,6 +31,8 @@ def estimate(
             gradient are left out.
         optimizer: a class of optimizers, or a function from parameters to an optimizer; without it its step is left
             out. Both are counted operator by operator, as :func:`thunder_zero.memory` does.
+        fused: whether pointwise lines that are one by one in the traces are fused on the device, as nvFuser or
+            torch.compile does it; :func:`thunder_zero.plan_training` says True. None: as the model's executors do.
 
     Returns:
         Seconds of the step, of its compute and of exposed communication, the critical path, MFU, and when each
@@ -42,4 +49,5 @@ def estimate(
     require_device("estimate", device)
     around = traces.backward is not None and (loss is not None or optimizer is not None)
     timeline = whole_step(traces, loss, optimizer) if around else traces.timeline
-    return step_time(timeline, device, traces.lifted)
+    is_fused = traces.fused if fused is None else fused
+    return step_time(timeline, device, fused=is_fused, model=traces.lifted)

@@ -26,7 +26,6 @@ from thunder_zero.planner.meshes import Mesh
 from thunder_zero.planner.models import KNOWN, cross_entropy
 from thunder_zero.planner.programs import Choice, Programs, adamw
 from thunder_zero.planner.reason import reason_of
-from thunder_zero.planner.step import estimate_whole
 from thunder_zero.planner.subject import Subject, of_module, subject_of
 
 H100 = tz.DEVICES["h100"]
@@ -67,7 +66,7 @@ def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(stage: int, 
     for name in ("seconds", "compute_seconds", "exposed_seconds", "model_seconds", "mfu"):
         assert getattr(found.estimate, name) == pytest.approx(getattr(exact, name), rel=1e-9, abs=1e-15)
     assert found.estimate.wire_seconds == pytest.approx(exact.wire_seconds, rel=1e-9)
-    exact_fused = estimate_whole(traces, H100, (), 0, fused=True)
+    exact_fused = tz.estimate(traces, H100, fused=True)
     assert fused.estimate.seconds == pytest.approx(exact_fused.seconds, rel=1e-9)
     assert traffic(fused.estimate) == traffic(exact_fused) < traffic(found.estimate) == traffic(exact)
     memory = tz.memory(traces, loss=cross_entropy, optimizer=adamw, backend="nccl")
