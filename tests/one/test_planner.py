@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -87,8 +88,15 @@ def plan(memory_bytes: int = ROOM, **how: Any) -> tz.TrainingPlan:
 
 
 @pytest.mark.slow
-def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_figures() -> None:
+def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_figures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = plan()
+    # Each long part says what it does before it begins, with the rows that are done.
+    told = [line.removeprefix("tz.plan_training ").split(maxsplit=2)[:2] for line in capsys.readouterr().err.splitlines()]
+    assert told[0] == ["0/7", "interprets"]
+    assert Counter(what for _, what in told) == {"interprets": 1, "compiles": 4, "forecasts": 7, "simulates": 7}
+    assert [done for done, what in told if what == "simulates"] == [f"{done}/7" for done in range(7)]
     meshes = [(0, "4"), *((stage, mesh) for stage in (1, 2, 3) for mesh in ("2 x 2", "4"))]
     assert [(row.stage, str(row.mesh)) for row in found.rows] == meshes
     assert all(row.fits and row.recompute == "none" and row.traced_blocks == 2 for row in found.rows)

@@ -20,7 +20,7 @@ from thunder_zero.planner.held import Held, held_whole
 from thunder_zero.planner.meshes import Mesh
 from thunder_zero.planner.step import NotPeriodic, estimate_whole
 from thunder_zero.planner.subject import Subject
-from thunder_zero.policy import Policy
+from thunder_zero.policy import STAGES, Policy
 from thunder_zero.precision import MixedPrecision
 
 TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
@@ -102,8 +102,7 @@ class Programs:
         copies = self.subject.blocks - traced
         units = self.subject.alike.units(traced) if self.subject.alike else ()
         traces = self._compiled(choice, mesh, traced)
-        what = f"memory of stage {choice.stage} on {mesh}"
-        self.tell(what)
+        self.tell(f"forecasts the memory of {STAGES[choice.stage].name} on {mesh}, recompute={choice.recompute!r}")
         with collecting_later():
             forecast = memory(traces, loss=self.subject.loss, optimizer=adamw, backend="nccl")
         held = held_whole(forecast, traces, units, copies)
@@ -118,9 +117,10 @@ class Programs:
     def _compiled(self, choice: Choice, mesh: Mesh, traced: int) -> Traces:
         """The traces for a mesh: those of any mesh with another plan, since a schedule does not depend on it."""
         if (choice, traced) not in self.compiled:
-            self.tell(f"compiles stage {choice.stage}, recompute {choice.recompute}")
             with self.subject.with_blocks(traced), collecting_later():
-                self.compiled[choice, traced] = self._interpreted(traced).under(self.policy(choice))
+                interpreted = self._interpreted(traced)
+                self.tell(f"compiles {STAGES[choice.stage].name}, recompute={choice.recompute!r}")
+                self.compiled[choice, traced] = interpreted.under(self.policy(choice))
         traces = self.compiled[choice, traced]
         plan = replace(traces.plan, world_size=mesh.shards, replicas=mesh.replicas)
         return on_mesh(traces, plan)
