@@ -31,8 +31,7 @@ class Traces:
         others: inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
         epilogue: Thunder's trace that makes what the model returns from what the forward trace does.
         lifted: the timeline before it was scheduled.
-        fused: whether the model's executors fuse pointwise lines that are one by one here: they have nvFuser, say, and
-            the trace is for CPUs. Lines that are fused here are regions.
+        fuses: whether the model's executors fuse pointwise lines, here or on another device (nvFuser: not on CPUs).
         registered: names of operators that Thunder has from its automatic registration alone: torch computes them and
             their gradients.
     """
@@ -45,8 +44,14 @@ class Traces:
     others: Mapping[str, str] = field(default_factory=dict)
     epilogue: TraceCtx | None = field(default=None, repr=False)
     lifted: Timeline | None = field(default=None, repr=False)
-    fused: bool = False
+    fuses: bool = False
     registered: tuple[str, ...] = ()
+
+    def counts_fused(self, fused: bool | None = None) -> bool:
+        """Whether a forecast fuses pointwise lines: as it was asked to, or as the executors do; no more where a fuser
+        has decided, whose regions count as they are."""
+        lines = (line for half in (self.forward, self.backward) if half for line in half.bound_symbols)
+        return (self.fuses if fused is None else fused) and not any(line.sym.is_fusion for line in lines)
 
     @property
     def forward_timeline(self) -> Timeline:
@@ -88,17 +93,13 @@ class Compiled:
             others=program.others,
             epilogue=entry.epilogue_traces[-1],
             lifted=program.lifted,
-            fused=self.fuses and not any(_has_regions(half) for half in (forward, backward) if half is not None),
+            fuses=self.fuses,
             registered=tuple(sorted(set(_registered(entry.computation_traces[0].bound_symbols)))),
         )
 
     def program_of(self, entry: Any) -> Program:
         """The facts about the program of an entry of Thunder's cache."""
         return next(self.programs[trace] for trace in entry.computation_traces if trace in self.programs)
-
-
-def _has_regions(trace: TraceCtx) -> bool:
-    return any(bsym.sym.is_fusion for bsym in trace.bound_symbols)
 
 
 def _registered(lines: Iterable[BoundSymbol]) -> Iterator[str]:

@@ -49,5 +49,4 @@ def estimate(
     require_device("estimate", device)
     around = traces.backward is not None and (loss is not None or optimizer is not None)
     timeline = whole_step(traces, loss, optimizer) if around else traces.timeline
-    is_fused = traces.fused if fused is None else fused
-    return step_time(timeline, device, fused=is_fused, model=traces.lifted)
+    return step_time(timeline, device, fused=traces.counts_fused(fused), model=traces.lifted)

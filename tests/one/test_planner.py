@@ -93,7 +93,7 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_fig
 ) -> None:
     found = plan()
     # Each long part says what it does before it begins, with the rows that are done.
-    told = [line.removeprefix("tz.plan_training ").split(maxsplit=2)[:2] for line in capsys.readouterr().err.splitlines()]
+    told = [line.split()[1:3] for line in capsys.readouterr().err.splitlines()]
     assert told[0] == ["0/7", "interprets"]
     assert Counter(what for _, what in told) == {"interprets": 1, "compiles": 4, "forecasts": 7, "simulates": 7}
     assert [done for done, what in told if what == "simulates"] == [f"{done}/7" for done in range(7)]

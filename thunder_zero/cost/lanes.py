@@ -112,8 +112,8 @@ class Lanes:
             self._advance(end, computes=True)
             end = self._now[0]
             self._begin_rings()
-            running = self._running()
-            self._quiet = 0.0 if any(ring.load for ring in running) else min((ring.end for ring in running), default=inf)
+            ends = [0.0 if ring.load else ring.end for ring in self._running()]
+            self._quiet = min(ends, default=inf)
         self._found.append(Span(op, Lane.COMPUTE, start, end, after))
         self._now = end, len(self._found) - 1
 

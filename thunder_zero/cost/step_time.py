@@ -108,9 +108,7 @@ class Estimate:
         )
 
 
-def step_time(
-    timeline: Timeline, device: Device, *, fused: bool = False, model: Timeline | None = None
-) -> Estimate:
+def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model: Timeline | None = None) -> Estimate:
     """The time of a scheduled timeline on a device.
 
     Args:

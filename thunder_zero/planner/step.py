@@ -54,13 +54,13 @@ def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies:
         device: what it runs on.
         units: paths of the blocks that are alike and were traced.
         copies: how many more there are.
-        fused: whether pointwise lines are fused.
+        fused: whether pointwise lines are fused, as for :func:`thunder_zero.estimate`.
 
     Raises:
         NotPeriodic: the traced blocks do not repeat.
     """
     timeline, lifted = traces.timeline, traces.lifted or traces.timeline
-    traced = step_time(timeline, device, fused=fused, model=lifted)
+    traced = step_time(timeline, device, fused=traces.counts_fused(fused), model=lifted)
     if not copies:
         return traced
     ops, costs = _longer(timeline, traced.costs, units, copies)

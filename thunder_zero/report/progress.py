@@ -67,7 +67,8 @@ def show_steps(what: str, total: int) -> Iterator[Steps]:
     if not console.is_terminal:
         yield Steps(lambda now, done: print(f"{what} {done}/{total} {now}", file=sys.stderr, flush=True))
         return
-    columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    text = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task(what, total=total)
         yield Steps(lambda now, done: bars.update(task, description=f"{what} {now}", completed=done))
