@@ -149,6 +149,7 @@ def test_lines_that_the_executors_fuse_are_one_kernel_and_regions_stay_as_they_a
     assert traffic(by_name["torchcompile_cat"]) == traffic(plain)  # fuses around cat alone
     regions = traced(wide, (3, 4), NONE, fused=True)
     assert traffic(regions) == traffic(regions, fused=False) == traffic(regions, fused=True)
+    assert not regions.counts_fused(True)
     # The loss and the optimizer run operator by operator.
     around = {"loss": lambda y: y.square().sum(), "optimizer": partial(torch.optim.SGD, lr=0.1)}
     added = [traffic(plain, fused=fused, **around) - traffic(plain, fused=fused) for fused in (False, True)]
