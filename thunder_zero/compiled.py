@@ -31,6 +31,7 @@ class Traces:
         others: inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
         epilogue: Thunder's trace that makes what the model returns from what the forward trace does.
         lifted: the timeline before it was scheduled.
+        fuses: whether the model's executors fuse pointwise lines, here or on another device (nvFuser: not on CPUs).
         registered: names of operators that Thunder has from its automatic registration alone: torch computes them and
             their gradients.
     """
@@ -43,7 +44,14 @@ class Traces:
     others: Mapping[str, str] = field(default_factory=dict)
     epilogue: TraceCtx | None = field(default=None, repr=False)
     lifted: Timeline | None = field(default=None, repr=False)
+    fuses: bool = False
     registered: tuple[str, ...] = ()
+
+    def counts_fused(self, fused: bool | None = None) -> bool:
+        """Whether a forecast fuses pointwise lines: as it was asked to, or as the executors do; no more where a fuser
+        has decided, whose regions count as they are."""
+        lines = (line for half in (self.forward, self.backward) if half for line in half.bound_symbols)
+        return (self.fuses if fused is None else fused) and not any(line.sym.is_fusion for line in lines)
 
     @property
     def forward_timeline(self) -> Timeline:
@@ -62,10 +70,12 @@ class Compiled:
 
     Attributes:
         executor: its symbols.
+        fuses: whether the model's executors fuse pointwise lines.
         programs: the facts about each program, by forward trace.
     """
 
     executor: ZeroExecutor
+    fuses: bool = False
     programs: WeakKeyDictionary[TraceCtx, Program] = field(default_factory=WeakKeyDictionary)
 
     def traces(self, entry: Any) -> Traces:
@@ -83,6 +93,7 @@ class Compiled:
             others=program.others,
             epilogue=entry.epilogue_traces[-1],
             lifted=program.lifted,
+            fuses=self.fuses,
             registered=tuple(sorted(set(_registered(entry.computation_traces[0].bound_symbols)))),
         )
 

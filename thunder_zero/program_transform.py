@@ -32,6 +32,8 @@ from thunder.core.trace import TraceCtx, TraceTag
 from thunder.core.transform_common import Transform
 from thunder.extend import FusionExecutor
 
+FUSERS = ("nvfuser", "torchcompile")  # executors that fuse all pointwise lines
+
 
 class ProgramTransform(Transform):
     """Thunder's hooks for one program: synchronise before autodiff, schedule, prove what will run."""
@@ -71,10 +73,10 @@ class ProgramTransform(Transform):
         refused_calls.refuse(is_traced)
         self._plain = model._model
         executor = ZeroExecutor(plan, runtime, graph)
-        self._compiled = Compiled(executor)
         data = compile_data(model)
         front = operators(data.executors_list)
         others = [other for other in data.executors_list if other not in front]  # tz.Recipe has some, too
+        self._compiled = Compiled(executor, any(one.name in FUSERS for one in others))
         schedule = ScheduleJointTrace(executor)
         repair = RepairFusion(executor, schedule, tuple(one for one in others if isinstance(one, FusionExecutor)))
         data.executors_list = (executor, schedule, *front, *others, repair)

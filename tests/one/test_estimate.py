@@ -21,6 +21,9 @@ from tests.harness.traced import Chain, traced
 from thunder_zero.schedule.timeline import Work
 
 import thunder
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from thunder.extend import FusionExecutor
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +119,41 @@ def test_a_fused_region_has_the_flops_and_the_traffic_of_its_whole() -> None:
     cost = tz.tools.estimate(fused, H100).costs[fused.timeline.ops.index(region)]
     inputs = 4 * (3 * 4 + 2 * 4 * 8)
     assert cost.traffic_bytes == inputs + sum(fused.timeline.nbytes(name) for name in region.writes)
+
+
+class NeverFuses(FusionExecutor):
+    """As nvFuser is with a trace for CPUs: it finds nothing to fuse."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        return trace
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        return False
+
+
+def test_lines_that_the_executors_fuse_are_one_kernel_and_regions_stay_as_they_are() -> None:
+    def wide() -> nn.Module:
+        return Chain(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.Linear(8, 4, bias=False))
+
+    def traffic(traces: tz.tools.Traces, **how: Any) -> int:
+        return sum(cost.traffic_bytes for cost in tz.tools.estimate(traces, H100, **how).costs)
+
+    x = torch.ones(3, 4)
+    plain = trace(wide(), x)
+    by_name = {name: trace(wide(), x, executors=[NeverFuses(name)]) for name in ("nvfuser", "torchcompile_cat")}
+    assert traffic(plain) == traffic(plain, fused=False) > traffic(plain, fused=True)
+    assert traffic(by_name["nvfuser"]) == traffic(plain, fused=True)  # between the products: read once, write once
+    assert traffic(by_name["torchcompile_cat"]) == traffic(plain)  # fuses around cat alone
+    regions = traced(wide, (3, 4), NONE, fused=True)
+    assert traffic(regions) == traffic(regions, fused=False) == traffic(regions, fused=True)
+    assert not regions.counts_fused(True)
+    # The loss and the optimizer run operator by operator.
+    around = {"loss": lambda y: y.square().sum(), "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    added = [traffic(plain, fused=fused, **around) - traffic(plain, fused=fused) for fused in (False, True)]
+    assert added[0] == added[1] > 0
 
 
 def test_a_step_by_arithmetic() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -26,7 +27,6 @@ from thunder_zero.tools.planner.meshes import Mesh
 from thunder_zero.tools.planner.models import KNOWN, cross_entropy
 from thunder_zero.tools.planner.programs import Choice, Programs, adamw
 from thunder_zero.tools.planner.reason import reason_of
-from thunder_zero.tools.planner.step import estimate_whole
 from thunder_zero.tools.planner.subject import Subject, of_module, subject_of
 
 H100 = tz.tools.DEVICES["h100"]
@@ -67,7 +67,7 @@ def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(stage: int, 
     for name in ("seconds", "compute_seconds", "exposed_seconds", "model_seconds", "mfu"):
         assert getattr(found.estimate, name) == pytest.approx(getattr(exact, name), rel=1e-9, abs=1e-15)
     assert found.estimate.wire_seconds == pytest.approx(exact.wire_seconds, rel=1e-9)
-    exact_fused = estimate_whole(traces, H100, (), 0, fused=True)
+    exact_fused = tz.tools.estimate(traces, H100, fused=True)
     assert fused.estimate.seconds == pytest.approx(exact_fused.seconds, rel=1e-9)
     assert traffic(fused.estimate) == traffic(exact_fused) < traffic(found.estimate) == traffic(exact)
     memory = tz.tools.memory(traces, loss=cross_entropy, optimizer=adamw, backend="nccl")
@@ -88,8 +88,15 @@ def plan(memory_bytes: int = ROOM, **how: Any) -> tz.tools.TrainingPlan:
 
 
 @pytest.mark.slow
-def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_figures() -> None:
+def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_figures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = plan()
+    # Each long part says what it does before it begins, with the rows that are done.
+    told = [line.split()[1:3] for line in capsys.readouterr().err.splitlines()]
+    assert told[0] == ["0/7", "interprets"]
+    assert Counter(what for _, what in told) == {"interprets": 1, "compiles": 4, "forecasts": 7, "simulates": 7}
+    assert [done for done, what in told if what == "simulates"] == [f"{done}/7" for done in range(7)]
     meshes = [(0, "4"), *((stage, mesh) for stage in (1, 2, 3) for mesh in ("2 x 2", "4"))]
     assert [(row.stage, str(row.mesh)) for row in found.rows] == meshes
     assert all(row.fits and row.recompute == "none" and row.traced_blocks == 2 for row in found.rows)

@@ -19,6 +19,10 @@ from thunder_zero.policy import ZERO3, Policy
 from thunder_zero.runtime.placeholders import placeholder, set_tensor, traced
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
+from thunder_zero.traces.executors import JointPass
+from thunder_zero.traces.insert import put_inputs_at_rest
+from thunder_zero.traces.lift import is_joint
+from thunder_zero.traces.program import Program
 from thunder_zero.traces.symbols import DryRuntime
 from thunder_zero.transform import ZeroTransform
 
@@ -27,9 +31,22 @@ from thunder import compile_data, compile_stats
 from thunder.core import langctxs
 from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx, from_trace
-from thunder.extend import Executor, TemporaryExecutor
+from thunder.executors.passes import _transform_for_operator_executor_execution, del_last_used
+from thunder.extend import Executor, FusionExecutor, TemporaryExecutor, get_always_executors
+from thunder.transforms.autodiff import split_into_forward_and_backward
 
 CPU = torch.device("cpu")
+
+
+class _Keep(JointPass):
+    """Keeps the joint trace as it is before the schedule, with the facts about its program."""
+
+    kept: tuple[TraceCtx, Program] | None = None
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        """The trace."""
+        self.kept = (_copy(trace), self.executor.program) if is_joint(trace.bound_symbols[-1].args[0]) else None
+        return trace
 
 
 class _DryRun(ZeroTransform):
@@ -42,9 +59,15 @@ class _DryRun(ZeroTransform):
         self._synced = synced
 
     def transform_module(self, model: ThunderModule) -> None:
-        plan = make_plan(model._model, self.policy, *self._world)
-        self.plan = replace(plan, memory_bytes=self._memory_bytes)
+        self.plan = self.planned(model._model, self.policy)
         self.install(model, self.plan, DryRuntime(self._synced))
+        executor, *others = compile_data(model).executors_list
+        self.keep = _Keep("thunder_zero_keep", executor)
+        compile_data(model).executors_list = (executor, self.keep, *others)
+
+    def planned(self, module: nn.Module, policy: Policy) -> Plan:
+        """The plan of a module."""
+        return replace(make_plan(module, policy, *self._world), memory_bytes=self._memory_bytes)
 
 
 def trace(
@@ -120,6 +143,7 @@ class Interpreted:
         _refuse_policy_fields(module, kwargs)
         self._memory_bytes = _memory_bytes(module, device)
         self._module, self._world, self._synced, self._executors = module, world, synced, executors
+        self._lowered: dict[tuple[bool, ...], tuple[_DryRun, ThunderModule]] = {}  # by what is sharded
         args, kwargs = tree_map_only(Tensor, _without_memory, (tuple(args), dict(kwargs)))
         transform, jitted = self._jitted(policy)
         with _as_computed(module, transform.plan):
@@ -128,11 +152,20 @@ class Interpreted:
                 self._acquired = _acquire(jitted, args, kwargs)
 
     def under(self, policy: Policy | int) -> Traces:
-        """The traces under a policy that differs from the first one in what is scheduled alone: the units that are kept
-        or computed again, bytes of buckets and in flight."""
+        """The traces under a policy that differs from the first one in its stage, and in what is scheduled: the units
+        that are kept or computed again, bytes of buckets and in flight.
+
+        Up to the schedule, policies that shard the same parameters have the same joint trace: Thunder makes it once.
+        """
         transform, jitted = self._jitted(policy)
+        sharded = tuple(param.sharded for param in transform.plan.params)
         with _as_computed(self._module, transform.plan), traced():
-            return transform.compiled.traces(_compile(jitted, self._acquired))
+            if sharded in self._lowered:
+                return _schedule_again(*self._lowered[sharded], transform.plan, self._acquired)
+            found = transform.compiled.traces(_compile(jitted, self._acquired))
+        if transform.keep.kept is not None:
+            self._lowered[sharded] = transform, jitted
+        return found
 
     def _jitted(self, policy: Policy | int) -> tuple[_DryRun, ThunderModule]:
         transform = _DryRun(policy, self._synced, self._memory_bytes, *self._world)
@@ -242,6 +275,42 @@ def _compile(jitted: ThunderModule, acquired: _Acquired) -> Any:
         return data.apply_transforms_and_build_cache_entry(data, stats, info, *map(_copy, acquired.traces))
 
     return compile_entry()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What :meth:`thunder_zero.compiled.Compiled.traces` reads of an entry of Thunder's cache."""
+
+    computation_traces: tuple[TraceCtx, ...]
+    backward_traces: tuple[TraceCtx, ...]
+    epilogue_traces: tuple[TraceCtx | None, ...]
+
+
+def _schedule_again(transform: _DryRun, jitted: ThunderModule, plan: Plan, acquired: _Acquired) -> Traces:
+    """The traces of another plan, from the joint trace that was kept: what Thunder does from its fusers on."""
+    data, stats, executor = compile_data(jitted), compile_stats(jitted), transform.compiled.executor
+    assert transform.keep.kept is not None
+    kept, program = transform.keep.kept
+    executor.plan, executor.program = plan, replace(program, plan=plan)
+    put_inputs_at_rest(kept, executor)  # all joint traces share these proxies
+
+    @langctxs.langctx(data.langctx)
+    @thunder._with_cache_info_ctx
+    def scheduled() -> Any:
+        thunder._get_cache_info().update(acquired.info)
+        trace: Any = _copy(kept)
+        with thunder.compile_data_and_stats(data, stats):
+            for one in data.executors_list:
+                if isinstance(one, FusionExecutor) and one is not transform.keep:
+                    trace = one.fusion_pass(trace)
+            trace = _transform_for_operator_executor_execution(trace, get_always_executors())
+            forward, backward = split_into_forward_and_backward(trace)
+            halves = del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
+            return [transform.transform_trace_post_optimization(half) for half in halves]
+
+    forward, backward = scheduled()
+    _, computation, epilogue = acquired.traces
+    return transform.compiled.traces(_Entry((computation, forward), (backward,), (epilogue,)))
 
 
 def _copy(trace: TraceCtx | None) -> TraceCtx | None:

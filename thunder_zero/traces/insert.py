@@ -52,11 +52,10 @@ def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: Z
     by_name = executor.plan.by_name
     inputs = {name: by_name[path] for name, path in names.items() if path in by_name}
     proxies = {proxy.name: proxy for proxy in computation.args if proxy.name in inputs}
-    for name, proxy in proxies.items():
-        _put_at_rest(proxy, inputs[name], executor)
     paths = {name: param.path for name, param in inputs.items()}
     others = {name: path for name, path in names.items() if path not in by_name}
     executor.program = Program(executor.plan, paths, others, synced=executor.runtime.synced)
+    put_inputs_at_rest(computation, executor)
     new = from_trace(computation)
     full: dict[str, TensorProxy] = {}  # by path
     swap: dict[Any, Proxy] = {}  # by input
@@ -112,6 +111,13 @@ def _set_apart(prologue: TraceCtx, names: Sequence[str], executor: ZeroExecutor)
         with tracectx(prologue):
             swap[variableify(given[name])] = executor.apart(given[name])
     prologue.bound_symbols.append(result.from_bsym_swap_proxies(swap))
+
+
+def put_inputs_at_rest(trace: TraceCtx, executor: ZeroExecutor) -> None:
+    """Give the inputs that are parameters the shapes of the plan's shards."""
+    for proxy in trace.args:
+        if path := executor.program.inputs.get(proxy.name):
+            _put_at_rest(proxy, executor.plan.by_name[path], executor)
 
 
 def _put_at_rest(proxy: TensorProxy, param: Param, executor: ZeroExecutor) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
+from thunder_zero.tools.cost.fused import FREE, fused_traffic
 from thunder_zero.tools.cost.traffic import cast_bytes, compute_dtype, traffic_bytes
 from thunder_zero.tools.cost.wire import Lane, Ring, rings
 from thunder_zero.tools.devices.device import Device
@@ -36,29 +37,41 @@ class Cost:
     finish_seconds: float = 0.0
 
 
-def costs_of(timeline: Timeline, device: Device) -> tuple[Cost, ...]:
+def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tuple[Cost, ...]:
     """The costs of the operations, in their order.
+
+    Args:
+        timeline: of a step.
+        device: that runs it.
+        fused: whether pointwise lines that nothing lies between are one kernel, whose costs its last line has.
 
     Raises:
         ValueError: the device has no FLOP/s for a dtype, or no link to other nodes where a ring leaves the node.
     """
-    return tuple(_cost(op, timeline, device) for op in timeline.ops)
+    if not fused:
+        return tuple(
+            _cost(op, traffic_bytes(op, timeline), timeline, device, runs=op.work is not Work.NONE)
+            for op in timeline.ops
+        )
+    traffic = fused_traffic(timeline)
+    return tuple(
+        _cost(op, nbytes, timeline, device, runs=bool(nbytes or op.flops))
+        for op, nbytes in zip(timeline.ops, traffic, strict=True)
+    )
 
 
-def _cost(op: Op, timeline: Timeline, device: Device) -> Cost:
+def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool) -> Cost:
+    """``nbytes``: traffic of a computation; ``runs``: whether it is a kernel of its own."""
     if op.kind in LAUNCHES:
         one_wire = timeline.plan.world_size > device.devices_per_node
         cost, cast = _cost_of_launch(rings(op, timeline), device, one_wire), cast_bytes(op, timeline)
         held = device.seconds(0, "", cast, Work.POINTWISE) if cast else 0.0
         return replace(cost, traffic_bytes=cast, launch_seconds=cost.launch_seconds + held)
-    if op.kind is not Kind.COMPUTE or op.work is Work.NONE:
+    if op.kind is not Kind.COMPUTE or not runs:
         return Cost()
-    traffic, dtype = traffic_bytes(op, timeline), compute_dtype(op, timeline)
-    return Cost(
-        flops=op.flops,
-        traffic_bytes=traffic,
-        seconds=device.seconds(op.flops, dtype, traffic, op.work),
-    )
+    work = Work.POINTWISE if nbytes and op.work in FREE else op.work  # the last line of a fused kernel may be a view
+    seconds = device.seconds(op.flops, compute_dtype(op, timeline), nbytes, work)
+    return Cost(flops=op.flops, traffic_bytes=nbytes, seconds=seconds)
 
 
 def _cost_of_launch(parts: Sequence[Ring], device: Device, one_wire: bool) -> Cost:

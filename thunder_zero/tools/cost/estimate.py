@@ -12,7 +12,12 @@ from thunder_zero.tools.forecast.replay import Loss
 
 
 def estimate(
-    traces: Traces, device: Device | str, *, loss: Loss | None = None, optimizer: MakeOptimizer | None = None
+    traces: Traces,
+    device: Device | str,
+    *,
+    loss: Loss | None = None,
+    optimizer: MakeOptimizer | None = None,
+    fused: bool | None = None,
 ) -> Estimate:
     """The time of a step's forward and backward, before anything runs.
 
@@ -28,6 +33,8 @@ def estimate(
             gradient are left out.
         optimizer: a class of optimizers, or a function from parameters to an optimizer; without it its step is left
             out. Both are counted operator by operator, as :func:`thunder_zero.tools.memory` does.
+        fused: whether pointwise lines that are one by one in the traces are fused on the device, as nvFuser or
+            torch.compile does it; :func:`thunder_zero.tools.plan_training` says True. None: as its executors do.
 
     Returns:
         Seconds of the step, of its compute and of exposed communication, the critical path, MFU, and when each
@@ -43,4 +50,4 @@ def estimate(
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
     around = traces.backward is not None and (loss is not None or optimizer is not None)
     timeline = whole_step(traces, loss, optimizer) if around else traces.timeline
-    return step_time(timeline, device_of(device), traces.lifted)
+    return step_time(timeline, device_of(device), fused=traces.counts_fused(fused), model=traces.lifted)

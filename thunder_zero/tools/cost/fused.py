@@ -2,7 +2,8 @@
 
 Traces of a run on CPUs have such lines one by one. Here those that no product, attention or collective lies between are
 one kernel: it reads each value from outside once, and writes what somebody outside reads. Depth is the number of
-kernels of other kinds that a line must come after; a line that may come later is as deep as what reads it first.
+kernels of other kinds that a line must come after; a line that may come later is as deep as what reads it first. What
+is no line of a trace (a loss, an optimizer) runs operator by operator.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _stored_in(timeline: Timeline) -> dict[str, str]:
 
 
 def _is_fused(op: Op) -> bool:
-    return op.kind is Kind.COMPUTE and op.work in FUSED and not op.updates
+    return op.kind is Kind.COMPUTE and op.work in FUSED and not op.updates and bool(op.source)
 
 
 def _readers(timeline: Timeline) -> defaultdict[str, list[int]]:

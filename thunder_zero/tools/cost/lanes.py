@@ -82,6 +82,7 @@ class Lanes:
     _free: dict[Lane, Moment] = field(default_factory=dict)  # when the last ring that ended there did
     _queues: dict[Lane, deque[_Ring]] = field(default_factory=dict)
     _last: dict[str, _Ring | None] = field(default_factory=dict)  # of each launch
+    _quiet: float = 0.0  # until then compute runs alone: no ring ends before, and none that runs has a load
 
     def spans(self) -> tuple[Span, ...]:
         """What ran; ends all rings first."""
@@ -93,7 +94,7 @@ class Lanes:
 
     def launch(self, op: int, handle: str, wires: Sequence[tuple[Lane, float]], loads: Sequence[float]) -> None:
         """Queue the rings of a launch, one after the other."""
-        ring = None
+        ring, self._quiet = None, 0.0
         for number, (lane, seconds) in enumerate(wires):
             load = loads[number] if loads else 0.0
             ring = _Ring(op, lane, len(self._found), seconds, load, self._now, ring)
@@ -106,15 +107,22 @@ class Lanes:
         if not seconds and not always:
             return
         start, after = self._now
-        self._advance(start + seconds, computes=True)
-        self._found.append(Span(op, Lane.COMPUTE, start, self._now[0], after))
-        self._now = self._now[0], len(self._found) - 1
+        end = start + seconds
+        if end >= self._quiet:
+            self._advance(end, computes=True)
+            end = self._now[0]
+            self._begin_rings()
+            ends = [0.0 if ring.load else ring.end for ring in self._running()]
+            self._quiet = min(ends, default=inf)
+        self._found.append(Span(op, Lane.COMPUTE, start, end, after))
+        self._now = end, len(self._found) - 1
 
     def wait(self, op: int, handle: str) -> None:
         """Wait until a launch has ended."""
         ring, (start, after) = self._last[handle], self._now
         if ring is None:
             return
+        self._quiet = 0.0
         self._advance(start)  # what has ended by now
         while not ring.ended:
             self._advance(self._next_end())

@@ -32,15 +32,18 @@ class Estimate:
         timeline: what runs.
         device: on what.
         costs: of each operation.
-        spans: when each operation runs: computations, waits that last, and the rings of launches.
         model_seconds: of the model's FLOPs at the device's peak, without work that is done again.
     """
 
     timeline: Timeline
     device: Device
     costs: tuple[Cost, ...]
-    spans: tuple[Span, ...]
     model_seconds: float
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """When each operation runs: computations, waits that last, and the rings of launches."""
+        return simulate(self.timeline, self.costs, overlaps=self.device.overlaps)
 
     @cached_property
     def seconds(self) -> float:
@@ -105,18 +108,25 @@ class Estimate:
         )
 
 
-def step_time(timeline: Timeline, device: Device, model: Timeline | None = None) -> Estimate:
+def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model: Timeline | None = None) -> Estimate:
     """The time of a scheduled timeline on a device.
 
-    ``model``: the timeline before anything was done again, for the model's FLOPs; None: those that are not ``again``.
+    Args:
+        timeline: the step.
+        device: what it runs on.
+        fused: whether pointwise lines are fused, which are one by one here.
+        model: the timeline before anything was done again, for the model's FLOPs; None: those that are not ``again``.
 
     Raises:
         ValueError: the device has no FLOP/s for a dtype, or no link to other nodes where a ring leaves the node.
     """
-    costs = costs_of(timeline, device)
-    of_model = model or timeline
-    model_seconds = sum(peak_seconds(op, of_model, device) for op in of_model.ops if not op.again)
-    return Estimate(timeline, device, costs, simulate(timeline, costs, overlaps=device.overlaps), model_seconds)
+    costs = costs_of(timeline, device, fused=fused)
+    return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
+
+
+def model_seconds(timeline: Timeline, device: Device) -> list[float]:
+    """Of each operation's FLOPs at the device's peak; 0 of work that is done again."""
+    return [0.0 if op.again else peak_seconds(op, timeline, device) for op in timeline.ops]
 
 
 def simulate(timeline: Timeline, costs: Sequence[Cost], *, overlaps: bool = True) -> tuple[Span, ...]:

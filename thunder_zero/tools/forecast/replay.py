@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -50,6 +52,42 @@ class _Given(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, root: Tensor, output: Tensor) -> Tensor:
         return output.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class _Printed:
+    """A line of a trace as Python.
+
+    Attributes:
+        position: its own.
+        line: itself.
+        code: its statement, and the same compiled.
+        objects: that the statement names.
+    """
+
+    position: int
+    line: BoundSymbol
+    code: str
+    compiled: CodeType
+    objects: dict[str, Any]
+
+
+PRINTED: WeakKeyDictionary[TraceCtx, tuple[dict[str, Any], tuple[_Printed, ...]]] = WeakKeyDictionary()
+
+
+def _printed(trace: TraceCtx) -> tuple[dict[str, Any], tuple[_Printed, ...]]:
+    """What the lines of a trace name, and those that run. Printing takes as long as running, and a plan runs the same
+    lines on several meshes."""
+    if trace not in PRINTED:
+        context, lines = trace.python_ctx(), []
+        with tracectx(trace):
+            for position, line in enumerate(trace.bound_symbols[:-1]):
+                if line.sym.id not in NOT_RUN:
+                    code = "\n".join(line.python(indent=0, print_depth=1))
+                    compiled = compile(code, "<line>", "exec")
+                    lines.append(_Printed(position, line, code, compiled, line.object_ctx()))
+        PRINTED[trace] = context, tuple(lines)
+    return PRINTED[trace]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,36 +248,35 @@ class Replay:
     @torch.no_grad()
     def _run(self, half: str, trace: TraceCtx, values: dict[str, Any]) -> Any:
         """Run the lines of a half; returns what it returns, and leaves its last values in ``values``."""
-        context = trace.python_ctx() | functions_of(self.runtime, self.traces.plan)
+        names, lines = _printed(trace)
+        context = names | functions_of(self.runtime, self.traces.plan)
         ops = {op.source[0]: op for op in self.traces.timeline.ops if op.backward is (half == "backward")}
         with tracectx(trace):
-            for position, line in enumerate(trace.bound_symbols[:-1]):
-                if line.sym.id in NOT_RUN:
-                    continue
-                code = "\n".join(line.python(indent=0, print_depth=1))
-                context.update(line.object_ctx())  # printing names objects anew
-                op = ops.get(position)
+            for line in lines:
+                context.update(line.objects)  # printing names objects anew
+                op = ops.get(line.position)
                 self.watch.next_line()
                 self.watch.kind = DURING.get(op.kind, Holds.TEMPORARY) if op else Holds.TEMPORARY
-                self._execute(line, code, context, values)
+                self._execute(line, context, values)
                 if op is not None:
                     self._learn(op, values)
-                self._note(half, position, code)
+                self._note(half, line.position, line.code)
         result = trace.bound_symbols[-1].args
         return tree_map(
             lambda leaf: values[leaf.name] if isinstance(leaf, Proxy) else leaf,
             result[0] if len(result) == 1 else result,
         )
 
-    def _execute(self, line: BoundSymbol, code: str, context: dict[str, Any], values: dict[str, Any]) -> None:
+    def _execute(self, line: _Printed, context: dict[str, Any], values: dict[str, Any]) -> None:
         try:
-            if line.sym.is_fusion:
-                run_region(line, values, self.watch.see)
+            if line.line.sym.is_fusion:
+                run_region(line.line, values, self.watch.see)
             else:
-                exec(code, context, values)
+                exec(line.compiled, context, values)
         except (RuntimeError, NotImplementedError) as error:
             raise NoForecast(
-                f"cannot forecast memory: a line does not run on tensors without values, {code.splitlines()[0]!r} "
+                f"cannot forecast memory: a line does not run on tensors without values, "
+                f"{line.code.splitlines()[0]!r} "
                 f"({str(error).partition(chr(10))[0]}); measure the step instead"
             ) from error
 

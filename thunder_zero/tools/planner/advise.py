@@ -20,10 +20,10 @@ from thunder_zero.tools.planner.code import code_of
 from thunder_zero.tools.planner.constants import BESIDE
 from thunder_zero.tools.planner.figures import Row, TrainingPlan
 from thunder_zero.tools.planner.meshes import Mesh, meshes
-from thunder_zero.tools.planner.programs import Choice, Programs
+from thunder_zero.tools.planner.programs import Choice, Evaluated, Programs
 from thunder_zero.tools.planner.reason import AS_FAST, reason_of
 from thunder_zero.tools.planner.subject import Subject, of_module, subject_of
-from thunder_zero.tools.report.progress import show_status
+from thunder_zero.tools.report.progress import Steps, show_steps
 
 PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -71,8 +71,9 @@ def plan_training(
     described = described_device(device, devices_per_node)
     memory = described.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
     subject = _subject(model, inputs, loss, sequence_length, micro_batch)
-    with show_status("tz.tools.plan_training") as tell:
-        return _Comparison(subject, world_size, described, memory, precision, tell).plan(stages)
+    rows = sum(len(meshes(stage, world_size, described.devices_per_node)) for stage in stages)
+    with show_steps("tz.tools.plan_training", rows) as steps:
+        return _Comparison(subject, world_size, described, memory, precision, steps).plan(stages)
 
 
 def _subject(
@@ -139,11 +140,10 @@ class _Comparison:
     device: Device
     memory_bytes: int
     precision: MixedPrecision
-    tell: Callable[[str], None]
+    steps: Steps
 
     def plan(self, stages: Sequence[int]) -> TrainingPlan:
         """All of it."""
-        meshes(0, self.world_size, self.device.devices_per_node)
         by_stage: dict[int, list[Row]] = {}
         least: Sequence[str] = RECOMPUTE  # what does not fit in a higher stage on all ranks does not fit in a lower one
         for stage in sorted(stages, reverse=True):
@@ -174,7 +174,7 @@ class _Comparison:
     @cached_property
     def _programs(self) -> Programs:
         shards = meshes(3, self.world_size, self.device.devices_per_node)[0].shards
-        return Programs(self.subject, self.precision, shards, self.tell)
+        return Programs(self.subject, self.precision, shards, self.steps.tell)
 
     @cached_property
     def _loss_bytes(self) -> int:
@@ -191,11 +191,14 @@ class _Comparison:
             if self._state_bytes(stage, mesh) > self.memory_bytes:
                 levels = levels[-1:]
             while True:
-                row = self._row(Choice(stage, levels[0]), mesh)
-                if row.fits or len(levels) == 1:
+                choice = Choice(stage, levels[0])
+                one = self._programs.evaluate(choice, mesh, self.device)
+                if self._needed_bytes(one, mesh) <= self.memory_bytes or len(levels) == 1:
                     break
                 levels = levels[1:]
-            found.append(row)
+            self.steps.tell(f"simulates a step of {STAGES[stage].name} on {mesh}")
+            found.append(self._row(choice, mesh, one))
+            self.steps.advance()
         return found[::-1]
 
     def _state_bytes(self, stage: int, mesh: Mesh) -> int:
@@ -203,11 +206,13 @@ class _Comparison:
         plan = self._programs.plan(Choice(stage, "none"), mesh)
         return state_bytes(plan) + sum(param.full_bytes for param in plan.params if param.resident)
 
-    def _row(self, choice: Choice, mesh: Mesh) -> Row:
-        one = self._programs.evaluate(choice, mesh, self.device)
-        held, estimate = one.held, one.estimate
+    @staticmethod
+    def _needed_bytes(one: Evaluated, mesh: Mesh) -> int:
         communicators = 1 if mesh.replicas == 1 else 3
-        needed = max(held.peak, held.optimizer_step) + BESIDE.nbytes(communicators, held.storages)
+        return max(one.held.peak, one.held.optimizer_step) + BESIDE.nbytes(communicators, one.held.storages)
+
+    def _row(self, choice: Choice, mesh: Mesh, one: Evaluated) -> Row:
+        held, estimate, needed = one.held, one.estimate, self._needed_bytes(one, mesh)
         speed = self.device.memory_bytes_per_second
         loss = self._loss_bytes / speed
         optimizer = adamw_traffic(self._programs.plan(choice, mesh)) / speed

@@ -1,4 +1,8 @@
-"""The memory of a step of the whole model, from the forecast of a model with fewer blocks."""
+"""Scales the forecast of memory of a model with fewer blocks to the whole model.
+
+Each block more adds what rests of it to every figure, and its lines to the step: what each line does to memory, the
+forecast says.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,11 @@ from dataclasses import dataclass
 from thunder_zero.compiled import Traces
 from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.kinds import Holds
+from thunder_zero.tools.forecast.memory import AT_REST
 from thunder_zero.tools.planner.repeat import positions
 from thunder_zero.tools.planner.step import marks_of, stretch_required
 
-AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
+STEPPED = (*AT_REST, Holds.REDUCED_GRADIENT)  # what the optimizer's step holds of each block
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,11 @@ def held_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: int
     """
     changes = _changes(memory)
     order = _order(memory, traces, units, changes, copies)
-    alive, count = _before(memory, units, copies)
-    rest = sum(alive[kind] for kind in AT_REST)
+    of_block = [one for one in memory.storages if copies and one.name.startswith(f"{units[0]}.")]
+    resting = [one for one in of_block if one.line < 0]
+    alive = _before(memory)
+    alive.update({kind: copies * sum(one.nbytes for one in resting if one.kind is kind) for kind in AT_REST})
+    count = sum(one.line < 0 for one in memory.storages) + copies * len(resting)
     total = sum(alive.values())
     most = count
     peak = at = 0
@@ -75,29 +83,23 @@ def held_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: int
     for position, times in Counter(order[: at + 1]).items():
         alive.update({kind: times * nbytes for kind, nbytes in changes[position].kinds})
     by_kind = {str(kind): nbytes for kind, nbytes in alive.most_common() if nbytes}
-    return Held(rest, peak, _stepping(memory, units, copies), memory.lines[order[at]].half, by_kind, most)
+    return Held(
+        at_rest=memory.at_rest + copies * sum(one.nbytes for one in resting if one.kind in AT_REST),
+        peak=peak,
+        optimizer_step=(memory.optimizer_step or 0) + copies * sum(o.nbytes for o in of_block if o.kind in STEPPED),
+        half=memory.lines[order[at]].half,
+        by_kind=by_kind,
+        storages=most,
+    )
 
 
-def _before(memory: Memory, units: Sequence[str], copies: int) -> tuple[Counter[Holds], int]:
-    """Bytes by kind that are there before the step, and the number of storages."""
-    alive, count = Counter[Holds](), 0
+def _before(memory: Memory) -> Counter[Holds]:
+    """Bytes by kind that are there before the step."""
+    alive = Counter[Holds]()
     for one in memory.storages:
         if one.line < 0:
-            times = 1 + copies * (bool(copies) and _is_of(one.name, units[0]))
-            alive[one.kind] += times * one.nbytes
-            count += times
-    return alive, count
-
-
-def _stepping(memory: Memory, units: Sequence[str], copies: int) -> int:
-    """The most in the optimizer's step: each block adds what rests of it, and its gradients."""
-    kinds = (*AT_REST, Holds.REDUCED_GRADIENT)
-    of_one = [one.nbytes for one in memory.storages if copies and one.kind in kinds and _is_of(one.name, units[0])]
-    return (memory.optimizer_step or 0) + copies * sum(of_one)
-
-
-def _is_of(name: str, unit: str) -> bool:
-    return name.startswith(f"{unit}.")
+            alive[one.kind] += one.nbytes
+    return alive
 
 
 def _order(memory: Memory, traces: Traces, units: Sequence[str], changes: Sequence[_Change], copies: int) -> list[int]:
@@ -123,16 +125,14 @@ def _changes(memory: Memory) -> list[_Change]:
             born[one.line] += 1
         if one.freed is not None:
             freed[one.freed] += 1
-    alive = Counter[Holds]()
-    for one in memory.storages:
-        if one.line < 0:
-            alive[one.kind] += one.nbytes
+    alive: dict[Holds, int] = _before(memory)
     total = sum(alive.values())
     found = []
     for at, line in enumerate(memory.lines):
-        kinds = tuple((kind, line.alive.get(kind, 0) - alive[kind]) for kind in Holds)
+        now = dict(line.alive.items_in_order)
+        kinds = ((kind, now.get(kind, 0) - alive.get(kind, 0)) for kind in Holds)
         highest, after = line.highest - memory.reserve, line.total - memory.reserve
         changed = tuple((kind, nbytes) for kind, nbytes in kinds if nbytes)
         found.append(_Change(highest - total, after - total, changed, born[at] - freed[at]))
-        alive, total = Counter(dict(line.alive)), after
+        alive, total = now, after
     return found

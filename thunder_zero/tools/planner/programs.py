@@ -6,12 +6,13 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
 from thunder_zero.compiled import Traces
 from thunder_zero.plan import Plan, make_plan
-from thunder_zero.policy import Policy
+from thunder_zero.policy import STAGES, Policy
 from thunder_zero.precision import MixedPrecision
 from thunder_zero.tools.cost.step_time import Estimate
 from thunder_zero.tools.devices.device import Device
@@ -60,17 +61,26 @@ class Programs:
     interpreted: dict[int, Interpreted] = field(default_factory=dict)
     compiled: dict[tuple[Choice, int], Traces] = field(default_factory=dict)
     enough: dict[Choice, int] = field(default_factory=dict)
+    planned: dict[tuple[Policy, Mesh], Plan] = field(default_factory=dict)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Of the largest block, which no policy of the table changes."""
+        policy = Policy(mixed_precision=self.precision)
+        return make_plan(self.subject.module, policy, self.shards, 0).largest_block_bytes
 
     def policy(self, choice: Choice) -> Policy:
         """The policy of a choice, with sizes that are the same on all meshes: a block is a bucket, one block is
         gathered ahead, and one reduction is under way while the next block's gradients are made."""
         policy = Policy(choice.stage, recompute=choice.recompute, mixed_precision=self.precision)
-        block = make_plan(self.subject.module, policy, self.shards, 0).largest_block_bytes
-        return replace(policy, bucket_bytes=block, prefetch=1, in_flight_bytes=2 * block)
+        return replace(policy, bucket_bytes=self.block_bytes, prefetch=1, in_flight_bytes=2 * self.block_bytes)
 
     def plan(self, choice: Choice, mesh: Mesh) -> Plan:
         """The plan of the whole model, for the rank with the most rows."""
-        return make_plan(self.subject.module, self.policy(choice), mesh.shards, 0, mesh.replicas)
+        policy = self.policy(choice)
+        if (policy, mesh) not in self.planned:
+            self.planned[policy, mesh] = make_plan(self.subject.module, policy, mesh.shards, 0, mesh.replicas)
+        return self.planned[policy, mesh]
 
     def evaluate(self, choice: Choice, mesh: Mesh, device: Device, *, fused: bool = True) -> Evaluated:
         """The memory and the time of a step of the whole model.
@@ -92,8 +102,7 @@ class Programs:
         copies = self.subject.blocks - traced
         units = self.subject.alike.units(traced) if self.subject.alike else ()
         traces = self._compiled(choice, mesh, traced)
-        what = f"memory of stage {choice.stage} on {mesh}"
-        self.tell(what)
+        self.tell(f"forecasts the memory of {STAGES[choice.stage].name} on {mesh}, recompute={choice.recompute!r}")
         with collecting_later():
             forecast = memory(traces, loss=self.subject.loss, optimizer=adamw, backend="nccl")
         held = held_whole(forecast, traces, units, copies)
@@ -108,9 +117,10 @@ class Programs:
     def _compiled(self, choice: Choice, mesh: Mesh, traced: int) -> Traces:
         """The traces for a mesh: those of any mesh with another plan, since a schedule does not depend on it."""
         if (choice, traced) not in self.compiled:
-            self.tell(f"compiles stage {choice.stage}, recompute {choice.recompute}")
             with self.subject.with_blocks(traced), collecting_later():
-                self.compiled[choice, traced] = self._interpreted(traced).under(self.policy(choice))
+                interpreted = self._interpreted(traced)
+                self.tell(f"compiles {STAGES[choice.stage].name}, recompute={choice.recompute!r}")
+                self.compiled[choice, traced] = interpreted.under(self.policy(choice))
         traces = self.compiled[choice, traced]
         plan = replace(traces.plan, world_size=mesh.shards, replicas=mesh.replicas)
         return on_mesh(traces, plan)

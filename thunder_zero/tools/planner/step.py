@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 
 from thunder_zero.compiled import Traces
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
-from thunder_zero.tools.cost.costs import Cost, costs_of, peak_seconds
-from thunder_zero.tools.cost.fused import fused_traffic
-from thunder_zero.tools.cost.step_time import Estimate, simulate
-from thunder_zero.tools.cost.traffic import compute_dtype
+from thunder_zero.tools.cost.costs import Cost
+from thunder_zero.tools.cost.step_time import Estimate, model_seconds, step_time
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.planner.repeat import Stretch, linked, positions, stretch_of
 
@@ -56,36 +54,18 @@ def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies:
         device: what it runs on.
         units: paths of the blocks that are alike and were traced.
         copies: how many more there are.
-        fused: whether pointwise lines are fused.
+        fused: whether pointwise lines are fused, as for :func:`thunder_zero.tools.estimate`.
 
     Raises:
         NotPeriodic: the traced blocks do not repeat.
     """
-    timeline = traces.timeline
-    costs = costs_of(timeline, device)
-    if fused:
-        costs = _with_traffic(costs, fused_traffic(timeline), timeline, device)
-    ops, longer = _longer(timeline, costs, units, copies)
-    lifted = traces.lifted or timeline
-    peaks = [0.0 if op.again else peak_seconds(op, lifted, device) for op in lifted.ops]
-    model = _total(lifted, peaks, units, copies)
-    spans = simulate(replace(timeline, ops=ops), longer, overlaps=device.overlaps)
-    return Estimate(replace(timeline, ops=ops), device, longer, spans, model)
-
-
-def _with_traffic(
-    costs: Sequence[Cost], traffic: Sequence[int], timeline: Timeline, device: Device
-) -> tuple[Cost, ...]:
-    """The costs of computations with other traffic; a line without any is part of another one's kernel."""
-
-    def of(cost: Cost, nbytes: int, op: Op) -> Cost:
-        if op.kind is not Kind.COMPUTE:
-            return cost
-        is_kernel = nbytes or op.flops
-        seconds = device.seconds(op.flops, compute_dtype(op, timeline), nbytes, op.work) if is_kernel else 0.0
-        return replace(cost, traffic_bytes=nbytes, seconds=seconds)
-
-    return tuple(map(of, costs, traffic, timeline.ops))
+    timeline, lifted = traces.timeline, traces.lifted or traces.timeline
+    traced = step_time(timeline, device, fused=traces.counts_fused(fused), model=lifted)
+    if not copies:
+        return traced
+    ops, costs = _longer(timeline, traced.costs, units, copies)
+    model = _total(lifted, model_seconds(lifted, device), units, copies)
+    return replace(traced, timeline=replace(timeline, ops=ops), costs=costs, model_seconds=model)
 
 
 def _longer(

@@ -1,12 +1,23 @@
-"""Progress on stderr: a bar, or a line that says what is done now."""
+"""Progress on stderr: a bar, or lines that say what is done now."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 
 @contextmanager
@@ -31,3 +42,33 @@ def show_status(what: str) -> Iterator[Callable[[str], None]]:
         return
     with console.status(what) as status:
         yield lambda now: status.update(f"{what} {now}")
+
+
+@dataclass
+class Steps:
+    """Shows what is done now, and how many steps are done."""
+
+    show: Callable[[str, int], None]
+    done: int = 0
+
+    def tell(self, now: str) -> None:
+        """Something else is done now."""
+        self.show(now, self.done)
+
+    def advance(self) -> None:
+        """One step more is done."""
+        self.done += 1
+
+
+@contextmanager
+def show_steps(what: str, total: int) -> Iterator[Steps]:
+    """Show a bar if stderr is a terminal, otherwise a line each time that something else is done."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield Steps(lambda now, done: print(f"{what} {done}/{total} {now}", file=sys.stderr, flush=True))
+        return
+    text = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task(what, total=total)
+        yield Steps(lambda now, done: bars.update(task, description=f"{what} {now}", completed=done))
