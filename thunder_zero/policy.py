@@ -83,7 +83,8 @@ class Policy:
             its use; default None: 2 on the CPU, 1 on a GPU).
         in_flight_bytes: bounds the bytes in flight: gathers start ahead of their use while the gathered bytes stay
             within it, and reductions stay in flight while the gradients that they still read, and those that backward
-            is making, do (bytes; 0 starts each gather right before its use). One collective may always be in flight,
+            is making, do (bytes; 0 starts each gather right before its use); gathers that start ahead count beside
+            them, unless the reductions are of the last ``prefetch`` units. One collective may always be in flight,
             however large. Default None: on the CPU two of the largest units, 4 to 32 MiB, and one byte less for
             gathers; on a GPU the largest unit beside the largest bucket, but at most a quarter of the memory that the
             step leaves.

@@ -98,6 +98,7 @@ def test_a_parameter_of_zero3_line_by_line() -> None:
 
 
 ALONE = {"bucket_bytes": 0}
+ONE_AHEAD = ALONE | {"prefetch": 1, "in_flight_bytes": 2 * MATRIX}
 TIMES = tz.schedule.Times({weight(at): 1.0 for at in range(UNITS)}, {}, bytes_per_second=MATRIX / 2)
 SAID: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, what differs, parameter, words
     # why a gather starts where it does
@@ -119,6 +120,7 @@ SAID: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, what differ
     # its gradient, and what has none
     (3, {}, weight(0), "at the end of backward, behind all of its compute"),
     (3, ALONE | {"in_flight_bytes": MATRIX}, weight(4), "before the next gradient is made: with it, more than 64 B"),
+    (3, ONE_AHEAD, weight(4), "before gathers start ahead: with them, more than 128 B would be in flight"),
     (3, {"synced": False}, weight(1), "no_sync keeps all of it"),
     (3, {}, "frozen", "it is frozen (requires_grad=False)"),
     (3, {}, "unused", "backward does not reach it"),

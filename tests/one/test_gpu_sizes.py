@@ -11,13 +11,16 @@ import torch
 
 import thunder_zero as tz
 from examples.bench.model import Size, make_model
+from tests.harness.tiers import slow
 from thunder_zero.schedule import make_plan
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.sizes import Sizes
+from thunder_zero.tools.forecast.kinds import Holds
 
 # A GPT with the width and the vocabulary of Llama-3 8B; its blocks, 384 MiB in bfloat16, are about as large.
 SIZE = Size(blocks=3, width=4096, heads=32, vocabulary=128256, sequences=1, tokens=2048)
 BLOCKS = [f"blocks.{number}" for number in range(SIZE.blocks)]
+SMALL = Size(blocks=4, width=64, heads=4, vocabulary=16, sequences=1, tokens=16)  # without the blocks next to nothing
 BEFORE, AFTER = ["embedding", "positions"], ["norm", "head"]  # the blocks
 
 
@@ -36,11 +39,11 @@ def hidden_behind(timeline: Timeline, kind: Kind, *, backward: bool) -> Iterator
             yield unit, sum(other.flops for other in timeline.ops[at : waits[op.writes[0]]])
 
 
-def flops_of_a_block(timeline: Timeline, *, backward: bool) -> int:
+def flops_of_a_block(timeline: Timeline, *, backward: bool, size: Size = SIZE) -> int:
     """Those of attention and of the four matrices."""
     every = sum(op.flops for op in timeline.ops if op.backward is backward)
-    head = 2 * SIZE.tokens * SIZE.width * SIZE.vocabulary * (1 + backward)
-    return (every - head) // SIZE.blocks
+    head = 2 * size.tokens * size.width * size.vocabulary * (1 + backward)
+    return (every - head) // size.blocks
 
 
 @pytest.mark.slow
@@ -58,6 +61,29 @@ def test_each_collective_has_the_compute_of_a_unit_to_hide_behind(stage: int, dt
     reductions = list(hidden_behind(timeline, Kind.REDUCE, backward=True))
     assert [unit for unit, _ in reductions] == [*AFTER[::-1], *BLOCKS[::-1], *BEFORE[::-1]]
     assert all(flops >= least[True] for _, flops in again + reductions[:-3])
+
+
+@pytest.mark.parametrize(("buckets", "dtype"), [(1, None), *slow((3, None), (1, torch.bfloat16))])
+def test_with_nothing_kept_backward_holds_three_blocks(buckets: int, dtype: torch.dtype | None) -> None:
+    """One computes, one is gathered ahead, one is in flight; all hide behind a block's compute."""
+    with torch.device("meta"):
+        module, tokens = make_model(SMALL), torch.zeros(1, SMALL.tokens, dtype=torch.long)
+    precision = tz.MixedPrecision(dtype, dtype)
+    policy = replace(tz.ZERO3, gather_last_units_once=False, prefetch=1, mixed_precision=precision)
+    block = tz.schedule.make_plan(module, policy, 8, 0).largest_block_bytes
+    policy = replace(policy, bucket_bytes=block // buckets, in_flight_bytes=2 * block)
+    traces = tz.trace(module, tokens, policy=policy, world_size=8)
+    kinds = (Holds.GATHERED, Holds.FULL_GRADIENT)
+    memory = tz.tools.memory(traces, backend="nccl")
+    most = max(sum(line.alive.get(kind, 0) for kind in kinds) for line in memory.lines if line.half == "backward")
+    assert 2.9 * block < most <= 3 * block
+    timeline, inner = traces.timeline, [f"blocks.{number}" for number in range(1, SMALL.blocks)]
+    least = flops_of_a_block(timeline, backward=True, size=SMALL)
+    reductions = [flops for unit, flops in hidden_behind(timeline, Kind.REDUCE, backward=True) if unit in inner]
+    gathers = [flops for unit, flops in hidden_behind(timeline, Kind.GATHER, backward=True) if unit in inner[:-1]]
+    assert len(reductions) >= len(inner)
+    assert len(gathers) >= len(inner) - 1
+    assert min(reductions + gathers) >= least
 
 
 @pytest.mark.slow

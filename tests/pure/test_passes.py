@@ -169,6 +169,19 @@ def test_reductions_end_as_late_as_the_bytes_in_flight_allow() -> None:
     """)
 
 
+def test_reductions_make_room_for_gathers_ahead() -> None:
+    """c's ends before a is gathered, not after; b's stays in flight, since only one unit has computed since."""
+    policy = replace(ALONE, bucket_bytes=MiB, in_flight_bytes=8, prefetch=1)
+    timeline = prefetch(bucket(regather(model(policy, "a.w", "b.w", "c.w", "d.w"))))
+    collectives = (Kind.GATHER, Kind.WAIT, Kind.REDUCE)
+    assert lines(sink_waits(timeline), *collectives, backward=True) == split("""
+        gather d.w; wait d.w; gather c.w; reduce d.w
+        wait c.w; gather b.w; reduce c.w
+        wait b.w; wait d.w; gather a.w; reduce b.w
+        wait a.w; wait c.w; reduce a.w; wait b.w; wait a.w
+    """)
+
+
 def test_sink_waits_ends_what_nobody_reads() -> None:
     timeline = model(Policy(stage=2), "a.w")
     after = sink_waits(timeline.with_ops([*timeline.ops[:-1], replace(timeline.ops[-1], reads=("y0",))]))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.timelines import Use, model, same_results, timelines, with_policy
+from tests.harness.timelines import ALONE, Use, model, same_results, timelines, with_policy
 from thunder_zero.policy import MiB, Policy
 from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.passes import run
@@ -52,6 +52,7 @@ def deferring(timeline: Timeline) -> Timeline:
 
 ZERO3 = lifted(3)
 LIFTED = {"ZeRO-2": lifted(2), "ZeRO-3": ZERO3, "no_sync": deferring(ZERO3)}
+LIFTED["one ahead"] = model(replace(ALONE, in_flight_bytes=8, prefetch=1), "a.w", "b.w", "c.w", "d.w")
 LIFTED["all ahead"] = with_policy(ZERO3, in_flight_bytes=MiB)
 
 
@@ -257,6 +258,7 @@ CASES = [
     *(("ZeRO-3", *row, False) for row in ONLY_BY_LIFTED),
     ("ZeRO-2", gathered_twice, "gathers c.frozen again after op .*; it is gathered once", True),
     ("all ahead", lambda t: with_policy(t, prefetch=1), "gathers 2 units ahead; prefetch is 1", True),
+    ("one ahead", lambda t: moved(t, "writes mean_d.w", "gather a.w again", 1), "starts 4 bytes ahead beside 8", False),
     *(("no_sync", *row, True) for row in UNDER_NO_SYNC),
 ]
 

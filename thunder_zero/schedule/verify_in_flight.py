@@ -6,6 +6,7 @@ from collections import Counter
 
 from thunder_zero.schedule.cone import cone
 from thunder_zero.schedule.fault import fault
+from thunder_zero.schedule.sink_waits import gathers_ahead
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 
 
@@ -74,8 +75,9 @@ def _check_ahead(timeline: Timeline) -> None:
 
 def check_making(timeline: Timeline) -> None:
     """Prove that full gradients in flight, and those that are being made for the next reductions, stay within the
-    bound, unless nothing is in flight while they are made. Holds before fusion only: a fuser makes several gradients
-    at once.
+    bound, unless nothing is in flight while they are made; and so do they with gathers that start ahead, unless only
+    reductions of the last ``Sizes.prefetch`` units are in flight. Holds before fusion only: a fuser makes several
+    gradients at once.
 
     Raises:
         ScheduleError: the first rule that does not hold.
@@ -86,7 +88,9 @@ def check_making(timeline: Timeline) -> None:
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.REDUCE:
             begun[min(written.get(name, at) for name in op.reads)] += timeline.full_bytes(op)
-    made = under_way = 0
+    ahead = gathers_ahead(timeline)
+    running: dict[str, int] = {}  # handle of a reduction in flight -> reductions that began before it
+    made = under_way = reductions = 0
     for at, op in enumerate(timeline.ops):
         made += begun[at]
         if (begun[at] or op.kind is Kind.REDUCE) and under_way and under_way + made > bound:
@@ -95,8 +99,19 @@ def check_making(timeline: Timeline) -> None:
                 at,
                 f"makes {made} bytes of gradients while {under_way} bytes are in flight; in_flight_bytes is {bound}",
             )
+        older, starting = ahead.get(at, (0, 0))
+        if older and min(running.values(), default=older) < older and under_way + made + starting > bound:
+            raise fault(
+                timeline,
+                at,
+                f"starts {starting} bytes ahead beside {under_way + made} bytes of gradients, some of which were made "
+                f"{timeline.plan.sizes.prefetch} units before; in_flight_bytes is {bound}",
+            )
         if op.kind is Kind.REDUCE:
+            running[op.writes[0]] = reductions
+            reductions += 1
             under_way += timeline.full_bytes(op)
             made -= timeline.full_bytes(op)
         elif timeline.ends(op, Kind.REDUCE):
+            del running[op.reads[0]]
             under_way -= timeline.full_bytes(op)

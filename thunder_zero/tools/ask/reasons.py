@@ -111,4 +111,8 @@ def why_wait(timeline: Timeline, at: int) -> str:
     if any(set(other.reads) & set(op.writes) for other in rest[:-1] if other.kind is Kind.COMPUTE):
         return "right before the line that reads the reduced gradient"
     limit = size(timeline.plan.sizes.in_flight_bytes)
-    return f"before the next gradient is made: with it, more than {limit} would be in flight (Policy.in_flight_bytes)"
+    if next(other for other in rest if other.kind is not Kind.WAIT).kind is Kind.GATHER:
+        what = "gathers start ahead: with them"
+    else:
+        what = "the next gradient is made: with it"
+    return f"before {what}, more than {limit} would be in flight (Policy.in_flight_bytes)"
