@@ -64,11 +64,19 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("rows.py",       IMPORT, NOT,     NOT,     rooms("layout plan")),
     Room("marks.py",      IMPORT, NOT,     NOT,     NOTHING),
     Room("schedule/",     TYPES,  NOT,     NOT,     DATA),
-    Room("comm/",         IMPORT, IMPORT,  NOT,     DATA | {"rows"}),
     Room("compat/repair_fusion.py",NOT,NOT,NOT,     DATA | {"schedule"}),
+    Room("compat/exit.py",NOT,    NOT,     NOT,     NOTHING),
+    Room("compat/process_groups.py",NOT,IMPORT,NOT, NOTHING),
+    Room("compat/torch_internals.py",IMPORT,NOT,NOT,NOTHING),
+    Room("compat/in_front.py",IMPORT,NOT,  NOT,     NOTHING),
+    Room("compat/casts.py",IMPORT,NOT,     NOT,     rooms("precision")),
     Room("compat/",       IMPORT, NOT,     IMPORT,  DATA | {"schedule"}),
+    Room("comm/",         IMPORT, IMPORT,  NOT,     DATA | rooms("rows compat/exit compat/process_groups "
+                                                                 "compat/torch_internals")),
     Room("traces/",       IMPORT, NOT,     IMPORT,  DATA | {"schedule", "compat"}),
-    Room("runtime/",      IMPORT, TYPES,   NOT,     DATA | {"rows", "marks", "schedule", "comm", "compat"}),
+    Room("runtime/",      IMPORT, TYPES,   NOT,     DATA | rooms("rows marks schedule comm compat/exit "
+                                                                 "compat/torch_internals compat/in_front "
+                                                                 "compat/casts")),
     Room("whole_step/",   IMPORT, NOT,     NOT,     DATA | {"rows", "marks", "comm", "runtime"}),
     Room("state_dict/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime"}),
     Room("checkpoint/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime", "state_dict"}),
