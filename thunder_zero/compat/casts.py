@@ -1,4 +1,4 @@
-"""needed while: Thunder cannot trace the hooks of modules that would cast.
+"""needed while: Thunder interprets twice as much for hooks that cast as for a method that does.
 
 Casts inputs and outputs of modules to the dtypes of mixed precision: a submodule's class is replaced by a subclass
 whose forward casts, as torch's ``fully_shard`` does with the modules that it shards.

@@ -1,4 +1,4 @@
-"""needed while: torch launches calls as one, and sets a group's timeout, by private names only."""
+"""needed while: torch groups collectives by private names alone, and leaves failed ones queued."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def one_launch(group: ProcessGroup) -> Iterator[Any]:
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Change how long the group's collectives wait."""
+    """Change how long the group's collectives wait; torch 2.7 has no public way."""
     _set_pg_timeout(timeout, group)

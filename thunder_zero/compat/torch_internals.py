@@ -1,6 +1,6 @@
-"""needed while: torch has public names for none of these.
+"""needed while: torch says by private names alone which backward or function transform runs.
 
-Each is small, and what it asks of torch is private.
+And which kernel a convolution takes; and divides or zeroes many tensors in one call.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-
-# A context manager: inside, functions of torch do not call __torch_function__ of subclasses of Tensor.
-WithoutSubclasses = torch._C.DisableTorchFunctionSubclass
 
 
 def is_inside_function_transform() -> bool:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
 
-from thunder_zero.compat.torch_internals import WithoutSubclasses
-
 # What may be asked of a placeholder: what it looks like, new tensors that look like it, and itself.
 _LOOKS = """
     shape dtype device layout requires_grad is_leaf grad_fn retains_grad ndim names name itemsize nbytes output_nr
@@ -63,10 +61,10 @@ class Placeholder(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # traces this as code; in its graph, the parameter is an input
-            with WithoutSubclasses():
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name, attribute = _name(func)
-        with WithoutSubclasses():
+        with torch.DisableTorchFunctionSubclass():
             if attribute is None and name in CONVERSIONS and _converts_nothing(func, args, kwargs):
                 return args[0]
             if (attribute is None or attribute == "__get__") and name in LOOKS:
@@ -82,17 +80,17 @@ class Placeholder(nn.Parameter):
             raise ValuesNeeded(_refusal(func, args, kwargs), next(_placeholders((args, kwargs))).path)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        with WithoutSubclasses():
+        with torch.DisableTorchFunctionSubclass():
             copy = _make(self.path, self.shape, self.dtype, self.device, self.requires_grad)
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with WithoutSubclasses():
+        with torch.DisableTorchFunctionSubclass():
             return _make, (self.path, self.shape, self.dtype, self.device, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with WithoutSubclasses():
+        with torch.DisableTorchFunctionSubclass():
             return f"Placeholder({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
