@@ -1,4 +1,6 @@
-"""Writes the listing of the package into docs/architecture.md, from the first line of each module.
+"""Writes the listing of the package into docs/architecture.md, and the needs of its workarounds into compatibility.md.
+
+Both are made from the first line of each module.
 
 python docs/listing.py
 """
@@ -10,12 +12,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "thunder_zero"
-PAGE = ROOT / "docs/architecture.md"
-BEGIN, END = "<!-- listing: python docs/listing.py -->\n```\n", "```\n<!-- end of the listing -->"
+BEGIN, END = "<!-- listing: python docs/listing.py -->\n", "<!-- end of the listing -->"
+NEEDED = "needed while: "
 ORDER = (  # bottom up, as the table of imports has it
     *("lazy.py", "amounts.py", "layout.py", "times.py", "precision.py", "policy.py", "sizes.py", "plan.py"),
     *("rows.py", "marks.py"),
-    *("schedule", "comm", "compat", "traces", "runtime", "whole_step", "state_dict", "checkpoint", "hugging_face"),
+    *("schedule", "compat", "comm", "traces", "runtime", "whole_step", "state_dict", "checkpoint", "hugging_face"),
     *("arguments.py", "refusals.py", "placement.py", "compiled.py", "zero_module.py", "program_transform.py"),
     *("transform.py", "dynamo", "plugin.py", "lightning.py", "tools", "__init__.py"),
 )
@@ -27,7 +29,18 @@ def listing() -> str:
     rows: list[str] = []
     for name in ORDER:
         rows += _package(PACKAGE / name, 0) if (PACKAGE / name).is_dir() else [_row(name, PACKAGE / name, 0)]
-    return "\n".join(rows) + "\n"
+    return "\n".join(["```", *rows, "```"]) + "\n"
+
+
+def needs() -> str:
+    """A table of the workarounds: each file of ``compat/``, and as long as what it is needed."""
+    files = sorted(path for path in (PACKAGE / "compat").rglob("*.py") if path.name != "__init__.py")
+    lines = {path.relative_to(PACKAGE): _first_line(path).removeprefix(NEEDED).replace("``", "`") for path in files}
+    rows = [f"| `{path}` | {line} |" for path, line in lines.items()]
+    return "\n".join(["| file | needed while |", "|---|---|", *rows]) + "\n"
+
+
+PAGES = {"docs/architecture.md": listing, "docs/compatibility.md": needs}
 
 
 def _package(folder: Path, indent: int) -> list[str]:
@@ -41,17 +54,21 @@ def _package(folder: Path, indent: int) -> list[str]:
 
 
 def _row(name: str, path: Path, indent: int) -> str:
-    doc = ast.get_docstring(ast.parse(path.read_text())) or ""
-    return f"{' ' * indent}{name:<{NAME - indent}} {doc.partition(chr(10))[0]}".rstrip()
+    return f"{' ' * indent}{name:<{NAME - indent}} {_first_line(path)}".rstrip()
+
+
+def _first_line(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
 
 
 def main() -> None:
-    """Rewrite the page."""
-    head, begin, rest = PAGE.read_text().partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{PAGE} has no place for the listing")
-    PAGE.write_text(head + begin + listing() + end + tail)
+    """Rewrite the pages."""
+    for page, table in PAGES.items():
+        head, begin, rest = (ROOT / page).read_text().partition(BEGIN)
+        _, end, tail = rest.partition(END)
+        if not (begin and end):
+            raise SystemExit(f"{page} has no place for the listing")
+        (ROOT / page).write_text(head + begin + table() + end + tail)
 
 
 if __name__ == "__main__":

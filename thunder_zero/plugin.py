@@ -8,14 +8,13 @@ from typing import Unpack
 from torch import nn
 
 from thunder_zero.arguments import Arguments, check_arguments
-from thunder_zero.compat.operators.choose import NEVER_FUSED
+from thunder_zero.compat.operators.choose import default_executors
 from thunder_zero.dynamo.compile import compile
 from thunder_zero.dynamo.module import DynamoModule
 from thunder_zero.policy import Policy
 from thunder_zero.refusals import require_untransformed
 from thunder_zero.transform import ZeroTransform
 
-import thunder
 from thunder import Plugin, compile_stats
 from thunder.core.module import ThunderModule
 from thunder.core.recipe import Interpreter
@@ -72,8 +71,6 @@ class Zero(Plugin):
 class Recipe(ThunderRecipe):
     """Thunder's default executors, on any machine, behind ours for attention and convolutions.
 
-    Thunder 0.2.6's own default recipe puts None in the list of executors where nvFuser is missing.
-
     Args:
         interpreter: ``"thunder.jit"``, or ``"thunder.fx"`` for dynamo (:func:`~thunder_zero.compile`).
 
@@ -86,7 +83,7 @@ class Recipe(ThunderRecipe):
 
     def setup_executors(self) -> list[Executor]:
         """Thunder's default executors, behind ours for attention and convolutions."""
-        return [*NEVER_FUSED, *thunder.get_default_executors()]
+        return default_executors()
 
     def add_plugins(self, plugins: list[Plugin]) -> None:
         """Replace the plugins: a recipe used for a second module must not keep those of the first."""

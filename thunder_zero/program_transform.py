@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from thunder_zero.compat import named_members, refused_calls, shortcuts
+from thunder_zero.compat import dataclass_fields, named_members, refused_calls, shortcuts
 from thunder_zero.compat.broadcast_scalars import broadcast_scalars
 from thunder_zero.compat.operators.choose import operators
 from thunder_zero.compat.random_lines import draw_once
+from thunder_zero.compat.untraceable import Part
 from thunder_zero.compat.wrong_gradients import require_gradients, require_unwritten
 from thunder_zero.compiled import Compiled
 from thunder_zero.plan import Plan
-from thunder_zero.refusals import Part, require_traceable
-from thunder_zero.runtime.placeholders import is_traced
+from thunder_zero.refusals import require_traceable
 from thunder_zero.schedule import verify
 from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.timeline import Kind, Timeline
@@ -27,6 +27,7 @@ from thunder_zero.traces.symbols import Runtime, ZeroExecutor
 from thunder_zero.traces.work_classes import draws_random_numbers
 
 from thunder import compile_data
+from thunder.core.compile_data import get_compile_data
 from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx, TraceTag
 from thunder.core.transform_common import Transform
@@ -70,7 +71,8 @@ class ProgramTransform(Transform):
         """
         shortcuts.install()
         named_members.in_order()
-        refused_calls.refuse(is_traced)
+        refused_calls.refuse(_is_ours)
+        dataclass_fields.take_as_constants()
         self._plain = model._model
         executor = ZeroExecutor(plan, runtime, graph)
         data = compile_data(model)
@@ -124,6 +126,12 @@ class ProgramTransform(Transform):
             raise
         for program, half in programs.items():
             executor.runtime.agree_on_schedule(program, collective_lines(timeline, half))
+
+
+def _is_ours() -> bool:
+    """Whether the model that Thunder traces now is a sharded one."""
+    data = get_compile_data()
+    return data is not None and any(isinstance(each, ProgramTransform) for each in data.transforms)
 
 
 def _saves_nothing(forward: TraceCtx) -> bool:

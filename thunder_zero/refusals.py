@@ -8,15 +8,10 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
+from thunder_zero.compat.untraceable import UNTRACEABLE, Part
 from thunder_zero.runtime.placeholders import Placeholder
 from thunder_zero.runtime.registry import is_transformed
 
@@ -156,85 +151,7 @@ def transform_used_before(candidate: Candidate) -> str | None:
     return f"the ZeroTransform given for {candidate.name} already shards a module; give each module a new ZeroTransform"
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A kind of submodule that Thunder 0.2.6 gets wrong, or fails on with words that name no module.
-
-    Attributes:
-        is_it: whether a submodule is of this kind.
-        what: what it is or has.
-        why: what Thunder does with it.
-        instead: what to use.
-        under_dynamo: whether it is refused where dynamo captures graphs, too.
-    """
-
-    is_it: Callable[[nn.Module], bool]
-    what: str
-    why: str
-    instead: str
-    under_dynamo: bool = True
-
-
-def _prepared_by(module: nn.Module, *kinds: type) -> bool:
-    return any(isinstance(hook, kinds) for hook in module._forward_pre_hooks.values())
-
-
-def _has_composable_checkpoint(module: nn.Module) -> bool:
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return any(hook.__module__ == "torch.distributed._composable.checkpoint_activation" for hook in hooks)
-
-
-PARTS: tuple[Part, ...] = (
-    Part(
-        lambda module: isinstance(module, OptimizedModule),
-        "is under torch.compile",
-        "Thunder cannot trace it",
-        "give thunder.jit the module without torch.compile",
-    ),
-    Part(
-        _has_composable_checkpoint,
-        "is under torch.distributed._composable.checkpoint",
-        "Thunder cannot trace its hooks",
-        "call torch.utils.checkpoint.checkpoint(submodule, ..., use_reentrant=False) in forward",
-    ),
-    Part(
-        lambda module: bool(module._backward_hooks or module._backward_pre_hooks),
-        "has backward hooks",
-        "Thunder never calls them",
-        "use hooks of the parameters (model.parameters()), or a torch.autograd.Function in forward",
-    ),
-    Part(
-        lambda module: isinstance(module, nn.MultiheadAttention),
-        "is a MultiheadAttention",
-        "Thunder cannot trace it",
-        "use linear layers and torch.nn.functional.scaled_dot_product_attention",
-        under_dynamo=False,
-    ),
-    Part(
-        lambda module: isinstance(module, nn.RNNBase),
-        "is a recurrent layer",
-        "Thunder cannot trace it",
-        "use a loop of linear layers, or leave it out of the module that thunder.jit is given",
-    ),
-    Part(
-        lambda module: isinstance(module, _InstanceNorm) and module.track_running_stats,
-        "has track_running_stats=True",
-        "Thunder does not update the running statistics of instance norms",
-        "use track_running_stats=False",
-    ),
-    Part(
-        lambda module: isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None,
-        "has momentum=None",
-        "Thunder cannot trace a cumulative average",
-        "give it a momentum",
-        under_dynamo=False,
-    ),
-    Part(
-        lambda module: isinstance(module, nn.SyncBatchNorm),
-        "is a SyncBatchNorm",
-        "Thunder cannot trace its collectives",
-        "use a BatchNorm, whose statistics are each rank's own, or a LayerNorm or GroupNorm",
-    ),
+OWN_PARTS: tuple[Part, ...] = (
     Part(
         lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None,
         "has max_norm",
@@ -248,19 +165,6 @@ PARTS: tuple[Part, ...] = (
         "use sparse=False",
     ),
     Part(
-        lambda module: _prepared_by(module, SpectralNorm) or isinstance(module, _SpectralNorm),
-        "is under spectral_norm",
-        "Thunder cannot trace it",
-        "normalise the weight in forward",
-    ),
-    Part(
-        lambda module: _prepared_by(module, WeightNorm) or isinstance(module, _WeightNorm),
-        "is under weight_norm",
-        "Thunder cannot trace it",
-        "compute g * v / v.norm(...) in forward",
-        under_dynamo=False,
-    ),
-    Part(
         lambda module: isinstance(module, nn.DataParallel),
         "is a DataParallel",
         "it splits batches in one process",
@@ -272,15 +176,8 @@ PARTS: tuple[Part, ...] = (
         "it reduces gradients itself",
         "use the module inside of it",
     ),
-    Part(
-        lambda module: isinstance(module, torch.jit.ScriptModule),
-        "is a ScriptModule",
-        "Thunder cannot trace it",
-        "use the module before torch.jit.script",
-    ),
 )
-
-
+PARTS = (*UNTRACEABLE, *OWN_PARTS)
 DYNAMO_PARTS = tuple(part for part in PARTS if part.under_dynamo)
 
 

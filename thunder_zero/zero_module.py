@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from traceback import walk_tb
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import is_namedtuple_instance
 
+from thunder_zero.compat.untraceable import not_returned
 from thunder_zero.compiled import Compiled, Traces
 from thunder_zero.refusals import PARTS, require_traceable
 from thunder_zero.runtime.backward_guard import guard
@@ -19,12 +18,10 @@ from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.runtime.state import State
 
 from thunder import compile_stats
-from thunder.core.jit_ext import build_value_from_wrapped
 from thunder.core.module import ThunderModule
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 
 CONNECTED = (ThunderOutputFunction._backward_cls, ThunderFunction._backward_cls)  # their nodes lead to our backward
-EPILOGUE = "thunder.epilogue"  # begins the file names of generated code that builds what forward returns
 
 
 class ZeroModule(ShardedModel, ThunderModule):
@@ -89,7 +86,7 @@ class ZeroModule(ShardedModel, ThunderModule):
             return self._forward_fn(*args, **kwargs)
         except Exception as error:  # where Thunder failed, its words name neither the module nor a way out
             require_traceable(self._model, PARTS)
-            if (what := _not_returned(error)) is None:
+            if (what := not_returned(error)) is None:
                 raise
             name = type(self._model).__name__
             raise TypeError(f"Thunder cannot trace {name}, which returns {what}; use a dict or a dataclass") from error
@@ -138,18 +135,6 @@ class ZeroModule(ShardedModel, ThunderModule):
             f"DistributedDataParallel was given a {type(self._model).__name__} that thunder_zero trains: its backward "
             f"already averages gradients, and from stage 1 on ranks hold different rows; train the model without it"
         )
-
-
-def _not_returned(error: Exception) -> str | None:
-    """What forward returned, if Thunder 0.2.6 failed to return it: judged by where it failed, as users' errors pass."""
-    if isinstance(error, TypeError) and str(error).startswith("tree_flatten of type"):
-        return f"another structure than tuples, lists, dicts and dataclasses ({error})"
-    for frame, _ in walk_tb(error.__traceback__):
-        if frame.f_code is build_value_from_wrapped.__code__ and is_namedtuple_instance(frame.f_locals.get("v")):
-            return f"a named tuple, {type(frame.f_locals['v']).__name__}"
-        if isinstance(error, NameError) and frame.f_code.co_filename.startswith(EPILOGUE):
-            return f"a named tuple, {error.name}"
-    return None
 
 
 def adopt(model: ThunderModule, kind: type[ZeroModule], state: State) -> None:

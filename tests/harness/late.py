@@ -87,8 +87,8 @@ class Wire:
     _open: list[Message] | None = None
 
     @contextmanager
-    def launch(self, group: object, *, async_ops: bool) -> Iterator[Launched]:
-        """Instead of torch's ``_coalescing_manager``."""
+    def launch(self, group: object) -> Iterator[Launched]:
+        """Instead of ``one_launch``."""
         launched: list[Message] = []
         self._open = launched
         yield Launched(self, launched)
@@ -120,7 +120,7 @@ class Wire:
 
 @dataclass
 class Launched:
-    """What torch's ``_coalescing_manager`` gives."""
+    """What ``one_launch`` gives."""
 
     wire: Wire
     messages: list[Message]
@@ -134,10 +134,10 @@ class Launched:
 def in_place_of_native(
     launch: Callable[..., Any], queued: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Torch's calls in ``comm/native.py``: ``launch`` is its ``_coalescing_manager``, ``queued`` wraps collectives."""
-    collectives = ((native, "_all_gather_single"), (native, "_reduce_scatter_single"), (dist, "all_reduce"))
+    """The calls in ``comm/native.py``: ``launch`` is its ``one_launch``, ``queued`` wraps collectives."""
+    collectives = ((native, "all_gather_single"), (native, "reduce_scatter_single"), (dist, "all_reduce"))
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(native, "_coalescing_manager", launch))
+        stack.enter_context(mock.patch.object(native, "one_launch", launch))
         for owner, name in collectives:
             stack.enter_context(mock.patch.object(owner, name, queued(getattr(owner, name))))
         yield

@@ -31,8 +31,8 @@ class SlowWire:
         self.launched = 0
 
     @contextmanager
-    def launch(self, group: object, *, async_ops: bool) -> Iterator[SlowWire]:
-        """Instead of torch's ``_coalescing_manager``."""
+    def launch(self, group: object) -> Iterator[SlowWire]:
+        """Instead of ``one_launch``."""
         calls: list[tuple[Tensor, ...]] = []
         self._calls = calls
         yield self

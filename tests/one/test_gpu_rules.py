@@ -25,6 +25,7 @@ from thunder_zero.checkpoint import background
 from thunder_zero.comm import device, native
 from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.native import Grouped, float16_divisors
+from thunder_zero.compat.process_groups import all_gather_single
 from thunder_zero.plan import Param, make_plan
 from thunder_zero.runtime.initial_values.compare import Cuts
 from thunder_zero.runtime.initial_values.data import PlainModel, names_of
@@ -98,8 +99,8 @@ def test_parameters_that_nccl_cannot_send_travel_as_bytes(
 ) -> None:
     """NCCL has no int16 and no uint16; a frozen table may have any dtype. Fake ranks have the same rows as this one."""
     rows, param = frozen(dtype)
-    launch = mock.Mock(wraps=native._all_gather_single)
-    with mock.patch.object(native, "_all_gather_single", launch), mock.patch.object(native, "_coalescing_manager"):
+    launch = mock.Mock(wraps=all_gather_single)
+    with mock.patch.object(native, "all_gather_single", launch), mock.patch.object(native, "one_launch"):
         (full,) = Grouped(two_fake_ranks).all_gather([rows], [param]).wait()
     assert [tensor.dtype for tensor in launch.call_args.args[:2]] == [torch.uint8] * 2
     assert full.dtype is dtype
@@ -109,12 +110,11 @@ def test_parameters_that_nccl_cannot_send_travel_as_bytes(
 def test_a_collective_that_raises_leaves_nothing_queued(two_fake_ranks: dist.ProcessGroup) -> None:
     """torch would queue the group's next collectives behind it, and launch none of them."""
     rows, param = frozen(torch.float32)
-    gather = native._all_gather_single
-    second_raises = mock.Mock(wraps=gather, side_effect=[mock.DEFAULT, KeyboardInterrupt])
-    with mock.patch.object(native, "_all_gather_single", second_raises), pytest.raises(KeyboardInterrupt):
+    second_raises = mock.Mock(wraps=all_gather_single, side_effect=[mock.DEFAULT, KeyboardInterrupt])
+    with mock.patch.object(native, "all_gather_single", second_raises), pytest.raises(KeyboardInterrupt):
         Grouped(two_fake_ranks).all_gather([rows, rows], [param, param])
     full = torch.zeros(8, 3)
-    gather(full, torch.ones(4, 3), group=two_fake_ranks)
+    all_gather_single(full, torch.ones(4, 3), group=two_fake_ranks)
     assert full.eq(1).all()
     (again,) = Grouped(two_fake_ranks).all_gather([rows], [param]).wait()
     assert torch.equal(again, torch.cat([rows, rows]))

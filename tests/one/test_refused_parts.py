@@ -44,7 +44,7 @@ def normed(norm: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
     return lambda: norm(nn.Linear(4, 4))
 
 
-# What Thunder 0.2.6 does with each alone: silently wrong are backward hooks (not called) and the statistics of instance
+# What Thunder does with each alone: silently wrong are backward hooks (not called) and the statistics of instance
 # norms (not updated); others fail with errors that name no module.
 MADE: list[tuple[Callable[[], nn.Module], tuple[str, ...]]] = [
     (compiled, ("(OptimizedModule) is under torch.compile", "without torch.compile")),
@@ -124,6 +124,8 @@ def test_a_line_of_forward_that_is_refused(what: str) -> None:
     line, words = LINES[what]
     with refused(RuntimeError, *words):
         shard(Does(line))(X)
+    with refused(RuntimeError, *words):
+        tz.trace(Does(line), X)
 
 
 def lines_that_pass(module: Any, y: Tensor) -> Tensor:
@@ -138,9 +140,16 @@ def test_lines_like_those_that_pass() -> None:
     module = Does(lines_that_pass)
     model = shard(deepcopy(module))
     torch.testing.assert_close(model(X), module(X))
+
+
+def test_a_plain_model_keeps_what_thunder_does() -> None:
+    """A counter is dropped without a word; for a reentrant checkpoint Thunder raises a string."""
+    shard(nn.Linear(4, 4))  # from here on Thunder asks us
     plain: Any = thunder.jit(Does(LINES["a counter"][0]))
     plain(X)
-    assert plain.count == 0, "Thunder drops it, still without a word where the model is not ours"
+    assert plain.count == 0
+    with pytest.raises(TypeError, match="exceptions must derive from BaseException"):
+        thunder.jit(Does(LINES["a reentrant checkpoint"][0]))(X)
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ others. Imports inside functions count like those at the top.
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -65,11 +67,19 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("rows.py",       IMPORT, NOT,     NOT,     rooms("layout plan")),
     Room("marks.py",      IMPORT, NOT,     NOT,     NOTHING),
     Room("schedule/",     TYPES,  NOT,     NOT,     DATA),
-    Room("comm/",         IMPORT, IMPORT,  NOT,     DATA | {"rows"}),
     Room("compat/repair_fusion.py",NOT,NOT,NOT,     DATA | {"schedule"}),
+    Room("compat/exit.py",NOT,    NOT,     NOT,     NOTHING),
+    Room("compat/process_groups.py",NOT,IMPORT,NOT, NOTHING),
+    Room("compat/torch_internals.py",IMPORT,NOT,NOT,NOTHING),
+    Room("compat/in_front.py",IMPORT,NOT,  NOT,     NOTHING),
+    Room("compat/casts.py",IMPORT,NOT,     NOT,     rooms("precision")),
     Room("compat/",       IMPORT, NOT,     IMPORT,  DATA | {"schedule"}),
+    Room("comm/",         IMPORT, IMPORT,  NOT,     DATA | rooms("rows compat/exit compat/process_groups "
+                                                                 "compat/torch_internals")),
     Room("traces/",       IMPORT, NOT,     IMPORT,  DATA | {"schedule", "compat"}),
-    Room("runtime/",      IMPORT, TYPES,   NOT,     DATA | {"rows", "marks", "schedule", "comm", "compat"}),
+    Room("runtime/",      IMPORT, TYPES,   NOT,     DATA | rooms("rows marks schedule comm compat/exit "
+                                                                 "compat/torch_internals compat/in_front "
+                                                                 "compat/casts")),
     Room("whole_step/",   IMPORT, NOT,     NOT,     DATA | {"rows", "marks", "comm", "runtime"}),
     Room("state_dict/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime"}),
     Room("checkpoint/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime", "state_dict"}),
@@ -229,6 +239,82 @@ def test_no_modules_import_each_other() -> None:
     paths = sources(PACKAGE)
     dotted = {path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): paths[path] for path in paths}
     assert len(import_order(dotted)) > 50
+
+
+# Thunder and torch are patched in one room
+
+ROOM_OF_WORKAROUNDS = "compat/"
+PATCHES = (  # beginnings of names that stand there alone
+    *("torch._", "torch.library", "torch.autograd.Variable._", "torch.distributed.distributed_c10d."),
+    *("thunder.core.jit_ext.register_general_jit_lookaside", "thunder.torch._torch_to_thunder_function_map"),
+    *("thunder.core.interpreter._", "atexit"),
+)
+
+
+def patches(source: str) -> list[str]:
+    """The private names that a source uses, and what it assigns to attributes of Thunder or torch."""
+    tree = ast.parse(source)
+    named = {name for name, _ in imports_of(source)}
+    named |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    found = [name for name in named if name.startswith(PATCHES)]
+    theirs = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0] in ("torch", "thunder")
+    }
+    return sorted(found + [ast.unparse(node) for node in written_to(tree) if root_of(node) in theirs])
+
+
+def written_to(tree: ast.AST) -> Iterator[ast.expr]:
+    """The attributes and items that are assigned to or deleted, and what ``setattr`` is given."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            yield node
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+            yield node.args[0]
+
+
+def root_of(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return ast.unparse(node)
+
+
+def test_thunder_and_torch_are_patched_in_one_room() -> None:
+    for source, patch in (
+        ("import torch\ntorch.compile = None", "torch.compile"),
+        ("from thunder.core import interpreter\ninterpreter.found[bool] = f", "interpreter.found[bool]"),
+        ("from torch import Tensor\nsetattr(Tensor, name, f)", "Tensor"),
+        ("from torch._dynamo import config", "torch._dynamo.config"),
+        ("import torch\nx = torch._foreach_norm(y)", "torch._foreach_norm"),
+        ("import atexit", "atexit"),
+    ):
+        assert patches(source) == [patch]
+    assert patches("import torch\nx.y = torch.zeros(3)\ntorch.zeros(3).z.sum()") == []
+    found = {path: patches(text) for path, text in sources(PACKAGE, PACKAGE).items()}
+    assert any(found[path] for path in found if path.startswith(ROOM_OF_WORKAROUNDS))
+    assert {path: names for path, names in found.items() if names and not path.startswith(ROOM_OF_WORKAROUNDS)} == {}
+
+
+def test_a_version_of_thunder_is_named_in_one_room() -> None:
+    (version,) = re.findall(r'"lightning-thunder>=([\d.]+),', (ROOT / "pyproject.toml").read_text())
+    room = ("thunder_zero/compat/", "tests/one/test_compat.py", "tests/one/test_needs.py")
+    texts = {path: text for folder in (PACKAGE, TESTS, ROOT / "examples") for path, text in sources(folder).items()}
+    assert any(version in text for path, text in texts.items() if path.startswith(room))
+    assert [path for path, text in texts.items() if version in text and not path.startswith(room)] == []
+
+
+def test_a_workaround_opens_with_its_need() -> None:
+    for path in sorted((PACKAGE / ROOM_OF_WORKAROUNDS).rglob("*.py")):
+        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        need, rest = doc.partition("\n")[::2]
+        if path.name != "__init__.py":
+            assert need.startswith("needed while: "), path.name
+            assert need.endswith("."), path.name
+            assert len(need) <= 95, path.name
+            assert not rest or rest.startswith("\n"), path.name
 
 
 def too_long(source: str) -> list[str]:

@@ -364,8 +364,8 @@ def grouped_averages_in_one_launch_and_copies_only_to_pad(rank: int, world_size:
     shapes = ((4, 2), (5,))
     even, odd = inputs_of("reduce_scatter", shapes)
     with (
-        mock.patch.object(native, "_reduce_scatter_single", record),
-        mock.patch.object(native, "_coalescing_manager") as manager,
+        mock.patch.object(native, "reduce_scatter_single", record),
+        mock.patch.object(native, "one_launch") as manager,
     ):
         Grouped(everyone()).reduce_scatter([even, odd], plan_of("reduce_scatter", shapes).params)
     assert manager.call_count == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 from collections.abc import Callable
 from concurrent import futures
@@ -12,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from thunder_zero.comm.handle import Result
+from thunder_zero.compat.exit import at_exit
 
 COURIER, AVERAGER = "courier", "averager"
 EXIT_SECONDS = 1.0  # how long an exiting rank waits for them
@@ -33,7 +33,7 @@ def _tasks_of(thread: str) -> SimpleQueue[tuple[Callable[[], Any], Future[Any]]]
     """
     tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
     threading.Thread(target=_serve, args=(tasks,), name=f"thunder_zero {thread}", daemon=True).start()
-    atexit.register(_let_end, thread)
+    at_exit(_let_end, thread)
     return tasks
 
 

@@ -8,10 +8,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from thunder_zero.comm.lost_ranks import naming_lost_ranks, timeout_of
 from thunder_zero.comm.places import without_places
+from thunder_zero.compat.process_groups import set_timeout
 
 LONGEST_WAIT_FOR_ADDRESS = timedelta(minutes=1)  # while a group is made, gloo does not see that a rank dies
 GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for a message
@@ -113,7 +113,7 @@ def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
     while_made = min(timeout / GLOO_CONNECT_FACTOR, LONGEST_WAIT_FOR_ADDRESS)
     with naming_lost_ranks(group):
         made = process_group(dist.new_group(ranks, while_made, "gloo", use_local_synchronization=True))
-    _set_pg_timeout(timeout, made)  # private in torch, and there is no public way
+    set_timeout(made, timeout)
     without_places(made)
     return made
 

@@ -14,18 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# Private in name; it is how torch itself groups calls (batch_isend_irecv), and there is no public way.
-from torch.distributed.distributed_c10d import _coalescing_manager, _world
-
 from thunder_zero import layout
 from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
 from thunder_zero.comm.transport import FLOATS, Mail
+from thunder_zero.compat.process_groups import all_gather_single, one_launch, reduce_scatter_single
+from thunder_zero.compat.torch_internals import divide_all
 from thunder_zero.plan import Param
 from thunder_zero.rows import rows_in
-
-# torch 2.13 renamed both, and warns under the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Native:
@@ -56,7 +51,7 @@ class _Native:
         calls: list[tuple[Any, ...]] = [
             (_sendable(full), _sendable(rows), {}) for full, rows in zip(fulls, own, strict=True)
         ]
-        parts = self._launch(_all_gather_single, calls)
+        parts = self._launch(all_gather_single, calls)
         unpadded = tuple(full[: param.shape[0]] for full, param in zip(fulls, params, strict=True))
         return Handle(parts, unpadded, self._pending)
 
@@ -70,7 +65,7 @@ class _Native:
         means = tuple(grad.new_empty(shape) for grad, shape in zip(grads, shapes, strict=True))
         options = self._options(means)
         calls = [(mean, share, options) for mean, share in zip(means, shares, strict=True)]
-        return Handle([*self._launch(_reduce_scatter_single, calls), self._division(means)], means, self._pending)
+        return Handle([*self._launch(reduce_scatter_single, calls), self._division(means)], means, self._pending)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -136,7 +131,7 @@ class _Native:
     def _division(self, means: tuple[Tensor, ...]) -> BucketPart:
         """Divides the sums that have arrived."""
         _, after = self._divisors(means[0].dtype)
-        return BucketPart((), None if after == 1 else lambda: torch._foreach_div_(means, after))
+        return BucketPart((), None if after == 1 else lambda: divide_all(means, after))
 
     def _share(self, grad: Tensor, padded_shape: tuple[int, ...]) -> Tensor:
         """This rank's contiguous input of the reduction, padded with zero rows; the gradient itself, if it is that."""
@@ -169,14 +164,9 @@ class Grouped(_Native):
     means = FLOATS - {torch.float16}
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
-        try:
-            with _coalescing_manager(self._group, async_ops=True) as launched:
-                for *tensors, options in calls:
-                    collective(*tensors, group=self._group, **options)
-        except BaseException:
-            # torch leaves what was queued to the group's next collectives, which would then never be launched.
-            _world.pg_coalesce_state.pop(self._group, None)
-            raise
+        with one_launch(self._group) as launched:
+            for *tensors, options in calls:
+                collective(*tensors, group=self._group, **options)
         return [BucketPart((launched.wait,), _keep_alive(calls))]
 
 

@@ -1,1 +1,6 @@
-"""What exists because of Thunder 0.2.6 or of a version of torch, each file with the need for it."""
+"""What exists because of a version of Thunder or of torch; nobody else patches them.
+
+Each file opens with one line: "needed while: ...". ``tests/one/test_needs.py`` has a row for each, which fails on the
+versions that the need is known for (``imports.KNOWN``) once it is gone: then the file goes, too. The table of these
+lines is in docs/compatibility.md.
+"""

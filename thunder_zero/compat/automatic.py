@@ -1,6 +1,6 @@
-"""Registers operators of a graph that Thunder does not know, as it does with many itself.
+"""needed while: Thunder does not know all operators that dynamo captures.
 
-Torch computes them, and their gradients.
+Registers those of a graph that it does not know, as it does with many itself. Torch computes them, and their gradients.
 """
 
 from __future__ import annotations

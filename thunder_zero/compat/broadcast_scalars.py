@@ -1,7 +1,6 @@
-"""Broadcasts 0-dim tensors on the CPU where an operation does so, before autodiff.
+"""needed while: Thunder does not sum the gradient of a broadcast 0-dim tensor on the CPU.
 
-Thunder 0.2.6 takes a 0-dim tensor on the CPU for a number, and does not sum its gradient over the elements that it was
-broadcast to. Forward gets the line that says so, whose gradient sums::
+It takes one for a number. Forward gets the line that says so, before autodiff, whose gradient sums::
 
     t1 = ltorch.sum(t0)                              t1 = ltorch.sum(t0)
     t2 = ltorch.true_divide(t0, t1)         ->       t2 = ltorch.expand(t1, (3, 4))

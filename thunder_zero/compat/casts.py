@@ -1,7 +1,7 @@
-"""Casts inputs and outputs of modules to the dtypes of mixed precision.
+"""needed while: Thunder interprets twice as much for hooks that cast as for a method that does.
 
-A submodule's class is replaced by a subclass whose forward casts, as torch's ``fully_shard`` does with the modules that
-it shards. Hooks would be simpler, but Thunder 0.2.6 cannot trace them.
+Casts inputs and outputs of modules to the dtypes of mixed precision: a submodule's class is replaced by a subclass
+whose forward casts, as torch's ``fully_shard`` does with the modules that it shards.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from torch import nn
 from torch.utils._pytree import is_namedtuple_class
 
 from thunder_zero.precision import MixedPrecision
-
-from thunder.core.interpreter import unwrap, wrap_const
-from thunder.core.jit_ext import register_general_jit_lookaside
 
 BORDER = "_thunder_zero_border"  # attribute of the classes made here: the path, for error messages
 OTHERS = (tuple, list, set, frozenset, deque)
@@ -108,7 +105,7 @@ def _cast(tree: Any, dtype: torch.dtype | None, owner: Any) -> Any:
         return OrderedDict([(key, _cast(item, dtype, owner)) for key, item in tree.items()])
     if is_namedtuple_class(kind):
         return kind(*[_cast(item, dtype, owner) for item in tree])
-    names, can_be_made = _fields(tree)
+    names, can_be_made = fields_of(tree)
     if names:
         items = _attributes(tree, *names)
         if can_be_made:
@@ -123,7 +120,7 @@ def _cast(tree: Any, dtype: torch.dtype | None, owner: Any) -> Any:
     return tree
 
 
-def _fields(tree: Any) -> tuple[tuple[str, ...], bool]:
+def fields_of(tree: Any) -> tuple[tuple[str, ...], bool]:
     """The names of a dataclass's fields, and whether its constructor takes them all; no names of anything else."""
     if isinstance(tree, type) or not dataclasses.is_dataclass(tree):
         return (), False
@@ -133,12 +130,6 @@ def _fields(tree: Any) -> tuple[tuple[str, ...], bool]:
 
 def _attributes(tree: Any, *names: str) -> list[Any]:
     return [getattr(tree, name) for name in names]
-
-
-@register_general_jit_lookaside(_fields)
-def _constant_fields(tree: Any) -> Any:
-    """Thunder's interpreter takes the names as constants: it cannot read a field of an argument by a name it read."""
-    return wrap_const(_fields(unwrap(tree)))
 
 
 def _name(owner: nn.Module | str) -> str:

@@ -1,8 +1,8 @@
-"""Makes ``parameters()`` and ``buffers()`` in a forward come in the module's order, not a set's.
+"""needed while: Thunder lists parameters and buffers in the order of a set of names.
 
-Thunder 0.2.6 collects their names in a set, whose order depends on Python's hash seed, and each process has another
-one. A forward that loops over ``self.parameters()``, or takes the first of them, would become another program on each
-rank, and a wrong one.
+Makes ``parameters()`` and ``buffers()`` in a forward come in the module's order. A set's order depends on Python's hash
+seed, and each process has another one. A forward that loops over ``self.parameters()``, or takes the first of them,
+would become another program on each rank, and a wrong one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rewrites operations in place of a graph as out of place, where nobody sees the difference.
+"""needed while: Thunder writes over values that backward reads.
 
-Thunder 0.2.6 writes over values that backward reads::
+Rewrites operations in place of a graph as out of place, where nobody sees the difference::
 
     w /= w.sum(-1, keepdim=True)      ->      w = w / w.sum(-1, keepdim=True)
 """

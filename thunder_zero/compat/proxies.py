@@ -1,4 +1,4 @@
-"""needed while: Thunder takes ten times as long to flatten a line's arguments."""
+"""needed while: Thunder takes several times as long to flatten a line's arguments."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Makes backward use the random numbers that forward drew, or refuses.
+"""needed while: Thunder draws random numbers again where backward recomputes.
 
-Thunder tags every line of an activation checkpoint as one that backward computes again, a dropout too, whose mask is
-then another one. Lines that draw lose the tag, so that their results are saved; Thunder's own checkpoint, which tags
-its lines only in autodiff, becomes these lines::
+Makes backward use the random numbers that forward drew, or refuses. Thunder tags every line of an activation checkpoint
+as one that backward computes again, a dropout too, whose mask is then another one. Lines that draw lose the tag, so
+that their results are saved; Thunder's own checkpoint, which tags its lines only in autodiff, becomes these lines::
 
     y = ltorch.checkpoint(f, x, w)         h = ltorch.mul(x, w)           # again in backward
                                       ->   d = ltorch.dropout(h, 0.5)     # its mask is saved

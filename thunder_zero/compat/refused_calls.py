@@ -1,7 +1,7 @@
-"""Refuses calls and assignments in a forward that Thunder drops, or fails on with other words.
+"""needed while: Thunder drops assignments to attributes, and fails on reentrant checkpoints.
 
-Thunder 0.2.6 raises a string for a reentrant checkpoint, and drops what forward assigns to an attribute of the module
-itself without a word; attributes of submodules, and buffers, keep what was assigned.
+It drops what forward assigns to an attribute of the module itself without a word; attributes of submodules, and
+buffers, keep what was assigned. For a reentrant checkpoint it raises a string.
 """
 
 from __future__ import annotations
@@ -40,8 +40,18 @@ def refuse(is_ours: Callable[[], bool]) -> None:
             )
         return _general_jit_object_setattr_lookaside(obj, name, value)
 
+    def call_checkpoint(function: Any, *args: Any, use_reentrant: Any = False, **kwargs: Any) -> Any:
+        if is_ours() and unwrap(use_reentrant):
+            return do_raise(
+                RuntimeError(
+                    "forward calls torch.utils.checkpoint.checkpoint with use_reentrant=True, which Thunder cannot "
+                    "trace; pass use_reentrant=False"
+                )
+            )
+        return _general_jit_torch_checkpoint_lookaside(function, *args, use_reentrant=use_reentrant, **kwargs)
+
     register_general_jit_lookaside(object.__setattr__)(set_attribute)
-    register_general_jit_lookaside(checkpoint)(_checkpoint)
+    register_general_jit_lookaside(checkpoint)(call_checkpoint)
 
 
 def _is_lost(obj: Any, name: str, value: Any) -> bool:
@@ -52,14 +62,3 @@ def _is_lost(obj: Any, name: str, value: Any) -> bool:
     before = vars(module).get(name, _ABSENT)
     plain = (bool, int, float, str, type(None))
     return before is not value and not (isinstance(value, plain) and type(before) is type(value) and before == value)
-
-
-def _checkpoint(function: Any, *args: Any, use_reentrant: Any = False, **kwargs: Any) -> Any:
-    if unwrap(use_reentrant):
-        return do_raise(
-            RuntimeError(
-                "forward calls torch.utils.checkpoint.checkpoint with use_reentrant=True, which Thunder cannot trace; "
-                "pass use_reentrant=False"
-            )
-        )
-    return _general_jit_torch_checkpoint_lookaside(function, *args, use_reentrant=use_reentrant, **kwargs)

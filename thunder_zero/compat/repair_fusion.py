@@ -1,8 +1,8 @@
-"""Repairs a schedule after fusion, so that backward reads its own gathers only.
+"""needed while: Thunder's rematerialisation lets backward read what forward gathered.
 
-A fuser may make backward recompute from the inputs of a region of forward, and such an input may be a gathered
-parameter. Backward then reads its own copy instead, with an earlier wait if necessary, or a copy that is gathered for
-this reader::
+Repairs a schedule after fusion, so that backward reads its own gathers only. A fuser may make backward recompute from
+the inputs of a region of forward, and such an input may be a gathered parameter. Backward then reads its own copy
+instead, with an earlier wait if necessary, or a copy that is gathered for this reader::
 
     wait    w  <- fut                      wait    w  <- fut
     ... backward ...                       ... backward ...

@@ -12,12 +12,12 @@ import builtins
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
+
+from thunder_zero.compat.imports import known
 
 from thunder.core import interpreter
 
-KNOWN = "0.2.6"  # Thunder; another version may work otherwise, and is left alone
 COLLECTIONS = (dict, OrderedDict, list, tuple, set, frozenset)
 
 Ask = Callable[..., Any]
@@ -60,6 +60,6 @@ def left_out() -> Iterator[None]:
 
 
 def install() -> None:
-    """Let Thunder's interpreter take the short ways from now on, where it is the version that they are known for."""
-    if version("lightning-thunder") == KNOWN:
+    """Let Thunder's interpreter take the short ways from now on, where it is a version that they are known for."""
+    if known("lightning-thunder"):
         _install(globals_lookup, is_true)

@@ -1,6 +1,7 @@
-"""Refuses lines of a trace whose gradient Thunder 0.2.6 gets wrong without a word.
+"""needed while: Thunder gets gradients of writes in place, and of tensors in lists, wrong.
 
-It saves a value for backward and then lets an operation in place write to it::
+Refuses lines of a trace whose gradient it gets wrong without a word. It saves a value for backward and then lets an
+operation in place write to it::
 
     t3 = torch.sum(t2, -1)
     t4 = torch.div(t2, t3)

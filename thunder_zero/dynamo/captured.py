@@ -12,27 +12,18 @@ so that Thunder sees a module, whose parameters it traces as it does without dyn
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import HigherOrderOperator
-from torch.amp.autocast_mode import _enter_autocast
 from torch.nn.functional import multi_head_attention_forward
 from torch.utils.checkpoint import checkpoint
 
+from thunder_zero.compat.attention_in_python import IN_PYTHON
+from thunder_zero.compat.dynamo import CHECKPOINT, ENTER_AUTOCAST, SET_GRAD_ENABLED, AnyHigherOrder
 from thunder_zero.compat.out_of_place import replacement
 from thunder_zero.runtime.placeholders import Placeholder
 
-ATTENTION = FunctionType(  # another function of the same code: Thunder has one operator for the first, which fails
-    multi_head_attention_forward.__code__,
-    multi_head_attention_forward.__globals__,
-    "attention",
-    multi_head_attention_forward.__defaults__,
-)
-ATTENTION.__module__ = __name__
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 Paths = tuple[str | None, ...]  # of each input: of a parameter, or None
 
 
@@ -93,8 +84,8 @@ def with_parameters(graph: fx.GraphModule, inputs: Sequence[Any], name: str) -> 
         name: of the module's class, for errors.
 
     Raises:
-        RuntimeError: it has a higher-order operator, such as a ``torch.autograd.Function``, of which Thunder 0.2.6 does
-            not know what this torch passes.
+        RuntimeError: it has a higher-order operator, such as a ``torch.autograd.Function``, of which Thunder does not
+            know what this torch passes.
     """
     root, new = nn.Module(), fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -140,20 +131,20 @@ def _copy(graph: fx.GraphModule, root: nn.Module, new: fx.Graph, env: dict[fx.No
         if node.target is CHECKPOINT:
             env[node] = new.call_function(checkpoint, fx.map_arg(node.args, env.__getitem__), {"use_reentrant": False})
             continue
-        if isinstance(node.target, HigherOrderOperator):
+        if isinstance(node.target, AnyHigherOrder):
             raise RuntimeError(
                 f"forward calls {node.target.name()}, as dynamo has it, which Thunder cannot trace; for a "
                 f"torch.autograd.Function use thunder.jit with ZeroTransform, or write its formula with operators"
             )
-        if node.target is _enter_autocast and node.args[2] is False and torch.is_autocast_enabled(node.args[0]):
+        if node.target is ENTER_AUTOCAST and node.args[2] is False and torch.is_autocast_enabled(node.args[0]):
             raise RuntimeError(
                 "forward turns autocast off inside of an autocast around the model, and Thunder would not follow; "
                 "leave out the one around the model, and give compile mixed_precision=thunder_zero.MixedPrecision()"
             )
         env[node] = new.node_copy(node, env.__getitem__)
         if node.target is multi_head_attention_forward:
-            env[node].target = ATTENTION
-        elif node.target is torch._C._set_grad_enabled:
+            env[node].target = IN_PYTHON
+        elif node.target is SET_GRAD_ENABLED:
             has_gradients = node.args[0]
         elif has_gradients and (other := replacement(node)) is not None:
             env[node].target = other

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
+from thunder_zero.compat.torch_internals import at_end_of_backward, running_backward
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.state import State
 
@@ -24,10 +23,10 @@ class GraphCalls(Calls):
     def reduce_deferred(self, paths: Sequence[str]) -> None:
         """Reduce the deferred gradients of parameters that no graph of this backward reaches, once it ends: until then
         nobody knows which those are."""
-        backward = torch._C._current_graph_task_id()
+        backward = running_backward()
         if backward != self._at_end_of:
             self._at_end_of = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._reduce_rest)
+            at_end_of_backward(self._reduce_rest)
 
     def _reduce_rest(self) -> None:
         super().reduce_deferred([param.path for param in self._state.plan.params if param.requires_grad])

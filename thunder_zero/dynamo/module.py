@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +10,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import config
-from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch._dynamo.output_graph import GraphCompileReason
-from torch._dynamo.utils import graph_break_reasons
-from torch._guards import CompileContext
 
+from thunder_zero.compat import dynamo
 from thunder_zero.compat.automatic import register
 from thunder_zero.compiled import Compiled
 from thunder_zero.dynamo.captured import Paths, detached, paths_of, require_apart, shapes_of, with_parameters, written
@@ -34,7 +28,6 @@ from thunder.core.module import ThunderModule
 
 MOST_PROGRAMS = 64  # of one function: a frame that calls submodules of one class has one for each
 WARN_AFTER = 8
-LOGGING = re.compile(r"(debug|info|warning|warn|error|exception|critical|log)(_once|_advice)?")
 
 
 @dataclass(frozen=True)
@@ -82,14 +75,14 @@ class Graphs:
         names: by dynamo's numbers of the functions that they are of, in the order in which those were compiled.
         shapes: by name, the shapes of the inputs of each graph that dynamo captured.
         ran: in the last forward, in order.
-        breaks: where dynamo ended graphs of the model, and why.
+        breaks: where dynamo ended graphs of the model, and why, in sentences.
     """
 
     captured: list[Captured] = field(default_factory=list)
     names: dict[int | None, str] = field(default_factory=dict)
     shapes: dict[str, list[Mapping[str, torch.Size]]] = field(default_factory=dict)
     ran: list[Graph] = field(default_factory=list)
-    breaks: list[GraphCompileReason] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
 
 
 class DynamoModule(ZeroModule):
@@ -107,9 +100,7 @@ class DynamoModule(ZeroModule):
             number = _alive(model)._capture(graph, inputs)
             return lambda *inputs: _alive(model)._call(number, inputs)
 
-        captured = torch.compile(self.plain, backend=backend, dynamic=False)
-        for mark in ("_is_torch_compile", "_compile_kwargs"):  # torch's, and Lightning's, on what stays plain
-            vars(self.plain).pop(mark, None)
+        captured = dynamo.capture(self.plain, backend)
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 
     def graphs(self) -> Sequence[list[tuple[Compiled, Any]]]:
@@ -118,24 +109,14 @@ class DynamoModule(ZeroModule):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._graphs.ran.clear()
-        others = len(graph_break_reasons)  # of all that this process compiled before
-        with config.patch(
-            recompile_limit=MOST_PROGRAMS,
-            accumulated_recompile_limit=MOST_PROGRAMS * MOST_PROGRAMS,
-            fail_on_recompile_limit_hit=True,
-            ignore_logging_functions=config.ignore_logging_functions | _logging(),
-            reorderable_logging_functions=config.reorderable_logging_functions | {print, warnings.warn},
-        ):
-            try:
+        try:
+            with dynamo.whole(MOST_PROGRAMS, self._graphs.breaks):
                 output = self._forward_fn(*args, **kwargs)
-            except ValuesNeeded as error:
-                reasons = [*self._graphs.breaks, *graph_break_reasons[others:]]
-                raise RuntimeError(outside_of_graphs(self.plain, error, reasons)) from error
-            except FailOnRecompileLimitHit as error:
-                shapes = max(self._graphs.shapes.values(), key=len, default=list[Mapping[str, torch.Size]]())
-                raise RuntimeError(too_many(type(self.plain).__name__, MOST_PROGRAMS, shapes)) from error
-            finally:
-                self._graphs.breaks += graph_break_reasons[others:]
+        except ValuesNeeded as error:
+            raise RuntimeError(outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
+        except dynamo.TooManyPrograms as error:
+            shapes = max(self._graphs.shapes.values(), key=len, default=list[Mapping[str, torch.Size]]())
+            raise RuntimeError(too_many(type(self.plain).__name__, MOST_PROGRAMS, shapes)) from error
         for name, buffer in self.plain.named_buffers():  # forward may have assigned to some
             self._overrides_buffers[name] = buffer
         return output
@@ -174,9 +155,7 @@ class DynamoModule(ZeroModule):
 
     def _name(self) -> str:
         """Functions are numbered in the order in which dynamo compiles them first, which ranks compare."""
-        compilation = CompileContext.current_compile_id()
-        number = None if compilation is None else compilation.frame_id
-        return self._graphs.names.setdefault(number, f"graph {len(self._graphs.names)}")
+        return self._graphs.names.setdefault(dynamo.function_number(), f"graph {len(self._graphs.names)}")
 
 
 def _alive(model: ref[DynamoModule]) -> DynamoModule:
@@ -191,8 +170,3 @@ def _write(output: tuple[Any, ...], inputs: Sequence[Tensor]) -> tuple[Any, ...]
     for tensor, value in zip(inputs, output[rest:], strict=True):
         tensor.copy_(value)
     return output[:rest]
-
-
-def _logging() -> set[Any]:
-    """The methods of loggers, with those that transformers adds: each would end a graph. Dynamo drops the messages."""
-    return {method for name, method in vars(logging.Logger).items() if LOGGING.fullmatch(name)}

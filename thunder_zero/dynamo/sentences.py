@@ -6,18 +6,17 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
-from torch._dynamo.output_graph import GraphCompileReason
 
 from thunder_zero.runtime.placeholders import ValuesNeeded
 
 
-def outside_of_graphs(module: nn.Module, error: ValuesNeeded, breaks: Sequence[GraphCompileReason]) -> str:
+def outside_of_graphs(module: nn.Module, error: ValuesNeeded, breaks: Sequence[str]) -> str:
     """Why a parameter was read outside of every graph.
 
     Args:
         module: the plain module.
         error: of the parameter.
-        breaks: where dynamo ended graphs, and why.
+        breaks: where dynamo ended graphs, and why, in sentences.
     """
     owner = module.get_submodule(error.path.rpartition(".")[0])
     return (
@@ -27,12 +26,10 @@ def outside_of_graphs(module: nn.Module, error: ValuesNeeded, breaks: Sequence[G
     )
 
 
-def _reason(breaks: Sequence[GraphCompileReason]) -> str:
+def _reason(breaks: Sequence[str]) -> str:
     if not breaks:
         return "dynamo did not capture this code (torch.compiler.disable, a dispatch mode, or a function that it skips)"
-    last = breaks[-1]
-    where = f" at {last.user_stack[-1].filename}:{last.user_stack[-1].lineno}" if last.user_stack else ""
-    return f"dynamo ended a graph{where}: {last.reason.strip().splitlines()[0]}"
+    return breaks[-1]
 
 
 def changed(shapes: Sequence[Mapping[str, torch.Size]]) -> str | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from thunder_zero.compat.torch_internals import accumulates, is_inside_function_transform
 from thunder_zero.runtime.accumulation import Accumulation
 
 LEAF = "torch::autograd::AccumulateGrad"  # the node that adds to the .grad of a parameter or input
@@ -47,7 +48,7 @@ def guard(output: Any, ours: tuple[type, ...], model: str, accumulation: Accumul
                     f"Hessian needs): Thunder compiles it without a graph, so this part of the gradient would be lost; "
                     f"leave create_graph out, or train this model without thunder.jit"
                 )
-            if not (was_synced and not accumulation.paths) and not _accumulates(leaves):
+            if not (was_synced and not accumulation.paths) and not accumulates(leaves):
                 raise RuntimeError(
                     f"torch.autograd.grad, or backward(inputs=...), through {model} in the middle of an accumulation: "
                     f"no_sync defers the gradients of all its parameters, so they would be added or lost; call it "
@@ -63,7 +64,7 @@ def refuse_function_transforms(model: str) -> None:
     Raises:
         RuntimeError: a function transform is active.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_inside_function_transform():
         raise RuntimeError(
             f"{model} was called inside of torch.func or vmap, which cannot look into what Thunder compiled; give it "
             f"a whole batch, and use torch.autograd.grad or torch.autograd.functional.jacobian outside of them"
@@ -87,11 +88,3 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
 def _leaves_of(node: Node) -> tuple[Node, ...]:
     """The leaves that the compiled forward was given: parameters, and inputs that require grad."""
     return tuple(leaf for leaf, _ in node.next_functions if leaf is not None and leaf.name() == LEAF)
-
-
-def _accumulates(leaves: tuple[Node, ...]) -> bool:
-    """Whether the running backward adds to the ``.grad`` of all leaves."""
-    try:
-        return all(map(torch._C._will_engine_execute_node, leaves))
-    except RuntimeError:  # torch.autograd.grad of a leaf
-        return False

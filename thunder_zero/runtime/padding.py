@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thunder_zero.compat.torch_internals import zero_all
 from thunder_zero.plan import Param
 from thunder_zero.rows import padding_of
 from thunder_zero.runtime.optimizers import StepsWhole
@@ -53,4 +53,4 @@ def _padded(state: State, stepped: Collection[int]) -> Iterator[tuple[Param, Ten
 def _clear(state: State, tensors: list[tuple[Param, Tensor]]) -> None:
     # Through .data: the versions of a rank with padding must not differ from those of the others.
     if tensors:
-        torch._foreach_zero_([padding_of(tensor.data, param, state.plan) for param, tensor in tensors])
+        zero_all([padding_of(tensor.data, param, state.plan) for param, tensor in tensors])

@@ -61,10 +61,10 @@ class Placeholder(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # traces this as code; in its graph, the parameter is an input
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         name, attribute = _name(func)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             if attribute is None and name in CONVERSIONS and _converts_nothing(func, args, kwargs):
                 return args[0]
             if (attribute is None or attribute == "__get__") and name in LOOKS:
@@ -80,17 +80,17 @@ class Placeholder(nn.Parameter):
             raise ValuesNeeded(_refusal(func, args, kwargs), next(_placeholders((args, kwargs))).path)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             copy = _make(self.path, self.shape, self.dtype, self.device, self.requires_grad)
         memo[id(self)] = copy
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return _make, (self.path, self.shape, self.dtype, self.device, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return f"Placeholder({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
@@ -113,11 +113,6 @@ def traced() -> Iterator[None]:
         yield
     finally:
         _traced.reset(token)
-
-
-def is_traced() -> bool:
-    """Whether this is inside of :func:`traced`: a sharded model is being called."""
-    return _traced.get()
 
 
 def is_all_nan(tensor: Tensor) -> bool:

@@ -5,7 +5,6 @@ Weak tables: they keep no model and no tensor alive.
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from collections.abc import Iterable
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_zero.comm.group import has_groups
+from thunder_zero.compat.exit import at_exit
 from thunder_zero.plan import Param
 from thunder_zero.runtime.state import State
 
@@ -37,7 +37,6 @@ def register(state: State, module: nn.Module) -> None:
         _placeholders[placeholder] = path
 
 
-@atexit.register
 def _leave_groups() -> None:
     """At exit: let torch join gloo's threads, which it does when the last reference to a destroyed group goes.
 
@@ -47,6 +46,9 @@ def _leave_groups() -> None:
     if not has_groups():
         for state in states():
             state.leave_group()
+
+
+at_exit(_leave_groups)
 
 
 def states() -> list[State]:

@@ -1,6 +1,6 @@
-"""GELU, SiLU, softmax and layer norm as one operator each way, where no executor fuses.
+"""needed while: Thunder decomposes GELU, SiLU, softmax and layer norm.
 
-Thunder's autodiff decomposes them into pointwise lines and reductions, for a fuser. Where there is none, each of these
+Its autodiff writes pointwise lines and reductions, for a fuser. Where there is none, each of these
 lines passes over memory, and backward reads many of their results. Here, each way is one of eager torch's operators::
 
     y = gelu(x, 'none')                                     gx = gelu_backward(gy, x, 'none')

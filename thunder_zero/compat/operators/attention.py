@@ -1,6 +1,6 @@
-"""Attention on the CPU as one operator each way, in place of Thunder's two matmuls and a softmax.
+"""needed while: Thunder decomposes attention on the CPU.
 
-Thunder's own executors for attention are for CUDA. Elsewhere its autodiff decomposes
+Its own executors for attention are for CUDA. Elsewhere its autodiff decomposes
 ``scaled_dot_product_attention``, and saves three or four tensors of (batch, heads, query length, key length). Here,
 forward and backward are each one line of a trace, torch's flash attention for CPUs::
 

@@ -1,4 +1,4 @@
-"""Chooses the executors of this folder for a model, by what else runs it."""
+"""needed while: Thunder's default recipe lists None where nvFuser is missing, and none of ours."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from thunder_zero.compat.operators.activations import activations_ex
 from thunder_zero.compat.operators.attention import attention_ex
 from thunder_zero.compat.operators.convolution import convolution_ex
 
+import thunder
 from thunder.executors.torch_compile import torch_compile_xentropy_ex
 from thunder.extend import Executor, FusionExecutor, OperatorExecutor
 
@@ -19,3 +20,8 @@ def operators(others: Sequence[Executor]) -> tuple[OperatorExecutor, ...]:
     among Thunder's defaults fuses cross entropy alone."""
     fuses = any(isinstance(other, FusionExecutor) and other != torch_compile_xentropy_ex for other in others)
     return NEVER_FUSED if fuses else (*NEVER_FUSED, activations_ex)
+
+
+def default_executors() -> list[Executor]:
+    """Thunder's default executors, behind ours for attention and convolutions."""
+    return [*NEVER_FUSED, *thunder.get_default_executors()]

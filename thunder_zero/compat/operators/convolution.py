@@ -1,6 +1,6 @@
-"""Gradients of convolutions by torch's own operator, in place of Thunder's padded convolutions.
+"""needed while: Thunder writes a convolution's gradients as padded convolutions.
 
-Thunder's autodiff writes a convolution's gradients as convolutions of other sizes, with padded copies of the input and
+Its autodiff writes them as convolutions of other sizes, with padded copies of the input and
 of the gradient, and those of a transposed one by running its forward again. Here each is one line, which calls torch's
 ``convolution_backward``, as eager does::
 

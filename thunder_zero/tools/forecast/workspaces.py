@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_zero.compat.torch_internals import convolution_backend
+
 aten = torch.ops.aten
 BLOCKS = {"AVX512": 16, "AVX2": 8}  # channels, by torch.backends.cpu.get_cpu_capability()
 ONEDNN = ("Mkldnn", "???")  # torch's names of backends; it has none for MkldnnTranspose
@@ -167,10 +169,8 @@ def _hidden(
 
 def _backend(given: Tensor, weight: Tensor, how: Sequence[Any]) -> str:
     """Torch's own choice, of tensors on the CPU that have one element each."""
-    found: Any = torch._C._select_conv_backend(
-        *(torch.empty((), dtype=one.dtype).expand(one.shape) for one in (given, weight)), None, *how, None
-    )
-    return str(found.name)
+    given, weight = (torch.empty((), dtype=one.dtype).expand(one.shape) for one in (given, weight))
+    return convolution_backend(given, weight, how)
 
 
 def _columns(

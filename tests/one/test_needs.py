@@ -1,0 +1,482 @@
+"""What each file of ``thunder_zero/compat`` is for is still wrong without it: else the file can go.
+
+A row fails on the versions that the need is known for once it is gone; on others it is skipped.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import thunder_zero as tz
+from tests.harness.errors import raised
+from tests.harness.one_rank import group_of_one
+from tests.harness.ranks import everyone
+from tests.harness.tiers import slow
+from thunder_zero.compat import aliases, casts, imports, proxies, shortcuts
+from thunder_zero.compat.repair_fusion import repair_fusion
+from thunder_zero.traces import executors
+
+import thunder
+import thunder.torch as ltorch
+from thunder.core import devices, dtypes, interpreter, jit_ext
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.pytree import tree_flatten
+from thunder.core.rematerialization import find_cut
+from thunder.core.symbol import Symbol
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.executors.torch_compile import torch_compile_ex
+from thunder.recipes.base import BaseRecipe
+
+ROOM = Path(imports.__file__).parent
+THREADS = Path("/proc/self/task")
+X = torch.arange(12.0).view(3, 4).cos()
+ONES = torch.ones(1, 1)
+LOOKASIDES = {  # Thunder's own
+    nn.Module.named_parameters: jit_ext._general_jit_named_parameters_lookaside,
+    object.__setattr__: jit_ext._general_jit_object_setattr_lookaside,
+    checkpoint: jit_ext._general_jit_torch_checkpoint_lookaside,
+}
+
+
+@pytest.fixture(autouse=True)
+def thunder_alone() -> Iterator[None]:
+    """Thunder's interpreter as it is without a sharded model, but for its speed."""
+    with shortcuts.left_out(), mock.patch.dict(jit_ext._general_jit_lookaside_map, LOOKASIDES):
+        jit_ext._general_jit_lookaside_map.pop(casts.fields_of, None)
+        shortcuts.install()
+        yield
+
+
+# Thunder's interpreter
+
+
+class Lists(nn.Module):
+    """Its output tells in which order its parameters come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList([nn.Parameter(torch.tensor([float(part)])) for part in range(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _, part in self.named_parameters():
+            x = x * 2 + part
+        return x
+
+
+class Counts(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return x * 2
+
+
+@dataclass
+class Pair:
+    """What forward may be given."""
+
+    first: Tensor
+    second: Tensor
+
+
+def frames(module: nn.Module) -> int:
+    """How many frames Thunder interprets to trace a module."""
+    with mock.patch.object(interpreter, "_run_frame", wraps=interpreter._run_frame) as run:
+        thunder.jit(module)(X)
+    return run.call_count
+
+
+def builtins_are_interpreted() -> bool:
+    fast = frames(nn.Linear(4, 4))
+    with shortcuts.left_out():
+        return frames(nn.Linear(4, 4)) > 2 * fast
+
+
+def hooks_take_longer() -> bool:
+    hooked, swapped = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    hooked[0].register_forward_pre_hook(lambda module, args: casts._cast(args, torch.float32, module))
+    hooked[0].register_forward_hook(lambda module, args, output: casts._cast(output, torch.float32, module))
+    swapped[0].__class__ = casts._subclass("0", nn.Linear, torch.float32, torch.float32)
+    return 2 * frames(hooked) > 3 * frames(swapped)
+
+
+def a_dataclass_cannot_be_cast() -> bool:
+    cast = thunder.jit(lambda pair: casts._cast(pair, torch.bfloat16, "").first)
+    return raised(lambda: cast(Pair(X, X))) != "nothing"
+
+
+def names_come_in_another_order() -> bool:
+    return not torch.equal(thunder.jit(Lists())(X), Lists()(X))
+
+
+def an_attribute_stays_as_it_was() -> bool:
+    model: Any = thunder.jit(Counts())
+    model(X)
+    return model.count == 0
+
+
+def a_reentrant_checkpoint_raises_a_string() -> bool:
+    call = thunder.jit(lambda x: checkpoint(torch.sin, x, use_reentrant=True))
+    return "exceptions must derive from BaseException" in raised(lambda: call(X))
+
+
+# Gradients
+
+Function = Callable[[Tensor], Tensor]
+
+
+def gradient(of: Function) -> Tensor | None:
+    x = X.clone().requires_grad_()
+    y = of(x)
+    if y.requires_grad:
+        (y * torch.ones_like(y).cumsum(-1)).sum().backward()
+    return x.grad
+
+
+def is_wrong(written: Function, meant: Function | None = None) -> bool:
+    """Whether Thunder's gradient is another than eager's, of what it means where eager refuses to write."""
+    found, right = gradient(thunder.jit(written)), gradient(meant or written)
+    return found is None or right is None or not torch.allclose(found, right)
+
+
+def divided(x: Tensor) -> Tensor:
+    h = x * 2
+    h /= h.sum(-1, keepdim=True)
+    return h
+
+
+def written_values_are_saved() -> bool:
+    return is_wrong(divided, lambda x: (x * 2) / (x * 2).sum(-1, keepdim=True))
+
+
+def written_views_lose_gradients() -> bool:
+    def doubled(x: Tensor) -> Tensor:
+        h = x * 2
+        h[:, :2].mul_(2)
+        return h
+
+    return is_wrong(doubled)
+
+
+def lists_lose_gradients() -> bool:
+    return is_wrong(lambda x: torch.hstack([x, x]))
+
+
+def draws_again(of: Function) -> bool:
+    """Whether backward has another mask than forward."""
+    x = torch.ones(64, requires_grad=True)
+    y = thunder.jit(of)(x)
+    (mask,) = torch.autograd.grad(y.sum(), x)
+    return not torch.equal(y == 0, mask == 0)
+
+
+def a_checkpoint_draws_again() -> bool:
+    return draws_again(lambda x: checkpoint(lambda x: F.dropout(x) * x, x, use_reentrant=False))
+
+
+# Operators
+
+
+def lines_of_backward(of: Callable[..., Tensor], *inputs: Tensor) -> list[str]:
+    """The names of what a compiled backward computes."""
+    compiled = thunder.jit(of)
+    compiled(*(given.clone().requires_grad_() for given in inputs))
+    lines = thunder.last_backward_traces(compiled)[-1].bound_symbols
+    return [line.sym.name for line in lines if isinstance(line.output, TensorProxy) and "unpack" not in line.sym.name]
+
+
+def activations_are_decomposed() -> bool:
+    each: tuple[Function, ...] = (F.gelu, F.silu, lambda x: F.softmax(x, -1), lambda x: F.layer_norm(x, (4,)))
+    return all(len(lines_of_backward(one, X)) > 3 for one in each)
+
+
+def attention_is_decomposed() -> bool:
+    return "matmul" in lines_of_backward(lambda x: F.scaled_dot_product_attention(x, x, x), X.view(1, 1, 3, 4))
+
+
+def convolutions_are_padded() -> bool:
+    return lines_of_backward(F.conv1d, X.view(1, 3, 4), torch.ones(3, 3, 2)).count("convolution") == 2
+
+
+def the_default_recipe_lists_none() -> bool:
+    with redirect_stdout(StringIO()):  # how to install nvFuser
+        return None in BaseRecipe().setup_executors()
+
+
+def an_operator_is_unknown() -> bool:
+    return "is not yet supported" in raised(lambda: thunder.jit(torch.alias_copy)(X))
+
+
+def attention_without_weights_fails() -> bool:
+    def attends(x: Tensor) -> Tensor:
+        last = ONES.expand(4, 4), None
+        weights = ONES.expand(12, 4), None, None, None, False, 0.0, *last
+        return F.multi_head_attention_forward(x, x, x, 4, 2, *weights, need_weights=False)[0]
+
+    return raised(lambda: thunder.jit(attends)(X.view(3, 1, 4).requires_grad_())) != "nothing"
+
+
+# Traces
+
+
+def aliases_are_unsorted() -> bool:
+    def writes(x: Tensor) -> Tensor:
+        h = x * 2
+        views = [h[row] for row in range(3)] + [h[:, column] for column in range(4)]
+        h.mul_(2)
+        return torch.stack([view.sum() for view in views])
+
+    compiled = thunder.jit(writes)
+    compiled(X)
+    trace = next(one for one in thunder.last_traces(compiled) if "update_aliases" in str(one))
+    pairs = zip(trace.bound_symbols, aliases.sort_aliases(trace).bound_symbols, strict=True)
+    return any(str(line) != str(in_order) for line, in_order in pairs)
+
+
+def flattening_takes_long() -> bool:
+    compiled = thunder.jit(lambda x: torch.cat([x] * 8))
+    compiled(X)
+    tree = next(line.args for line in thunder.last_traces(compiled)[-1].bound_symbols if line.sym.name == "cat")
+
+    def seconds(find: Callable[[], list[Proxy]]) -> float:
+        start = time.process_time()
+        for _ in range(300):
+            find()
+        return time.process_time() - start
+
+    flattened = [seconds(lambda: [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Proxy)]) for _ in range(5)]
+    return min(flattened) > 2 * min(seconds(lambda: proxies.proxies_in(tree)) for _ in range(5))
+
+
+def a_cut_counts_no_elements() -> bool:
+    """To compute a large sum again takes three small tensors; Thunder would rather save the sum."""
+    trace = TraceCtx()
+    with tracectx(trace):
+        shapes = (64, 1), (1, 64), (64, 1)
+        small = [TensorProxy(shape=shape, device=devices.cpu, dtype=dtypes.float32) for shape in shapes]
+        large = ltorch.add(ltorch.add(small[0], small[1]), small[2])
+        result = ltorch.sin(large)
+    *adds, sin = trace.bound_symbols
+    fusion = Symbol("fusion", lambda *args: None, is_fusion=True)
+    forward = fusion.bind(*small, output=(large,), subsymbols=tuple(adds))
+    backward = fusion.bind(large, output=(result,), subsymbols=(sin,))
+    return find_cut((), forward, backward) == (large.name,)
+
+
+class Scales(nn.Module):
+    """Its backward needs what can be computed again from a parameter and from what it needs, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.first = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4))
+        self.last = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(torch.exp(x @ self.first * self.scale).sin() @ self.last) @ self.last
+
+
+def a_fuser_reads_what_forward_gathered() -> bool:
+    policy = tz.Policy(stage=3, recompute="none", gather_last_units_once=False)
+    with mock.patch.object(executors, "repair_fusion", wraps=repair_fusion) as repair:
+        tz.trace(Scales(), X, policy=policy, world_size=2, executors=[torch_compile_ex])
+        (given,) = (call.args[0] for call in repair.call_args_list)
+    return repair_fusion(given) is not given
+
+
+# Parts
+
+Named = namedtuple("Named", "first second")
+
+
+class Around(nn.Module):
+    """A part, called in one of several ways."""
+
+    def __init__(self, part: nn.Module, call: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.part, self.call = part, call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self.part, x)
+
+
+def fails(make: Callable[[], nn.Module], call: Callable[[Any, Tensor], Any] = lambda part, x: part(x)) -> bool:
+    return raised(lambda: thunder.jit(Around(make(), call))(X).sum().backward()) != "nothing"
+
+
+def backward_hooks_are_not_called() -> bool:
+    called: list[nn.Module] = []
+    layer = nn.Linear(4, 4)
+    layer.register_full_backward_hook(lambda module, given, of_output: called.append(module))
+    thunder.jit(nn.Sequential(layer))(X).sum().backward()
+    return not called
+
+
+def a_norm_of_instances_has_no_statistics() -> bool:
+    norm = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+    thunder.jit(Around(norm, lambda part, x: part(x[None])))(X)
+    return not norm.running_mean.any()
+
+
+def linear(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: wrap(nn.Linear(4, 4))
+
+
+PARTS: dict[str, Callable[[], bool]] = {
+    "backward hooks": backward_hooks_are_not_called,
+    "a named tuple": lambda: fails(linear(nn.Sequential), lambda part, x: Named(part(x), x)),
+    "statistics of an instance norm": a_norm_of_instances_has_no_statistics,
+    "attention": lambda: fails(lambda: nn.MultiheadAttention(4, 2), lambda part, x: part(x, x, x, need_weights=False)),
+    "a composable checkpoint": lambda: fails(linear(composable_checkpoint)),
+    "an RNN": lambda: fails(lambda: nn.LSTM(4, 4), lambda part, x: part(x)[0]),
+    "a cumulative average": lambda: fails(lambda: nn.BatchNorm1d(4, momentum=None)),
+    "weight norm": lambda: fails(linear(parametrizations.weight_norm)),
+    "the old weight norm": lambda: fails(linear(nn.utils.weight_norm)),
+    "spectral norm": lambda: fails(linear(parametrizations.spectral_norm)),
+    "the old spectral norm": lambda: fails(linear(nn.utils.spectral_norm)),
+}
+
+# Torch
+
+
+def thunder_cannot_be_imported() -> bool:
+    command = [sys.executable, "-W", "ignore", "-c", "import thunder"]
+    return subprocess.run(command, capture_output=True, timeout=120, check=False).returncode != 0
+
+
+def dynamo_gives_up_in_silence() -> bool:
+    backend = mock.Mock(side_effect=lambda graph, inputs: graph.forward)
+    doubled = torch.compile(lambda x: x * 2, backend=backend, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for length in (2, 3):
+            doubled(torch.ones(length))
+    return backend.call_count == 1
+
+
+def gloo_has_threads_after_its_group() -> bool:
+    if not THREADS.exists():
+        pytest.skip("reads the names of threads from Linux")
+    with group_of_one("cpu"):
+        held = everyone()
+        dist.all_reduce(torch.ones(1), group=held)
+    return any("gloo" in (thread / "comm").read_text() for thread in THREADS.iterdir())
+
+
+def a_failed_launch_stays_queued() -> bool:
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        with pytest.raises(KeyError), dist.distributed_c10d._coalescing_manager(everyone(), async_ops=True):
+            raise KeyError
+        return everyone() in dist.distributed_c10d._world.pg_coalesce_state
+    finally:
+        dist.distributed_c10d._world.pg_coalesce_state.clear()
+        dist.destroy_process_group()
+
+
+def nobody_is_told() -> bool:
+    """Of the gradients that an optimizer drops, or that are unscaled."""
+    hooks = {name for kind in (torch.optim.Optimizer, torch.amp.GradScaler) for name in vars(kind) if "hook" in name}
+    return not {name for name in hooks if "grad" in name or "scale" in name}
+
+
+def torch_has_no_public_names() -> bool:
+    homes = (torch.autograd, torch.autograd.graph, torch.func, torch)
+    words = ("foreach", "callback", "graph_task", "execute", "interpreter", "conv_backend")
+    names = (name for home in homes for name in dir(home) if not name.startswith("_"))
+    return not [name for name in names if any(word in name.lower() for word in words)]
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class Need:
+    """Why a file is there.
+
+    Attributes:
+        file: in ``thunder_zero/compat``.
+        is_there: shows the plain behaviour; whether it is still wrong.
+        of: the package that it is the behaviour of.
+        what: which of several needs of one file.
+    """
+
+    file: str
+    is_there: Callable[[], bool]
+    of: str = "lightning-thunder"
+    what: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.what}".strip()
+
+
+TORCH = "torch"
+NEEDS = (
+    Need("aliases.py", aliases_are_unsorted),
+    Need("attention_in_python.py", attention_without_weights_fails),
+    Need("automatic.py", an_operator_is_unknown),
+    Need("broadcast_scalars.py", lambda: is_wrong(lambda x: x / x.square().sum())),
+    Need("casts.py", hooks_take_longer),
+    Need("dataclass_fields.py", a_dataclass_cannot_be_cast),
+    Need("dynamo.py", dynamo_gives_up_in_silence, TORCH),
+    Need("exit.py", gloo_has_threads_after_its_group, TORCH),
+    Need("fusion.py", a_cut_counts_no_elements),
+    Need("imports.py", thunder_cannot_be_imported, TORCH),
+    Need("in_front.py", nobody_is_told, TORCH),
+    Need("named_members.py", names_come_in_another_order),
+    Need("operators/activations.py", activations_are_decomposed),
+    Need("operators/attention.py", attention_is_decomposed),
+    Need("operators/choose.py", the_default_recipe_lists_none),
+    Need("operators/convolution.py", convolutions_are_padded),
+    Need("out_of_place.py", written_values_are_saved),
+    Need("process_groups.py", a_failed_launch_stays_queued, TORCH),
+    Need("proxies.py", flattening_takes_long),
+    Need("random_lines.py", a_checkpoint_draws_again, what="a checkpoint"),
+    Need("refused_calls.py", an_attribute_stays_as_it_was, what="an attribute"),
+    Need("refused_calls.py", a_reentrant_checkpoint_raises_a_string, what="a checkpoint"),
+    Need("repair_fusion.py", a_fuser_reads_what_forward_gathered),
+    Need("shortcuts.py", builtins_are_interpreted),
+    Need("torch_internals.py", torch_has_no_public_names, TORCH),
+    Need("untraceable.py", PARTS["backward hooks"], what="backward hooks"),
+    Need("wrong_gradients.py", written_values_are_saved, what="a value"),
+)
+MORE = (
+    Need("random_lines.py", lambda: draws_again(lambda x: torch.dropout(x, 0.5, True)), what="registered"),
+    *(Need("untraceable.py", PARTS[what], what=what) for what in list(PARTS)[1:]),
+    Need("wrong_gradients.py", written_views_lose_gradients, what="a view"),
+    Need("wrong_gradients.py", lists_lose_gradients, what="a list"),
+)
+
+
+@pytest.mark.parametrize("need", [*NEEDS, *slow(*MORE)], ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_the_need_is_there(need: Need) -> None:
+    if not imports.known(need.of):
+        pytest.skip(f"the need for compat/{need} is known for {need.of} {imports.KNOWN[need.of]} only")
+    assert need.is_there(), f"the need for compat/{need} is gone: delete it"
+
+
+def test_every_file_has_a_row() -> None:
+    files = {str(path.relative_to(ROOM)) for path in ROOM.rglob("*.py") if path.name != "__init__.py"}
+    assert files == {need.file for need in NEEDS}

@@ -1,0 +1,78 @@
+"""needed while: past a limit dynamo runs code without a graph, and says where and why in private.
+
+All that ``tz.compile`` asks of dynamo by private names.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo import config
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.output_graph import GraphCompileReason
+from torch._dynamo.utils import graph_break_reasons
+from torch._guards import CompileContext
+from torch._ops import HigherOrderOperator
+from torch.amp.autocast_mode import _enter_autocast
+
+LOGGING = re.compile(r"(debug|info|warning|warn|error|exception|critical|log)(_once|_advice)?")
+TooManyPrograms = FailOnRecompileLimitHit
+
+# What stands in its graphs.
+AnyHigherOrder = HigherOrderOperator
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+ENTER_AUTOCAST = _enter_autocast
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+
+
+def capture(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
+    """The module with its forward captured, itself without the marks that torch and Lightning put on it."""
+    captured: Callable[..., Any] = torch.compile(module, backend=backend, dynamic=False)
+    for mark in ("_is_torch_compile", "_compile_kwargs"):
+        vars(module).pop(mark, None)
+    return captured
+
+
+@contextmanager
+def whole(most: int, breaks: list[str]) -> Iterator[None]:
+    """Inside the block, dynamo runs nothing without a graph because it compiled too much, and loggers end no graph.
+
+    Args:
+        most: programs of one function; where it would compile more, it raises TooManyPrograms.
+        breaks: gets, for each graph that it ends, the sentence that says where and why.
+    """
+    others = len(graph_break_reasons)  # of all that this process compiled before
+    with config.patch(
+        recompile_limit=most,
+        accumulated_recompile_limit=most * most,
+        fail_on_recompile_limit_hit=True,
+        ignore_logging_functions=config.ignore_logging_functions | _logging(),
+        reorderable_logging_functions=config.reorderable_logging_functions | {print, warnings.warn},
+    ):
+        try:
+            yield
+        finally:
+            breaks += map(_sentence, graph_break_reasons[others:])
+
+
+def function_number() -> int | None:
+    """Dynamo's number of the function that it compiles now."""
+    compilation = CompileContext.current_compile_id()
+    return None if compilation is None else compilation.frame_id
+
+
+def _sentence(ended: GraphCompileReason) -> str:
+    where = f" at {ended.user_stack[-1].filename}:{ended.user_stack[-1].lineno}" if ended.user_stack else ""
+    return f"dynamo ended a graph{where}: {ended.reason.strip().splitlines()[0]}"
+
+
+def _logging() -> set[Any]:
+    """The methods of loggers, with those that transformers adds: each would end a graph. Dynamo drops the messages."""
+    return {method for name, method in vars(logging.Logger).items() if LOGGING.fullmatch(name)}

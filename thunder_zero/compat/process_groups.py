@@ -1,0 +1,36 @@
+"""needed while: torch groups collectives by private names alone, and leaves failed ones queued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _coalescing_manager, _set_pg_timeout, _world
+
+# torch 2.13 renamed both, and warns under the old names.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@contextmanager
+def one_launch(group: ProcessGroup) -> Iterator[Any]:
+    """Launch the collectives inside the block as one; yields what has ``wait()`` after it.
+
+    After an exception inside, an interrupt for one, torch would leave what was queued to the group's next collectives,
+    which would then never be launched.
+    """
+    try:
+        with _coalescing_manager(group, async_ops=True) as launched:
+            yield launched
+    except BaseException:
+        _world.pg_coalesce_state.pop(group, None)
+        raise
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Change how long the group's collectives wait; torch 2.7 has no public way."""
+    _set_pg_timeout(timeout, group)

@@ -1,0 +1,134 @@
+"""needed while: Thunder gets some submodules and outputs wrong, or fails without naming them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from traceback import walk_tb
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm, _WeightNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._pytree import is_namedtuple_instance
+
+from thunder.core.jit_ext import build_value_from_wrapped
+
+EPILOGUE = "thunder.epilogue"  # begins the file names of generated code that builds what forward returns
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A kind of submodule that is refused.
+
+    Attributes:
+        is_it: whether a submodule is of this kind.
+        what: what it is or has.
+        why: what goes wrong with it.
+        instead: what to use.
+        under_dynamo: whether it is refused where dynamo captures graphs, too.
+    """
+
+    is_it: Callable[[nn.Module], bool]
+    what: str
+    why: str
+    instead: str
+    under_dynamo: bool = True
+
+
+def _prepared_by(module: nn.Module, *kinds: type) -> bool:
+    return any(isinstance(hook, kinds) for hook in module._forward_pre_hooks.values())
+
+
+def _has_composable_checkpoint(module: nn.Module) -> bool:
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return any(hook.__module__ == "torch.distributed._composable.checkpoint_activation" for hook in hooks)
+
+
+UNTRACEABLE: tuple[Part, ...] = (
+    Part(
+        lambda module: isinstance(module, OptimizedModule),
+        "is under torch.compile",
+        "Thunder cannot trace it",
+        "give thunder.jit the module without torch.compile",
+    ),
+    Part(
+        _has_composable_checkpoint,
+        "is under torch.distributed._composable.checkpoint",
+        "Thunder cannot trace its hooks",
+        "call torch.utils.checkpoint.checkpoint(submodule, ..., use_reentrant=False) in forward",
+    ),
+    Part(
+        lambda module: bool(module._backward_hooks or module._backward_pre_hooks),
+        "has backward hooks",
+        "Thunder never calls them",
+        "use hooks of the parameters (model.parameters()), or a torch.autograd.Function in forward",
+    ),
+    Part(
+        lambda module: isinstance(module, nn.MultiheadAttention),
+        "is a MultiheadAttention",
+        "Thunder cannot trace it",
+        "use linear layers and torch.nn.functional.scaled_dot_product_attention",
+        under_dynamo=False,
+    ),
+    Part(
+        lambda module: isinstance(module, nn.RNNBase),
+        "is a recurrent layer",
+        "Thunder cannot trace it",
+        "use a loop of linear layers, or leave it out of the module that thunder.jit is given",
+    ),
+    Part(
+        lambda module: isinstance(module, _InstanceNorm) and module.track_running_stats,
+        "has track_running_stats=True",
+        "Thunder does not update the running statistics of instance norms",
+        "use track_running_stats=False",
+    ),
+    Part(
+        lambda module: isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None,
+        "has momentum=None",
+        "Thunder cannot trace a cumulative average",
+        "give it a momentum",
+        under_dynamo=False,
+    ),
+    Part(
+        lambda module: isinstance(module, nn.SyncBatchNorm),
+        "is a SyncBatchNorm",
+        "Thunder cannot trace its collectives",
+        "use a BatchNorm, whose statistics are each rank's own, or a LayerNorm or GroupNorm",
+    ),
+    Part(
+        lambda module: _prepared_by(module, SpectralNorm) or isinstance(module, _SpectralNorm),
+        "is under spectral_norm",
+        "Thunder cannot trace it",
+        "normalise the weight in forward",
+    ),
+    Part(
+        lambda module: _prepared_by(module, WeightNorm) or isinstance(module, _WeightNorm),
+        "is under weight_norm",
+        "Thunder cannot trace it",
+        "compute g * v / v.norm(...) in forward",
+        under_dynamo=False,
+    ),
+    Part(
+        lambda module: isinstance(module, torch.jit.ScriptModule),
+        "is a ScriptModule",
+        "Thunder cannot trace it",
+        "use the module before torch.jit.script",
+    ),
+)
+
+
+def not_returned(error: Exception) -> str | None:
+    """What forward returned, if Thunder failed to return it: judged by where it failed, as users' errors pass."""
+    if isinstance(error, TypeError) and str(error).startswith("tree_flatten of type"):
+        return f"another structure than tuples, lists, dicts and dataclasses ({error})"
+    for frame, _ in walk_tb(error.__traceback__):
+        if frame.f_code is build_value_from_wrapped.__code__ and is_namedtuple_instance(frame.f_locals.get("v")):
+            return f"a named tuple, {type(frame.f_locals['v']).__name__}"
+        if isinstance(error, NameError) and frame.f_code.co_filename.startswith(EPILOGUE):
+            return f"a named tuple, {error.name}"
+    return None
