@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from thunder_zero.forecast.watch import Unwatched
 from thunder_zero.schedule.timeline import Work
 from thunder_zero.trace.lift import lines_of
 from thunder_zero.trace.work_classes import work_of
 
+import thunder
 from thunder.core import prims
 from thunder.core.codeutils import SigInfo
 from thunder.core.symbol import BoundSymbol
@@ -35,6 +37,7 @@ from thunder.executors.torchex import ex as torch_executor
 
 INLINED = (Work.POINTWISE, Work.VIEW, Work.NONE)
 FUSED = (*INLINED, Work.REDUCTION)
+LOOKUPS = ("embedding", "gather", "index_select", "take", "take_along_axis", "take_along_dim")  # pointwise for inductor
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ def run_region(region: BoundSymbol, values: dict[str, Any], see: Callable[[Tenso
     """
     trace = _lowered(region)
     inside = {proxy.name: values[proxy.name] for proxy in region.flat_proxy_args}
-    with _disable_current_modes():
+    with _disable_current_modes(), Unwatched():
         steps = _steps(trace, inside)
     results = [inside[proxy.name] for proxy in trace.bound_symbols[-1].flat_proxy_args]
     outputs = {_key(tensor): tensor for tensor in results if isinstance(tensor, Tensor)}
@@ -146,7 +149,8 @@ def _steps(trace: TraceCtx, inside: dict[str, Any]) -> list[Step]:
             new = {_key(one): one.untyped_storage().nbytes() for one in made if isinstance(one, Tensor)}
             new = {key: nbytes for key, nbytes in new.items() if key not in known}
             known.update(new)
-            steps.append(Step(work_of(line.bsym), tuple(_key(one) for one in read if isinstance(one, Tensor)), new))
+            work = Work.POINTWISE if line.bsym.sym.name in LOOKUPS else work_of(line.bsym)
+            steps.append(Step(work, tuple(_key(one) for one in read if isinstance(one, Tensor)), new))
     return steps
 
 
@@ -154,16 +158,20 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+@thunder._with_cache_info_ctx  # type: ignore[untyped-decorator]
 def _lowered(region: BoundSymbol) -> TraceCtx:
     """The operations of a region as lines that torch runs, as the fuser traces them."""
+    defaults = {"default_device": torch.get_default_device(), "default_dtype": torch.get_default_dtype()}
+    thunder._get_cache_info().update(defaults)  # symbols ask it, such as full's
     trace = TraceCtx(None)
-    trace.args, trace.kwargs = list(region.args), {}
+    given = {proxy.name: proxy for proxy in region.flat_proxy_args}  # once each: repair may give one for two others
+    trace.args, trace.kwargs = list(given.values()), {}
     trace._siginfo = SigInfo("region")
-    trace._siginfo.args = [(proxy.name, None) for proxy in region.flat_proxy_args]
+    trace._siginfo.args = [(name, None) for name in given]
     with tracectx(trace):
-        for proxy in region.flat_proxy_args:
-            trace.add_name(proxy.name)
-            prims.unpack_trivial(proxy, name=proxy.name)
+        for name, proxy in given.items():
+            trace.add_name(name)
+            prims.unpack_trivial(proxy, name=name)
         for name in {proxy.name for line in region.subsymbols for proxy in _made_by(line)} - trace.names:
             trace.add_name(name)
         trace.bound_symbols += [*region.subsymbols, prims.python_return.bind(region.output, output=None)]
