@@ -237,4 +237,5 @@ CASES = (
     Case("GPT", replace(tz.ZERO3, mixed_precision=BFLOAT16)),
     Case("GPT", tz.ZERO3, training=False),
     *(Case(name, policy) for name in ("Llama", "ViT", "ResNet") for policy in STAGES),
+    Case("Llama", tz.ZERO3, fused=True),
 )

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
+from itertools import combinations
 from typing import Any
 from unittest import mock
 
@@ -24,10 +25,11 @@ from tests.harness.traced import traced
 from thunder_zero.schedule.timeline import Work
 from thunder_zero.tools import Holds
 from thunder_zero.tools.forecast import figures, replay
-from thunder_zero.tools.forecast.regions import Step, memory_of
+from thunder_zero.tools.forecast.regions import Step, freeing_early, highest_of, memory_of, run_region
 from thunder_zero.tools.forecast.watch import NoForecast
 
 import thunder
+from thunder.core.proxies import variableify
 
 ROWS, WIDTH = 16, 64
 WEIGHT, ACTIVATION = WIDTH * WIDTH * 4, ROWS * WIDTH * 4
@@ -235,6 +237,39 @@ def test_a_fused_region_is_what_is_inside_it() -> None:
     assert peak_of(Holds.TEMPORARY, fused) < peak_of(Holds.TEMPORARY, plain)
 
 
+class Named(nn.Module):
+    """Reads a number, and makes tensors on a device that it names, some by symbols that ask Thunder for defaults."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) + torch.full((WIDTH,), 2.0) + torch.arange(WIDTH).to(x.device)
+        y = torch.where(torch.ones(ROWS, WIDTH, dtype=torch.bool, device="cpu").tril(), y, 0.0)
+        return y * torch.tensor([1.0] * WIDTH) * y.detach().sum().item()
+
+
+@pytest.mark.slow
+def test_a_fused_region_may_name_devices_and_read_numbers() -> None:
+    memory = tz.tools.memory(traced(Named, (ROWS, WIDTH), 3, fused=True), loss=mean_square)
+    assert any("TorchCompile" in line.code for line in memory.lines)
+
+
+def test_a_region_may_be_given_one_value_for_two() -> None:
+    """As the repair of a schedule does where two of a fuser's inputs are one gathered parameter."""
+    traces = traces_of(3, fused=True)
+    assert traces.backward is not None
+    lines = [*traces.forward.bound_symbols, *traces.backward.bound_symbols]
+    pairs = ((line, *pair) for line in lines if line.sym.is_fusion for pair in combinations(line.flat_proxy_args, 2))
+    region, first, second = next(each for each in pairs if each[1].shape == each[2].shape)
+    twice = region.from_bsym_swap_proxies({variableify(second): first})
+    values = {proxy.name: torch.empty(proxy.shape, device="meta") for proxy in twice.flat_proxy_args}
+    assert len(values) < len(twice.flat_proxy_args)
+    run_region(twice, values, lambda tensor: None)
+    assert {proxy.name for proxy in twice.flat_proxy_outs} <= values.keys()
+
+
 def test_the_memory_of_a_region() -> None:
     """matmul 1, two pointwise (2 inlined, 3 read by the next matmul), matmul 4, a pointwise output 5 in its place."""
     steps = (
@@ -251,6 +286,14 @@ def test_the_memory_of_a_region() -> None:
         ([], {4: 4}, [3]),
         ([4], {5: 4}, []),
     ]
+    # What frees most runs as soon as it can, here the last one: 64 + 8 + 32 bytes at most, not 64 + 16 + 32.
+    matmuls = [
+        Step(Work.MATMUL, (read,), {key: size}) for read, key, size in ((0, 1, 64), (1, 2, 8), (2, 3, 16), (1, 4, 32))
+    ]
+    order = freeing_early(matmuls, {3, 4})
+    assert order == [matmuls[at] for at in (0, 1, 3, 2)]
+    sizes = {key: size for step in matmuls for key, size in step.makes.items()}
+    assert [highest_of(memory_of(steps, (3, 4)), sizes) for steps in (matmuls, order)] == [112, 104]
     # A reduction takes memory if its result is smaller.
     softmax = Step(Work.REDUCTION, reads=(1,), makes={2: 64})
     total = Step(Work.REDUCTION, reads=(2,), makes={3: 4})

@@ -26,6 +26,8 @@ from tests.harness.tiers import deep
 from tests.harness.traced import Chain, ResidualBlock
 from thunder_zero.comm.decide import on_rank_0
 
+from thunder.executors.torch_compile import torch_compile_ex
+
 WIDTH, ROWS = 192, 48  # of float32: a weight has 147,456 bytes, an activation of the wide layer as many
 HALF = tz.MixedPrecision(torch.bfloat16)
 Make = Callable[[], nn.Module]
@@ -93,6 +95,37 @@ def test_the_forecast_is_what_the_allocator_counts(
     ranks_pool: RanksPool, make: Make, shape: tuple[int, ...], policy: tz.Policy, deferring: bool
 ) -> None:
     ranks_pool.run(2, forecast_is_what_is_counted, make, shape, policy, deferring)
+
+
+def llama() -> nn.Module:
+    """Hugging Face's, of one layer; its forward makes masks and positions on a device that it names."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=4096, num_hidden_layers=1, use_cache=False, **sizes)
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def peak_of_fused_llama(rank: int, world_size: int) -> int:
+    tokens = torch.arange(128).view(2, 64)
+    model = sharded(fresh(llama), tz.ZERO3, executors=[torch_compile_ex])
+
+    def step() -> None:
+        model(tokens, labels=tokens)["loss"].backward()
+
+    step()
+    model.zero_grad()
+    return bytes_held([*model.parameters(), *model.buffers(), tokens]) + added_at_peak(step, torch.device("cpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_forecast_of_a_fused_llama_is_what_the_allocator_counts(ranks_pool: RanksPool) -> None:
+    tokens = torch.arange(128).view(2, 64)
+    traces = tz.trace(fresh(llama), tokens, labels=tokens, world_size=2, executors=[torch_compile_ex])
+    wanted = tz.tools.memory(traces, loss=lambda output: output["loss"]).peak
+    measured = ranks_pool.run(2, peak_of_fused_llama, timeout=280)[0]
+    assert abs(wanted / measured - 1) < 0.03, (wanted, measured)
 
 
 # tz.tools.fit

@@ -54,7 +54,7 @@ class Staging:
         """Gather in the dtype and on the device of compute; this rank's rows of ``into`` are written, too."""
         if into is None:
             staged = [
-                shard.detach().to(self._device, non_blocking=True).to(param.compute_dtype)
+                self._on_device(shard, param).to(param.compute_dtype)
                 for shard, param in zip(shards, params, strict=True)
             ]
             self._copies.note()
@@ -65,9 +65,12 @@ class Staging:
         ]
         for rows, shard, param in zip(own, shards, params, strict=True):
             if is_staged(param, self._plan, self._device):
-                rows.copy_(shard.detach().to(self._device, non_blocking=True))
+                rows.copy_(self._on_device(shard, param))
         self._copies.note()
         return self._inner.all_gather(own, params, into=into)
+
+    def _on_device(self, shard: Tensor, param: Param) -> Tensor:
+        return shard.detach().to(self._device, non_blocking=True)
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -19,9 +19,10 @@ from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.hybrid import Hybrid
 from thunder_zero.comm.native import Grouped, OneByOne
 from thunder_zero.comm.pairwise import Exchange, Message, Wait
+from thunder_zero.comm.placed import Placed
 from thunder_zero.comm.staging import Staging, needs_staging
 from thunder_zero.comm.transport import Alone, Transport
-from thunder_zero.plan import Plan
+from thunder_zero.plan import Param, Plan
 
 
 class UnsentExchange(Exchange):
@@ -64,7 +65,14 @@ UNSENT: Mapping[str, Callable[[ProcessGroup], Transport]] = {
 }
 
 
-def unsent_transport(plan: Plan, backend: str) -> Transport:
+class UnsentStaging(Staging):
+    """Staging where host memory and the device are both meta."""
+
+    def _on_device(self, shard: Tensor, param: Param) -> Tensor:
+        return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()
+
+
+def unsent_transport(plan: Plan, backend: str, copies: HostCopies, model: str) -> Placed:
     """The transport of a model's rank, by the name of its backend: a key of ``UNSENT``.
 
     The tensors that it gets and makes are on the meta device.
@@ -75,8 +83,8 @@ def unsent_transport(plan: Plan, backend: str) -> Transport:
         transport = Hybrid(transport, across, _alone_or(UNSENT[backend], plan.ranks, plan.rank), plan)
     device = torch.device("meta")
     if needs_staging(plan, device):
-        transport = Staging(transport, plan, device, HostCopies(device, offloaded=False))
-    return transport
+        transport = UnsentStaging(transport, plan, device, copies)
+    return Placed(transport, model, ProcessGroup(HashStore(), plan.rank, plan.ranks), announces=False)
 
 
 def _alone_or(kind: Callable[[ProcessGroup], Transport], world_size: int, rank: int) -> Transport:

@@ -9,10 +9,14 @@ from torch import Tensor
 
 
 class Accumulation:
-    """Full gradients that wait for their reduction, by the paths of their parameters."""
+    """Full gradients that wait for their reduction, by the paths of their parameters.
 
-    def __init__(self) -> None:
-        self._synced = True
+    Args:
+        synced: whether gradients are reduced outside of all blocks.
+    """
+
+    def __init__(self, *, synced: bool = True) -> None:
+        self._synced = synced
         self._deferred: dict[str, Tensor] = {}
         self._grew = False
 

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thunder_zero.comm import agree
 from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.places import doing
-from thunder_zero.comm.small_collectives import all_reduce_max
 from thunder_zero.plan import Param
 from thunder_zero.runtime.profile_labels import launching
-from thunder_zero.runtime.state import State
+from thunder_zero.runtime.share import Share
 from thunder_zero.schedule.program_name import ProgramName
 from thunder_zero.schedule.timeline import Kind
 
@@ -22,10 +20,10 @@ class Calls:
     """The runtime of one model's traces (:class:`thunder_zero.traces.symbols.Runtime`).
 
     Args:
-        state: the model's.
+        state: the model's, or that of a rehearsal.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: Share) -> None:
         self._state = state
         self._plan = state.plan
         self._transport = state.transport
@@ -142,14 +140,12 @@ class Calls:
         Raises:
             RuntimeError: naming the first such parameter, on every rank.
         """
-        bad = not_finite(grads, self.device).to(torch.int32)
         with doing(f"policy check_gradients of {self._state.name}"):
-            all_reduce_max(bad, self._state.group)
-        if bad.any():
-            path = paths[int(bad.argmax())]
+            bad = self._state.on_any_rank(paths, (), not_finite(grads, self.device))
+        if bad:
             self._state.drop_deferred()
             raise RuntimeError(
-                f"the gradient of parameter {path!r} is NaN or Inf, and policy check_gradients stops here: no .grad "
+                f"the gradient of parameter {bad[0]!r} is NaN or Inf, and policy check_gradients stops here: no .grad "
                 f"was changed, the gradients that no_sync deferred are dropped; lower the learning rate, scale the "
                 f"loss or look at this batch"
             )
@@ -172,8 +168,7 @@ class Calls:
         is_silent = not program.reduces and not any(param.sharded for param in self._plan.params)
         if program not in self._agreed and not is_silent:
             self._agreed.add(program)
-            with doing(f"the first {program} of {self._state.name}"):
-                agree.require_same_schedule(str(program), lines, self._state.group)
+            self._state.require_same_schedule(str(program), lines)
 
 
 def accumulate(shard: Tensor, grad: Tensor) -> None:

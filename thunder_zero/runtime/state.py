@@ -11,44 +11,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from thunder_zero.comm import agree
 from thunder_zero.comm.backends import model_transport
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.places import Place, doing, what_is_done
 from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
-from thunder_zero.marks import parameter_like
+from thunder_zero.marks import marked
 from thunder_zero.plan import Param, Plan
-from thunder_zero.runtime.accumulation import Accumulation
-from thunder_zero.runtime.clock import Clock
-from thunder_zero.runtime.held_over import HeldOver
-from thunder_zero.runtime.memory import lay_out
 from thunder_zero.runtime.placeholders import placeholder
-from thunder_zero.runtime.profile_labels import Labels
-from thunder_zero.runtime.resident import ResidentParameters
-from thunder_zero.runtime.versions import Versions
+from thunder_zero.runtime.share import Share
 
 
-class State:
+class State(Share):
     """One rank's share of one model.
 
     Attributes:
-        plan: what each parameter is.
         ranks: the process groups that train the model.
         group: all of these ranks.
-        device: where compute is.
-        shards: the optimizer's parameters by path: this rank's rows, or the full parameter.
         placeholders: the plain module's parameters from now on, by path: full shape, no memory.
-        accumulation: gradients whose reduction is deferred.
-        resident: ZeRO-1's full parameters.
-        held_over: gathered parameters that the next micro-batch reads again.
-        clock: records waits while ``measure_times`` runs.
-        labels: labels waits and units while a profiler runs.
-        copies: copies of shards in host memory to the device, which may still run.
-        name: of the model, the same on all ranks, as errors call it: ``"model 0 (Net)"``.
         lent: the plain module has full parameters (``full_parameters``), and the model cannot be called.
         averaged: the ids of the parameters that have the values of their averages (``EMA.applied``).
-        training_forwards: how many forwards have ended in training mode and with gradients enabled.
-        transport: launches the collectives.
     """
 
     def __init__(
@@ -63,27 +46,19 @@ class State:
             device: where compute is.
             at_rest: their values by path, in full (ZeRO-1, replicated) or this rank's rows; emptied.
         """
-        self.plan, self.ranks, self.group, self.device = plan, ranks, ranks.everyone, device
-        self.accumulation = Accumulation()
+        self.ranks, self.group = ranks, ranks.everyone
         self.lent = False
         self.averaged: frozenset[int] = frozenset()
-        self.training_forwards = 0
-        self.clock = Clock(device)
-        self.labels = Labels(plan)
-        self.copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
-        self.name = f"model {next_number(self.group)} ({type(module).__name__})"
-        self.transport = model_transport(plan, ranks, device, self.copies, self.name)
-        memory = lay_out(plan, device, at_rest)
+        copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
+        name = f"model {next_number(self.group)} ({type(module).__name__})"
+        transport = model_transport(plan, ranks, device, copies, name)
+        super().__init__(plan, device, name, transport, copies, at_rest)
         plain = {param.path: module.get_parameter(param.path) for param in plan.params}
-        self.shards = {path: parameter_like(param, memory.rows[path]) for path, param in plain.items()}
+        for path, original in plain.items():
+            marked(self.shards[path], original)
         self.placeholders = {
             param.path: placeholder(param.path, plain[param.path], param.compute_dtype, device) for param in plan.params
         }
-        versions = Versions(self.shards)
-        is_copied = plan.world_size > 1 or len(memory.shared) < len(memory.buffers)
-        digested = {path: self.shards[path] for path in memory.buffers} if is_copied else {}
-        self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
-        self.held_over = HeldOver(self.shards, versions)
 
     def require_not_lent(self) -> None:
         """Raise if the plain module has full parameters.
@@ -135,10 +110,14 @@ class State:
                 all_reduce_max(flags, self.group)
         return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
 
-    def drop_deferred(self) -> None:
-        """Abandon the accumulation: its deferred gradients and the gathered parameters that it holds over."""
-        self.accumulation.drop()
-        self.held_over.clear()
+    def require_same_schedule(self, program: str, lines: Sequence[str]) -> None:
+        """Compare the collectives of a program between ranks.
+
+        Raises:
+            RuntimeError: naming the first line that differs, and the rank.
+        """
+        with doing(f"the first {program} of {self.name}"):
+            agree.require_same_schedule(program, lines, self.group)
 
     def drop_deferred_of(self, path: str) -> None:
         """Abandon the accumulation of one parameter, and the whole if no other has a deferred gradient."""

@@ -97,20 +97,20 @@ def _figures(replay: Replay, peak: int, events: int, reserve: int, excluded: tup
 
 def begun(traces: Traces, backend: str, optimizer: MakeOptimizer | None, watch: Watch, *, accumulating: bool) -> Replay:
     """A step that is about to begin: all is there that rests in memory."""
-    runtime = Rehearsal(traces.plan, backend, synced=traces.synced)
-    for path, tensor in runtime.at_rest():
+    share = Rehearsal(traces.plan, backend, synced=traces.synced)
+    for path, tensor in share.at_rest():
         watch.see(tensor).name = path
-    for tensor in runtime.on_host():
+    for tensor in share.on_host():
         watch.leaves(tensor)
-    on_device = runtime.trained_on_device()
+    on_device = share.trained_on_device()
     stepping = None
     if optimizer is not None and on_device:
         stepping = optimizer_at_rest(optimizer, on_device, watch, on_cuda=backend == "nccl")
     if accumulating:
         watch.kind = Holds.DEFERRED
-        for path in runtime.accumulate():
+        for path in share.accumulate():
             watch.name_new(path)
-    return Replay(traces, watch, runtime, stepping)
+    return Replay(traces, watch, share, stepping)
 
 
 def _storages(

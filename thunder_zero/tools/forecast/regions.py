@@ -3,7 +3,8 @@
 A fuser computes pointwise operations where their results are read, so those take no memory. These do, by the rules of
 inductor (``torch_compile_ex``): results of kernels that are not fused (matmuls, say), what such a kernel reads, results
 of reductions, and the region's outputs. A pointwise kernel writes into a buffer of the same size that nothing reads
-after it. Inputs stay alive until the region ends, since its caller holds them::
+after it. Inputs stay alive until the region ends, since its caller holds them. The order of what takes memory is the
+trace's, or another one of a lower peak::
 
     h = linear(x, w)          takes memory
     a = h * 0.5               inlined
@@ -14,6 +15,7 @@ after it. Inputs stay alive until the region ends, since its caller holds them::
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +25,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_zero.schedule.timeline import Work
+from thunder_zero.tools.forecast.watch import Unwatched
 from thunder_zero.traces.lift import lines_of
 from thunder_zero.traces.work_classes import work_of
 
+import thunder
 from thunder.core import prims
 from thunder.core.codeutils import SigInfo
 from thunder.core.symbol import BoundSymbol
@@ -35,6 +39,9 @@ from thunder.executors.torchex import ex as torch_executor
 
 INLINED = (Work.POINTWISE, Work.VIEW, Work.NONE)
 FUSED = (*INLINED, Work.REDUCTION)
+LOOKUPS = ("embedding", "gather", "index_select", "take", "take_along_axis", "take_along_dim")  # pointwise for inductor
+NOTHING = frozenset[int]()
+Event = tuple[list[int], dict[int, int], list[int]]  # of a step: what its result replaces, new buffers, what it frees
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +69,15 @@ def run_region(region: BoundSymbol, values: dict[str, Any], see: Callable[[Tenso
     """
     trace = _lowered(region)
     inside = {proxy.name: values[proxy.name] for proxy in region.flat_proxy_args}
-    with _disable_current_modes():
+    with _disable_current_modes(), Unwatched():  # type: ignore[no-untyped-call]
         steps = _steps(trace, inside)
     results = [inside[proxy.name] for proxy in trace.bound_symbols[-1].flat_proxy_args]
     outputs = {_key(tensor): tensor for tensor in results if isinstance(tensor, Tensor)}
     inside.clear()
+    sizes = {key: size for step in steps for key, size in step.makes.items()}
     held: dict[int, Tensor] = {}
-    for dying, made, dead in memory_of(steps, outputs):
+    orders = (memory_of(order, outputs) for order in (steps, freeing_early(steps, set(outputs))))
+    for dying, made, dead in min(orders, key=lambda events: highest_of(events, sizes)):
         for key in dying:
             del held[key]
         for key, nbytes in made.items():
@@ -81,7 +90,51 @@ def run_region(region: BoundSymbol, values: dict[str, Any], see: Callable[[Tenso
     values.update(zip((proxy.name for proxy in region.flat_proxy_outs), results, strict=True))
 
 
-def memory_of(steps: Sequence[Step], outputs: Iterable[int]) -> list[tuple[list[int], dict[int, int], list[int]]]:
+def highest_of(events: Iterable[Event], sizes: Mapping[int, int]) -> int:
+    """The most bytes alive, of what :func:`memory_of` returns."""
+    now = highest = 0
+    for dying, made, dead in events:
+        now += sum(made.values()) - sum(sizes[key] for key in dying)
+        highest = max(highest, now)
+        now -= sum(sizes[key] for key in dead)
+    return highest
+
+
+def freeing_early(steps: Sequence[Step], outputs: set[int]) -> list[Step]:
+    """The steps in another order, as inductor looks for one of a lower peak: of those that can run, always the one that
+    leaves least alive. What is inlined comes first."""
+    taking = _taking_memory(steps, outputs)
+    sources = _sources(steps, taking)
+    left = [step for step in steps if not taking.isdisjoint(step.makes)]
+    order = [step for step in steps if taking.isdisjoint(step.makes)]
+    sizes = {key: size for step in left for key, size in step.makes.items()}
+    reads = {id(step): frozenset[int]().union(*(sources.get(key, NOTHING) for key in step.reads)) for step in left}
+    waiting = Counter(key for read in reads.values() for key in read)  # steps that still read each
+    there: set[int] = set()
+
+    def more(step: Step) -> int:
+        freed = sum(sizes[key] for key in reads[id(step)] if waiting[key] == 1 and key not in outputs)
+        return sum(step.makes.values()) - freed
+
+    while left:
+        step = min((one for one in left if reads[id(one)] <= there), key=more)
+        there.update(step.makes)
+        waiting.subtract(reads[id(step)])
+        left.remove(step)
+        order.append(step)
+    return order
+
+
+def _sources(steps: Sequence[Step], taking: set[int]) -> dict[int, frozenset[int]]:
+    """Of each storage made inside: which storages that take memory are read for it."""
+    sources = {key: frozenset((key,)) for key in taking}
+    for step in steps:
+        read = frozenset[int]().union(*(sources.get(key, NOTHING) for key in step.reads))
+        sources.update((key, read) for key in step.makes if key not in taking)
+    return sources
+
+
+def memory_of(steps: Sequence[Step], outputs: Iterable[int]) -> list[Event]:
     """What each step does with memory: buffers that its result replaces, new buffers, buffers that it frees.
 
     Args:
@@ -89,15 +142,11 @@ def memory_of(steps: Sequence[Step], outputs: Iterable[int]) -> list[tuple[list[
         outputs: keys of the storages that the region returns.
     """
     taking = _taking_memory(steps, set(outputs))
-    sources: dict[int, frozenset[int]] = {key: frozenset((key,)) for key in taking}  # of a storage: what is read for it
+    sources = _sources(steps, taking)
     last: dict[int, int] = {}
     for at, step in enumerate(steps):
-        read = frozenset[int]().union(*(sources.get(key, frozenset()) for key in step.reads))
-        for key in step.makes:
-            if key not in taking:
-                sources[key] = read
         if not taking.isdisjoint(step.makes):
-            last.update(dict.fromkeys(read, at))
+            last.update((key, at) for one in step.reads for key in sources.get(one, NOTHING))
     ends: dict[int, list[int]] = {}
     for key, at in last.items():
         if key not in set(outputs):
@@ -146,7 +195,8 @@ def _steps(trace: TraceCtx, inside: dict[str, Any]) -> list[Step]:
             new = {_key(one): one.untyped_storage().nbytes() for one in made if isinstance(one, Tensor)}
             new = {key: nbytes for key, nbytes in new.items() if key not in known}
             known.update(new)
-            steps.append(Step(work_of(line.bsym), tuple(_key(one) for one in read if isinstance(one, Tensor)), new))
+            work = Work.POINTWISE if line.bsym.sym.name in LOOKUPS else work_of(line.bsym)
+            steps.append(Step(work, tuple(_key(one) for one in read if isinstance(one, Tensor)), new))
     return steps
 
 
@@ -154,16 +204,20 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+@thunder._with_cache_info_ctx
 def _lowered(region: BoundSymbol) -> TraceCtx:
     """The operations of a region as lines that torch runs, as the fuser traces them."""
+    defaults = {"default_device": torch.get_default_device(), "default_dtype": torch.get_default_dtype()}
+    thunder._get_cache_info().update(defaults)  # symbols ask it, such as full's
     trace = TraceCtx(None)
-    trace.args, trace.kwargs = list(region.args), {}
+    given = {proxy.name: proxy for proxy in region.flat_proxy_args}  # once each: repair may give one for two others
+    trace.args, trace.kwargs = list(given.values()), {}
     trace._siginfo = SigInfo("region")
-    trace._siginfo.args = [(proxy.name, None) for proxy in region.flat_proxy_args]
+    trace._siginfo.args = [(name, None) for name in given]
     with tracectx(trace):
-        for proxy in region.flat_proxy_args:
-            trace.add_name(proxy.name)
-            prims.unpack_trivial(proxy, name=proxy.name)
+        for name, proxy in given.items():
+            trace.add_name(name)
+            prims.unpack_trivial(proxy, name=name)
         for name in {proxy.name for line in region.subsymbols for proxy in _made_by(line)} - trace.names:
             trace.add_name(name)
         trace.bound_symbols += [*region.subsymbols, prims.python_return.bind(region.output, output=None)]

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from thunder_zero.compiled import Traces
+from thunder_zero.runtime.calls import Calls
 from thunder_zero.schedule.timeline import Kind, Op
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP
 from thunder_zero.tools.forecast.kinds import Holds
@@ -116,7 +117,7 @@ class Replay:
     Attributes:
         traces: of the program.
         watch: sees what is allocated.
-        runtime: of the lines.
+        share: of the model, which the lines' calls are bound to.
         optimizer: steps the shards after backward; None if it is left out.
         lines: those that ran so far.
         gradients: those that backward returned, by the paths of their parameters.
@@ -126,7 +127,7 @@ class Replay:
 
     traces: Traces
     watch: Watch
-    runtime: Rehearsal
+    share: Rehearsal
     optimizer: torch.optim.Optimizer | None
     lines: list[RunLine] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -159,7 +160,7 @@ class Replay:
             return
         self.watch.next_line()
         self.watch.kind = Holds.TEMPORARY
-        on_device = self.runtime.trained_on_device()
+        on_device = self.share.trained_on_device()
         gradients = {path: gradient for path, gradient in self.gradients.items() if path in on_device}
         with self.around[1]:
             take_step(self.optimizer, gradients, on_device)
@@ -174,7 +175,7 @@ class Replay:
             if isinstance(proxy, NumberProxy):
                 values[proxy.name] = proxy.value
             elif path := timeline.inputs.get(proxy.name):
-                values[proxy.name] = self.runtime.shards[path]
+                values[proxy.name] = self.share.shards[path]
             elif isinstance(proxy, TensorProxy):
                 is_buffer = proxy.name in others
                 self.watch.kind = Holds.BUFFER if is_buffer else Holds.INPUT
@@ -249,7 +250,7 @@ class Replay:
     def _run(self, half: str, trace: TraceCtx, values: dict[str, Any]) -> Any:
         """Run the lines of a half; returns what it returns, and leaves its last values in ``values``."""
         names, lines = _printed(trace)
-        context = names | functions_of(self.runtime, self.traces.plan)
+        context = names | functions_of(Calls(self.share), self.traces.plan)
         ops = {op.source[0]: op for op in self.traces.timeline.ops if op.backward is (half == "backward")}
         with tracectx(trace):
             for line in lines:

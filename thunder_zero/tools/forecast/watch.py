@@ -7,6 +7,7 @@ of it is gone. The code may name any device, and may bring tensors with values; 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,10 +78,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on tensors without values."""
-        is_new = func is torch.ops.aten.lift_fresh.default  # the argument is what torch.tensor() made
-        args, kwargs = tree_map_only(Tensor, without_values if is_new else self._stand_in, (args, dict(kwargs or {})))
-        if kwargs.get("device") is not None:
-            kwargs["device"] = META
+        args, kwargs = on_meta(func, args, kwargs, self._stand_in)
         out = func(*args, **kwargs)
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
@@ -162,6 +160,27 @@ class Watch(TorchDispatchMode):
         self.highest_in_line = max(self.highest_in_line, self.now)
         if self.now > self.highest:
             self.highest, self.events_at_highest = self.now, self.events
+
+
+class Unwatched(TorchDispatchMode):
+    """Runs operators inside the block as :class:`Watch` does, and records nothing. Each number that is read is 1: no
+    shape of a trace depends on it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on tensors without values."""
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return torch.ones((), dtype=args[0].dtype).item()
+        args, kwargs = on_meta(func, args, kwargs, without_values)
+        return func(*args, **kwargs)
+
+
+def on_meta(func: Any, args: Any, kwargs: Any, stand_in: Callable[[Tensor], Tensor]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of an operator on the meta device, whatever device the code names."""
+    is_new = func is torch.ops.aten.lift_fresh.default  # the argument is what torch.tensor() made
+    args, kwargs = tree_map_only(Tensor, without_values if is_new else stand_in, (args, dict(kwargs or {})))
+    if kwargs.get("device") is not None:
+        kwargs["device"] = META
+    return args, kwargs
 
 
 def without_values(tensor: Tensor) -> Tensor:
