@@ -20,11 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from thunder_zero.compat.proxies import proxies_in
-
 from thunder.core import prims
 from thunder.core.dtypes import is_inexact_dtype
-from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
+from thunder.core.pytree import tree_iter
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.core.update_aliases import _is_inplace_op
@@ -40,7 +39,7 @@ def require_unwritten(forward: TraceCtx, module: str) -> None:
     Raises:
         RuntimeError: a value has been written to, and is saved as it was before.
     """
-    saved = {proxy.name for proxy in proxies_in(forward.bound_symbols[-1].args[1])}
+    saved = _names(forward.bound_symbols[-1].args[1])
     alias: dict[str, str] = {}  # a value by the name that it had before an operation in place
     for line in _lines(forward.bound_symbols):
         if line.sym.name == prims.update_aliases.name:
@@ -70,7 +69,7 @@ def require_gradients(computation: TraceCtx, module: str) -> None:
             later; or, under no_grad, to a value that has a gradient.
     """
     lines = computation.bound_symbols
-    leaves = {proxy.name for proxy in proxies_in(computation.args) if proxy.requires_grad}
+    leaves = {proxy.name for proxy in computation.args if proxy.requires_grad}
     trained = set(leaves)  # values with a gradient
     shared: set[str] = set()  # values that share the memory which the next line writes to
     slices: dict[str, object] = {}  # which part of another value a view is
@@ -89,7 +88,7 @@ def require_gradients(computation: TraceCtx, module: str) -> None:
             break
         read = _names((line.args, line.kwargs))
         _require_known(line, module)
-        made = list(proxies_in(line.output))
+        made = line.flat_proxy_outs
         detached = any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in proxy.tags for proxy in made)
         if _is_inplace_op(line):
             touched = shared if line.args[0].name in shared else {line.args[0].name}
@@ -149,7 +148,7 @@ def _is_assigned_next(line: BoundSymbol, following: list[BoundSymbol], slices: d
 
 
 def _names(values: object) -> set[str]:
-    return {proxy.name for proxy in proxies_in(values)}
+    return {leaf.name for leaf in tree_iter(values) if isinstance(leaf, Proxy)}
 
 
 def _has_numbers(arg: object) -> bool:

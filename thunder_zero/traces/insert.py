@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from thunder_zero.compat.proxies import proxies_in
 from thunder_zero.plan import Param
+from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.program import Program
 from thunder_zero.traces.symbols import ZeroExecutor
 
