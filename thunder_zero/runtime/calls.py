@@ -145,9 +145,9 @@ class Calls:
         if bad is not None:
             self._state.drop_deferred()
             raise RuntimeError(
-                f"the gradient of parameter {paths[bad]!r} is NaN or Inf, and policy check_gradients stops here: no .grad "
-                f"was changed, the gradients that no_sync deferred are dropped; lower the learning rate, scale the "
-                f"loss or look at this batch"
+                f"the gradient of parameter {paths[bad]!r} is NaN or Inf, and policy check_gradients stops here: no "
+                f".grad was changed, the gradients that no_sync deferred are dropped; lower the learning rate, scale "
+                f"the loss or look at this batch"
             )
 
     def land(self, grads: Sequence[Tensor]) -> None:
