@@ -141,13 +141,13 @@ class Calls:
             RuntimeError: naming the first such parameter, on every rank.
         """
         with doing(f"policy check_gradients of {self._state.name}"):
-            bad = self._state.on_any_rank(paths, (), not_finite(grads, self.device))
-        if bad:
+            bad = self._state.first_on_any_rank(not_finite(grads, self.device))
+        if bad is not None:
             self._state.drop_deferred()
             raise RuntimeError(
-                f"the gradient of parameter {bad[0]!r} is NaN or Inf, and policy check_gradients stops here: no .grad "
-                f"was changed, the gradients that no_sync deferred are dropped; lower the learning rate, scale the "
-                f"loss or look at this batch"
+                f"the gradient of parameter {paths[bad]!r} is NaN or Inf, and policy check_gradients stops here: no "
+                f".grad was changed, the gradients that no_sync deferred are dropped; lower the learning rate, scale "
+                f"the loss or look at this batch"
             )
 
     def land(self, grads: Sequence[Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""One rank's share of one model, as the calls of traces read and change it; values or none."""
+"""What the calls of traces need of one rank's share of a model, with values or without."""
 
 from __future__ import annotations
 
@@ -69,6 +69,10 @@ class Share:
         """Those of ``paths`` that any rank has in ``here``, or flags in ``also`` (a bool for each path): other ranks
         are as this one, and nothing is flagged."""
         return [path for path in paths if path in here]
+
+    def first_on_any_rank(self, flags: Tensor) -> int | None:
+        """The first flag that any rank has set: none has."""
+        return None
 
     def require_same_schedule(self, program: str, lines: Sequence[str]) -> None:
         """Compare the collectives of a program between ranks: there is no other rank."""

@@ -110,6 +110,12 @@ class State(Share):
                 all_reduce_max(flags, self.group)
         return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
 
+    def first_on_any_rank(self, flags: Tensor) -> int | None:
+        """The position of the first flag that any rank has set; one small collective."""
+        flags = flags.to(torch.int32)
+        all_reduce_max(flags, self.group)
+        return int(flags.argmax()) if flags.any() else None
+
     def require_same_schedule(self, program: str, lines: Sequence[str]) -> None:
         """Compare the collectives of a program between ranks.
 

@@ -1,4 +1,4 @@
-"""A rank's share in a forecast of memory: transports send nothing, tensors have no values."""
+"""One rank's share of a model without values, over which a forecast runs the calls of traces."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.unsent import unsent_transport
 from thunder_zero.plan import Plan
 from thunder_zero.runtime.accumulation import Accumulation
+from thunder_zero.runtime.digests import digests_of
 from thunder_zero.runtime.share import Share
 from thunder_zero.tools.forecast.watch import META
 
@@ -28,6 +30,8 @@ class Rehearsal(Share):
     """
 
     def __init__(self, plan: Plan, backend: str, *, synced: bool) -> None:
+        with _disable_current_modes():
+            digests_of([torch.empty(1, device=META)])  # makes its weights, which stay in the process
         copies = HostCopies(META, offloaded=False)
         transport = unsent_transport(plan, backend, copies, "the model")
         whole = {
