@@ -16,8 +16,8 @@ from thunder_zero.policy import STAGES, Policy
 from thunder_zero.precision import MixedPrecision
 from thunder_zero.tools.cost.step_time import Estimate
 from thunder_zero.tools.devices.device import Device
-from thunder_zero.tools.dry_run import Interpreted
 from thunder_zero.tools.forecast.memory import memory
+from thunder_zero.tools.interpreted import Interpreted
 from thunder_zero.tools.planner.held import Held, held_whole
 from thunder_zero.tools.planner.meshes import Mesh
 from thunder_zero.tools.planner.step import NotPeriodic, estimate_whole
