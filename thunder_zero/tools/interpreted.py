@@ -1,4 +1,4 @@
-"""A module that Thunder interprets once, to compile it under many policies, for any rank of any world."""
+"""A module that Thunder interprets once, and compiles under many policies, for any rank."""
 
 from __future__ import annotations
 
