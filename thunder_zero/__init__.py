@@ -7,6 +7,7 @@ from thunder_zero.lazy import lazy
 
 if TYPE_CHECKING:
     from thunder_zero import schedule as schedule
+    from thunder_zero import state_dict as state_dict
     from thunder_zero import tools as tools
     from thunder_zero.checkpoint.load import Loaded as Loaded
     from thunder_zero.checkpoint.load import load as load
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from thunder_zero.zero_module import ZeroModule as ZeroModule
     from thunder_zero.zero_module import traces_of as traces_of
 
-__getattr__, __all__ = lazy(
+look_up, listed, __all__ = lazy(
     __name__,
     {
         "thunder_zero.checkpoint.load": "Loaded load",
@@ -50,6 +51,7 @@ __getattr__, __all__ = lazy(
         "thunder_zero.runtime.full_parameters": "full_parameters",
         "thunder_zero.runtime.global_mean": "global_mean",
         "thunder_zero.schedule": "",
+        "thunder_zero.state_dict": "",
         "thunder_zero.state_dict.api": "full_state_dict",
         "thunder_zero.tools": "",
         "thunder_zero.tools.ask.explain": "explain",
@@ -60,5 +62,8 @@ __getattr__, __all__ = lazy(
         "thunder_zero.zero_module": "ZeroModule traces_of",
     },
 )
+
+if not TYPE_CHECKING:  # a type checker must miss a name that there is not
+    __getattr__, __dir__ = look_up, listed
 
 let_thunder_import()

@@ -29,11 +29,12 @@ def bytes_of(name: str, amount: int | str) -> int:
     """
     if isinstance(amount, int) and not isinstance(amount, bool) and amount > 0:
         return amount
-    found = re.fullmatch(r"([0-9]+(?:[.][0-9]*)?) *([KMGT]?)(i?)(B?)", amount) if isinstance(amount, str) else None
+    text = amount.upper() if isinstance(amount, str) else ""
+    found = re.fullmatch(r"([0-9]+(?:[.][0-9]*)?) *([KMGT]?)(I?)(B?)", text)
     if not found or not float(found[1]) or (found[3] and not found[2]):
-        raise ValueError(f"{name} is {amount!r}; give a number of bytes, or one with a unit, such as '80GiB' or '80GB'")
+        raise ValueError(f"{name} is {amount!r}; give a number with a unit, such as '80GiB', '80GB' or '80B'")
     if not found[2] and not found[4]:
-        raise ValueError(f"{name} is {amount!r}, without a unit; give it one, such as '{amount}GiB' or '{amount}GB'")
+        raise ValueError(f"{name} is {amount!r}, without a unit; give it one, such as GiB, GB, or B for bytes")
     power = " KMGT".index(found[2] or " ")
     return round(float(found[1]) * float((1024 if found[3] else 1000) ** power))
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
+Ask = Callable[[str], Any]
 
-def lazy(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
-    """The ``__getattr__`` and the ``__all__`` of a package.
+
+def lazy(package: str, names: Mapping[str, str]) -> tuple[Ask, Callable[[], list[str]], list[str]]:
+    """The ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
 
     Args:
         package: its dotted name.
@@ -18,12 +21,21 @@ def lazy(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], 
     homes = {name: (module, name) for module, listed in names.items() for name in listed.split()}
     homes |= {module.rpartition(".")[2]: (module, "") for module, listed in names.items() if not listed}
 
-    def getattribute(name: str) -> Any:
+    def look_up(name: str) -> Any:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{_elsewhere(package, name)}")
         home, inside = homes[name]
         found = getattr(import_module(home), inside) if inside else import_module(home)
         setattr(sys.modules[package], name, found)
         return found
 
-    return getattribute, sorted(homes)
+    return look_up, lambda: sorted({*homes, "__all__", "__doc__", "__file__", "__name__", "__path__"}), sorted(homes)
+
+
+def _elsewhere(package: str, name: str) -> str:
+    """Which of our packages has the name; nothing of a module, which ``from package import module`` asks for first."""
+    if name.startswith("_") or find_spec(f"{package}.{name}") is not None:
+        return ""
+    others = (f"thunder_zero.{part}" if part else "thunder_zero" for part in ("", "tools", "schedule"))
+    found = [other for other in others if other != package and name in import_module(other).__all__]
+    return f"; it is {found[0]}.{name}" if found else ""

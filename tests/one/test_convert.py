@@ -20,7 +20,7 @@ import thunder_zero as tz
 from tests.harness.errors import says
 from thunder_zero.checkpoint.safetensors_file import split_into_files
 from thunder_zero.checkpoint.tensor_to_write import TensorToWrite
-from thunder_zero.tools import cli, consolidate
+from thunder_zero.tools import cli, consolidate, doctor
 from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint
 
 Command = Callable[..., tuple[int, str, str]]
@@ -219,15 +219,24 @@ def test_what_another_tool_wrote_is_shown(tmp_path: Path, command: Command, stat
         assert_same(load_file(tmp_path / "m.safetensors"), weights())
 
 
+def test_an_interrupt_is_one_line(command: Command) -> None:
+    """Also where Thunder raised an error of its own from it."""
+    error = RuntimeError("Encountered exception KeyboardInterrupt while tracing ...")
+    error.__cause__ = KeyboardInterrupt()
+    for raised in (KeyboardInterrupt(), error):
+        with mock.patch.object(doctor, "show_health", side_effect=raised):
+            assert command("doctor") == (130, "", "thunder-zero: interrupted\n")
+
+
 def test_files_are_printed_to_stdout_and_bars_to_stderr(
     runs: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, out, err = command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", 130)
+    code, out, err = command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", "130B")
     names = [f"m-0000{number}-of-00002.safetensors" for number in (1, 2)] + ["m.safetensors.index.json"]
     assert (code, err) == (0, "")
     assert out.splitlines() == [f"{runs / name}  {(runs / name).stat().st_size:,} B" for name in names]
-    code, out, err = command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", 0)
-    assert (code, out, err.partition(";")[0]) == (1, "", "thunder-zero: max_file_bytes is 0")
+    code, out, err = command("consolidate", runs / "start", runs / "m.safetensors", "--max-file-bytes", "0B")
+    assert (code, out, err.partition(";")[0]) == (1, "", "thunder-zero: max_file_bytes is '0B'")
     monkeypatch.setenv("FORCE_COLOR", "1")  # as if it was a terminal
     _, out, err = command("consolidate", runs / "start", runs / "m.pt")
     assert out == f"{runs / 'm.pt'}  {(runs / 'm.pt').stat().st_size:,} B\n"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 SCRIPT = r"""
-import contextlib, io, json, sys
+import contextlib, importlib.util, io, json, sys
 import thunder_zero
 
 def loaded(*names):
@@ -20,12 +20,18 @@ for command in ("inspect", "consolidate", "shard", "trace", "plan", "doctor", "c
         cli.main([command, "--help"])
 steps["help"] = loaded("thunder.", "rich")
 tools = loaded("thunder_zero.tools.")
+importlib.util.find_spec("thunder")  # whoever asks whether Thunder is there does not spoil its import
+assert {*thunder_zero.__all__} < {*dir(thunder_zero)} and "trace" not in dir(thunder_zero.tools)
 core = [name for name in thunder_zero.__all__ if name not in ("tools", "trace", "print_trace", "explain")]
 assert all(getattr(thunder_zero, name) is not None for name in core)
 steps["core"] = sorted({*loaded("thunder_zero.tools.")} - {*tools})
 from thunder.plugins import get_plugin
 steps["plugin"] = type(get_plugin("zero3")()).__name__
-steps["finders"] = [type(finder).__module__ for finder in sys.meta_path if "thunder" in type(finder).__module__]
+for name in ("memory", "Timeline", "nonsense"):
+    try:
+        getattr(thunder_zero, name)
+    except AttributeError as error:
+        steps[name] = str(error).partition(";")[2]
 print(json.dumps(steps))
 """
 
@@ -40,4 +46,5 @@ def test_what_is_loaded_when() -> None:
         "thunder_zero.compat.imports",
         "thunder_zero.lazy",
     ]
-    assert steps == {"help": [], "core": [], "plugin": "Zero", "finders": []}
+    moved = {"memory": " it is thunder_zero.tools.memory", "Timeline": " it is thunder_zero.schedule.Timeline"}
+    assert steps == {"help": [], "core": [], "plugin": "Zero", **moved, "nonsense": ""}

@@ -1,7 +1,6 @@
 """The rooms of the package and what each may import: the architecture, as a table that is checked.
 
-Read from the source (``ast``), because importing any room runs ``thunder_zero/__init__.py`` and with it all
-others. Imports inside functions count like those at the top.
+Read from the source (``ast``). Imports inside functions count like those at the top.
 """
 
 from __future__ import annotations

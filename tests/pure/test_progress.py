@@ -23,7 +23,7 @@ def test_steps_are_lines_and_in_a_terminal_a_bar(
     assert out == ""
     if is_terminal:
         assert "1/2" in err
-        assert "plan leaps" in err
+        assert "leaps" in err
         assert "\u2501" in err  # of a bar
     else:
         assert err == "plan 0/2 looks\nplan 1/2 leaps\n"

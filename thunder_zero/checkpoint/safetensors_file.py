@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from thunder_zero.checkpoint.tensor_to_write import ReadTensor, TensorToWrite, bytes_of
+from thunder_zero.checkpoint.tensor_to_write import ReadTensor, TensorToWrite, raw_bytes
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
@@ -70,7 +70,7 @@ def write_safetensors(
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     stream.write(len(text).to_bytes(8, "little") + text)
     for tensor in tensors:
-        stream.write(bytes_of(read(tensor)))
+        stream.write(raw_bytes(read(tensor)))
 
 
 def in_order_of_file(tensors: Iterable[TensorToWrite]) -> list[TensorToWrite]:

@@ -43,7 +43,7 @@ def dtype_to_write(found: torch.dtype, dtype: torch.dtype | None) -> torch.dtype
     return dtype if dtype is not None and found.is_floating_point else found
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in row-major order."""
     array: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(array)

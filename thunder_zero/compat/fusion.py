@@ -1,4 +1,8 @@
-"""needed while: a fuser's pass rematerialises by dtypes alone."""
+"""needed while: a fuser's pass rematerialises by dtypes alone.
+
+Thunder weighs a tensor by its dtype, so forward may save more bytes than were scheduled (``repair_fusion.py``: backward
+may also read what forward gathered). :class:`thunder_zero.traces.executors.RepairFusion` answers both.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import version
-from importlib.util import find_spec
 from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
@@ -105,14 +104,14 @@ def let_thunder_import() -> None:
 
 
 class Finder(MetaPathFinder):
-    """Finds Thunder once, as the other finders do, so that its import runs with what is missing."""
+    """Finds Thunder as the other finders do, so that its import, whenever it comes, runs with what is missing."""
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         """Thunder's; None for all other modules."""
         if name != "thunder":
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = partial(_import_with_parts, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec

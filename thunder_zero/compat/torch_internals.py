@@ -1,6 +1,7 @@
 """needed while: torch says by private names alone which backward or function transform runs.
 
-And which kernel a convolution takes; and divides or zeroes many tensors in one call.
+Other things that torch says or does by private names alone: which kernel a convolution takes; many tensors zeroed, or
+divided, in one call.
 """
 
 from __future__ import annotations

@@ -13,3 +13,5 @@ from thunder_zero.schedule.timeline import Op as Op
 from thunder_zero.schedule.timeline import Timeline as Timeline
 from thunder_zero.schedule.verify import check as check
 from thunder_zero.times import Times as Times
+
+__all__ = ["Kind", "Op", "Param", "Plan", "ScheduleError", "Timeline", "Times", "check", "make_plan"]

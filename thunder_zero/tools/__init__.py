@@ -8,9 +8,7 @@ if TYPE_CHECKING:
     from thunder_zero.compiled import Traces as Traces
     from thunder_zero.tools.ask.diff import diff as diff
     from thunder_zero.tools.ask.difference import Difference as Difference
-    from thunder_zero.tools.ask.explain import explain as explain
     from thunder_zero.tools.ask.explanation import Explanation as Explanation
-    from thunder_zero.tools.ask.print_trace import print_trace as print_trace
     from thunder_zero.tools.ask.save_timeline import save_timeline as save_timeline
     from thunder_zero.tools.convert.consolidate import consolidate as consolidate
     from thunder_zero.tools.convert.shard_safetensors import shard_safetensors as shard_safetensors
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     from thunder_zero.tools.devices.device import Link as Link
     from thunder_zero.tools.devices.device_file import load_device as load_device
     from thunder_zero.tools.devices.device_file import save_device as save_device
-    from thunder_zero.tools.dry_run import trace as trace
     from thunder_zero.tools.fitting.candidate import Prices as Prices
     from thunder_zero.tools.fitting.cheapest import DoesNotFit as DoesNotFit
     from thunder_zero.tools.fitting.cheapest import fit as fit
@@ -36,15 +33,13 @@ if TYPE_CHECKING:
     from thunder_zero.tools.planner.advise import plan_training as plan_training
     from thunder_zero.tools.planner.figures import TrainingPlan as TrainingPlan
 
-__getattr__, __all__ = lazy(
+look_up, listed, __all__ = lazy(
     __name__,
     {
         "thunder_zero.compiled": "Traces",
         "thunder_zero.tools.ask.diff": "diff",
         "thunder_zero.tools.ask.difference": "Difference",
-        "thunder_zero.tools.ask.explain": "explain",
         "thunder_zero.tools.ask.explanation": "Explanation",
-        "thunder_zero.tools.ask.print_trace": "print_trace",
         "thunder_zero.tools.ask.save_timeline": "save_timeline",
         "thunder_zero.tools.convert.consolidate": "consolidate",
         "thunder_zero.tools.convert.shard_safetensors": "shard_safetensors",
@@ -54,7 +49,6 @@ __getattr__, __all__ = lazy(
         "thunder_zero.tools.devices.calibrated": "Calibrated",
         "thunder_zero.tools.devices.device": "DEVICES Device Link",
         "thunder_zero.tools.devices.device_file": "load_device save_device",
-        "thunder_zero.tools.dry_run": "trace",
         "thunder_zero.tools.fitting.candidate": "Prices",
         "thunder_zero.tools.fitting.cheapest": "DoesNotFit fit",
         "thunder_zero.tools.forecast.figures": "Memory MemoryLine Storage",
@@ -65,3 +59,6 @@ __getattr__, __all__ = lazy(
         "thunder_zero.tools.planner.figures": "TrainingPlan",
     },
 )
+
+if not TYPE_CHECKING:  # a type checker must miss a name that there is not
+    __getattr__, __dir__ = look_up, listed

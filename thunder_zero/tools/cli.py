@@ -21,6 +21,7 @@ from pathlib import Path
 from thunder_zero.tools.devices.device import DEVICES
 from thunder_zero.tools.planner.models import KNOWN
 
+INTERRUPTED = 130  # exit code, as of a shell
 WIDTH = 100  # columns, if stdout is not a terminal
 HALVES = ("forward", "backward", "both")
 DESCRIPTION = (
@@ -36,15 +37,26 @@ CALIBRATE = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code. An error is one sentence on stderr and exit code 1."""
     options = parser().parse_args(arguments)
-    run, failed = options.run, ""
+    code, said = 0, []
     with warnings.catch_warnings(record=True) as caught:
         try:
-            run(options)
+            options.run(options)
         except (OSError, ValueError) as error:
-            failed = str(error)
-    for line in [str(warning.message) for warning in caught] + ([failed] if failed else []):
+            code, said = 1, [str(error)]
+        except BaseException as error:
+            if not _is_interrupt(error):
+                raise
+            code, said = INTERRUPTED, ["interrupted"]
+    for line in [*(str(warning.message) for warning in caught), *said]:
         print(f"thunder-zero: {line}", file=sys.stderr)
-    return 1 if failed else 0
+    return code
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether the user pressed Ctrl-C; Thunder raises an error of its own from that."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,9 +109,7 @@ def _consolidate(add: Add) -> None:
     one.add_argument("--dtype", help="of floating-point tensors, such as bfloat16 or bf16 (default: as saved)")
     one.add_argument("--optimizer", action="store_true", help="include the optimizer's state")
     one.add_argument("--ema", metavar="NAME", help="averages of the EMA that was saved as this extra, as parameters")
-    one.add_argument(
-        "--max-file-bytes", metavar="BYTES", type=_bytes, help="of each of several files, such as 5GB (default: one)"
-    )
+    one.add_argument("--max-file-bytes", metavar="BYTES", help="of each of several files, such as 5GB (default: one)")
     one.add_argument("--no-verify", dest="verify_files", action="store_false", help="read another tool's checkpoint")
 
 
@@ -123,7 +133,9 @@ def _trace(add: Add) -> None:
     show.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
     show.add_argument("--rank", type=int, default=0, help="the rank to trace (default: 0)")
     show.add_argument("--replicas", type=int, default=1, help="copies of the sharded model (default: 1)")
-    show.add_argument("--device", help=f"open sizes of the policy are for it (default: the module's): {_devices()}")
+    show.add_argument(
+        "--device", help=f"to choose sizes that the policy leaves open for (default: the module's): {_devices()}"
+    )
     show.add_argument("--half", choices=HALVES, default="both", help="(default: both)")
     show.add_argument("--unit", help="only the lines where this unit computes, and its collectives")
     show.add_argument("--fold", action="store_true", help="only the lines that handle or read a parameter")
@@ -161,11 +173,6 @@ def _calibrate(add: Add) -> None:
     measure = _command(add, "calibrate", "measure CPU and gloo, no GPU", run, CALIBRATE)
     measure.add_argument("out", type=Path, help="OUT.json, for tz.tools.load_device and --device")
     measure.add_argument("--seconds", type=float, default=30.0, help="how long to measure (default: 30)")
-
-
-def _bytes(text: str) -> int | str:
-    """A count where there is no unit."""
-    return int(text) if text.isdecimal() else text
 
 
 def _devices() -> str:

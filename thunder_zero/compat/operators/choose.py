@@ -1,4 +1,4 @@
-"""needed while: Thunder's default recipe lists None where nvFuser is missing, and none of ours."""
+"""needed while: Thunder's default recipe lists None among its executors where nvFuser is missing."""
 
 from __future__ import annotations
 

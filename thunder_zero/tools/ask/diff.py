@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from thunder_zero.amounts import name_of
 from thunder_zero.compiled import Traces
 from thunder_zero.plan import ROOT, Param
 from thunder_zero.schedule.cone import cone
@@ -74,7 +75,7 @@ def _described(param: Param | None) -> str:
     if param is None:
         return "no further parameter"
     frozen = "" if param.requires_grad else ", frozen"
-    return f"{param.path!r} {param.shape} {str(param.dtype).removeprefix('torch.')}{frozen}"
+    return f"{param.path!r} {param.shape} {name_of(param.dtype)}{frozen}"
 
 
 def _forecast(traces: Traces) -> Memory | None:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from thunder_zero.checkpoint.tensor_to_write import ReadTensor, TensorToWrite, bytes_of
+from thunder_zero.checkpoint.tensor_to_write import ReadTensor, TensorToWrite, raw_bytes
 
 RECORD_ALIGNMENT = 64  # bytes, of each record's content: as torch.load(mmap=True) likes it
 RECORD_HEADER_BYTES = 30 + 20 + 4  # the zip format's header, its 64-bit sizes, the padding's own header
@@ -42,7 +42,7 @@ def write_torch(stream: BinaryIO, tree: Any, read: ReadTensor) -> None:
         _add_record(archive, stream, "data.pkl", pickled.getvalue())
         _add_record(archive, stream, "byteorder", sys.byteorder.encode())
         for key, found in enumerate(pickler.tensors):
-            content = bytes_of(read(found) if isinstance(found, TensorToWrite) else found)
+            content = raw_bytes(read(found) if isinstance(found, TensorToWrite) else found)
             _add_record(archive, stream, f"data/{key}", content)
             del content  # before the next is read
         _add_record(archive, stream, "version", b"3\n")

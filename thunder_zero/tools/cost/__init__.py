@@ -1,1 +1,1 @@
-"""Forecasts the time of a step from its timeline and a device; knows neither Thunder nor torch."""
+"""Forecasts the time of a step, from its timeline or its traces, on a device."""

@@ -75,10 +75,10 @@ class Calibration:
             every = all_gather_object(own, self._group)
             found = {key: mean(of[key] for of in every) for key in every[0]}
         ranks = 1 if self._group is None else self._group.size()
-        return device_of(found, ranks, {"backend": "none" if self._group is None else "gloo", **about()})
+        return measured_device(found, ranks, {"backend": "none" if self._group is None else "gloo", **about()})
 
 
-def device_of(found: Mapping[Key, float], ranks: int, about: Mapping[str, str]) -> Calibrated:
+def measured_device(found: Mapping[Key, float], ranks: int, about: Mapping[str, str]) -> Calibrated:
     """The device that has these seconds by point."""
     products: dict[str, dict[str, Curve]] = defaultdict(dict)
     traffic: dict[str, Curve] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from thunder_zero.amounts import size
+from thunder_zero.amounts import duration, size
 from thunder_zero.policy import RECOMPUTE, STAGES
 from thunder_zero.tools.forecast.kinds import Holds
 from thunder_zero.tools.planner.figures import Row
@@ -65,12 +65,7 @@ def _slower(fitting: Sequence[Row], chosen: Row) -> str:
     if RECOMPUTE.index(one.recompute) > RECOMPUTE.index(chosen.recompute):
         link = "as" if "computes" in what else "and"
         again = f", {link} it has to recompute={one.recompute!r} to fit"
-    return f"{one.name} is {less:.0%} slower, where {what.format(milliseconds(parts[what]))}{again}"
-
-
-def milliseconds(seconds: float) -> str:
-    """``12.3 ms``; seconds from one second on."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return f"{one.name} is {less:.0%} slower, where {what.format(duration(parts[what]))}{again}"
 
 
 def _nothing_fits(rows: Sequence[Row], memory_bytes: int, batch: int) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from thunder_zero.amounts import size
+from thunder_zero.amounts import duration, size
 from thunder_zero.policy import STAGES
 from thunder_zero.tools.planner.figures import Row, TrainingPlan
-from thunder_zero.tools.planner.reason import milliseconds
 
 COLUMNS = ("shards", "recompute", "needs", "fits", "sent", "exposed", "step", "tokens/s", "MFU")
 
@@ -52,8 +51,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         size(row.needed_bytes),
         "yes" if row.fits else "no",
         size(row.sent_bytes),
-        milliseconds(row.exposed_seconds),
-        milliseconds(row.seconds),
+        duration(row.exposed_seconds),
+        duration(row.seconds),
         f"{row.tokens_per_second:,.0f}",
         f"{row.mfu:.1%}",
     )

@@ -1,5 +1,5 @@
-"""Explains timelines to people, as text; knows neither Thunder nor torch.
+"""Explains timelines to people, as text; knows no Thunder.
 
-The doors: ``text.format_timeline`` for a timeline alone, ``rows.py`` and ``printer.py`` for a trace with its timeline
-(``tz.print_trace``). ``progress.py`` is a progress bar for the command line.
+The doors: ``timeline_text.py`` for a timeline alone, ``line_meanings.py`` and ``trace_printer.py`` for a trace with its
+timeline (``tz.print_trace``). ``progress.py`` says what long work does now.
 """

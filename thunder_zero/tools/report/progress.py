@@ -18,6 +18,7 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Column
 
 
 @contextmanager
@@ -67,8 +68,9 @@ def show_steps(what: str, total: int) -> Iterator[Steps]:
     if not console.is_terminal:
         yield Steps(lambda now, done: print(f"{what} {done}/{total} {now}", file=sys.stderr, flush=True))
         return
-    text = TextColumn("{task.description}")
-    columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
-    with Progress(*columns, console=console, transient=True) as bars:
+    text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+    fixed = (SpinnerColumn(), BarColumn(bar_width=10), MofNCompleteColumn(table_column=Column(no_wrap=True)))
+    elapsed = TimeElapsedColumn(table_column=Column(no_wrap=True))
+    with Progress(*fixed, elapsed, text, console=console, transient=True, expand=True) as bars:
         task = bars.add_task(what, total=total)
-        yield Steps(lambda now, done: bars.update(task, description=f"{what} {now}", completed=done))
+        yield Steps(lambda now, done: bars.update(task, description=now, completed=done))
