@@ -47,11 +47,11 @@ class Traces:
     fuses: bool = False
     registered: tuple[str, ...] = ()
 
-    def counts_fused(self, fused: bool | None = None) -> bool:
-        """Whether a forecast fuses pointwise lines: as it was asked to, or as the executors do; no more where a fuser
-        has decided, whose regions count as they are."""
+    @property
+    def has_regions(self) -> bool:
+        """Whether a fuser has made regions of lines."""
         lines = (line for half in (self.forward, self.backward) if half for line in half.bound_symbols)
-        return (self.fuses if fused is None else fused) and not any(line.sym.is_fusion for line in lines)
+        return any(line.sym.is_fusion for line in lines)
 
     @property
     def forward_timeline(self) -> Timeline:

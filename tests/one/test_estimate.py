@@ -19,6 +19,9 @@ from tests.harness.errors import refused
 from tests.harness.operators import Attends
 from tests.harness.traced import Chain, traced
 from thunder_zero.schedule.timeline import Work
+from thunder_zero.tools.devices.calibrated import Calibrated
+from thunder_zero.tools.devices.curve import Curve
+from thunder_zero.tools.planner.step import estimate_whole
 
 import thunder
 from thunder.core.symbol import BoundSymbol
@@ -30,6 +33,15 @@ pytestmark = pytest.mark.slow
 BATCH, LENGTH, HEADS, HEAD = 2, 5, 2, 4
 NONE = tz.Policy(0, recompute="none")
 H100 = tz.tools.DEVICES["h100"]
+MEASURED = Calibrated(
+    "ours",
+    {"float32": 1.0},
+    1.0,
+    1 << 30,
+    inside=tz.tools.Link(1.0),
+    products={"matmul": {"float32": Curve(((1.0, 1.0),))}},
+    traffic={"pointwise": Curve(((1.0, 1.0),))},
+)
 
 
 class Adds(nn.Module):
@@ -134,24 +146,31 @@ class NeverFuses(FusionExecutor):
         return False
 
 
-def test_lines_that_the_executors_fuse_are_one_kernel_and_regions_stay_as_they_are() -> None:
+def test_lines_are_one_kernel_where_executors_fuse_and_regions_stay_as_they_are() -> None:
+    """On a described device Thunder's defaults do, on a measured one those of the traces; a plan says the same."""
+
     def wide() -> nn.Module:
         return Chain(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.Linear(8, 4, bias=False))
 
-    def traffic(traces: tz.tools.Traces, **how: Any) -> int:
-        return sum(cost.traffic_bytes for cost in tz.tools.estimate(traces, H100, **how).costs)
+    def traffic(traces: tz.tools.Traces, device: tz.tools.Device = H100, **how: Any) -> int:
+        return sum(cost.traffic_bytes for cost in tz.tools.estimate(traces, device, **how).costs)
 
-    x = torch.ones(3, 4)
-    plain = trace(wide(), x)
-    by_name = {name: trace(wide(), x, executors=[NeverFuses(name)]) for name in ("nvfuser", "torchcompile_cat")}
-    assert traffic(plain) == traffic(plain, fused=False) > traffic(plain, fused=True)
-    assert traffic(by_name["nvfuser"]) == traffic(plain, fused=True)  # between the products: read once, write once
-    assert traffic(by_name["torchcompile_cat"]) == traffic(plain)  # fuses around cat alone
+    x, on = torch.ones(3, 4), {"world_size": 1}
+    plain = trace(wide(), x, **on)
+    by_name = {name: trace(wide(), x, executors=[NeverFuses(name)], **on) for name in ("nvfuser", "torchcompile_cat")}
+    one_by_one, one_kernel = (traffic(plain, fused=fused) for fused in (False, True))
+    assert one_by_one > one_kernel  # between the products: read once, write once
+    around_cat, all_lines = by_name["torchcompile_cat"], by_name["nvfuser"]
+    for traces, measured in ((plain, one_by_one), (around_cat, one_by_one), (all_lines, one_kernel)):
+        assert (traffic(traces), traffic(traces, MEASURED)) == (one_kernel, measured)
+        for device in (H100, MEASURED):
+            assert estimate_whole(traces, device, (), 0) == tz.tools.estimate(traces, device)
+    assert traffic(plain, MEASURED, fused=True) == one_kernel
     regions = traced(wide, (3, 4), NONE, fused=True)
+    assert regions.has_regions
     assert traffic(regions) == traffic(regions, fused=False) == traffic(regions, fused=True)
-    assert not regions.counts_fused(True)
     # The loss and the optimizer run operator by operator.
-    around = {"loss": lambda y: y.square().sum(), "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    around: dict[str, Any] = {"loss": lambda y: y.square().sum(), "optimizer": partial(torch.optim.SGD, lr=0.1)}
     added = [traffic(plain, fused=fused, **around) - traffic(plain, fused=fused) for fused in (False, True)]
     assert added[0] == added[1] > 0
 

@@ -60,16 +60,14 @@ def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(stage: int, 
     choice = Choice(stage, recompute)
     on = {"world_size": mesh.shards, "replicas": mesh.replicas, "dtype": torch.long}
     traces = traced(model, SHAPE, programs().policy(choice), **on)
-    found, fused = (programs().evaluate(choice, mesh, H100, fused=fused) for fused in (False, True))
+    found = programs().evaluate(choice, mesh, H100)
     assert found.traced < BLOCKS
     exact = tz.tools.estimate(traces, H100)
     assert (found.estimate.sent_bytes, found.estimate.flops) == (exact.sent_bytes, exact.flops)
     for name in ("seconds", "compute_seconds", "exposed_seconds", "model_seconds", "mfu"):
         assert getattr(found.estimate, name) == pytest.approx(getattr(exact, name), rel=1e-9, abs=1e-15)
     assert found.estimate.wire_seconds == pytest.approx(exact.wire_seconds, rel=1e-9)
-    exact_fused = tz.tools.estimate(traces, H100, fused=True)
-    assert fused.estimate.seconds == pytest.approx(exact_fused.seconds, rel=1e-9)
-    assert traffic(fused.estimate) == traffic(exact_fused) < traffic(found.estimate) == traffic(exact)
+    assert traffic(found.estimate) == traffic(exact) < traffic(tz.tools.estimate(traces, H100, fused=False))
     memory = tz.tools.memory(traces, loss=cross_entropy, optimizer=adamw, backend="nccl")
     held = found.held
     assert (held.at_rest, held.peak, held.optimizer_step) == (memory.at_rest, memory.peak, memory.optimizer_step)
@@ -95,7 +93,8 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_fig
     # Each long part says what it does before it begins, with the rows that are done.
     told = [line.split()[1:3] for line in capsys.readouterr().err.splitlines()]
     assert told[0] == ["0/7", "interprets"]
-    assert Counter(what for _, what in told) == {"interprets": 1, "compiles": 4, "forecasts": 7, "simulates": 7}
+    times = {"interprets": 1, "compiles": 2, "schedules": 2, "forecasts": 7, "simulates": 7}  # ZeRO: one joint trace
+    assert Counter(what for _, what in told) == times
     assert [done for done, what in told if what == "simulates"] == [f"{done}/7" for done in range(7)]
     meshes = [(0, "4"), *((stage, mesh) for stage in (1, 2, 3) for mesh in ("2 x 2", "4"))]
     assert [(row.stage, str(row.mesh)) for row in found.rows] == meshes

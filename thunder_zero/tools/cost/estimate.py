@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thunder_zero.compiled import Traces
-from thunder_zero.tools.cost.step_time import Estimate, step_time
+from thunder_zero.tools.cost.step_time import Estimate, counts_fused, step_time
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import whole_step
@@ -34,7 +34,8 @@ def estimate(
         optimizer: a class of optimizers, or a function from parameters to an optimizer; without it its step is left
             out. Both are counted operator by operator, as :func:`thunder_zero.tools.memory` does.
         fused: whether pointwise lines that are one by one in the traces are fused on the device, as nvFuser or
-            torch.compile does it; :func:`thunder_zero.tools.plan_training` says True. None: as its executors do.
+            torch.compile does it. None, as in a plan: on a calibrated device if the model's executors fuse, otherwise
+            yes.
 
     Returns:
         Seconds of the step, of its compute and of exposed communication, the critical path, MFU, and when each
@@ -50,4 +51,5 @@ def estimate(
         raise TypeError(f"estimate takes Traces, got {type(traces).__name__}; pass what trace or traces_of returns")
     around = traces.backward is not None and (loss is not None or optimizer is not None)
     timeline = whole_step(traces, loss, optimizer) if around else traces.timeline
-    return step_time(timeline, device_of(device), fused=traces.counts_fused(fused), model=traces.lifted)
+    on = device_of(device)
+    return step_time(timeline, on, fused=counts_fused(traces, on, fused), model=traces.lifted)

@@ -17,10 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from thunder_zero.compiled import Traces
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.tools.cost.costs import Cost, costs_of, peak_seconds
 from thunder_zero.tools.cost.lanes import Lanes, Span
 from thunder_zero.tools.cost.wire import Lane
+from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 
 
@@ -122,6 +124,17 @@ def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model:
     """
     costs = costs_of(timeline, device, fused=fused)
     return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
+
+
+def counts_fused(traces: Traces, device: Device, fused: bool | None = None) -> bool:
+    """Whether pointwise lines that are one by one in the traces count fused on the device.
+
+    Regions that a fuser has made count as they are. Otherwise as the caller says, or as the model's executors do; on a
+    described device always, as Thunder's default executors fuse there. A measured machine's are those of the traces.
+    """
+    if traces.has_regions:
+        return False
+    return (traces.fuses or not isinstance(device, Calibrated)) if fused is None else fused
 
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:

@@ -82,7 +82,7 @@ class Programs:
             self.planned[policy, mesh] = make_plan(self.subject.module, policy, mesh.shards, 0, mesh.replicas)
         return self.planned[policy, mesh]
 
-    def evaluate(self, choice: Choice, mesh: Mesh, device: Device, *, fused: bool = True) -> Evaluated:
+    def evaluate(self, choice: Choice, mesh: Mesh, device: Device) -> Evaluated:
         """The memory and the time of a step of the whole model.
 
         Traces few of its alike blocks, more if those do not repeat, and all of them if none of them do.
@@ -91,14 +91,14 @@ class Programs:
         for count in [one for one in (*TRACED, blocks) if one >= self.enough.get(choice, 0)]:
             traced = min(count, blocks)
             try:
-                found = self._evaluated(choice, mesh, device, traced, fused=fused)
+                found = self._evaluated(choice, mesh, device, traced)
             except NotPeriodic:
                 continue
             self.enough[choice] = count
             return found
         raise AssertionError("a model that is traced whole repeats nothing")
 
-    def _evaluated(self, choice: Choice, mesh: Mesh, device: Device, traced: int, *, fused: bool) -> Evaluated:
+    def _evaluated(self, choice: Choice, mesh: Mesh, device: Device, traced: int) -> Evaluated:
         copies = self.subject.blocks - traced
         units = self.subject.alike.units(traced) if self.subject.alike else ()
         traces = self._compiled(choice, mesh, traced)
@@ -106,7 +106,7 @@ class Programs:
         with collecting_later():
             forecast = memory(traces, loss=self.subject.loss, optimizer=adamw, backend="nccl")
         held = held_whole(forecast, traces, units, copies)
-        return Evaluated(held, estimate_whole(traces, device, units, copies, fused=fused), traced)
+        return Evaluated(held, estimate_whole(traces, device, units, copies), traced)
 
     def returns_loss(self) -> bool:
         """Whether forward returns one number, as a loss is; of what was compiled."""
@@ -119,7 +119,9 @@ class Programs:
         if (choice, traced) not in self.compiled:
             with self.subject.with_blocks(traced), collecting_later():
                 interpreted = self._interpreted(traced)
-                self.tell(f"compiles {STAGES[choice.stage].name}, recompute={choice.recompute!r}")
+                begun = (choice.stage > 0, traced) in {(one.stage > 0, blocks) for one, blocks in self.compiled}
+                doing = "schedules" if begun else "compiles"  # the sharded stages have one joint trace
+                self.tell(f"{doing} {STAGES[choice.stage].name}, recompute={choice.recompute!r}")
                 self.compiled[choice, traced] = interpreted.under(self.policy(choice))
         traces = self.compiled[choice, traced]
         plan = replace(traces.plan, world_size=mesh.shards, replicas=mesh.replicas)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from thunder_zero.compiled import Traces
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 from thunder_zero.tools.cost.costs import Cost
-from thunder_zero.tools.cost.step_time import Estimate, model_seconds, step_time
+from thunder_zero.tools.cost.step_time import Estimate, counts_fused, model_seconds, step_time
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.planner.repeat import Stretch, linked, positions, stretch_of
 
@@ -46,7 +46,7 @@ def marks_of(timeline: Timeline, units: Sequence[str]) -> Marks:
     return Marks(*(tuple(sorted(found[half].values())) for half in (False, True)))
 
 
-def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies: int, *, fused: bool) -> Estimate:
+def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies: int) -> Estimate:
     """The estimate of a step with ``copies`` more of the blocks than were traced.
 
     Args:
@@ -54,13 +54,12 @@ def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies:
         device: what it runs on.
         units: paths of the blocks that are alike and were traced.
         copies: how many more there are.
-        fused: whether pointwise lines are fused, as for :func:`thunder_zero.tools.estimate`.
 
     Raises:
         NotPeriodic: the traced blocks do not repeat.
     """
     timeline, lifted = traces.timeline, traces.lifted or traces.timeline
-    traced = step_time(timeline, device, fused=traces.counts_fused(fused), model=lifted)
+    traced = step_time(timeline, device, fused=counts_fused(traces, device), model=lifted)
     if not copies:
         return traced
     ops, costs = _longer(timeline, traced.costs, units, copies)
