@@ -31,7 +31,7 @@ class Traces:
         others: inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
         epilogue: Thunder's trace that makes what the model returns from what the forward trace does.
         lifted: the timeline before it was scheduled.
-        fuses: whether the model's executors fuse pointwise lines, here or on another device (nvFuser: not on CPUs).
+        fuses: whether the model's executors fuse pointwise lines on a GPU, as Thunder's default ones do there.
         registered: names of operators that Thunder has from its automatic registration alone: torch computes them and
             their gradients.
     """
@@ -70,7 +70,7 @@ class Compiled:
 
     Attributes:
         executor: its symbols.
-        fuses: whether the model's executors fuse pointwise lines.
+        fuses: whether the model's executors fuse pointwise lines on a GPU.
         programs: the facts about each program, by forward trace.
     """
 

@@ -26,7 +26,7 @@ from thunder_zero.traces.lift import lift_halves
 from thunder_zero.traces.symbols import Runtime, ZeroExecutor
 from thunder_zero.traces.work_classes import draws_random_numbers
 
-from thunder import compile_data
+from thunder import compile_data, get_default_executors
 from thunder.core.compile_data import get_compile_data
 from thunder.core.module import ThunderModule
 from thunder.core.trace import TraceCtx, TraceTag
@@ -78,7 +78,8 @@ class ProgramTransform(Transform):
         data = compile_data(model)
         front = operators(data.executors_list)
         others = [other for other in data.executors_list if other not in front]  # tz.Recipe has some, too
-        self._compiled = Compiled(executor, any(one.name in FUSERS for one in others))
+        is_default = {*get_default_executors()} <= {*others}
+        self._compiled = Compiled(executor, is_default or any(one.name in FUSERS for one in others))
         schedule = ScheduleJointTrace(executor)
         repair = RepairFusion(executor, schedule, tuple(one for one in others if isinstance(one, FusionExecutor)))
         data.executors_list = (executor, schedule, *front, *others, repair)

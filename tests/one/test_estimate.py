@@ -147,7 +147,7 @@ class NeverFuses(FusionExecutor):
 
 
 def test_lines_are_one_kernel_where_executors_fuse_and_regions_stay_as_they_are() -> None:
-    """On a described device Thunder's defaults do, on a measured one those of the traces; a plan says the same."""
+    """On a described device Thunder's defaults do, and fusers; on a measured one regions alone; so does a plan."""
 
     def wide() -> nn.Module:
         return Chain(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Tanh(), nn.Tanh(), nn.Linear(8, 4, bias=False))
@@ -161,8 +161,8 @@ def test_lines_are_one_kernel_where_executors_fuse_and_regions_stay_as_they_are(
     one_by_one, one_kernel = (traffic(plain, fused=fused) for fused in (False, True))
     assert one_by_one > one_kernel  # between the products: read once, write once
     around_cat, all_lines = by_name["torchcompile_cat"], by_name["nvfuser"]
-    for traces, measured in ((plain, one_by_one), (around_cat, one_by_one), (all_lines, one_kernel)):
-        assert (traffic(traces), traffic(traces, MEASURED)) == (one_kernel, measured)
+    for traces, described in ((plain, one_kernel), (around_cat, one_by_one), (all_lines, one_kernel)):
+        assert (traffic(traces), traffic(traces, MEASURED)) == (described, one_by_one)
         for device in (H100, MEASURED):
             assert estimate_whole(traces, device, (), 0) == tz.tools.estimate(traces, device)
     assert traffic(plain, MEASURED, fused=True) == one_kernel

@@ -304,7 +304,7 @@ REFUSED_ARGUMENTS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("--model", "llama9"), ("there is no model 'llama9'", "choose llama3-8b, llama3-70b")),
     ((*GPT, "--device", "h9"), ("there is no device 'h9'", "give one of a100, h100")),
     ((*GPT, "--memory", "much"), ("memory_bytes is 'much'", "with a unit, such as")),
-    ((*GPT, "--memory", "40"), ("memory_bytes is '40'", "without a unit", "such as '40GiB' or '40GB'")),
+    ((*GPT, "--memory", "40"), ("memory_bytes is '40'", "without a unit", "GiB, GB, or B for bytes")),
     ((*GPT, "--world-size", "12"), ("12 ranks do not fill nodes of 8 devices", "give a multiple of 8")),
     ((*GPT, "--world-size", "0"), ("world_size is 0", "give the number of ranks, at least 1")),
     ((*GPT, "--micro-batch", "0"), ("micro_batch is 0", "give a number of sequences, at least 1")),

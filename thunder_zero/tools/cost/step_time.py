@@ -129,12 +129,12 @@ def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model:
 def counts_fused(traces: Traces, device: Device, fused: bool | None = None) -> bool:
     """Whether pointwise lines that are one by one in the traces count fused on the device.
 
-    Regions that a fuser has made count as they are. Otherwise as the caller says, or as the model's executors do; on a
-    described device always, as Thunder's default executors fuse there. A measured machine's are those of the traces.
+    Regions that a fuser has made count as they are. Otherwise as the caller says, or as the model's executors do on a
+    described device, where Thunder's default ones fuse; on a measured CPU they have fused what they fuse.
     """
     if traces.has_regions:
         return False
-    return (traces.fuses or not isinstance(device, Calibrated)) if fused is None else fused
+    return (traces.fuses and not isinstance(device, Calibrated)) if fused is None else fused
 
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:

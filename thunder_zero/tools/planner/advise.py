@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from thunder_zero.amounts import bytes_of, name_of
 from thunder_zero.policy import RECOMPUTE, STAGES, is_count
 from thunder_zero.precision import MixedPrecision
+from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.planner.beside_step import adamw_traffic, loss_traffic, state_bytes
@@ -164,7 +165,7 @@ class _Comparison:
             chosen=chosen,
             reason=reason_of(rows, chosen, self.memory_bytes, self.subject.batch),
             code=self._code(chosen) if chosen else "",
-            assumed=assumed(self.subject, self.precision, returns_loss=self._programs.returns_loss()),
+            assumed=assumed(self.subject, self.precision, self.device, returns_loss=self._programs.returns_loss()),
         )
 
     def _code(self, chosen: Row) -> str:
@@ -250,10 +251,18 @@ def best_of(rows: Sequence[Row]) -> Row | None:
     )
 
 
-def assumed(subject: Subject, precision: MixedPrecision, *, returns_loss: bool) -> tuple[str, ...]:
+MEASURED = ("each line takes as long as lines of its kind and size took where the device was measured",)
+DESCRIBED = (
+    "the time is a lower bound: products at the device's peak, memory and wires at full speed, no time of the host",
+    "attention is one flash kernel each way (the trace's operator for CPUs stands for it); pointwise lines, views and "
+    "reductions that no product lies between are one kernel, as nvFuser or torch.compile makes them",
+)
+
+
+def assumed(subject: Subject, precision: MixedPrecision, device: Device, *, returns_loss: bool) -> tuple[str, ...]:
     """What the figures assume, sentence by sentence; ``returns_loss``: whether forward returns one number."""
     compute, reduce = (
-        str(dtype or "the parameters' dtype").removeprefix("torch.")
+        "the parameters' dtype" if dtype is None else name_of(dtype)
         for dtype in (precision.param_dtype, precision.reduce_dtype)
     )
     shards = " and ".join(dict.fromkeys(name_of(param.dtype) for param in subject.module.parameters()))
@@ -263,10 +272,9 @@ def assumed(subject: Subject, precision: MixedPrecision, *, returns_loss: bool) 
         loss = "the one number that the model returns is its loss"
     else:
         loss = "the loss is left out, since the model does not return one number and no loss= was given"
+    how = MEASURED if isinstance(device, Calibrated) else DESCRIBED
     return (
-        "the time is a lower bound: products at the device's peak, memory and wires at full speed, no time of the host",
-        "attention is one flash kernel each way (the trace's operator for CPUs stands for it); pointwise lines, views "
-        "and reductions that no product lies between are one kernel, as nvFuser or torch.compile makes them",
+        *how,
         f"compute in {compute}, gradients on the wire in {reduce}; {shards} shards and AdamW's two averages, stepped "
         f"by AdamW(fused=True); {loss}; memory is that of lines that are not fused",
         "a collective is a flat ring, with a latency for each rank that a message passes",
