@@ -32,7 +32,7 @@ def bytes_of(name: str, amount: int | str) -> int:
     text = amount.upper() if isinstance(amount, str) else ""
     found = re.fullmatch(r"([0-9]+(?:[.][0-9]*)?) *([KMGT]?)(I?)(B?)", text)
     if not found or not float(found[1]) or (found[3] and not found[2]):
-        raise ValueError(f"{name} is {amount!r}; give a number with a unit, such as '80GiB', '80GB' or '80B'")
+        raise ValueError(f"{name} is {amount!r}; give a number of bytes, or one with a unit, such as '80GiB' or '80B'")
     if not found[2] and not found[4]:
         raise ValueError(f"{name} is {amount!r}, without a unit; give it one, such as GiB, GB, or B for bytes")
     power = " KMGT".index(found[2] or " ")
