@@ -120,7 +120,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("tools/doctor.py",IMPORT,IMPORT,  IMPORT,  rooms("compat policy transform")),
     Room("tools/cli.py",  NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
                                                           "tools/doctor tools/dry_run tools/from_file "
-                                                          "tools/planner")),
+                                                          "tools/planner tools/report")),
     Room("tools/__init__.py",NOT, NOT,     NOT,     ALL),
     Room("__init__.py",   NOT,    NOT,     NOT,     ALL),
 )

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from thunder_zero.amounts import name_of
 from thunder_zero.checkpoint.safetensors_file import SUFFIX
 from thunder_zero.marks import parameter_like
 
@@ -112,5 +113,5 @@ def _contents(path: Path, to: Path, dtype: torch.dtype) -> bytes:
     if to != Path(CONFIG):
         return contents
     config: dict[str, Any] = json.loads(contents)
-    config |= {key: str(dtype).removeprefix("torch.") for key in DTYPE_KEYS if key in config}
+    config |= {key: name_of(dtype) for key in DTYPE_KEYS if key in config}
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()

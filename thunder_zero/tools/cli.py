@@ -17,13 +17,13 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from thunder_zero.tools.devices.device import DEVICES
 from thunder_zero.tools.planner.models import KNOWN
+from thunder_zero.tools.report.line_meanings import HALVES
 
 INTERRUPTED = 130  # exit code, as of a shell
-WIDTH = 100  # columns, if stdout is not a terminal
-HALVES = ("forward", "backward", "both")
 DESCRIPTION = (
     "Print and convert checkpoints; print traces; plan a training; print what works on this machine (doctor), and "
     "measure how fast its CPU and gloo are (calibrate)."
@@ -99,8 +99,7 @@ def _consolidate(add: Add) -> None:
     def run(options: argparse.Namespace) -> None:
         from thunder_zero.tools.convert.consolidate import consolidate
 
-        given = {name: value for name, value in vars(options).items() if name not in ("command", "run")}
-        written = consolidate(given.pop("checkpoint"), given.pop("out"), **given)
+        written = consolidate(options.checkpoint, options.out, **_others(options, "checkpoint", "out"))
         print("\n".join(f"{path}  {path.stat().st_size:,} B" for path in written))
 
     one = _command(add, "consolidate", "make one file of whole tensors, or a few", run)
@@ -175,6 +174,11 @@ def _calibrate(add: Add) -> None:
     measure.add_argument("--seconds", type=float, default=30.0, help="how long to measure (default: 30)")
 
 
+def _others(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options of a command but these, as keyword arguments of the function that it calls."""
+    return {name: value for name, value in vars(options).items() if name not in ("command", "run", *names)}
+
+
 def _devices() -> str:
     return f"{', '.join(DEVICES)}, or OUT.json of calibrate"
 
@@ -191,9 +195,9 @@ def show_plan(options: argparse.Namespace) -> None:
 
     from thunder_zero.tools.planner.advise import plan_training
     from thunder_zero.tools.planner.table import print_plan
+    from thunder_zero.tools.report.trace_printer import WIDTH
 
-    given = {name: value for name, value in vars(options).items() if name not in ("command", "run", "json", "model")}
-    plan = plan_training(options.model, **given)
+    plan = plan_training(options.model, **_others(options, "model", "json"))
     if options.json:
         print(json.dumps(plan.as_json(), indent=1))
     else:

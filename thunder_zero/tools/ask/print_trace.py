@@ -14,7 +14,7 @@ from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import memory as forecast_of
 from thunder_zero.tools.forecast.same_traces import require_of
 from thunder_zero.tools.forecast.watch import NoForecast
-from thunder_zero.tools.report.line_meanings import Gap, Row, SourceLine, rows, select
+from thunder_zero.tools.report.line_meanings import HALVES, Gap, Row, SourceLine, rows, select
 from thunder_zero.tools.report.trace_printer import print_rows, print_total
 from thunder_zero.zero_module import traces_of
 
@@ -25,7 +25,6 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 THUNDER = Path(thunder.__file__).parent
-HALVES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
 
 
 def print_trace(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from thunder_zero.compiled import Traces
-from thunder_zero.tools.ask.print_trace import HALVES, rows_of
+from thunder_zero.tools.ask.print_trace import rows_of
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.watch import NoForecast
-from thunder_zero.tools.report.line_meanings import Gap, Row, select
+from thunder_zero.tools.report.line_meanings import HALVES, Gap, Row, select
 
 
 def json_of(traces: Traces, half: str = "both", *, unit: str | None = None, fold: bool = False) -> dict[str, Any]:

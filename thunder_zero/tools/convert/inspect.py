@@ -13,8 +13,7 @@ from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.dcp_check import require_files
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
-
-WIDTH = 100  # columns, if stdout is not a terminal
+from thunder_zero.tools.report.trace_printer import WIDTH
 
 
 def inspect(path: Path, *, verify_files: bool = False) -> None:

@@ -141,7 +141,8 @@ def memory_of(steps: Sequence[Step], outputs: Iterable[int]) -> list[Event]:
         steps: of a region, in the order in which they run.
         outputs: keys of the storages that the region returns.
     """
-    taking = _taking_memory(steps, set(outputs))
+    returned = set(outputs)
+    taking = _taking_memory(steps, returned)
     sources = _sources(steps, taking)
     last: dict[int, int] = {}
     for at, step in enumerate(steps):
@@ -149,7 +150,7 @@ def memory_of(steps: Sequence[Step], outputs: Iterable[int]) -> list[Event]:
             last.update((key, at) for one in step.reads for key in sources.get(one, NOTHING))
     ends: dict[int, list[int]] = {}
     for key, at in last.items():
-        if key not in set(outputs):
+        if key not in returned:
             ends.setdefault(at, []).append(key)
     nbytes = {key: size for step in steps for key, size in step.makes.items()}
     events = []
@@ -160,7 +161,7 @@ def memory_of(steps: Sequence[Step], outputs: Iterable[int]) -> list[Event]:
         if step.work in FUSED:
             for size in made.values():
                 reused += [key for key in dead if nbytes[key] == size and key not in reused][:1]
-        unread = [key for key in made if key not in last and key not in set(outputs)]
+        unread = [key for key in made if key not in last and key not in returned]
         events.append((reused, made, [key for key in dead if key not in reused] + unread))
     return events
 

@@ -20,6 +20,8 @@ from thunder_zero.plan import Plan
 from thunder_zero.schedule.cone import cone
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline, gathered_bytes
 
+HALVES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
+
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
