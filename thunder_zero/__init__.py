@@ -7,7 +7,6 @@ from thunder_zero.lazy import lazy
 
 if TYPE_CHECKING:
     from thunder_zero import schedule as schedule
-    from thunder_zero import state_dict as state_dict
     from thunder_zero import tools as tools
     from thunder_zero.checkpoint.load import Loaded as Loaded
     from thunder_zero.checkpoint.load import load as load
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from thunder_zero.runtime.clip import clip_grad_norm_ as clip_grad_norm_
     from thunder_zero.runtime.ema import EMA as EMA
     from thunder_zero.runtime.full_parameters import full_parameters as full_parameters
+    from thunder_zero.runtime.full_state_dict import full_state_dict as full_state_dict
     from thunder_zero.runtime.global_mean import global_mean as global_mean
-    from thunder_zero.state_dict.api import full_state_dict as full_state_dict
     from thunder_zero.tools.ask.explain import explain as explain
     from thunder_zero.tools.ask.print_trace import print_trace as print_trace
     from thunder_zero.tools.dry_run import trace as trace
@@ -49,10 +48,9 @@ look_up, listed, __all__ = lazy(
         "thunder_zero.runtime.clip": "clip_grad_norm_",
         "thunder_zero.runtime.ema": "EMA",
         "thunder_zero.runtime.full_parameters": "full_parameters",
+        "thunder_zero.runtime.full_state_dict": "full_state_dict",
         "thunder_zero.runtime.global_mean": "global_mean",
         "thunder_zero.schedule": "",
-        "thunder_zero.state_dict": "",
-        "thunder_zero.state_dict.api": "full_state_dict",
         "thunder_zero.tools": "",
         "thunder_zero.tools.ask.explain": "explain",
         "thunder_zero.tools.ask.print_trace": "print_trace",

@@ -18,13 +18,22 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 from thunder_zero.arguments import Arguments, check_arguments
 from thunder_zero.comm.group import hybrid_mesh
 from thunder_zero.plugin import zero
 from thunder_zero.policy import Policy
 from thunder_zero.runtime.clip import clip_grad_norm_
-from thunder_zero.state_dict import StateDictOptions, get_model_state_dict, hooks, set_model_state_dict
+from thunder_zero.runtime.full_state_dict import (
+    full_optimizer_state_dict,
+    shard_optimizer_state_dict,
+    step_shards,
+)
 from thunder_zero.transform import ZeroTransform
 from thunder_zero.zero_module import ZeroModule
 
@@ -179,8 +188,8 @@ class ZeroStrategy(DDPStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make the optimizer step the shards, whichever parameters it was built on, and load full state dicts."""
-        hooks.step_shards(optimizer)
-        optimizer.register_load_state_dict_pre_hook(hooks.shard_optimizer_state_dict, prepend=True)
+        step_shards(optimizer)
+        optimizer.register_load_state_dict_pre_hook(shard_optimizer_state_dict, prepend=True)
         return optimizer
 
     def clip_gradients_norm(
@@ -210,11 +219,12 @@ class ZeroStrategy(DDPStrategy):
         if not isinstance(module, Forward):
             super().load_module_state_dict(module, state_dict, strict)
             return
-        set_model_state_dict(module.model, state_dict, options=StateDictOptions(strict=strict))
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        set_model_state_dict(module.model, state_dict, options=options)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's full state dict on rank 0, on the CPU, and an empty one on other ranks; a collective."""
-        return hooks.full_optimizer_state_dict(optimizer, wanted=self.is_global_zero)
+        return full_optimizer_state_dict(optimizer, wanted=self.is_global_zero)
 
 
 class NoBackwardSync:

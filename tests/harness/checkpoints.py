@@ -9,21 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thunder_zero as tz
 from tests.harness.models import Mlp
 from thunder_zero.checkpoint import folder
-from thunder_zero.checkpoint.collect import model_items, optimizer_items
-from thunder_zero.checkpoint.dcp_write import write_items
-from thunder_zero.checkpoint.extras import extra_items
+from thunder_zero.checkpoint.contents import Contents
+from thunder_zero.checkpoint.dcp_write import write_entries
+from thunder_zero.checkpoint.save import entries_of
 from thunder_zero.checkpoint.write import finish_checkpoint
-from thunder_zero.plan import make_plan
-from thunder_zero.rows import own_rows
+from thunder_zero.layout import is_sharded, row_range
 from thunder_zero.runtime.sharded_model import sharded_model
-from thunder_zero.state_dict.contents import ModelContents
 
 
 def adamw(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
@@ -34,20 +33,22 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Take a step, so that the optimizer has state, without compiling a forward."""
     for param in model.parameters():
         if param.requires_grad:
-            param.grad = param.detach().cos() * (param.detach() != 0)  # padding stays 0
+            param.grad = param.detach().cos()
     optimizer.step()
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
     """All parameters and optimizer state in full, on each rank."""
     full = {name: value for name, value in tz.full_state_dict(model).items() if isinstance(value, Tensor)}
-    state = sharded_model(model).state
-    for path, shard in state.shards.items():
+    for path, shard in sharded_model(model).state.shards.items():
         for key, value in optimizer.state.get(shard, {}).items():
-            value = torch.as_tensor(value)
-            rows = value.shape == shard.shape
-            full[f"{path} {key}"] = state.gather_now(state.plan.by_name[path], value) if rows else value.clone()
+            full[f"{path} {key}"] = whole(torch.as_tensor(value))
     return full
+
+
+def whole(value: Tensor) -> Tensor:
+    """All of a tensor, on each rank."""
+    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
 
 def same(found: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
@@ -71,9 +72,6 @@ def plain(world_size: int, kind: str) -> tuple[Any, torch.optim.Optimizer]:
 def full_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
     """All parameters and optimizer state of torch's own model in full, with the names of :func:`state_of`."""
 
-    def whole(value: Any) -> Tensor:
-        return value.full_tensor() if isinstance(value, torch.distributed.tensor.DTensor) else value
-
     found = {name.removeprefix("module."): whole(param.detach()) for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
         for key, value in optimizer.state[param].items():
@@ -81,15 +79,33 @@ def full_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
     return found
 
 
-# What a rank saves and loads follows from its plan, its shards and its optimizer, so one process can be all ranks.
+# What a rank saves and loads follows from its DTensors and its optimizer, so one process can be all ranks.
 
 
 @dataclass
 class Simulated:
     """One rank of several in this process."""
 
-    held: ModelContents
+    held: Contents
     optimizer: torch.optim.Optimizer
+
+
+def part_of(full: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A DTensor with this rank's rows of a tensor; replicated, if it has none."""
+    shape, stride = full.shape, torch.empty(full.shape, device="meta").stride()
+    placement = Shard(0) if is_sharded(tuple(shape)) else Replicate()
+    local = full
+    if placement.is_shard():
+        (rank,) = mesh.get_coordinate() or ()
+        start, stop = row_range(shape[0], mesh.size(), rank)
+        local = full[start:stop].clone()
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+
+
+def mesh_of(rank: int, world_size: int) -> DeviceMesh:
+    """The mesh of a simulated rank: unlike those of others, since torch caches by mesh what it infers of DTensors."""
+    ranks = torch.arange(world_size)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=(f"rank{rank}",), _init_backend=False, _rank=rank)
 
 
 def simulated_ranks(
@@ -97,12 +113,15 @@ def simulated_ranks(
 ) -> list[Simulated]:
     ranks = []
     for rank in range(world_size):
-        plan = make_plan(module, tz.Policy(stage=stage), world_size, rank)
-        shards = {}
-        for param in plan.params:
-            value = module.get_parameter(param.path).detach()
-            shards[param.path] = nn.Parameter(own_rows(value, param, plan).clone(), param.requires_grad)
-        ranks.append(Simulated(ModelContents(plan, shards, {}, {}, {}, rank), make(shards.values())))
+        mesh, params = mesh_of(rank, world_size), {}
+        for name, param in module.named_parameters():
+            value = param.detach().clone()
+            params[name] = nn.Parameter(part_of(value, mesh) if stage else value, param.requires_grad)
+        first = {id(param): name for name, param in module.named_parameters()}
+        names = {name: first[id(param)] for name, param in module.named_parameters(remove_duplicate=False)}
+        aliases = {name: of for name, of in names.items() if name != of}
+        held = Contents(params, aliases, {}, {}, {}, rank, world_size, (rank, world_size))
+        ranks.append(Simulated(held, make(params.values())))
     return ranks
 
 
@@ -111,7 +130,6 @@ def save_simulated(path: Path, ranks: Sequence[Simulated]) -> None:
     folder.prepare(path)
     parts = []
     for number, rank in enumerate(ranks):
-        items = model_items(rank.held) + optimizer_items(rank.held, [rank.optimizer])
-        items += extra_items(rank.held, {"position": 100 + number})
-        parts.append(write_items(folder.staging_of(path), number, items))
+        entries = entries_of(rank.held, [rank.optimizer], {"position": 100 + number})
+        parts.append(write_entries(folder.staging_of(path), number, entries))
     finish_checkpoint(path, parts, None)

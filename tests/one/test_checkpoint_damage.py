@@ -22,15 +22,14 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from tests.harness.checkpoints import Simulated, save_simulated, simulated_ranks
+from tests.harness.checkpoints import Simulated, mesh_of, part_of, save_simulated, simulated_ranks
 from tests.harness.errors import raised, says
 from thunder_zero.checkpoint import dcp_write, manifest
-from thunder_zero.checkpoint.dcp_read import read_items, read_metadata
-from thunder_zero.checkpoint.dcp_write import write_items, write_metadata
+from thunder_zero.checkpoint.dcp_read import read_entries, read_metadata
+from thunder_zero.checkpoint.dcp_write import Entries, write_entries, write_metadata
 from thunder_zero.checkpoint.extras import read_extras
-from thunder_zero.checkpoint.item import Item
+from thunder_zero.checkpoint.load import read_checkpoint
 from thunder_zero.checkpoint.manifest import File
-from thunder_zero.checkpoint.read_all import read_checkpoint
 from thunder_zero.tools import cli
 
 WEIGHT, BIAS, MOMENTUM = "model.weight", "model.bias", "optim.state.weight.momentum_buffer"
@@ -41,8 +40,8 @@ Change = Callable[[Metadata], object]
 def two_ranks() -> list[Simulated]:
     ranks = simulated_ranks(nn.Linear(3, 4), 2, 3, lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))
     for rank in ranks:
-        for shard in rank.held.shards.values():
-            shard.grad = torch.ones_like(shard)
+        for param in rank.held.params.values():
+            param.grad = torch.ones_like(param).detach()
         rank.optimizer.step()
     return ranks
 
@@ -141,7 +140,7 @@ def load(path: Path) -> str:
 
     def verified() -> None:
         manifest.require_no_faults(path, manifest.find_faults(path, manifest.read(path).files))
-        read_checkpoint(path, rank.held, [rank.optimizer], 2)
+        read_checkpoint(path, read_metadata(path), rank.held, nn.Module(), [rank.optimizer], 2)
 
     return raised(verified)
 
@@ -174,7 +173,7 @@ def test_places_that_the_files_do_not_have(good: Path, tmp_path: Path, capsys: p
     (linked / FILE).rename(tmp_path / "elsewhere")
     (linked / FILE).symlink_to(tmp_path / "elsewhere")
     assert f"{FILE} is not a file, but a link or something else" in load(linked)
-    unverified = partial(read_checkpoint, linked, two_ranks()[0].held, [])
+    unverified = partial(read_checkpoint, linked, read_metadata(linked), two_ranks()[0].held, nn.Module(), [], 0)
     says(unverified, "leads out of it; use another checkpoint")
 
 
@@ -228,7 +227,8 @@ def test_nothing_that_is_read_runs(tmp_path: Path) -> None:
         says(lambda: read_metadata(tmp_path), f".metadata is damaged {words}", LAST)
     value = io.BytesIO()
     torch.save(Command(done), value)
-    part = write_items(tmp_path / "a", 0, [Item(("rank0", "extra", "bad"), value.getvalue())])
+    entries = Entries({("rank0", "extra", "bad"): value.getvalue()}, {})
+    part = write_entries(tmp_path / "a", 0, entries)
     write_metadata(tmp_path / "a", [part])
     says(
         lambda: read_extras(tmp_path / "a", read_metadata(tmp_path / "a")),
@@ -239,11 +239,14 @@ def test_nothing_that_is_read_runs(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_in_no_file(tmp_path: Path) -> None:
-    part = write_items(tmp_path, 0, [Item(("w",), torch.ones(2, 3), 0, (4, 3))])
+    rows = part_of(torch.ones(4, 3), mesh_of(0, 2))
+    part = write_entries(tmp_path, 0, Entries({("w",): rows}, {}))
     too_few = "w is incomplete: its shape (4, 3) needs 12 elements, the ranks wrote 6"
     says(lambda: write_metadata(tmp_path, [part]), too_few)
     with mock.patch.object(dcp_write, "_require_all_rows"):  # another tool's
         write_metadata(tmp_path, [part])
-    wanted = Item(("w",), torch.zeros(3, 3), 1, (4, 3))
+    metadata = read_metadata(tmp_path)
     missing = "is incomplete: rows of w are missing; use another checkpoint"
-    says(lambda: read_items(tmp_path, read_metadata(tmp_path), [wanted]), missing)
+    for parts in ({}, {"w": part_of(torch.ones(4, 3), mesh_of(1, 2))}, {"w": part_of(torch.ones(4, 3), mesh_of(1, 3))}):
+        says(lambda: read_entries(tmp_path, metadata, ["w"], parts), missing)  # noqa: B023
+    assert read_entries(tmp_path, metadata, ["w"], {"w": rows})["w"].tolist() == [[1.0] * 3] * 2

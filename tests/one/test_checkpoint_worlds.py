@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from tests.harness.checkpoints import Simulated, save_simulated, simulated_ranks
+from tests.harness.checkpoints import Simulated, part_of, save_simulated, simulated_ranks
 from tests.harness.errors import says
-from tests.harness.models import Small, fresh, whole
+from tests.harness.models import Small, fresh
 from tests.harness.tiers import deep, slow
 from thunder_zero.checkpoint import manifest
+from thunder_zero.checkpoint.contents import is_cut, split_rank_prefix
 from thunder_zero.checkpoint.dcp_read import read_metadata
 from thunder_zero.checkpoint.extras import own_extras, read_extras, require_extras
-from thunder_zero.checkpoint.read_all import read_checkpoint
-from thunder_zero.rows import own_rows
-from thunder_zero.runtime.optimizers import load_exactly
-from thunder_zero.state_dict.contents import split_rank_prefix
+from thunder_zero.checkpoint.load import read_checkpoint
+from thunder_zero.runtime.dtensors import local
 
 WORLDS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)
 PAIRS = [(1, 0, 3, 3), (3, 3, 1, 1), (2, 1, 4, 2), (3, 2, 3, 0)]  # worlds and stages, from and to
@@ -53,10 +53,10 @@ def train(ranks: Sequence[Simulated], module: nn.Module, steps: range) -> dict[s
         put_together(ranks, module)
         backward(module, step)
         for rank in ranks:
-            for param in rank.held.plan.params:
-                grad = module.get_parameter(param.path).grad
-                shard = rank.held.shards[param.path]
-                shard.grad = None if grad is None else own_rows(grad, param, rank.held.plan)
+            for name, param in rank.held.params.items():
+                grad = module.get_parameter(name).grad
+                cut = isinstance(param, DTensor) and grad is not None
+                param.grad = part_of(grad, param.device_mesh) if cut else grad
             rank.optimizer.step()
     put_together(ranks, module)
     return dict(module.state_dict())
@@ -64,19 +64,19 @@ def train(ranks: Sequence[Simulated], module: nn.Module, steps: range) -> dict[s
 
 @torch.no_grad()
 def put_together(ranks: Sequence[Simulated], module: nn.Module) -> None:
-    for param in ranks[0].held.plan.params:
-        parts = [rank.held.shards[param.path].detach() for rank in ranks]
-        module.get_parameter(param.path).copy_(whole(parts, param.shape, sharded=param.sharded))
+    for name in ranks[0].held.params:
+        parts = [local(rank.held.params[name].detach()) for rank in ranks]
+        module.get_parameter(name).copy_(torch.cat(parts) if is_cut(ranks[0].held.params[name]) else parts[0])
 
 
 @torch.no_grad()
 def load(path: Path, ranks: Sequence[Simulated]) -> None:
     for number, rank in enumerate(ranks):
         assert manifest.find_faults(path, manifest.read(path).files[number :: len(ranks)]) == []
-        found = read_checkpoint(path, rank.held, [rank.optimizer])
-        (saved,) = found.optimizers
-        load_exactly(rank.optimizer, saved)
-        for target, value in found.tensors:
+        tensors, states, _ = read_checkpoint(path, read_metadata(path), rank.held, nn.Module(), [rank.optimizer], 0)
+        for _, give in states:
+            give()
+        for target, value in tensors:
             target.copy_(value)
 
 

@@ -15,13 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import everyone
 from thunder_zero.checkpoint import background
+from thunder_zero.checkpoint.dcp_write import Entries
 from thunder_zero.comm import device, native
 from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.native import Grouped, float16_divisors
@@ -30,9 +32,8 @@ from thunder_zero.plan import Param, make_plan
 from thunder_zero.runtime.initial_values.compare import Cuts
 from thunder_zero.runtime.initial_values.data import PlainModel, names_of
 from thunder_zero.runtime.memory import lay_out
+from thunder_zero.runtime.parts import part_of
 from thunder_zero.runtime.sharded_model import sharded_model
-from thunder_zero.state_dict import hooks
-from thunder_zero.state_dict.get_model import rows_value
 
 import thunder
 
@@ -84,7 +85,7 @@ def test_the_thread_of_asynchronous_saves_chooses_its_device(
     monkeypatch.setattr(background, "group_like", lambda group, device: group)
     monkeypatch.setattr(background, "write_checkpoint", lambda path, items, keep, group: path)
     device = torch.device("cuda:1")
-    background.BackgroundSaves(two_fake_ranks, device).start(Path("x"), [], None).result(timeout=10)
+    background.BackgroundSaves(two_fake_ranks, device).start(Path("x"), Entries({}, {}), None).result(timeout=10)
     ((thread, chosen),) = seen
     assert thread.startswith("thunder_zero-save")
     assert chosen == device
@@ -150,18 +151,21 @@ def test_offloaded_shards_are_never_on_the_device_together(two_fake_ranks: dist.
         assert {tensor.device.type for tensor in lay_out(plan, META, cut).rows.values()} == {"cpu"}
 
 
-@pytest.mark.usefixtures("two_fake_ranks")
-def test_a_sharded_state_dict_leaves_offloaded_shards_in_host_memory() -> None:
-    model = sharded(fresh(Mlp, 4, 1), tz.ZERO3)
-    state = sharded_model(model).state
-    state.device = CUDA  # torch would copy the rows there
-    for param in state.plan.params:
-        value = rows_value(state, param, state.shards[param.path], StateDictOptions())
-        assert isinstance(value, DTensor)
-        assert value.to_local().device.type == "cpu"
-        assert value.to_local().data_ptr() == state.shards[param.path].data_ptr()
-        full = hooks._rows_value(state, param, "exp_avg", torch.ones(param.shape))  # a plain optimizer's, when loaded
-        assert full.device.type == "cpu"
+def test_loaded_values_of_offloaded_shards_stay_in_host_memory() -> None:
+    """``DTensor.from_local`` and ``distribute_tensor`` would copy them to the mesh's device."""
+    mesh = DeviceMesh("cuda", torch.arange(2), _init_backend=False, _rank=1)
+    meta = TensorMeta(torch.Size((5, 2)), (2, 1), torch.bfloat16)
+    param = DTensor(torch.zeros(2, 2), DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False)
+    state = part_of(torch.arange(10.0).view(5, 2), param)
+    assert isinstance(state, DTensor)
+    assert (state.device_mesh, state.placements, state.shape, state.dtype) == (
+        mesh,
+        param.placements,
+        (5, 2),
+        torch.float32,
+    )
+    assert state._local_tensor.device.type == "cpu"
+    assert state._local_tensor.tolist() == [[6, 7], [8, 9]]
 
 
 def test_the_host_waits_for_the_last_copy_and_not_for_compute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,8 @@ from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import CAN_FORK, call_alone
 from tests.harness.tiers import slow
 from thunder_zero.checkpoint import background, folder, manifest
-from thunder_zero.checkpoint.dcp_read import read_items, read_metadata
+from thunder_zero.checkpoint.dcp_read import read_entries, read_metadata
 from thunder_zero.checkpoint.hashed_file import HashedFile
-from thunder_zero.checkpoint.item import Item
 from thunder_zero.comm import group
 
 WORLD = 2
@@ -150,13 +149,10 @@ def value_of(at: Path) -> float:
     wrong = manifest.find_faults(at, manifest.read(at).files)
     assert not wrong, wrong
     metadata = read_metadata(at)
-    items = [
-        Item((key,), torch.zeros(stored.size), 0, tuple(stored.size))
-        for key, stored in metadata.state_dict_metadata.items()
-        if isinstance(stored, TensorStorageMetadata)
-    ]
-    values = read_items(at, metadata, items, ["rank0.extra.value", "rank1.extra.value"])
-    found = {float(value) for item in items for value in item.value.flatten()} | set(values.values())
+    stored = metadata.state_dict_metadata.items()
+    tensors = [key for key, of in stored if isinstance(of, TensorStorageMetadata)]
+    read = read_entries(at, metadata, [*tensors, "rank0.extra.value", "rank1.extra.value"])
+    found = {float(number) for value in read.values() for number in torch.as_tensor(value).flatten()}
     assert len(found) == 1, f"{at} mixes several saves: {found}"
     return found.pop()
 

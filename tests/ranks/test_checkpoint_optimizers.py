@@ -19,12 +19,10 @@ from tests.harness.checkpoints import adamw, same, state_of, stepped
 from tests.harness.errors import says
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
-from thunder_zero.checkpoint import folder, read_all
-from thunder_zero.checkpoint.dcp_write import write_items
-from thunder_zero.checkpoint.extras import extra_items
+from thunder_zero.checkpoint import folder, load
+from thunder_zero.checkpoint.contents import pickle_value
+from thunder_zero.checkpoint.dcp_write import Entries, write_entries
 from thunder_zero.checkpoint.write import finish_checkpoint
-from thunder_zero.runtime.sharded_model import sharded_model
-from thunder_zero.state_dict.contents import ModelContents
 
 
 class Momentum(torch.optim.Optimizer):
@@ -186,18 +184,18 @@ def moving(rank: int, world_size: int, root: Path) -> None:
     with mock.patch.object(folder, "locate", return_value=root / f"step-{1 + rank}"):
         tz.load(root / "latest", model)
     assert same(tz.full_state_dict(model), ones) == []
-    read_model = read_all.read_model  # type: ignore[attr-defined]
+    read_model = load.read_model  # type: ignore[attr-defined]
 
     def slow(where: Path, *args: Any) -> Any:
         dist.barrier()
         if rank == 0:  # as another job would, under the same name
-            items = extra_items(ModelContents(sharded_model(model).state.plan, {}, {}, {}, {}, 0), {"a": 1})
             folder.prepare(where)
-            finish_checkpoint(where, [write_items(folder.staging_of(where), 0, items)], None)
+            part = write_entries(folder.staging_of(where), 0, Entries({("rank0", "extra", "a"): pickle_value(1)}, {}))
+            finish_checkpoint(where, [part], None)
         dist.barrier()
         return read_model(where, *args)
 
-    with mock.patch.object(read_all, "read_model", slow):
+    with mock.patch.object(load, "read_model", slow):
         says(lambda: tz.load(root / "step-2", model), "another save replaced or deleted")
     assert same(tz.full_state_dict(model), ones) == []
 

@@ -26,7 +26,6 @@ from tests.harness.tiers import deep, slow
 from tests.harness.whole_steps import Changes, CoupledIfAsked, give, gradients
 from thunder_zero import layout
 from thunder_zero.comm.placed import Placed
-from thunder_zero.state_dict import StateDictOptions, get_optimizer_state_dict
 from thunder_zero.whole_step import stepper
 
 import thunder

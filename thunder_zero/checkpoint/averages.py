@@ -1,25 +1,23 @@
-"""Writes and reads the averages of an ``EMA``, by rows, under the extra's name."""
+"""Writes and reads the averages of an ``EMA``, under the name of its extra."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from thunder_zero.checkpoint.collect import rows_item
-from thunder_zero.checkpoint.dcp_read import read_items
-from thunder_zero.checkpoint.item import Item, KeyPath, item_of_tensor, pickle_value
+from thunder_zero.checkpoint.commit import Pairs, States
+from thunder_zero.checkpoint.contents import EMAS, MODEL, Contents, Values, listed, pickle_value
+from thunder_zero.checkpoint.dcp_read import read_entries
+from thunder_zero.checkpoint.dcp_write import KeyPath, key_of
 from thunder_zero.comm.agree import Fact
+from thunder_zero.runtime.dtensors import local
 from thunder_zero.runtime.ema import EMA
 from thunder_zero.runtime.state import State
-from thunder_zero.state_dict.all_or_nothing import ValuesToWrite
-from thunder_zero.state_dict.contents import EMAS, MODEL, ModelContents, listed, rows_of
 
 COUNTS = "counts"
 Extras = Mapping[str, Any]
@@ -54,86 +52,81 @@ def average_facts(emas: Mapping[str, EMA]) -> list[Fact]:
     return [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in emas.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class Average:
-    """The average of a parameter.
-
-    Attributes:
-        item: this rank's rows of it, without padding: a view.
-        writes: whether this rank writes them.
-    """
-
-    item: Item
-    writes: bool
+def _shared(contents: Contents, name: str, ema: EMA) -> dict[KeyPath, Tensor]:
+    """The averages of parameters that ranks share."""
+    found = {of: ema.average_of(param) for of, param in contents.params.items()}
+    return {(EMAS, name, MODEL, of): average for of, average in found.items() if average is not None}
 
 
-def averages_of(contents: ModelContents, name: str, ema: EMA) -> Iterator[Average]:
-    """The averages of an EMA that is saved under this name."""
-    prefix: KeyPath = (EMAS, name, MODEL)
-    for number, param in enumerate(contents.plan.params):
-        average = ema.average_of(contents.shards[param.path])
-        if average is not None:
-            also = [(*prefix, alias) for alias in param.aliases]
-            start, stop = rows_of(contents, param)
-            writes = (contents.writes and start < stop) if param.sharded else contents.writes_whole(number)
-            yield Average(rows_item(contents, param, (*prefix, param.path), average, also), writes)
-    for path, tensor in contents.ignored.items():
-        average = ema.average_of(tensor)
-        if average is not None:
-            yield Average(item_of_tensor((contents.rank_prefix, *prefix, path), average), True)
+def _own(contents: Contents, name: str, ema: EMA) -> dict[KeyPath, Tensor]:
+    """The averages of this rank's ignored parameters."""
+    found = {of: ema.average_of(param) for of, param in contents.ignored.items()}
+    prefix = contents.rank_prefix, EMAS, name, MODEL
+    return {(*prefix, of): average for of, average in found.items() if average is not None}
 
 
-def average_items(contents: ModelContents, emas: Mapping[str, EMA]) -> list[Item]:
-    """The items that this rank writes of EMAs."""
-    items = []
+def average_aliases(contents: Contents, emas: Mapping[str, EMA]) -> dict[KeyPath, KeyPath]:
+    """The other paths of averages of tied parameters, with their first."""
+    return {
+        (EMAS, name, MODEL, alias): path
+        for name, ema in emas.items()
+        for alias, of in contents.aliases.items()
+        if (path := (EMAS, name, MODEL, of)) in _shared(contents, name, ema)
+    }
+
+
+def average_values(contents: Contents, emas: Mapping[str, EMA]) -> Values:
+    """What this rank writes of EMAs."""
+    values: Values = {}
     for name, ema in emas.items():
-        items += [average.item for average in averages_of(contents, name, ema) if average.writes]
+        for number, (path, average) in enumerate(_shared(contents, name, ema).items()):
+            if contents.is_mine(number, average):
+                values[path] = average.detach()
+        values |= _own(contents, name, ema)
         if contents.rank == 0:
-            items.append(Item((EMAS, name, COUNTS), pickle_value(ema.counts.state_dict())))
-    return items
+            values[EMAS, name, COUNTS] = pickle_value(ema.counts.state_dict())
+    return values
 
 
-def read_averages(folder: Path, contents: ModelContents, metadata: Metadata, emas: Mapping[str, EMA]) -> ValuesToWrite:
-    """This rank's rows of the averages in a checkpoint, in new memory.
+def read_averages(
+    folder: Path, contents: Contents, metadata: Metadata, emas: Mapping[str, EMA]
+) -> tuple[Pairs, States]:
+    """This rank's parts of the averages with their new values, in new memory; and the counts to load.
 
     Raises:
         ValueError: it has none under such a name, or of other parameters; or it is damaged.
     """
-    tensors: list[tuple[Tensor, Tensor]] = []
-    states: list[tuple[Any, Any]] = []
+    tensors, states = [], []
     for name, ema in emas.items():
-        own = [average.item for average in averages_of(contents, name, ema)]
-        _require_averages(name, own, contents, metadata)
-        counts = Item((EMAS, name, COUNTS), b"").key
-        new = [replace(item, value=torch.empty_like(_rows(item), device="cpu"), also=()) for item in own]
-        read = read_items(folder, metadata, new, [counts])
-        tensors += [(_rows(item), _rows(value)) for item, value in zip(own, new, strict=True)]
+        own = {key_of(path): tensor for path, tensor in _shared(contents, name, ema).items()}
+        own |= {key_of(path): tensor for path, tensor in _own(contents, name, ema).items()}
+        aliases = {key_of(alias) for alias in average_aliases(contents, {name: ema})}
+        _require_averages(name, own, aliases, contents, metadata)
+        counts = key_of((EMAS, name, COUNTS))
+        read = read_entries(folder, metadata, [*own, counts], own)
+        tensors += [(local(tensor), read[key]) for key, tensor in own.items()]
         states.append((ema.counts, partial(ema.counts.load_state_dict, read[counts])))
-    return ValuesToWrite(tensors, states)
+    return tensors, states
 
 
-def _rows(item: Item) -> Tensor:
-    assert isinstance(item.value, Tensor), "an average is a tensor"
-    return item.value
-
-
-def _require_averages(name: str, own: list[Item], contents: ModelContents, metadata: Metadata) -> None:
+def _require_averages(
+    name: str, own: Mapping[str, Tensor], aliases: set[str], contents: Contents, metadata: Metadata
+) -> None:
     stored = metadata.state_dict_metadata
     prefix = f"{EMAS}.{name}."
     if f"{prefix}{COUNTS}" not in stored:
         raise ValueError(f"the checkpoint has no EMA {name!r}; leave it out of extra, or load another checkpoint")
     in_file = {key for key in stored if key.startswith((f"{prefix}{MODEL}.", f"{contents.rank_prefix}.{prefix}"))}
-    here = {key for item in own for key in (item.key, *(Item(path, b"").key for path in item.also))}
-    if missing := here ^ in_file:
+    if missing := (own.keys() | aliases) ^ in_file:
         raise ValueError(
             f"the EMA {name!r} of the checkpoint averages other parameters than this one ({listed(sorted(missing))}); "
             f"make it of the same parameters: those that required gradients"
         )
-    for item in own:
-        found, shape, dtype = stored[item.key], item.shape, _rows(item).dtype
-        saved = (tuple(found.size), found.properties.dtype) if isinstance(found, TensorStorageMetadata) else None
-        if saved != (shape, dtype):
+    for key, average in own.items():
+        found = stored[key]
+        saved = (found.size, found.properties.dtype) if isinstance(found, TensorStorageMetadata) else None
+        if saved != (average.shape, average.dtype):
             raise ValueError(
-                f"the EMA {name!r} of the checkpoint is of another model: {item.key} is not a tensor of shape {shape} "
-                f"and dtype {dtype} in it; build the model as it was saved"
+                f"the EMA {name!r} of the checkpoint is of another model: {key} is not a tensor of shape "
+                f"{tuple(average.shape)} and dtype {average.dtype} in it; build the model as it was saved"
             )

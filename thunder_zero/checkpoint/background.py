@@ -6,7 +6,6 @@ The thread uses a process group of its own, since its collectives must not meet 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from thunder_zero.checkpoint.item import Item
+from thunder_zero.checkpoint.dcp_write import Entries
 from thunder_zero.checkpoint.write import write_checkpoint
 from thunder_zero.comm.group import group_like
 from thunder_zero.runtime.state import State
@@ -31,9 +30,9 @@ class BackgroundSaves:
         choose = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "thunder_zero-save", choose)
 
-    def start(self, path: Path, items: Sequence[Item], max_to_keep: int | None) -> Future[Path]:
+    def start(self, path: Path, entries: Entries, max_to_keep: int | None) -> Future[Path]:
         """Save in the thread; warn of an error at once, and raise it from the next save, too."""
-        self.last = self._thread.submit(write_checkpoint, path, items, max_to_keep, self._group)
+        self.last = self._thread.submit(write_checkpoint, path, entries, max_to_keep, self._group)
         self.last.add_done_callback(_warn_of_error)
         return self.last
 

@@ -1,4 +1,4 @@
-"""Reads items from files of ``torch.distributed.checkpoint`` (DCP), ours or another tool's.
+"""Reads files of ``torch.distributed.checkpoint`` (DCP), ours or another tool's, as DCP's planner cuts them.
 
 Needs no process group, and unpickles nothing that could run code.
 """
@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from thunder_zero.checkpoint.dcp_check import Unsound, path_inside, require_sound
-from thunder_zero.checkpoint.dcp_write import chunk_of
-from thunder_zero.checkpoint.item import Item
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
+from thunder_zero.runtime.dtensors import local
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -132,20 +132,27 @@ def _require_part(key: str, value: Any, shape: tuple[int, ...], dtype: torch.dty
 
 
 class ReadPlanner(DefaultLoadPlanner):
-    """Gives the reader the tensors to fill, and takes the values."""
+    """DCP's planner; reads into new memory on the CPU, and runs no code from the files.
 
-    def __init__(self, items: Sequence[Item]) -> None:
-        super().__init__()
-        self._tensors = {item.key: item.value for item in items if isinstance(item.value, Tensor)}
-        self.values: dict[str, Any] = {}
+    Attributes:
+        values: what was read, by key.
+    """
+
+    def __init__(self, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        stored = metadata.state_dict_metadata
+        self.values: dict[str, Any] = {
+            key: torch.empty(local(tensor).shape, dtype=stored[key].properties.dtype) for key, tensor in tensors.items()
+        }
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take a value; unlike DCP's default, run no code from the file."""
+        """Take a value."""
         self.values[read_item.dest_index.fqn] = torch.load(value, weights_only=True, map_location="cpu")
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """The tensor to fill."""
-        return self._tensors[index.fqn]
+        found: Tensor = self.values[index.fqn]
+        return found
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -161,29 +168,38 @@ def places_by_key(metadata: Metadata) -> dict[str, Any]:
     return {key: tuple(sorted(found)) for key, found in places.items()}
 
 
-def read_items(folder: Path, metadata: Metadata, items: Sequence[Item], values: Sequence[str] = ()) -> dict[str, Any]:
-    """Fill the items' tensors, which have the file's dtypes and whole shapes; returns the values of these keys.
+def read_entries(
+    folder: Path, metadata: Metadata, keys: Iterable[str], parts: Mapping[str, Tensor] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The values of these keys; tensors in new memory on the CPU, in the file's dtype.
+
+    Args:
+        folder: the checkpoint's.
+        metadata: its description of its contents.
+        keys: what to read.
+        parts: DTensors by key, of the shapes in the files: of these keys this rank's part is read, of others all.
 
     Raises:
         ValueError: the files are damaged, or do not contain all rows.
     """
-    reads = []
-    for item in items:
-        assert isinstance(item.value, Tensor), "values are read by key"
-        stored = metadata.state_dict_metadata[item.key]
-        assert isinstance(stored, TensorStorageMetadata), "the caller knows that it is a tensor"
-        found = create_read_items_for_chunk_list(item.key, stored, [chunk_of(item)])
-        if sum(prod(part.lengths) for part in found) != item.value.numel():
-            raise ValueError(f"{folder} is incomplete: rows of {item.key} are missing; {USE_ANOTHER}")
-        reads += found
-    nothing = torch.Size((0,))
-    for key in values:
-        index = MetadataIndex(key)
-        reads.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
-    reader, planner = Reader(folder), ReadPlanner(items)
+    stored = {key: metadata.state_dict_metadata[key] for key in keys}
+    tensors = {
+        key: parts[key] if key in parts else torch.empty(found.size, device="meta")
+        for key, found in stored.items()
+        if isinstance(found, TensorStorageMetadata)
+    }
+    planner = ReadPlanner(metadata, tensors)
+    plan = create_default_local_load_plan({**stored, **tensors}, metadata)
+    counts = Counter[str]()
+    for read in plan.items:
+        counts[read.dest_index.fqn] += prod(read.lengths)
+    for key, value in planner.values.items():
+        if counts[key] != value.numel():
+            raise ValueError(f"{folder} is incomplete: rows of {key} are missing; {USE_ANOTHER}")
+    reader = Reader(folder)
     reader.set_up_storage_reader(metadata, is_coordinator=False)
     try:
-        reader.read_data(LoadPlan(reads), planner).wait()
+        reader.read_data(plan, planner).wait()
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"cannot read {folder}: a file is damaged ({reason}); {USE_ANOTHER}") from error

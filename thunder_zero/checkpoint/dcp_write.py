@@ -1,47 +1,65 @@
-"""Writes items to files of ``torch.distributed.checkpoint`` (DCP).
+"""Writes a checkpoint's files as ``torch.distributed.checkpoint`` (DCP) does, each with its SHA-256.
 
-Any reader of DCP's format (FSDP2's tools, ``dcp_to_torch_save``) reads them. We use DCP's parts and not ``dcp.save``:
-each rank's file follows from the plan, so this needs no process group, and one message from each rank is enough.
+DCP's planner cuts DTensors and its writer writes; any reader of its format reads them. ``dcp.save`` is not called: who
+writes what follows from the model, so this needs no process group, and one message from each rank is enough.
 """
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from thunder_zero.checkpoint.folder import explain_write_error
 from thunder_zero.checkpoint.hashed_file import HashedFile
-from thunder_zero.checkpoint.item import Item, KeyPath, ValueOf, key_of
 from thunder_zero.checkpoint.manifest import File
+
+KeyPath = tuple[str | int, ...]  # into the nested state dict, such as ("model", "embed.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """What a rank writes.
+
+    Attributes:
+        values: by path: tensors, DTensors, of which this rank writes its part, and pickled values.
+        aliases: further paths of values (tied weights), which are written once; the same on every rank.
+    """
+
+    values: Mapping[KeyPath, Tensor | bytes]
+    aliases: Mapping[KeyPath, KeyPath]
+
+    def on_cpu(self) -> Entries:
+        """Copies, which training does not change."""
+        values = self.values.items()
+        copies = {path: value.to("cpu", copy=True) if isinstance(value, Tensor) else value for path, value in values}
+        return replace(self, values=copies)
+
+    @property
+    def paths(self) -> dict[str, KeyPath]:
+        """The paths of all values by their names in the files."""
+        return {key_of(path): path for path in (*self.values, *self.aliases)}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part of a checkpoint: DCP's items, where they were written, their paths by key, and the files."""
+    """One rank's part of a checkpoint: DCP's plan of it, where its items were written, their paths, and the files."""
 
-    items: Sequence[WriteItem]
+    plan: SavePlan
     results: Sequence[WriteResult]
-    paths: dict[str, KeyPath]
+    paths: Mapping[str, KeyPath]
+    aliases: Mapping[str, str]
     files: tuple[File, ...]
 
 
@@ -80,48 +98,56 @@ class Writer(FileSystemWriter):
 
 
 class WritePlanner(DefaultSavePlanner):
-    """Gives the writer the value of each item."""
+    """DCP's planner, for values that are pickled already."""
 
-    def __init__(self, items: Sequence[Item], value_of: ValueOf) -> None:
-        super().__init__()
-        self._items = {_write_item(item, item.path).index: item for item in items}
-        self._value_of = value_of
+    def __init__(self, values: Mapping[KeyPath, Tensor | bytes]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.set_up_planner({key_of(path): value for path, value in values.items()})
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+    def create_local_plan(self) -> SavePlan:
+        """What this rank writes: parts without rows are left out."""
+        plan = super().create_local_plan()
+        return replace(plan, items=[item for item in plan.items if not _is_empty(item)])
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """The tensor or the bytes to write."""
-        value = self._value_of(self._items[write_item.index])
-        return value if isinstance(value, Tensor) else io.BytesIO(value)
+        return io.BytesIO(object) if write_item.type == WriteItemType.BYTE_IO else object
 
 
-def write_items(folder: Path, rank: int, items: Sequence[Item], value_of: ValueOf = attrgetter("value")) -> Part:
-    """Write a rank's items to a file of its own, and flush it to disk.
+def key_of(path: KeyPath) -> str:
+    """A path's name in the files, as DCP joins it."""
+    return ".".join(map(str, path))
 
-    Args:
-        folder: the checkpoint's.
-        rank: part of the file's name.
-        items: the items to write.
-        value_of: called for an item right before it is written (default: the item's value), so that not all values
-            need be in memory at once.
+
+def write_entries(folder: Path, rank: int, entries: Entries) -> Part:
+    """Write a rank's entries to a file of its own, and flush it to disk.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    planner = WritePlanner(entries.values)
+    aliases = {key_of(alias): key_of(path) for alias, path in entries.aliases.items()}
+    return write_plan(folder, rank, planner.create_local_plan(), planner, entries.paths, aliases)
+
+
+def write_plan(
+    folder: Path,
+    rank: int,
+    plan: SavePlan,
+    planner: SavePlanner,
+    paths: Mapping[str, KeyPath],
+    aliases: Mapping[str, str],
+) -> Part:
+    """Write what DCP's plan lists, with the values of its planner, as the file of this rank.
 
     Raises:
         OSError: the file cannot be written.
     """
     writer = Writer(folder)
     writer.set_up_storage_writer(is_coordinator=rank == 0)
-    plan = writer.prepare_local_plan(SavePlan([_write_item(item, item.path) for item in items]))
-    plan = writer.prepare_global_plan([*[SavePlan([])] * rank, plan])[rank]  # puts the rank into the file's name
-    results = writer.write_data(plan, WritePlanner(items, value_of)).value() if items else []
-    by_index = {result.index: result for result in results}
-    all_items, all_results = list(plan.items), list(results)
-    paths = {item.key: item.path for item in items}
-    for item in items:
-        found = by_index[_write_item(item, item.path).index]
-        for path in item.also:  # another name of the same bytes
-            alias = _write_item(item, path)
-            all_items.append(alias)
-            all_results.append(replace(found, index=alias.index))
-            paths[key_of(path)] = path
-    return Part(all_items, all_results, paths, tuple(writer.files.written.values()))
+    plan = writer.prepare_global_plan([*[SavePlan([])] * rank, writer.prepare_local_plan(plan)])[rank]  # names the file
+    results = writer.write_data(plan, planner).value() if plan.items else []
+    return Part(plan, results, paths, aliases, tuple(writer.files.written.values()))
 
 
 def write_metadata(folder: Path, parts: Sequence[Part]) -> tuple[File, ...]:
@@ -131,23 +157,20 @@ def write_metadata(folder: Path, parts: Sequence[Part]) -> tuple[File, ...]:
         OSError: the file cannot be written.
         ValueError: no rank wrote some rows of a tensor.
     """
-    _, metadata = create_default_global_save_plan([SavePlan(list(part.items)) for part in parts])
-    for key, stored in metadata.state_dict_metadata.items():
+    _, metadata = create_default_global_save_plan([part.plan for part in parts])
+    described = metadata.state_dict_metadata
+    for key, stored in described.items():
         if isinstance(stored, TensorStorageMetadata):
             _require_all_rows(key, stored)
+    results = [result for part in parts for result in part.results]
+    for alias, key in {alias: key for part in parts for alias, key in part.aliases.items()}.items():
+        described[alias] = described[key]
+        named = [result for result in results if result.index.fqn == key]
+        results += [replace(result, index=replace(result.index, fqn=alias)) for result in named]
     metadata.planner_data = {key: path for part in parts for key, path in part.paths.items()}
     writer = Writer(folder)
-    writer.finish(metadata, [list(part.results) for part in parts])
+    writer.finish(metadata, [results])
     return (*(file for part in parts for file in part.files), *writer.files.written.values())
-
-
-def chunk_of(item: Item) -> ChunkStorageMetadata:
-    """An item's rows, as DCP describes a part of a tensor."""
-    assert isinstance(item.value, Tensor), "values have no rows"
-    offsets = [0] * item.value.ndim
-    if offsets:
-        offsets[0] = item.start
-    return ChunkStorageMetadata(torch.Size(offsets), item.value.shape)
 
 
 def _require_all_rows(key: str, stored: TensorStorageMetadata) -> None:
@@ -158,11 +181,6 @@ def _require_all_rows(key: str, stored: TensorStorageMetadata) -> None:
         )
 
 
-def _write_item(item: Item, path: KeyPath) -> WriteItem:
-    key = key_of(path)
-    if not isinstance(item.value, Tensor):
-        return WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
-    chunk = chunk_of(item)
-    properties = TensorProperties(dtype=item.value.dtype)
-    data = TensorWriteData(chunk, properties, torch.Size(item.shape))
-    return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+def _is_empty(item: WriteItem) -> bool:
+    data = item.tensor_data
+    return data is not None and data.size.numel() > 0 and data.chunk.sizes.numel() == 0

@@ -11,13 +11,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from thunder_zero.checkpoint.averages import average_items, emas_of, without_emas
-from thunder_zero.checkpoint.dcp_read import read_items
-from thunder_zero.checkpoint.item import Item, pickle_value
+from thunder_zero.checkpoint.averages import average_values, emas_of, without_emas
+from thunder_zero.checkpoint.contents import EXTRA, Contents, Values, pickle_value, split_rank_prefix
+from thunder_zero.checkpoint.dcp_read import read_entries
 from thunder_zero.runtime.optimizers import parameters_of
 from thunder_zero.runtime.registry import owners_of
 from thunder_zero.runtime.sharded_model import ShardedModel
-from thunder_zero.state_dict.contents import EXTRA, ModelContents, split_rank_prefix
 
 NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 
@@ -46,14 +45,14 @@ def require_stateful(extra: Mapping[str, object]) -> None:
             )
 
 
-def extra_items(contents: ModelContents, extra: Mapping[str, Any]) -> list[Item]:
-    """The items of a rank's extras.
+def extra_values(contents: Contents, extra: Mapping[str, Any]) -> Values:
+    """What this rank writes of its extras.
 
     Raises:
         TypeError: an extra is a model.
         ValueError: ``torch.load(weights_only=True)`` does not read it, or it is an optimizer of shards.
     """
-    items = average_items(contents, emas_of(extra))
+    values = average_values(contents, emas_of(extra))
     for name, value in without_emas(extra).items():
         if isinstance(value, ShardedModel):
             raise TypeError(f"the extra {name!r} is a model; save it as a checkpoint of its own")
@@ -64,10 +63,10 @@ def extra_items(contents: ModelContents, extra: Mapping[str, Any]) -> list[Item]
             )
         state = value.state_dict() if isinstance(value, Stateful) else value
         try:
-            items.append(Item((contents.rank_prefix, EXTRA, name), pickle_value(state)))
+            values[contents.rank_prefix, EXTRA, name] = pickle_value(state)
         except ValueError as error:
             raise ValueError(f"cannot save the extra {name!r}: {error}") from None
-    return items
+    return values
 
 
 def read_extras(folder: Path, metadata: Metadata, ranks: int = 0) -> tuple[dict[str, Any], ...]:
@@ -81,7 +80,7 @@ def read_extras(folder: Path, metadata: Metadata, ranks: int = 0) -> tuple[dict[
         rank, rest = split_rank_prefix(key) or (0, "")
         if rest.startswith(f"{EXTRA}."):
             paths[key] = rank, rest.removeprefix(f"{EXTRA}.")
-    values = read_items(folder, metadata, [], list(paths))
+    values = read_entries(folder, metadata, paths)
     most = max((rank + 1 for rank, _ in paths.values()), default=0)
     of_rank: list[dict[str, Any]] = [{} for _ in range(max(most, ranks))]
     for key, (rank, name) in paths.items():

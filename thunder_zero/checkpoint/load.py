@@ -12,32 +12,28 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint.agreed import agreed, require_at_rest
 from thunder_zero.checkpoint.averages import emas_of, read_averages, require_own, without_emas
 from thunder_zero.checkpoint.background import wait_for_last
+from thunder_zero.checkpoint.commit import OwnState, Pairs, States, write_all_or_none
+from thunder_zero.checkpoint.contents import Contents, Optimizers
+from thunder_zero.checkpoint.dcp_check import require_files
 from thunder_zero.checkpoint.dcp_read import read_metadata
-from thunder_zero.checkpoint.extras import NO_EXTRAS, own_extras, require_extras, require_stateful
+from thunder_zero.checkpoint.extras import NO_EXTRAS, own_extras, read_extras, require_extras, require_stateful
 from thunder_zero.checkpoint.manifest import Manifest
-from thunder_zero.checkpoint.preconditions import (
-    list_contents,
-    require_at_rest,
-    require_same_arguments,
-    shared_arguments,
-)
-from thunder_zero.checkpoint.read_all import Found, read_checkpoint
+from thunder_zero.checkpoint.read_model import read_model
+from thunder_zero.checkpoint.read_optimizers import read_optimizers
 from thunder_zero.comm.agree import all_or_none
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.runtime.ema import EMA
 from thunder_zero.runtime.optimizers import load_exactly
 from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State
-from thunder_zero.state_dict.all_or_nothing import OwnState, ValuesToWrite, write_all_or_none
-from thunder_zero.state_dict.contents import Optimizers
-
-StateToLoad = tuple[Any, Callable[[], object]]  # an object, and the call that loads its state
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +86,54 @@ def load(
     """
     sharded = sharded_model(model)
     group = sharded.state.group
-    contents, optimizers = list_contents(model, optimizer, extra, "load")
-    arguments = shared_arguments("load from", Path(path), extra, optimizers)
-    require_same_arguments({**arguments, "verify_files": verify_files}, group)
+    contents, optimizers = agreed("load from", Path(path), model, optimizer, extra, verify_files=verify_files)
     emas, others = emas_of(extra), without_emas(extra)
     with all_or_none(group, "to load"):
         _require_ready(sharded.state, others, emas)
     where, written = find_checkpoint(Path(path), group, verify_files=verify_files)
     with all_or_none(group, "to load"):
         with refuse_replaced(where, written):
-            found = read_checkpoint(where, contents, optimizers, written.ranks if written else 0)
-            averages = read_averages(where, contents, read_metadata(where), emas)
-        loaded = _extras_for(list(others), found.extras, group)
-    states = [*_of_extras(others, loaded), *_of_modules(sharded.plain, found), *_of_optimizers(optimizers, found)]
-    write_all_or_none([ValuesToWrite(found.tensors, states), averages], group)
+            metadata = read_metadata(where)
+            tensors, states, of_rank = read_checkpoint(
+                where, metadata, contents, sharded.plain, optimizers, written.ranks if written else 0
+            )
+            averages, counts = read_averages(where, contents, metadata, emas)
+        loaded = Loaded(own_extras(of_rank, group.rank(), group.size()), of_rank)
+        require_extras(list(others), loaded.own, of_rank, group.size())
+    of_extras = [(thing, partial(thing.load_state_dict, loaded.own[name])) for name, thing in others.items()]
+    write_all_or_none([*tensors, *averages], [*of_extras, *states, *counts], group)
+    sharded.state.mark_stale(sharded.state.shards)
     return loaded
+
+
+def read_checkpoint(
+    folder: Path, metadata: Metadata, contents: Contents, plain: nn.Module, optimizers: Sequence[Optimizer], ranks: int
+) -> tuple[Pairs, States, tuple[dict[str, Any], ...]]:
+    """This rank's part of a checkpoint in new memory: of the model's tensors, the states of its modules and optimizers
+    with the calls that load them, and the extras of each rank; changes nothing.
+
+    Args:
+        folder: the checkpoint's.
+        metadata: DCP's description of it.
+        contents: this rank's part of the model.
+        plain: the plain module, whose submodules take their extra states.
+        optimizers: those to load.
+        ranks: how many saved, if known, or 0.
+
+    Raises:
+        ValueError: it is of another model or another optimizer, or damaged.
+    """
+    require_files(folder, metadata)
+    of_rank = read_extras(folder, metadata, ranks)
+    tensors, found = read_model(folder, metadata, contents)
+    states: list[tuple[Any, Callable[[], object]]] = []
+    for name, value in found.items():
+        module = OwnState(plain.get_submodule(name.rpartition(".")[0]))
+        states.append((module, partial(module.load_state_dict, value)))
+    if optimizers:
+        state_dicts = read_optimizers(folder, metadata, contents, optimizers)
+        states += [(of, partial(load_exactly, of, saved)) for of, saved in zip(optimizers, state_dicts, strict=True)]
+    return tensors, states, of_rank
 
 
 def _require_ready(state: State, extra: Mapping[str, object], emas: Mapping[str, EMA]) -> None:
@@ -112,29 +141,6 @@ def _require_ready(state: State, extra: Mapping[str, object], emas: Mapping[str,
     wait_for_last(state)
     require_at_rest(state, "load")
     require_stateful(extra)
-
-
-def _extras_for(names: Sequence[str], of_rank: tuple[Mapping[str, Any], ...], group: dist.ProcessGroup) -> Loaded:
-    """The extras that were saved, after a check that this rank has a value for each of these names."""
-    loaded = Loaded(own_extras(of_rank, group.rank(), group.size()), of_rank)
-    require_extras(names, loaded.own, of_rank, group.size())
-    return loaded
-
-
-def _of_extras(extra: Mapping[str, Stateful], loaded: Loaded) -> Iterator[StateToLoad]:
-    for name, thing in extra.items():
-        yield thing, partial(thing.load_state_dict, loaded.own[name])
-
-
-def _of_modules(plain: nn.Module, found: Found) -> Iterator[StateToLoad]:
-    for name, value in found.states.items():
-        module = OwnState(plain.get_submodule(name.rpartition(".")[0]))
-        yield module, partial(module.load_state_dict, value)
-
-
-def _of_optimizers(optimizers: Sequence[Optimizer], found: Found) -> Iterator[StateToLoad]:
-    for optimizer, saved in zip(optimizers, found.optimizers, strict=True):
-        yield optimizer, partial(load_exactly, optimizer, saved)
 
 
 def find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool) -> tuple[Path, Manifest | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,83 +11,93 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from thunder_zero.checkpoint.collect import rows_item
-from thunder_zero.checkpoint.dcp_read import places_by_key, read_items
-from thunder_zero.checkpoint.item import Item, KeyPath, key_of
-from thunder_zero.state_dict.contents import MODEL, OPTIM, ModelContents, listed, split_rank_prefix
+from thunder_zero.checkpoint.contents import MODEL, OPTIM, Contents, listed, split_rank_prefix
+from thunder_zero.checkpoint.dcp_read import places_by_key, read_entries
+from thunder_zero.checkpoint.roots import model_prefix
+from thunder_zero.runtime.dtensors import local
 
 BUILD = "build the model as it was saved"
+Pairs = list[tuple[Tensor, Tensor]]  # this rank's part of a tensor, and its new values
 
 
-def read_model(
-    folder: Path, metadata: Metadata, contents: ModelContents
-) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any]]:
-    """Pairs of the model's tensors and their new values; and the modules' extra states, by name.
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Where a checkpoint has the parts of a model.
+
+    Attributes:
+        prefix: of the keys that ranks share.
+        tensors: parameters, ignored ones and buffers, by key.
+        twins: the tied parameters by the keys of their other names, with the keys of their first.
+        states: the names of the modules' extra states, by key.
+    """
+
+    prefix: str
+    tensors: Mapping[str, Tensor]
+    twins: Mapping[str, str]
+    states: Mapping[str, str]
+
+
+def read_model(folder: Path, metadata: Metadata, contents: Contents) -> tuple[Pairs, dict[str, Any]]:
+    """This rank's parts of the model's tensors and their new values; and the modules' extra states, by name.
 
     Raises:
         ValueError: the checkpoint is of another model, or damaged.
     """
-    require_model(contents, metadata.state_dict_metadata)
-    pairs, items, twins = [], [], []
+    keys = keys_of(contents, metadata.state_dict_metadata)
+    require_model(contents, keys, metadata.state_dict_metadata)
     places = places_by_key(metadata)
-
-    def new_item(path: KeyPath, target: Tensor, start: int, shape: tuple[int, ...]) -> Tensor:
-        value = torch.empty_like(target, device="cpu")
-        items.append(Item(path, value, start, shape))
-        return value
-
-    for param in contents.plan.params:
-        own = rows_item(contents, param, (MODEL, param.path), contents.shards[param.path])
-        assert isinstance(own.value, Tensor), "a parameter is a tensor"
-        value = new_item(own.path, own.value, own.start, own.shape)
-        pairs.append((own.value, value))
-        for alias in param.aliases:
-            if places.get(own.key) != places.get(key_of((MODEL, alias))):
-                twin = new_item((MODEL, alias), own.value, own.start, own.shape)
-                twins.append((param.path, alias, value, twin))
-    for name, tensor in contents.buffers.items():
-        pairs.append((tensor, new_item((MODEL, name), tensor, 0, tuple(tensor.shape))))
-    for name, tensor in contents.ignored.items():
-        own_path = (contents.rank_prefix, MODEL, name)
-        pairs.append((tensor.detach(), new_item(own_path, tensor.detach(), 0, tuple(tensor.shape))))
-    keys = {key_of((MODEL, name)): name for name in contents.states}
-    values = read_items(folder, metadata, items, list(keys))
-    for path, alias, first, second in twins:  # another tool wrote it twice, or they were not tied
-        if not torch.equal(first.view(-1).view(torch.uint8), second.view(-1).view(torch.uint8)):
+    apart = {alias: key for alias, key in keys.twins.items() if places.get(alias) != places.get(key)}
+    parts = {**keys.tensors, **{alias: keys.tensors[key] for alias, key in apart.items()}}
+    values = read_entries(folder, metadata, [*parts, *keys.states], parts)
+    for alias, key in apart.items():  # another tool wrote it twice, or they were not tied
+        if not torch.equal(values[key].view(-1).view(torch.uint8), values[alias].view(-1).view(torch.uint8)):
+            one, other = (name.removeprefix(keys.prefix) for name in (key, alias))
             raise ValueError(
-                f"the checkpoint is of another model: {path!r} and {alias!r} are tied here, and differ in it; {BUILD}"
+                f"the checkpoint is of another model: {one!r} and {other!r} are tied here, and differ in it; {BUILD}"
             )
-    return pairs, {keys[key]: value for key, value in values.items()}
+    pairs = [(local(tensor.detach()), values[key]) for key, tensor in keys.tensors.items()]
+    return pairs, {name: values[key] for key, name in keys.states.items()}
 
 
-def require_model(contents: ModelContents, stored: Mapping[str, Any]) -> None:
+def keys_of(contents: Contents, stored: Mapping[str, Any]) -> Keys:
+    """Where a checkpoint has, or should have, the parts of a model.
+
+    Raises:
+        ValueError: it has no model.
+    """
+    prefix, own = model_prefix([*contents.params, *contents.buffers], stored), f"{contents.rank_prefix}.{MODEL}."
+    tensors = {prefix + name: tensor for name, tensor in (*contents.params.items(), *contents.buffers.items())}
+    for name, tensor in contents.ignored.items():  # FSDP2's are as the others
+        shared = own + name not in stored and prefix + name in stored
+        tensors[prefix + name if shared else own + name] = tensor
+    twins = {prefix + alias: prefix + name for alias, name in contents.aliases.items()}
+    return Keys(prefix, tensors, twins, {prefix + name: name for name in contents.states})
+
+
+def require_model(contents: Contents, keys: Keys, stored: Mapping[str, Any]) -> None:
     """Raise unless a checkpoint is of this model.
 
     Raises:
         ValueError: names are missing or unexpected; a shape or a dtype differs.
     """
-    plan, own_model = contents.plan, f"{contents.rank_prefix}.{MODEL}."
-    expected = {f"{MODEL}.{name}": (param.shape, param.dtype) for param in plan.params for name in param.names}
-    tensors = {f"{MODEL}.{name}": tensor for name, tensor in contents.buffers.items()}
-    tensors |= {f"{own_model}{name}": tensor for name, tensor in contents.ignored.items()}
-    expected |= {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-    _require_as_many_ranks(plan.ranks, stored)
-    here = expected.keys() | {f"{MODEL}.{name}" for name in contents.states}
-    in_file = {key for key in stored if key.startswith((f"{MODEL}.", own_model))}
-    missing, unexpected = sorted(here - in_file), sorted(in_file - here)
+    _require_as_many_ranks(contents.ranks, stored)
+    here = {*keys.tensors, *keys.twins, *keys.states}
+    own = (*([keys.prefix] if keys.prefix else []), f"{contents.rank_prefix}.{MODEL}.")
+    in_file = {key for key in stored if key.startswith(own)}  # at the top there may be anything
+    missing, unexpected = sorted(here - stored.keys()), sorted(in_file - here)
     if missing or unexpected:
         raise ValueError(
             f"the checkpoint is of another model (missing: {listed(missing)}; unexpected: {listed(unexpected)}); "
             f"{BUILD}"
         )
-    for key, (shape, dtype) in expected.items():
+    for key, tensor in (*keys.tensors.items(), *((alias, keys.tensors[key]) for alias, key in keys.twins.items())):
         found = stored[key]
         if not isinstance(found, TensorStorageMetadata):
             raise ValueError(f"the checkpoint is of another model: {key} is not a tensor in it; {BUILD}")
-        if tuple(found.size) != shape or found.properties.dtype != dtype:
+        if found.size != tensor.shape or found.properties.dtype != tensor.dtype:
             raise ValueError(
                 f"the checkpoint is of another model: {key} has shape {tuple(found.size)} and dtype "
-                f"{found.properties.dtype} in it, shape {shape} and dtype {dtype} here; {BUILD}"
+                f"{found.properties.dtype} in it, shape {tuple(tensor.shape)} and dtype {tensor.dtype} here; {BUILD}"
             )
 
 

@@ -9,24 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
-from thunder_zero.checkpoint.averages import average_facts, emas_of, require_own
+from thunder_zero.checkpoint.agreed import agreed, require_at_rest
+from thunder_zero.checkpoint.averages import average_aliases, average_facts, emas_of, require_own
 from thunder_zero.checkpoint.background import background_saves, raise_error_of_last
-from thunder_zero.checkpoint.collect import copy_to_cpu, model_items, optimizer_items
-from thunder_zero.checkpoint.extras import NO_EXTRAS, extra_items
-from thunder_zero.checkpoint.item import Item
-from thunder_zero.checkpoint.preconditions import (
-    list_contents,
-    require_at_rest,
-    require_same_arguments,
-    shared_arguments,
-)
+from thunder_zero.checkpoint.contents import MODEL, Contents, Optimizers, model_values, optimizer_values, state_facts
+from thunder_zero.checkpoint.dcp_write import Entries
+from thunder_zero.checkpoint.extras import NO_EXTRAS, extra_values
 from thunder_zero.checkpoint.write import write_checkpoint
 from thunder_zero.comm.agree import all_or_none, require_same
 from thunder_zero.policy import is_count
 from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State
-from thunder_zero.state_dict.contents import Optimizers, state_facts
 
 
 @is_place("tz.save")
@@ -69,17 +64,34 @@ def save(
         RuntimeError: another rank refused; ranks differ; ``no_sync`` or ``EMA.applied``; the previous save failed.
     """
     state = sharded_model(model).state
-    contents, optimizers = list_contents(model, optimizer, extra, "save")
-    arguments = shared_arguments("save at", Path(path), extra, optimizers)
-    require_same_arguments({**arguments, "max_to_keep": max_to_keep, "wait": wait}, state.group)
+    more = {"max_to_keep": max_to_keep, "wait": wait}
+    contents, optimizers = agreed("save at", Path(path), model, optimizer, extra, **more)
     with all_or_none(state.group, "to save"):
         _require_ready(state, max_to_keep)
         require_own(emas_of(extra), state)
-        items = model_items(contents) + extra_items(contents, extra) + optimizer_items(contents, optimizers)
+        entries = entries_of(contents, optimizers, extra)
         facts = state_facts(contents, optimizers) + average_facts(emas_of(extra))
     require_same(facts, state.group)
-    write = _write_now if wait else _write_in_thread
-    return write(Path(path), items, max_to_keep, state)
+    if not wait:
+        saves = background_saves(state)
+        with all_or_none(state.group, "to save"):
+            entries = entries.on_cpu()
+        return saves.start(Path(path), entries, max_to_keep)
+    done: Future[Path] = Future()
+    done.set_result(write_checkpoint(Path(path), entries, max_to_keep, state.group))
+    return done
+
+
+def entries_of(contents: Contents, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]) -> Entries:
+    """What this rank writes.
+
+    Raises:
+        TypeError: an extra is a model.
+        ValueError: an extra or an optimizer's state cannot be saved.
+    """
+    values = model_values(contents) | extra_values(contents, extra) | optimizer_values(contents, optimizers)
+    aliases = {(MODEL, alias): (MODEL, name) for alias, name in contents.aliases.items()}
+    return Entries(values, aliases | average_aliases(contents, emas_of(extra)))
 
 
 def _require_ready(state: State, max_to_keep: int | None) -> None:
@@ -87,18 +99,3 @@ def _require_ready(state: State, max_to_keep: int | None) -> None:
     if max_to_keep is not None and (not is_count(max_to_keep) or max_to_keep == 0):
         raise ValueError(f"max_to_keep is {max_to_keep!r}; pass how many to keep, 1 or more, or None for all")
     require_at_rest(state, "save")
-
-
-def _write_now(path: Path, items: Sequence[Item], max_to_keep: int | None, state: State) -> Future[Path]:
-    """Write the items; a collective."""
-    done: Future[Path] = Future()
-    done.set_result(write_checkpoint(path, items, max_to_keep, state.group))
-    return done
-
-
-def _write_in_thread(path: Path, items: Sequence[Item], max_to_keep: int | None, state: State) -> Future[Path]:
-    """Write copies of the items in a thread; a collective."""
-    saves = background_saves(state)
-    with all_or_none(state.group, "to save"):
-        copies = [copy_to_cpu(item) for item in items]
-    return saves.start(path, copies, max_to_keep)

@@ -9,16 +9,15 @@ import torch
 import torch.distributed as dist
 
 from thunder_zero.checkpoint import dcp_write, folder
-from thunder_zero.checkpoint.dcp_write import Part
-from thunder_zero.checkpoint.item import Item
+from thunder_zero.checkpoint.dcp_write import Entries, Part
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.comm.agree import all_or_none
 from thunder_zero.comm.small_collectives import gather_object_on_rank_0
 
 
 @torch.no_grad()
-def write_checkpoint(path: Path, items: Sequence[Item], max_to_keep: int | None, group: dist.ProcessGroup) -> Path:
-    """Write these items of this rank, and publish the checkpoint once all ranks have written; a collective.
+def write_checkpoint(path: Path, entries: Entries, max_to_keep: int | None, group: dist.ProcessGroup) -> Path:
+    """Write these entries of this rank, and publish the checkpoint once all ranks have written; a collective.
 
     Raises:
         ValueError: no checkpoint can have this name, or rows are missing.
@@ -31,7 +30,7 @@ def write_checkpoint(path: Path, items: Sequence[Item], max_to_keep: int | None,
             if rank == 0:
                 folder.prepare(path)
         with all_or_none(group, "to save"):
-            part = dcp_write.write_items(folder.staging_of(path), rank, items)
+            part = dcp_write.write_entries(folder.staging_of(path), rank, entries)
         parts = gather_object_on_rank_0(part, group)
         with all_or_none(group, "to save"):
             if rank == 0:

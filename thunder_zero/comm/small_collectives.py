@@ -89,7 +89,7 @@ def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
 def full_tensor(value: DTensor, group: ProcessGroup) -> Tensor:
     """The full tensor of a DTensor on every rank of the group; a collective."""
     with small_collective("full_tensor", group):
-        return value.full_tensor()
+        return value.to(value.device_mesh.device_type).full_tensor()  # a part may be in host memory
 
 
 def barrier(group: ProcessGroup) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from thunder_zero.amounts import bytes_of, float_dtype
 from thunder_zero.checkpoint.atomic_files import FILES_UNCHANGED, create_together
@@ -19,12 +20,10 @@ from thunder_zero.checkpoint.safetensors_file import require_storable
 from thunder_zero.checkpoint.safetensors_parts import reading_order, remove_older, write_parts
 from thunder_zero.checkpoint.tensor_to_write import TensorToWrite, dtype_to_write
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
-from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
+from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.hugging_face.own_files import WEIGHTS, own_files
 from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State
-from thunder_zero.state_dict.contents import ModelContents, contents_of
-from thunder_zero.state_dict.get_model import FULL_ON_CPU, rows_value
 
 SAVE = "to save"
 CARD = "README.md"  # an existing one is the user's
@@ -103,20 +102,21 @@ def save_pretrained(
         state.require_not_lent()
         dtype = float_dtype("dtype", dtype)
         folder = Path(folder)
-        max_bytes, contents = bytes_of("max_shard_size", max_shard_size), contents_of(sharded)
+        max_bytes = bytes_of("max_shard_size", max_shard_size)
+        found = sharded.plain.state_dict(keep_vars=True)
     arguments = {"folder": folder, "max_shard_size": max_bytes, "dtype": dtype}
     facts = [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
     require_same(facts, state.group)
     plan = Folder([], {})
     with all_or_none(state.group, SAVE):
         if state.group.rank() == 0:
-            plan = _planned(sharded.plain, contents, folder, max_bytes, dtype)
-    _gather_and_write(state, contents, plan)
+            plan = _planned(sharded.plain, found, folder, max_bytes, dtype)
+    _gather_and_write(state, found, plan)
 
 
-def _gather_and_write(state: State, contents: ModelContents, plan: Folder) -> None:
+def _gather_and_write(state: State, found: Mapping[str, Any], plan: Folder) -> None:
     """Write rank 0's plan; a collective."""
-    values = _values(state, contents, broadcast_object_from_rank_0(plan.reads, state.group))
+    values = _values(state, found, broadcast_object_from_rank_0(plan.reads, state.group))
     failure: Exception | None = None
     try:
         if state.group.rank() == 0:
@@ -131,10 +131,10 @@ def _gather_and_write(state: State, contents: ModelContents, plan: Folder) -> No
 
 
 def _planned(
-    module: nn.Module, contents: ModelContents, folder: Path, max_bytes: int, dtype: torch.dtype | None
+    module: nn.Module, state_dict: Mapping[str, Any], folder: Path, max_bytes: int, dtype: torch.dtype | None
 ) -> Folder:
     """What to write; makes the folder."""
-    found = _tensors(contents)
+    found = _tensors(state_dict)
     names_of: dict[int, list[str]] = {}
     for name, tensor in found.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -154,23 +154,14 @@ def _planned(
     return Folder(weights, {folder / path: text for path, text in files.others.items() if path not in kept})
 
 
-def _state_dict(contents: ModelContents) -> dict[str, Any]:
-    """The model's state dict on this rank, but for parameters of the plan, which are placeholders in it."""
-    return {**contents.state_dict, **contents.ignored, **contents.buffers}
-
-
-def _tensors(contents: ModelContents) -> dict[str, Tensor]:
-    """The state dict's tensors by name; those of the plan without values, on the meta device."""
+def _tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The state dict's tensors by name; DTensors without values, on the meta device."""
     found: dict[str, Tensor] = {}
-    shapes = {
-        param.path: torch.empty(param.shape, dtype=contents.shards[param.path].dtype, device="meta")
-        for param in contents.plan.params
-    }
+    shapes: dict[int, Tensor] = {}  # one for the names of a tied parameter
     left_out = []
-    for name, value in _state_dict(contents).items():
-        param = contents.plan.by_name.get(name)
-        if param is not None:
-            found[name] = shapes[param.path]
+    for name, value in state_dict.items():
+        if isinstance(value, DTensor):
+            found[name] = shapes.setdefault(id(value), torch.empty(value.shape, dtype=value.dtype, device="meta"))
         elif isinstance(value, Tensor):
             found[name] = value
         else:
@@ -190,15 +181,13 @@ def _to_write(
     return TensorToWrite(name, tuple(like.shape), dtype_to_write(like.dtype, dtype), key, aliases)
 
 
-def _values(state: State, contents: ModelContents, names: Sequence[str]) -> Iterator[Tensor]:
-    """The values of these names in full on rank 0's CPU, one at a time: it holds none. A collective."""
-    others = _state_dict(contents)
+@torch.no_grad()
+def _values(state: State, state_dict: Mapping[str, Any], names: Sequence[str]) -> Iterator[Tensor]:
+    """The values of these names in full, one at a time, on the CPU: rank 0 writes them. A collective."""
     for name in names:
-        param = contents.plan.by_name.get(name)
-        if param is None:
-            yield others[name].detach().cpu()
-        else:
-            yield rows_value(state, param, contents.shards[param.path], FULL_ON_CPU)
+        value = state_dict[name].detach()
+        full = full_tensor(value, state.group) if isinstance(value, DTensor) else value
+        yield full.cpu() if state.group.rank() == 0 else full.new_empty(0)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Makes one file of whole tensors (or a few) from a checkpoint, one tensor at a time."""
+"""Makes one file of whole tensors (or a few) from a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from thunder_zero.amounts import bytes_of, float_dtype
 from thunder_zero.checkpoint.atomic_files import Create, create_together
+from thunder_zero.checkpoint.contents import EMAS, GROUPS, MODEL, OPTIM, STATE, listed
 from thunder_zero.checkpoint.dcp_check import require_files
+from thunder_zero.checkpoint.read_optimizers import groups_of
 from thunder_zero.checkpoint.safetensors_file import SUFFIX
 from thunder_zero.checkpoint.safetensors_parts import is_made_here, remove_older, write_parts
 from thunder_zero.checkpoint.tensor_to_write import ReadTensor, TensorToWrite
-from thunder_zero.state_dict.contents import EMAS, GROUPS, MODEL, OPTIM, STATE, groups_of, listed
 from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
-from thunder_zero.tools.convert.torch_file import write_torch
 from thunder_zero.tools.report.progress import show_progress
 
 TORCH = (".pt", ".pth", ".bin")
@@ -74,10 +74,11 @@ def consolidate(
     max_file_bytes: int | str | None = None,
     verify_files: bool = True,
 ) -> tuple[Path, ...]:
-    """Make one file of whole tensors (or a few) from a checkpoint, one tensor at a time.
+    """Make one file of whole tensors (or a few) from a checkpoint.
 
-    Needs no process group and no model. The files get their names once all are complete; then an earlier call's other
-    files of this name are deleted. A warning names what is left out: ranks' own values, extra states in safetensors.
+    Needs no process group and no model; memory for one tensor, or for all of them if it writes a torch file. The files
+    get their names once all are complete; then an earlier call's other files of this name are deleted. A warning names
+    what is left out: ranks' own values, extra states in safetensors.
 
     >>> tz.tools.consolidate("runs/latest", "model.safetensors", dtype="bfloat16")
 
@@ -187,19 +188,21 @@ def _reading_with_progress(source: OpenCheckpoint, done: Callable[[int], None]) 
 
 def _write_torch(create: Create, out: Path, contents: Contents, read: ReadTensor) -> tuple[Path, ...]:
     with create(out) as stream:
-        write_torch(stream, _torch_tree(contents), read)
+        torch.save(_torch_tree(contents, read), stream)
     return (out,)
 
 
-def _torch_tree(contents: Contents) -> dict[str, Any]:
-    """The nested dict of a torch file."""
-    model: dict[str, Any] = {name: tensor for tensor in contents.model for name in (tensor.name, *tensor.aliases)}
+def _torch_tree(contents: Contents, read: ReadTensor) -> dict[str, Any]:
+    """The nested dict of a torch file, with all values."""
+    model: dict[str, Any] = {}
+    for tensor in contents.model:
+        model |= dict.fromkeys((tensor.name, *tensor.aliases), read(tensor))
     model |= contents.extra_states
     optim = contents.optim
     if optim is None:
         return model
     state: dict[str, dict[str, Any]] = {}
-    for name, value in ({tensor.name: tensor for tensor in optim.tensors} | optim.values).items():
+    for name, value in ({tensor.name: read(tensor) for tensor in optim.tensors} | optim.values).items():
         param, _, entry = name.rpartition(".")
         state.setdefault(param, {})[entry] = value
     return {MODEL: model, OPTIM: {STATE: state, GROUPS: groups_of(optim.groups)}}

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from thunder_zero.checkpoint import folder, manifest
-from thunder_zero.checkpoint.dcp_read import places_by_key, read_items, read_metadata
-from thunder_zero.checkpoint.item import Item
+from thunder_zero.checkpoint.contents import MODEL, OPTIM, STATE, split_rank_prefix
+from thunder_zero.checkpoint.dcp_read import places_by_key, read_entries, read_metadata
 from thunder_zero.checkpoint.tensor_to_write import TensorToWrite, dtype_to_write
-from thunder_zero.state_dict.contents import MODEL, OPTIM, STATE, split_rank_prefix
 from thunder_zero.tools.report.progress import show_progress
 
 
@@ -45,15 +44,12 @@ class OpenCheckpoint:
         keys = [
             key for key, stored in found if key.startswith(prefix) and not isinstance(stored, TensorStorageMetadata)
         ]
-        read = read_items(self.path, self.metadata, [], keys)
+        read = read_entries(self.path, self.metadata, keys)
         return {key.removeprefix(prefix): value for key, value in read.items()}
 
     def read(self, key: str, dtype: torch.dtype) -> Tensor:
         """Read all of one tensor, in a dtype."""
-        stored = self.metadata.state_dict_metadata[key]
-        assert isinstance(stored, TensorStorageMetadata), "the caller knows that it is a tensor"
-        value = torch.empty(stored.size, dtype=stored.properties.dtype)
-        read_items(self.path, self.metadata, [Item((key,), value, 0, tuple(stored.size))])
+        value: Tensor = read_entries(self.path, self.metadata, [key])[key]
         return value.to(dtype)
 
     def require_readable(self) -> None:
@@ -100,7 +96,7 @@ class OpenCheckpoint:
         found = stored[key]
         if isinstance(found, TensorStorageMetadata):
             return int(self.read(key, torch.int64)) if found.size.numel() == 1 else None
-        value = read_items(self.path, self.metadata, [], [key])[key]
+        value = read_entries(self.path, self.metadata, [key])[key]
         return int(value) if isinstance(value, int | float) else None
 
 

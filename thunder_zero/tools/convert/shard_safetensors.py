@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from thunder_zero import layout
 from thunder_zero.amounts import float_dtype
 from thunder_zero.checkpoint import folder
-from thunder_zero.checkpoint.dcp_write import write_items, write_metadata
-from thunder_zero.checkpoint.item import Item
+from thunder_zero.checkpoint.contents import MODEL
+from thunder_zero.checkpoint.dcp_write import KeyPath, key_of, write_metadata, write_plan
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.checkpoint.safetensors_file import INDEX_SUFFIX, SUFFIX
 from thunder_zero.checkpoint.tensor_to_write import dtype_to_write
-from thunder_zero.state_dict.contents import MODEL
 from thunder_zero.tools.report.progress import show_progress
 
 PASS = f"pass a {SUFFIX} file, or an index model{SUFFIX}{INDEX_SUFFIX}"
@@ -96,39 +98,54 @@ def shard_safetensors(
     return path
 
 
+class FromFiles(DefaultSavePlanner):
+    """DCP's planner; reads the rows of an item right before they are written."""
+
+    def __init__(self, tensors: Mapping[str, FileTensor], done: Callable[[int], None]) -> None:
+        super().__init__()
+        self._tensors, self._done = tensors, done
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The rows of an item."""
+        assert write_item.tensor_data is not None, "safetensors files have tensors only"
+        chunk = write_item.tensor_data.chunk
+        start = chunk.offsets[0] if chunk.offsets else 0
+        rows = self._tensors[write_item.index.fqn].read_rows(start, start + (chunk.sizes[0] if chunk.sizes else 1))
+        self._done(rows.nbytes)
+        return rows
+
+
 def _write(path: Path, tensors: list[FileTensor], ranks: int) -> None:
-    by_name = {tensor.name: tensor for tensor in tensors}
+    by_key = {key_of((MODEL, tensor.name)): tensor for tensor in tensors}
+    names = {name: tensor.name for tensor in tensors for name in (tensor.name, *tensor.aliases)}
+    paths: dict[str, KeyPath] = {key_of((MODEL, name)): (MODEL, name) for name in names}
+    aliases = {key_of((MODEL, name)): key_of((MODEL, first)) for name, first in names.items() if name != first}
     staging = folder.staging_of(path)
     total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
     with show_progress(f"write {path.name}", total) as done:
-
-        def value_of(item: Item) -> Tensor:
-            assert isinstance(item.value, Tensor), "a safetensors file has tensors only"
-            rows = by_name[str(item.path[1])].read_rows(item.start, item.start + (len(item.value) if item.shape else 1))
-            done(rows.nbytes)
-            return rows
-
-        parts = [write_items(staging, rank, _items(tensors, ranks, rank), value_of) for rank in range(ranks)]
+        planner, parts = FromFiles(by_key, done), []
+        for rank in range(ranks):
+            items = [item for key, tensor in by_key.items() for item in _items(key, tensor, ranks, rank)]
+            parts.append(write_plan(staging, rank, SavePlan(items), planner, paths, aliases))
     files = write_metadata(staging, parts)
     folder.publish(path, Manifest(folder.next_number(path), ranks, files), latest=False)
 
 
-def _items(tensors: list[FileTensor], ranks: int, rank: int) -> list[Item]:
-    """The items that a rank writes, on the meta device: shapes and dtypes only."""
-    items = []
-    for tensor in tensors:
-        start, stop = 0, tensor.shape[0] if tensor.shape else 1
-        if layout.is_sharded(tensor.shape):
-            start, stop = layout.row_range(tensor.shape[0], ranks, rank)
-            mine = start < stop
-        else:
-            mine = rank == 0
-        if mine:
-            shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
-            also = tuple((MODEL, alias) for alias in tensor.aliases)
-            rows = torch.empty(shape, dtype=tensor.dtype, device="meta")
-            items.append(Item((MODEL, tensor.name), rows, start, tensor.shape, also))
-    return items
+def _items(key: str, tensor: FileTensor, ranks: int, rank: int) -> Iterator[WriteItem]:
+    """The rows of a tensor that a rank writes, if it writes any."""
+    start, stop = 0, tensor.shape[0] if tensor.shape else 1
+    if layout.is_sharded(tensor.shape):
+        start, stop = layout.row_range(tensor.shape[0], ranks, rank)
+        if start == stop:
+            return
+    elif rank:
+        return
+    sizes = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+    offsets = torch.Size([start, *[0] * (len(sizes) - 1)] if sizes else [])
+    data = TensorWriteData(
+        ChunkStorageMetadata(offsets, torch.Size(sizes)), TensorProperties(tensor.dtype), torch.Size(tensor.shape)
+    )
+    yield WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def _find_tensors(path: Path, dtype: torch.dtype | None, files: ExitStack) -> list[FileTensor]:

@@ -15,19 +15,8 @@ from torch.optim import Optimizer
 
 from thunder_zero.comm.agree import all_or_none
 
-
-@dataclass(frozen=True, slots=True)
-class ValuesToWrite:
-    """Values that were read for this rank and are not written yet.
-
-    Attributes:
-        tensors: pairs of a tensor of the model and its new values, of one shape.
-        states: pairs of an object with ``state_dict`` and ``load_state_dict``, and the call that loads its new state,
-            which may raise.
-    """
-
-    tensors: Sequence[tuple[Tensor, Tensor]]
-    states: Sequence[tuple[Any, Callable[[], object]]]
+Pairs = Sequence[tuple[Tensor, Tensor]]  # this rank's part of a tensor, and its new values, which were read
+States = Sequence[tuple[Any, Callable[[], object]]]  # what has a state, and the call that loads it, which may raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +35,13 @@ class OwnState:
 
 
 @torch.no_grad()
-def write_all_or_none(parts: Sequence[ValuesToWrite], group: dist.ProcessGroup) -> None:
+def write_all_or_none(tensors: Pairs, states: States, group: dist.ProcessGroup) -> None:
     """Write all values, or none, if loading a state raises on any rank; a collective.
 
     Raises:
         Exception: the error on this rank.
         RuntimeError: the error is another rank's.
     """
-    states = [pair for part in parts for pair in part.states]
     with all_or_none(group, "to load"):
         before = restored([thing for thing, _ in states])
     with before:
@@ -61,8 +49,8 @@ def write_all_or_none(parts: Sequence[ValuesToWrite], group: dist.ProcessGroup) 
             for _, give in states:
                 give()
         before.pop_all()
-    for target, value in (pair for part in parts for pair in part.tensors):
-        target.copy_(value)  # raises the shard's version, by which ZeRO-1 sees it
+    for target, value in tensors:
+        target.copy_(value)
 
 
 def restored(things: Sequence[Any]) -> ExitStack:

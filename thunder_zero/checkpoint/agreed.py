@@ -1,55 +1,48 @@
-"""Checks that ``save`` and ``load`` share."""
+"""What ``save`` and ``load`` check first: ranks give the same arguments, and the model is at rest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from thunder_zero.checkpoint.contents import Contents, Optimizers, contents_of, optimizer_list
 from thunder_zero.checkpoint.extras import require_named
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.runtime.state import State
-from thunder_zero.state_dict.contents import ModelContents, Optimizers, contents_of, optimizer_list
 
 
-def list_contents(
-    model: nn.Module, optimizer: Optimizers | None, extra: Mapping[str, Any], action: str
-) -> tuple[ModelContents, list[Optimizer]]:
-    """This rank's part of the model, and the optimizers as a list; a collective.
+def agreed(
+    action: str, path: Path, model: nn.Module, optimizer: Optimizers | None, extra: Mapping[str, Any], **others: object
+) -> tuple[Contents, list[Optimizer]]:
+    """What this rank has of the model, and the optimizers as a list, once all ranks give the same; a collective.
+
+    Args:
+        action: completes "the path to", such as "save at".
+        path, model, optimizer, extra: the arguments.
+        others: further arguments, by name.
 
     Raises:
         TypeError: ``model`` has no ZeroTransform; ``extra`` is not a mapping from names.
-        RuntimeError: another rank refused.
+        RuntimeError: another rank refused; an argument differs.
     """
     sharded = sharded_model(model)
-    with all_or_none(sharded.state.group, f"to {action}"):
+    with all_or_none(sharded.state.group, f"to {action.split()[0]}"):
         require_named(extra)
-        return contents_of(sharded), optimizer_list(optimizer)
-
-
-def shared_arguments(
-    action: str, path: Path, extra: Mapping[str, Any], optimizers: Sequence[Optimizer]
-) -> dict[str, object]:
-    """The arguments of both ``save`` and ``load`` that all ranks have to agree on, by their names in a message."""
-    return {
+        contents, optimizers = contents_of(sharded), optimizer_list(optimizer)
+    arguments = {
         f"the path to {action}": path,
         "the list of names in extra": sorted(extra),
         "the number of optimizers": len(optimizers),
+        **others,
     }
-
-
-def require_same_arguments(arguments: Mapping[str, object], group: dist.ProcessGroup) -> None:
-    """Raise on every rank unless all ranks pass the same; a collective.
-
-    Raises:
-        RuntimeError: an argument differs.
-    """
-    require_same([Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()], group)
+    facts = [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
+    require_same(facts, sharded.state.group)
+    return contents, optimizers
 
 
 def require_at_rest(state: State, action: str) -> None:

@@ -1,0 +1,173 @@
+"""Full state dicts of sharded models and their optimizers, and back: where torch's own functions do not reach.
+
+``tz.full_state_dict``; ``to_parts`` and ``to_full`` serve Thunder's hooks, the functions on optimizers serve Fabric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from thunder_zero.comm.small_collectives import full_tensor, gather_object_on_rank_0
+from thunder_zero.runtime.dtensors import local
+from thunder_zero.runtime.optimizers import StepsWhole, parameters_of
+from thunder_zero.runtime.parts import part_of
+from thunder_zero.runtime.registry import owners_of, shard_instead_of
+from thunder_zero.runtime.sharded_model import is_place, sharded_model
+from thunder_zero.runtime.state import State
+
+
+@is_place("full_state_dict")
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Get every parameter and buffer of the plain module on every rank, in full.
+
+    A collective: all ranks must call it.
+
+    >>> torch.save(tz.full_state_dict(model), "model.pt")
+
+    Args:
+        model: a model with ZeroTransform.
+
+    Returns:
+        Copies on the model's device, by the plain module's names.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+    """
+    found = get_model_state_dict(sharded_model(model), options=StateDictOptions(full_state_dict=True))
+    own = {_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return {name: value.clone() if _memory_of(value) in own else value for name, value in found.items()}
+
+
+@torch.no_grad()
+def to_parts(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay the full parameters of one submodule's state dict out as the model's are.
+
+    Args:
+        state: the model's state. Its ZeRO-1 buffers are refreshed in the next forward.
+        prefix: the submodule's path; "" for the root.
+        values: full parameters and buffers by their names in the submodule.
+
+    Raises:
+        ValueError: a parameter has another shape.
+    """
+    parts = dict(values)
+    for name, value in values.items():
+        path = f"{prefix}.{name}" if prefix else name
+        param = state.plan.by_name.get(path)
+        if param is None:
+            continue
+        if tuple(value.shape) != param.shape:
+            raise ValueError(
+                f"parameter {path!r} has shape {tuple(value.shape)} in the state dict and {param.shape} in the model; "
+                f"load the state dict of this model"
+            )
+        # Cast here: Thunder would replace the shard by a tensor of another dtype.
+        parts[name] = part_of(value.to(param.dtype), state.shards[param.path])
+        state.mark_stale([param.path])
+    return parts
+
+
+@torch.no_grad()
+def to_full(state: State, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a state dict in full; a collective."""
+    return {
+        name: full_tensor(value, state.group) if isinstance(value, DTensor) else value for name, value in values.items()
+    }
+
+
+@torch.no_grad()
+def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str, Any]:
+    """An optimizer's state dict with full tensors, as the plain module's optimizer has it; a collective.
+
+    Args:
+        optimizer: steps shards, and possibly other parameters, whose states stay as they are.
+        wanted: return the result, on the CPU; otherwise this rank only takes part, and returns an empty dict.
+    """
+    own = optimizer.state_dict()
+    states: dict[int, Any] = {}
+    params = parameters_of(optimizer)
+    for number, owner in enumerate(owners_of(params)):  # all ranks gather in the same order
+        values = own["state"].get(number, {})
+        if owner is None:
+            full = values
+        elif isinstance(optimizer, StepsWhole):
+            of_ranks = gather_object_on_rank_0(_on_cpu(values), owner[0].group)
+            full = next((values for values in of_ranks if values), {})
+        else:
+            full = to_full(owner[0], values)
+        if wanted and full:
+            states[number] = _on_cpu(full)
+        del full  # before the next is gathered
+    return {**own, "state": states} if wanted else {}
+
+
+@torch.no_grad()
+def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Lay the full states of a plain module's optimizer state dict out as the parameters are; DTensors stay.
+
+    A hook of ``Optimizer.register_load_state_dict_pre_hook``.
+
+    Raises:
+        ValueError: a state has another shape than its parameter.
+    """
+    params = parameters_of(optimizer)
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    if len(indices) != len(params):
+        return state_dict  # torch refuses it right after this hook
+    states = dict(state_dict["state"])
+    for index, owner, param in zip(indices, owners_of(params), params, strict=True):
+        if owner is None or index not in states:
+            continue
+        if not isinstance(optimizer, StepsWhole):
+            states[index] = {
+                name: _state_part(owner[1].path, name, value, param) for name, value in states[index].items()
+            }
+        elif optimizer.owner_of(param) != owner[0].plan.rank:
+            del states[index]
+    return {**state_dict, "state": states}
+
+
+@torch.no_grad()
+def step_shards(optimizer: Optimizer) -> None:
+    """Replace the plain module's parameters, as they were or as placeholders, in an optimizer by shards, and their
+    states by parts."""
+    for group in optimizer.param_groups:
+        old = group["params"]
+        new = [shard_instead_of(param) for param in old]
+        group["params"] = [param if shard is None else shard for param, shard in zip(old, new, strict=True)]
+        for before, owner, shard in zip(old, owners_of(group["params"]), new, strict=True):
+            if owner is not None and shard is not None and before in optimizer.state:
+                values = optimizer.state.pop(before).items()
+                path = owner[1].path
+                optimizer.state[shard] = {name: _state_part(path, name, value, shard) for name, value in values}
+
+
+def _memory_of(value: Any) -> int | None:
+    """Where a tensor's memory begins; None of anything else."""
+    return local(value).untyped_storage().data_ptr() if isinstance(value, Tensor) else None
+
+
+def _state_part(path: str, name: str, value: Any, param: Tensor) -> Any:
+    """A parameter's state, laid out as the parameter is if it has its shape."""
+    if not isinstance(value, Tensor) or not isinstance(param, DTensor) or isinstance(value, DTensor):
+        return value
+    if value.ndim and value.shape == param.shape:
+        return part_of(value, param)
+    if value.numel() == 1:
+        return value
+    raise ValueError(
+        f"cannot cut the optimizer's {name!r} of parameter {path!r} into rows: it has shape {tuple(value.shape)} in "
+        f"the state dict, and is neither one number nor of the parameter's shape {tuple(param.shape)}; load it into an "
+        f"optimizer made by tz.whole, or where the parameter is replicated (stage 0)"
+    )
+
+
+def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}

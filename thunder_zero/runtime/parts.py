@@ -1,0 +1,28 @@
+"""This rank's part of tensors that are laid out as a parameter is: DTensors on the parameter's device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from thunder_zero.runtime.dtensors import as_dtensor, local
+
+
+def part_of(full: Tensor, param: Tensor) -> Tensor:
+    """A copy of this rank's part of a full tensor of a parameter's shape; the tensor, if the parameter has no parts, or
+    if it is a DTensor itself. Only the part is on the parameter's device; not a collective."""
+    if not isinstance(param, DTensor) or isinstance(full, DTensor):
+        return full
+    (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    rows = full.detach()
+    for dimension, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+        rows = rows.narrow(dimension, offset, size)
+    return dtensor_like(rows.to(local(param).device, copy=True).contiguous(), param, full.shape)
+
+
+def dtensor_like(rows: Tensor, param: DTensor, shape: torch.Size) -> Tensor:
+    """A DTensor of a full shape and of this rank's rows, which stay where they are, placed as a parameter is."""
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), rows.dtype)
+    return as_dtensor(rows, DTensorSpec(param.device_mesh, param.placements, meta))
