@@ -19,7 +19,7 @@ from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.program_transform import ProgramTransform
 from thunder_zero.refusals import PARTS, require_untransformed
-from thunder_zero.runtime import dropped, norms, optimizer_hooks, scalers
+from thunder_zero.runtime import optimizer_hooks
 from thunder_zero.runtime.backward_guard import refuse_function_transforms
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.full_state_dict import to_full, to_parts
@@ -93,14 +93,10 @@ class ZeroTransform(ProgramTransform):
         values = initial_values(plain, plan, ranks, device, where.sources)
         self._given = replace(where, sources=Sources())  # a state dict is large, and the transform lives on
         self._state = self._take_over(model, plan, ranks, device, values)
-        ignored = [param for name, param in model.named_parameters() if name not in plan.by_name]
-        scalers.watch(self._state, ignored)
-        norms.watch()
-        dropped.watch()
         self.used = True
         cast_borders(plain, self.policy.mixed_precision)
         self._adopt(model)
-        places = links(model, self._state), pairs(model), members(model), hooks_inside(model)
+        places = links(model), pairs(model), members(model), hooks_inside(model)
         self._intact = Intact(self._state, *places)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
@@ -112,7 +108,7 @@ class ZeroTransform(ProgramTransform):
         model._compiled = self.compiled
 
     def _take_over(self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: Values) -> State:
-        """Make the model's state, and put shards and placeholders into its modules."""
+        """Make the model's state, and put shards into its modules."""
         state = State(model._model, plan, ranks, device, values.at_rest)
         optimizer_hooks.watch(state, model._model)
         place_others(model, values.others, plan.by_name, self._given.device)
@@ -132,6 +128,7 @@ class ZeroTransform(ProgramTransform):
                 f"sharded; call the jitted module from a function that is not jitted"
             )
         refuse_function_transforms(type(model._model).__name__)
+        model._places.require_at_rest()
         self._state.require_not_lent()
         self._state.transport.drain()  # ends the collectives of a failed step
         self._intact.require()
