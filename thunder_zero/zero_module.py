@@ -70,9 +70,8 @@ class ZeroModule(ShardedModel, ThunderModule):
         if unexpected := [name for name in state_dict if name not in known]:
             raise RuntimeError(
                 f"Error(s) in loading state_dict for {type(self.plain).__name__}: Unexpected key(s) in state_dict: "
-                f"{', '.join(map(repr, unexpected))}; leave them out, or call "
-                f"thunder_zero.state_dict.set_model_state_dict, which also loads extra states, and skips other names "
-                f"if strict=False"
+                f"{', '.join(map(repr, unexpected))}; leave them out, or call torch's set_model_state_dict, which also "
+                f"loads extra states, and skips other names if strict=False"
             )
         super().load_original_state_dict(state_dict)
 
@@ -94,6 +93,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load shards and buffers as the plain module does."""
+        self._state.require_own_values("load a state dict")
         return self._model.load_state_dict(state_dict, strict, assign)
 
     @property
@@ -175,6 +175,7 @@ def adopt(model: ThunderModule, kind: type[ZeroModule], state: State) -> None:
     """Make a jitted module a ZeroModule, in place, as torch's ``fully_shard`` does with a module's class."""
     model.__class__ = kind
     model._state = state
+    model._non_persistent_buffers_set = model._model._non_persistent_buffers_set  # torch's state dicts ask the root
     model._places = Places(model._model, state.plan, state.shards, state.placeholders)
 
 

@@ -47,8 +47,8 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
 
 
 def whole(value: Tensor) -> Tensor:
-    """All of a tensor, on each rank."""
-    return value.full_tensor() if isinstance(value, DTensor) else value.clone()
+    """All of a tensor, on each rank: a copy."""
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
 def same(found: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
@@ -120,7 +120,9 @@ def simulated_ranks(
         first = {id(param): name for name, param in module.named_parameters()}
         names = {name: first[id(param)] for name, param in module.named_parameters(remove_duplicate=False)}
         aliases = {name: of for name, of in names.items() if name != of}
-        held = Contents(params, aliases, {}, {}, {}, rank, world_size, (rank, world_size))
+        held = Contents(
+            params, aliases, {}, {name: name for name in params}, {}, {}, rank, world_size, (rank, world_size)
+        )
         ranks.append(Simulated(held, make(params.values())))
     return ranks
 

@@ -1,4 +1,4 @@
-"""Whole states in checkpoints and state dicts: on any number of ranks, in any stage, with other owners, and by rows."""
+"""Whole states in checkpoints: on any number of ranks, in any stage, with other owners, and by rows."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import thunder_zero as tz
 from tests.harness.errors import says
@@ -18,12 +16,7 @@ from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from tests.harness.whole_steps import give, gradients
-from thunder_zero.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-import thunder
-
-FULL = StateDictOptions(full_state_dict=True)
-FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 BEFORE, AFTER = range(2), range(2, 4)  # steps
 RATE = 0.05
 
@@ -160,38 +153,3 @@ def test_whole_states_are_one_chunk_and_consolidate(root: Path, tmp_path: Path) 
         assert_same(read["optim"]["state"], one_process(name, 2)[1], name)
     tz.tools.consolidate(root / "Adafactor", tmp_path / "a.safetensors", optimizer=True)
     assert (tmp_path / "a.optimizer.safetensors").exists()
-
-
-# State dicts
-
-
-def state_dicts(rank: int, world_size: int, name: str) -> None:
-    """Full ones, by rows, and from rank 0."""
-    copies = (2, 2) if world_size == 4 else (1, world_size)
-    mesh = init_device_mesh("cpu", copies, mesh_dim_names=("replicate", "shard"))
-    for stage in (0, 3):  # before a step, states are made, and nothing moves
-        model = thunder.jit(fresh(Mlp), transforms=[tz.ZeroTransform(stage=stage, mesh=mesh)])
-        optimizer = whole_of(model, name)
-        made = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
-        assert all(of.keys() & {"step", "factors"} for of in made.values()), made
-        assert_same(tz.full_state_dict(model), dict(fresh(Mlp).state_dict()), "unmoved")
-    stepped(model, optimizer, BEFORE)
-    full = get_optimizer_state_dict(model, optimizer, options=FULL)
-    by_rows = get_optimizer_state_dict(model, optimizer)
-    assert_same(full["state"], one_process(name, 2)[1], name)
-    if name == "AdamW":
-        assert all(isinstance(of["exp_avg"], DTensor) for of in by_rows["state"].values())
-    weights = tz.full_state_dict(model)
-    for given, options in ((full, FULL), (by_rows, StateDictOptions()), (full if rank == 0 else {}, FROM_RANK_0)):
-        other = sharded(fresh(Mlp), 2)
-        other.load_original_state_dict(weights)
-        its = whole_of(other, name)
-        set_optimizer_state_dict(other, its, given, options=options)
-        assert_goes_on(other, its, name)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "name"), [(2, "Adafactor"), *slow((3, "AdamW"), (2, "Listing"), (4, "Adafactor"))]
-)
-def test_state_dicts_have_whole_states_on_every_rank(ranks_pool: RanksPool, world_size: int, name: str) -> None:
-    ranks_pool.run(world_size, state_dicts, name)

@@ -54,13 +54,13 @@ def average_facts(emas: Mapping[str, EMA]) -> list[Fact]:
 
 def _shared(contents: Contents, name: str, ema: EMA) -> dict[KeyPath, Tensor]:
     """The averages of parameters that ranks share."""
-    found = {of: ema.average_of(param) for of, param in contents.params.items()}
+    found = {of: ema.averages.get(contents.paths[of]) for of in contents.params}
     return {(EMAS, name, MODEL, of): average for of, average in found.items() if average is not None}
 
 
 def _own(contents: Contents, name: str, ema: EMA) -> dict[KeyPath, Tensor]:
     """The averages of this rank's ignored parameters."""
-    found = {of: ema.average_of(param) for of, param in contents.ignored.items()}
+    found = {of: ema.averages.get(contents.paths[of]) for of in contents.ignored}
     prefix = contents.rank_prefix, EMAS, name, MODEL
     return {(*prefix, of): average for of, average in found.items() if average is not None}
 
@@ -68,10 +68,10 @@ def _own(contents: Contents, name: str, ema: EMA) -> dict[KeyPath, Tensor]:
 def average_aliases(contents: Contents, emas: Mapping[str, EMA]) -> dict[KeyPath, KeyPath]:
     """The other paths of averages of tied parameters, with their first."""
     return {
-        (EMAS, name, MODEL, alias): path
+        (EMAS, name, MODEL, alias): (EMAS, name, MODEL, of)
         for name, ema in emas.items()
         for alias, of in contents.aliases.items()
-        if (path := (EMAS, name, MODEL, of)) in _shared(contents, name, ema)
+        if contents.paths[of] in ema.averages
     }
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
@@ -44,6 +44,7 @@ class Contents:
         params: the parameters by name, a tied one under its first: DTensors, or full tensors (stage 0).
         aliases: the other names of tied parameters, with their first.
         ignored: parameters that the policy ignores, so that each rank has its own, by name.
+        paths: of all of these in the plain module, by name; torch's wrappers take their own names out of a state dict's.
         buffers: the buffers of the state dict, by name; rank 0's are saved.
         states: the modules' extra states (``get_extra_state``), by name; rank 0's are saved.
         rank: this rank's number among all ranks.
@@ -55,6 +56,7 @@ class Contents:
     params: Mapping[str, Tensor]
     aliases: Mapping[str, str]
     ignored: Mapping[str, Tensor]
+    paths: Mapping[str, str]
     buffers: Mapping[str, Tensor]
     states: Mapping[str, Any]
     rank: int
@@ -93,21 +95,21 @@ class Named:
 
 
 def contents_of(model: ShardedModel) -> Contents:
-    """List what this rank has of a model; torch's wrappers take their own names out of the state dict's."""
+    """List what this rank has of a model."""
     state, plain = model.state, model.plain
     planned, buffers = {id(shard) for shard in state.shards.values()}, {id(buffer) for buffer in plain.buffers()}
+    paths = {id(param): path for path, param in plain.named_parameters()}
     first = dict[int, str]()
     found = plain.state_dict(keep_vars=True)
     for name, value in found.items():
         if id(value) in planned:
             first.setdefault(id(value), name)
-    ranks = state.ranks
+    ranks, params = state.ranks, {name: value for name, value in found.items() if id(value) in paths}
     return Contents(
         params={name: found[name] for name in first.values()},
-        aliases={name: of for name, value in found.items() if (of := first.get(id(value), name)) != name},
-        ignored={
-            name: value for name, value in found.items() if isinstance(value, nn.Parameter) and id(value) not in first
-        },
+        aliases={name: of for name, value in params.items() if (of := first.get(id(value), name)) != name},
+        ignored={name: value for name, value in params.items() if id(value) not in first},
+        paths={name: paths[id(value)] for name, value in params.items()},
         buffers={name: value for name, value in found.items() if id(value) in buffers},
         states={name: value for name, value in found.items() if name.rpartition(".")[2] == EXTRA_STATE},
         rank=ranks.everyone.rank(),

@@ -168,11 +168,6 @@ class EMA:
         value = f"decay {self.decay}, every {self.every}, {self.counts.calls} updates"
         return Fact(f"{name} of {self.state.name}", value, "make the same EMA and update it on every rank")
 
-    def average_of(self, param: Tensor) -> Tensor | None:
-        """The average of one of the model's tensors, found by identity; None if it has none."""
-        found = (name for name, own in self._params.items() if own is param)
-        return next((self.averages[name] for name in found if name in self.averages), None)
-
     def _require_applicable(self) -> None:
         self.state.require_own_values("enter EMA.applied")
         self.state.require_not_lent()
