@@ -1,4 +1,4 @@
-"""Finds the sharded model of a shard, a placeholder, or an original parameter.
+"""Finds the sharded model of a shard, or of an original parameter.
 
 Weak tables: they keep no model and no tensor alive.
 """
@@ -17,10 +17,10 @@ from thunder_zero.plan import Param
 from thunder_zero.runtime.state import State
 
 _states: weakref.WeakSet[State] = weakref.WeakSet()
-# a plain module's parameter before the transform, or its placeholder -> (path, state)
+# a plain module's parameter before the transform -> (path, state)
 _replaced = WeakTensorKeyDictionary()
-# placeholder -> its path
-_placeholders = WeakTensorKeyDictionary()
+# shard -> its path
+_shards = WeakTensorKeyDictionary()
 
 
 def register(state: State, module: nn.Module) -> None:
@@ -31,10 +31,9 @@ def register(state: State, module: nn.Module) -> None:
         module: the plain module, which still has its own parameters.
     """
     _states.add(state)
-    for path, placeholder in state.placeholders.items():
-        original = module.get_parameter(path)
-        _replaced[original] = _replaced[placeholder] = (path, weakref.ref(state))
-        _placeholders[placeholder] = path
+    for path, shard in state.shards.items():
+        _replaced[module.get_parameter(path)] = (path, weakref.ref(state))
+        _shards[shard] = path
 
 
 def _leave_groups() -> None:
@@ -63,13 +62,13 @@ def replaced_path(param: Tensor) -> str | None:
 
 
 def is_transformed(param: nn.Parameter) -> bool:
-    """Whether the parameter is a placeholder: its module was transformed before, by a model that may be gone."""
-    return param in _placeholders
+    """Whether the parameter is a shard: its module was transformed before, by a model that may be gone."""
+    return param in _shards
 
 
 def shard_instead_of(param: Tensor) -> nn.Parameter | None:
-    """The shard of a plain module's parameter, given the parameter as it was before the transform or its placeholder;
-    None for any other tensor."""
+    """The shard of a plain module's parameter, given the parameter as it was before the transform; None for any other
+    tensor."""
     path, state = _replaced.get(param, (None, None))
     owner = None if state is None else state()
     return None if owner is None else owner.shards[path]
