@@ -23,7 +23,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_zero as tz
@@ -128,6 +133,63 @@ def test_fsdp2_and_ddp_read_ours_and_we_theirs(
     ranks_pool: RanksPool, tmp_path: Path, world_size: int, kind: str, stage: int
 ) -> None:
     ranks_pool.run(world_size, exchange, tmp_path, kind, stage)
+
+
+def written_by_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Tensor]:
+    """The same under the names of several tools."""
+    theirs, its_optimizer = plain(world_size, "fsdp2")
+    stepped(theirs, its_optimizer)
+    model, optim = get_state_dict(theirs, its_optimizer)
+    flat = get_optimizer_state_dict(theirs, its_optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    layouts: dict[str, Any] = {
+        "plain": {"model": model, "optim": optim},
+        "torchtune": {"model": model, "optimizer": optim, "epoch": 3},
+        "tutorial": {"app": {"model": model, "optim": optim}},
+        "trainer": {"state_dict": model, "optimizer_0": optim},
+        "torchtitan": {**model, "optimizer": flat, "train_state": {"step": 3}},
+        "none": {"net": model},
+        "no optimizer": {"model": model, "epoch": 3},
+    }
+    for name, state in layouts.items():
+        torch_dcp.save(state, checkpoint_id=root / name)
+    return full_of(theirs, its_optimizer)
+
+
+def read_by_us(rank: int, world_size: int, root: Path, stage: int, right: dict[str, Tensor]) -> None:
+    for name in ("plain", "torchtune", "tutorial", "trainer", "torchtitan"):
+        model = sharded(fresh(Mlp), stage)
+        optimizer = adamw(model, lr=0.05)
+        tz.load(root / name, model, optimizer, verify_files=False)
+        assert same(state_of(model, optimizer), right) == [], name
+        assert optimizer.param_groups[0]["lr"] == 1.0, name
+    tz.save(root / "back", model, optimizer)
+    load = partial(tz.load, verify_files=False)
+    words = (
+        "no model under 'model', 'app.model'",
+        "it has 'net.layers.0.bias', 'net.layers.0.weight'",
+        "; save it as {'model'",
+    )
+    says(lambda: load(root / "none", model), *words)
+    words = "no optimizer under 'optim', 'optimizer'", "it has 'epoch', 'model'; load without one"
+    says(lambda: load(root / "no optimizer", model, optimizer), *words)
+
+
+def read_back(rank: int, world_size: int, root: Path, right: dict[str, Tensor]) -> None:
+    theirs, its_optimizer = plain(world_size, "fsdp2")
+    model, optim = get_state_dict(theirs, its_optimizer)
+    state = {"model": model, "optim": optim}
+    torch_dcp.load(state, checkpoint_id=root / "back")
+    set_state_dict(theirs, its_optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert same(full_of(theirs, its_optimizer), right) == []
+
+
+@pytest.mark.parametrize(("world_size", "stage", "last"), [(3, 1, 1), *slow((1, 3, 3), (4, 2, 2), (2, 0, 3))])
+def test_names_of_other_tools_worlds_and_stages(
+    ranks_pool: RanksPool, tmp_path: Path, world_size: int, stage: int, last: int
+) -> None:
+    right, *_ = ranks_pool.run(2, written_by_fsdp2, tmp_path)
+    ranks_pool.run(world_size, read_by_us, tmp_path, stage, right)
+    ranks_pool.run(last, read_back, tmp_path, right)
 
 
 # All or nothing
@@ -452,6 +514,21 @@ def apart(rank: int, world_size: int, root: Path) -> None:
     assert other._model.note == "saved"
 
 
+def apart_in_another_tools(rank: int, world_size: int, root: Path) -> None:
+    """It has one value for all ranks."""
+    models = []
+    for value in (1.0 + rank, 50.0):
+        module = fresh(Mlp)
+        with torch.no_grad():
+            module.layers[1].bias.fill_(value)
+        models.append(thunder.jit(module, transforms=[tz.ZeroTransform(stage=3, ignored=("layers.1",))]))
+    torch_dcp.save({"model": models[0].state_dict()}, checkpoint_id=root / "torchs")
+    tz.load(root / "torchs", models[1], verify_files=False)
+    found = models[1].get_parameter("layers.1.bias")
+    assert found.eq(found[0]).all(), found
+    assert found[0] in range(1, 1 + world_size), found
+
+
 def apart_elsewhere(rank: int, world_size: int, root: Path) -> None:
     words = f"cannot load on {world_size} ranks: the checkpoint has values of ignored parameters from each of 2"
     says(lambda: tz.load(root / "apart", *built(rank, 10)), words)
@@ -459,6 +536,7 @@ def apart_elsewhere(rank: int, world_size: int, root: Path) -> None:
 
 def test_what_is_each_ranks_own(ranks_pool: RanksPool, tmp_path: Path) -> None:
     ranks_pool.run(2, apart, tmp_path)
+    ranks_pool.run(2, apart_in_another_tools, tmp_path)
     for world_size in (1, 3):
         ranks_pool.run(world_size, apart_elsewhere, tmp_path)
 

@@ -44,7 +44,7 @@ class Contents:
         params: the parameters by name, a tied one under its first: DTensors, or full tensors (stage 0).
         aliases: the other names of tied parameters, with their first.
         ignored: parameters that the policy ignores, so that each rank has its own, by name.
-        paths: of all of these in the plain module, by name; torch's wrappers take their own names out of a state dict's.
+        paths: of all of these in the plain module, by name; torch's wrappers take their own names out of state dicts.
         buffers: the buffers of the state dict, by name; rank 0's are saved.
         states: the modules' extra states (``get_extra_state``), by name; rank 0's are saved.
         rank: this rank's number among all ranks.
