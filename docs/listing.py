@@ -17,7 +17,7 @@ NEEDED = "needed while: "
 ORDER = (  # bottom up, as the table of imports has it
     *("lazy.py", "amounts.py", "layout.py", "times.py", "precision.py", "policy.py", "sizes.py", "plan.py"),
     *("rows.py", "marks.py"),
-    *("schedule", "compat", "comm", "traces", "runtime", "whole_step", "state_dict", "checkpoint", "hugging_face"),
+    *("schedule", "compat", "comm", "traces", "runtime", "whole_step", "checkpoint", "hugging_face"),
     *("arguments.py", "refusals.py", "placement.py", "compiled.py", "zero_module.py", "program_transform.py"),
     *("transform.py", "dynamo", "plugin.py", "lightning.py", "tools", "__init__.py"),
 )

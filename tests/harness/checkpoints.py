@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thunder_zero as tz
 from tests.harness.models import Mlp
 from thunder_zero.checkpoint import folder
-from thunder_zero.checkpoint.contents import Contents
+from thunder_zero.checkpoint.contents import Contents, named_groups
 from thunder_zero.checkpoint.dcp_write import write_entries
 from thunder_zero.checkpoint.save import entries_of
 from thunder_zero.checkpoint.write import finish_checkpoint
@@ -132,6 +132,7 @@ def save_simulated(path: Path, ranks: Sequence[Simulated]) -> None:
     folder.prepare(path)
     parts = []
     for number, rank in enumerate(ranks):
-        entries = entries_of(rank.held, [rank.optimizer], {"position": 100 + number})
+        groups = named_groups(rank.held, rank.optimizer)
+        entries = entries_of(rank.held, [rank.optimizer], groups, {"position": 100 + number})
         parts.append(write_entries(folder.staging_of(path), number, entries))
     finish_checkpoint(path, parts, None)

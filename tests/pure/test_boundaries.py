@@ -76,25 +76,24 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("comm/",         IMPORT, IMPORT,  NOT,     DATA | rooms("rows compat/exit compat/process_groups "
                                                                  "compat/torch_internals")),
     Room("traces/",       IMPORT, NOT,     IMPORT,  DATA | {"schedule", "compat"}),
-    Room("runtime/",      IMPORT, TYPES,   NOT,     DATA | rooms("rows marks schedule comm compat/exit "
+    Room("runtime/",      IMPORT, IMPORT,  NOT,     DATA | rooms("rows marks schedule comm compat/exit "
                                                                  "compat/torch_internals compat/in_front "
                                                                  "compat/casts")),
     Room("whole_step/",   IMPORT, NOT,     NOT,     DATA | {"rows", "marks", "comm", "runtime"}),
-    Room("state_dict/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime"}),
-    Room("checkpoint/",   IMPORT, IMPORT,  NOT,     DATA | {"rows", "comm", "runtime", "state_dict"}),
-    Room("hugging_face/", IMPORT, NOT,     NOT,     rooms("amounts marks comm runtime state_dict checkpoint")),
+    Room("checkpoint/",   IMPORT, IMPORT,  NOT,     DATA | {"comm", "runtime"}),
+    Room("hugging_face/", IMPORT, IMPORT,  NOT,     rooms("amounts marks comm runtime checkpoint")),
     Room("arguments.py",  IMPORT, TYPES,   NOT,     DATA | {"runtime"}),
     Room("refusals.py",   IMPORT, NOT,     IMPORT,  rooms("compat runtime")),
     Room("placement.py",  IMPORT, NOT,     IMPORT,  rooms("marks runtime")),
     Room("compiled.py",   NOT,    NOT,     IMPORT,  rooms("plan schedule traces")),
     Room("zero_module.py",IMPORT, NOT,     IMPORT,  rooms("compat runtime refusals compiled")),
     Room("program_transform.py",IMPORT,NOT,IMPORT,  rooms("plan schedule compat traces runtime refusals compiled")),
-    Room("transform.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm compat runtime state_dict traces arguments "
+    Room("transform.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm compat runtime traces arguments "
                                                                  "refusals placement zero_module program_transform")),
     Room("dynamo/",       IMPORT, NOT,     IMPORT,  rooms("policy compat runtime arguments refusals compiled "
                                                           "zero_module program_transform transform")),
     Room("plugin.py",     IMPORT, NOT,     IMPORT,  rooms("policy compat arguments refusals transform dynamo")),
-    Room("lightning.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm runtime state_dict arguments zero_module "
+    Room("lightning.py",  IMPORT, IMPORT,  IMPORT,  DATA | rooms("comm runtime arguments zero_module "
                                                                  "transform plugin")),
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/report/", NOT,    NOT,     NOT,     DATA | {"schedule"}),
@@ -116,7 +115,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("tools/planner/",IMPORT, NOT,     NOT,     DATA | rooms("schedule compiled tools/report tools/devices "
                                                                  "tools/cost tools/interpreted tools/forecast "
                                                                  "tools/from_file")),
-    Room("tools/convert/",IMPORT, IMPORT,  NOT,     DATA | rooms("state_dict checkpoint tools/report")),
+    Room("tools/convert/",IMPORT, IMPORT,  NOT,     DATA | rooms("checkpoint tools/report")),
     Room("tools/doctor.py",IMPORT,IMPORT,  IMPORT,  rooms("compat policy transform")),
     Room("tools/cli.py",  NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
                                                           "tools/doctor tools/dry_run tools/from_file "

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from thunder_zero.checkpoint.commit import Pairs, States
-from thunder_zero.checkpoint.contents import EMAS, MODEL, Contents, Values, listed, pickle_value
+from thunder_zero.checkpoint.contents import EMAS, MODEL, Contents, listed, model_entries, pickle_value
 from thunder_zero.checkpoint.dcp_read import read_entries
-from thunder_zero.checkpoint.dcp_write import KeyPath, key_of
+from thunder_zero.checkpoint.dcp_write import Entries, key_of
+from thunder_zero.checkpoint.read_model import keys_of, read_tensors
 from thunder_zero.comm.agree import Fact
-from thunder_zero.runtime.dtensors import local
 from thunder_zero.runtime.ema import EMA
 from thunder_zero.runtime.state import State
 
@@ -52,40 +53,26 @@ def average_facts(emas: Mapping[str, EMA]) -> list[Fact]:
     return [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in emas.items()]
 
 
-def _shared(contents: Contents, name: str, ema: EMA) -> dict[KeyPath, Tensor]:
-    """The averages of parameters that ranks share."""
-    found = {of: ema.averages.get(contents.paths[of]) for of in contents.params}
-    return {(EMAS, name, MODEL, of): average for of, average in found.items() if average is not None}
+def as_model(contents: Contents, ema: EMA) -> Contents:
+    """The averages of an EMA, as contents of a model without buffers."""
+
+    def averaged(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {name: ema.averages.get(contents.paths[name]) for name in params}
+        return {name: average for name, average in found.items() if average is not None}
+
+    params = averaged(contents.params)
+    aliases = {alias: name for alias, name in contents.aliases.items() if name in params}
+    return replace(contents, params=params, aliases=aliases, ignored=averaged(contents.ignored), buffers={}, states={})
 
 
-def _own(contents: Contents, name: str, ema: EMA) -> dict[KeyPath, Tensor]:
-    """The averages of this rank's ignored parameters."""
-    found = {of: ema.averages.get(contents.paths[of]) for of in contents.ignored}
-    prefix = contents.rank_prefix, EMAS, name, MODEL
-    return {(*prefix, of): average for of, average in found.items() if average is not None}
-
-
-def average_aliases(contents: Contents, emas: Mapping[str, EMA]) -> dict[KeyPath, KeyPath]:
-    """The other paths of averages of tied parameters, with their first."""
-    return {
-        (EMAS, name, MODEL, alias): (EMAS, name, MODEL, of)
-        for name, ema in emas.items()
-        for alias, of in contents.aliases.items()
-        if contents.paths[of] in ema.averages
-    }
-
-
-def average_values(contents: Contents, emas: Mapping[str, EMA]) -> Values:
+def average_entries(contents: Contents, emas: Mapping[str, EMA]) -> Entries:
     """What this rank writes of EMAs."""
-    values: Values = {}
+    entries = Entries({}, {})
     for name, ema in emas.items():
-        for number, (path, average) in enumerate(_shared(contents, name, ema).items()):
-            if contents.is_mine(number, average):
-                values[path] = average.detach()
-        values |= _own(contents, name, ema)
+        entries |= model_entries(as_model(contents, ema), (EMAS, name, MODEL))
         if contents.rank == 0:
-            values[EMAS, name, COUNTS] = pickle_value(ema.counts.state_dict())
-    return values
+            entries |= Entries({(EMAS, name, COUNTS): pickle_value(ema.counts.state_dict())}, {})
+    return entries
 
 
 def read_averages(
@@ -97,36 +84,19 @@ def read_averages(
         ValueError: it has none under such a name, or of other parameters; or it is damaged.
     """
     tensors, states = [], []
-    for name, ema in emas.items():
-        own = {key_of(path): tensor for path, tensor in _shared(contents, name, ema).items()}
-        own |= {key_of(path): tensor for path, tensor in _own(contents, name, ema).items()}
-        aliases = {key_of(alias) for alias in average_aliases(contents, {name: ema})}
-        _require_averages(name, own, aliases, contents, metadata)
-        counts = key_of((EMAS, name, COUNTS))
-        read = read_entries(folder, metadata, [*own, counts], own)
-        tensors += [(local(tensor), read[key]) for key, tensor in own.items()]
-        states.append((ema.counts, partial(ema.counts.load_state_dict, read[counts])))
-    return tensors, states
-
-
-def _require_averages(
-    name: str, own: Mapping[str, Tensor], aliases: set[str], contents: Contents, metadata: Metadata
-) -> None:
     stored = metadata.state_dict_metadata
-    prefix = f"{EMAS}.{name}."
-    if f"{prefix}{COUNTS}" not in stored:
-        raise ValueError(f"the checkpoint has no EMA {name!r}; leave it out of extra, or load another checkpoint")
-    in_file = {key for key in stored if key.startswith((f"{prefix}{MODEL}.", f"{contents.rank_prefix}.{prefix}"))}
-    if missing := (own.keys() | aliases) ^ in_file:
-        raise ValueError(
-            f"the EMA {name!r} of the checkpoint averages other parameters than this one ({listed(sorted(missing))}); "
-            f"make it of the same parameters: those that required gradients"
-        )
-    for key, average in own.items():
-        found = stored[key]
-        saved = (found.size, found.properties.dtype) if isinstance(found, TensorStorageMetadata) else None
-        if saved != (average.shape, average.dtype):
+    for name, ema in emas.items():
+        prefix, counts = (f"{key_of((EMAS, name, part))}" for part in (MODEL, COUNTS))
+        if counts not in stored:
+            raise ValueError(f"the checkpoint has no EMA {name!r}; leave it out of extra, or load another checkpoint")
+        keys = keys_of(as_model(contents, ema), stored, f"{prefix}.")
+        if missing := sorted(keys.all ^ keys.in_file):
             raise ValueError(
-                f"the EMA {name!r} of the checkpoint is of another model: {key} is not a tensor of shape "
-                f"{tuple(average.shape)} and dtype {average.dtype} in it; build the model as it was saved"
+                f"the EMA {name!r} of the checkpoint averages other parameters than this one ({listed(missing)}); "
+                f"make it of the same parameters: those that required gradients"
             )
+        found, _ = read_tensors(folder, metadata, keys, f"the EMA {name!r} of the checkpoint")
+        tensors += found
+        value = read_entries(folder, metadata, [counts])[counts]
+        states.append((ema.counts, partial(ema.counts.load_state_dict, value)))
+    return tensors, states

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from thunder_zero.checkpoint.dcp_write import KeyPath
+from thunder_zero.checkpoint.dcp_write import Entries, KeyPath
 from thunder_zero.comm.agree import Fact
 from thunder_zero.runtime.optimizers import StepsWhole, class_name
 from thunder_zero.runtime.sharded_model import ShardedModel
@@ -84,6 +85,7 @@ class Named:
         name: its first name in the model's state dict.
         tensor: the parameter.
         number: its place among the model's parameters; None if it is ignored: each rank has its own.
+        states: its states by name, as far as this rank has them.
         owner: the rank of its copy of the model that alone has its states, and in full (``tz.whole``); None if each
             rank has its part of them.
     """
@@ -91,7 +93,8 @@ class Named:
     name: str
     tensor: Tensor
     number: int | None
-    owner: int | None = None
+    states: Mapping[str, Any]
+    owner: int | None
 
 
 def contents_of(model: ShardedModel) -> Contents:
@@ -161,26 +164,17 @@ def pickle_value(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def written(value: Any) -> Tensor | bytes:
-    """A value as an entry of a checkpoint.
-
-    Raises:
-        ValueError: ``torch.load(weights_only=True)`` does not read it.
-    """
-    return value.detach() if isinstance(value, Tensor) else pickle_value(value)
-
-
-def model_values(contents: Contents) -> Values:
-    """What this rank writes of its model."""
+def model_entries(contents: Contents, root: KeyPath = (MODEL,)) -> Entries:
+    """What this rank writes of its model, under a path."""
     values: Values = {}
     for number, (name, param) in enumerate(contents.params.items()):
         if contents.is_mine(number, param):
-            values[MODEL, name] = param.detach()
-    values |= {(contents.rank_prefix, MODEL, name): tensor.detach() for name, tensor in contents.ignored.items()}
+            values[*root, name] = param.detach()
+    values |= {(contents.rank_prefix, *root, name): tensor.detach() for name, tensor in contents.ignored.items()}
     if contents.rank == 0:
-        values |= {(MODEL, name): tensor.detach() for name, tensor in contents.buffers.items()}
-        values |= {(MODEL, name): pickle_value(value) for name, value in contents.states.items()}
-    return values
+        values |= {(*root, name): tensor.detach() for name, tensor in contents.buffers.items()}
+        values |= {(*root, name): pickle_value(value) for name, value in contents.states.items()}
+    return Entries(values, {(*root, alias): (*root, name) for alias, name in contents.aliases.items()})
 
 
 def named_groups(contents: Contents, optimizer: Optimizer) -> list[list[Named]]:
@@ -202,7 +196,7 @@ def named_groups(contents: Contents, optimizer: Optimizer) -> list[list[Named]]:
                 )
             name, number = known[id(tensor)]
             owner = optimizer.owner_of(tensor) if isinstance(optimizer, StepsWhole) else None
-            members.append(Named(name, tensor, number, owner))
+            members.append(Named(name, tensor, number, optimizer.state.get(tensor, {}), owner))
         found.append(members)
     return found
 
@@ -230,27 +224,18 @@ def all_named_groups(contents: Contents, optimizers: Sequence[Optimizer]) -> lis
     return groups
 
 
-def named_states(contents: Contents, optimizers: Iterable[Optimizer]) -> list[tuple[Named, Mapping[str, Any]]]:
-    """The parameters of all optimizers in the order of their groups, each with its states by name."""
-    return [
-        (named, optimizer.state.get(named.tensor, {}))
-        for optimizer in optimizers
-        for group in named_groups(contents, optimizer)
-        for named in group
-    ]
-
-
-def optimizer_values(contents: Contents, optimizers: Sequence[Optimizer]) -> Values:
+def optimizer_entries(
+    contents: Contents, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Named]]
+) -> Entries:
     """What this rank writes of the optimizers, whose groups are numbered consecutively.
 
     Raises:
-        ValueError: a parameter is not the model's, or is in two optimizers; a state belongs to no parameter, has a dot
-            in its name, or is neither a part nor one value; a hyper-parameter cannot be saved.
+        ValueError: a state has a dot in its name, or is neither a part nor one value; a hyper-parameter cannot be
+            saved.
     """
     values: Values = {}
-    groups = all_named_groups(contents, optimizers)
-    for named, states in named_states(contents, optimizers):
-        for key, value in states.items():
+    for named in chain(*groups):
+        for key, value in named.states.items():
             values |= _state_values(contents, named, key, value)
     if contents.rank == 0:
         saved = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -260,18 +245,18 @@ def optimizer_values(contents: Contents, optimizers: Sequence[Optimizer]) -> Val
                 values[OPTIM, GROUPS, number, key] = _written(what, value)
         for number, optimizer in enumerate(optimizers):
             values[OPTIMIZER_CLASS, number] = pickle_value(class_name(optimizer))
-    return values
+    return Entries(values, {})
 
 
-def state_facts(contents: Contents, optimizers: Sequence[Optimizer]) -> list[Fact]:
+def state_facts(groups: Iterable[Iterable[Named]]) -> list[Fact]:
     """The states of each parameter that ranks share, for the ranks to compare: one that a rank lacks is not saved."""
     facts = []
-    for named, values in named_states(contents, optimizers):
+    for named in chain(*groups):
         what = f"the optimizer's state of parameter {named.name!r}"
         if named.owner is not None:
             facts.append(Fact(what, f"whole, on rank {named.owner}", "build the same optimizer on every rank"))
         elif named.number is not None:
-            shown = ", ".join(f"{key} by rows" if is_cut(value) else str(key) for key, value in values.items())
+            shown = ", ".join(f"{key} by rows" if is_cut(value) else str(key) for key, value in named.states.items())
             facts.append(Fact(what, shown or "none", "step the optimizer on every rank"))
     return facts
 
@@ -290,9 +275,9 @@ def _state_values(contents: Contents, named: Named, key: str, value: Any) -> Val
             f"extra"
         )
     if named.number is None:
-        return {(contents.rank_prefix, *path): written(value)}
+        return {(contents.rank_prefix, *path): _written(what, value)}
     _require_part(what, value, named.tensor)
-    return {path: written(value)} if contents.is_mine(named.number, value) else {}
+    return {path: _written(what, value)} if contents.is_mine(named.number, value) else {}
 
 
 def _require_part(what: str, value: Any, param: Tensor) -> None:
@@ -307,7 +292,8 @@ def _require_part(what: str, value: Any, param: Tensor) -> None:
 
 
 def _written(what: str, value: Any) -> Tensor | bytes:
+    """A value as an entry of a checkpoint."""
     try:
-        return written(value)
+        return value.detach() if isinstance(value, Tensor) else pickle_value(value)
     except ValueError as error:
         raise ValueError(f"cannot save {what}: {error}") from None

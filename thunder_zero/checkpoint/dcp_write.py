@@ -40,6 +40,10 @@ class Entries:
     values: Mapping[KeyPath, Tensor | bytes]
     aliases: Mapping[KeyPath, KeyPath]
 
+    def __or__(self, other: Entries) -> Entries:
+        """Those of both."""
+        return Entries({**self.values, **other.values}, {**self.aliases, **other.aliases})
+
     def on_cpu(self) -> Entries:
         """Copies, which training does not change."""
         values = self.values.items()

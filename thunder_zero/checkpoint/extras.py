@@ -11,9 +11,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from thunder_zero.checkpoint.averages import average_values, emas_of, without_emas
+from thunder_zero.checkpoint.averages import average_entries, emas_of, without_emas
 from thunder_zero.checkpoint.contents import EXTRA, Contents, Values, pickle_value, split_rank_prefix
 from thunder_zero.checkpoint.dcp_read import read_entries
+from thunder_zero.checkpoint.dcp_write import Entries
 from thunder_zero.runtime.optimizers import parameters_of
 from thunder_zero.runtime.registry import owners_of
 from thunder_zero.runtime.sharded_model import ShardedModel
@@ -45,14 +46,14 @@ def require_stateful(extra: Mapping[str, object]) -> None:
             )
 
 
-def extra_values(contents: Contents, extra: Mapping[str, Any]) -> Values:
+def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
     """What this rank writes of its extras.
 
     Raises:
         TypeError: an extra is a model.
         ValueError: ``torch.load(weights_only=True)`` does not read it, or it is an optimizer of shards.
     """
-    values = average_values(contents, emas_of(extra))
+    values: Values = {}
     for name, value in without_emas(extra).items():
         if isinstance(value, ShardedModel):
             raise TypeError(f"the extra {name!r} is a model; save it as a checkpoint of its own")
@@ -66,7 +67,7 @@ def extra_values(contents: Contents, extra: Mapping[str, Any]) -> Values:
             values[contents.rank_prefix, EXTRA, name] = pickle_value(state)
         except ValueError as error:
             raise ValueError(f"cannot save the extra {name!r}: {error}") from None
-    return values
+    return average_entries(contents, emas_of(extra)) | Entries(values, {})
 
 
 def read_extras(folder: Path, metadata: Metadata, ranks: int = 0) -> tuple[dict[str, Any], ...]:

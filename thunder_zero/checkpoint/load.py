@@ -68,8 +68,8 @@ def load(
     >>> torch.set_rng_state(loaded.own["rng"])
 
     Args:
-        path: the folder that :func:`save` wrote, or the link ``latest``, or a DCP checkpoint of FSDP2 or DDP with
-            ``{"model": get_model_state_dict(...), "optim": get_optimizer_state_dict(...)}``.
+        path: the folder that :func:`save` wrote, or the link ``latest``; or one that another tool wrote with
+            ``dcp.save``, with model and optimizer under their usual names.
         model: a model with ZeroTransform.
         optimizer: one or several, of the same classes and parameter groups as when they were saved.
         extra: objects whose ``load_state_dict`` takes what was saved under their names, as in :attr:`Loaded.own`; EMAs.
@@ -84,19 +84,16 @@ def load(
         ValueError: it is damaged, or of another model or optimizer; an extra is not in it, or differs between ranks.
         RuntimeError: another rank refused; ranks differ; ``no_sync`` holds gradients; inside ``EMA.applied``.
     """
-    sharded = sharded_model(model)
+    sharded, emas, others = sharded_model(model), emas_of(extra), without_emas(extra)
     group = sharded.state.group
     contents, optimizers = agreed("load from", Path(path), model, optimizer, extra, verify_files=verify_files)
-    emas, others = emas_of(extra), without_emas(extra)
     with all_or_none(group, "to load"):
         _require_ready(sharded.state, others, emas)
     where, written = find_checkpoint(Path(path), group, verify_files=verify_files)
     with all_or_none(group, "to load"):
         with refuse_replaced(where, written):
-            metadata = read_metadata(where)
-            tensors, states, of_rank = read_checkpoint(
-                where, metadata, contents, sharded.plain, optimizers, written.ranks if written else 0
-            )
+            metadata, ranks = read_metadata(where), written.ranks if written else 0
+            tensors, states, of_rank = read_checkpoint(where, metadata, contents, sharded.plain, optimizers, ranks)
             averages, counts = read_averages(where, contents, metadata, emas)
         loaded = Loaded(own_extras(of_rank, group.rank(), group.size()), of_rank)
         require_extras(list(others), loaded.own, of_rank, group.size())

@@ -12,11 +12,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint.agreed import agreed, require_at_rest
-from thunder_zero.checkpoint.averages import average_aliases, average_facts, emas_of, require_own
+from thunder_zero.checkpoint.averages import average_facts, emas_of, require_own
 from thunder_zero.checkpoint.background import background_saves, raise_error_of_last
-from thunder_zero.checkpoint.contents import MODEL, Contents, Optimizers, model_values, optimizer_values, state_facts
+from thunder_zero.checkpoint.contents import (
+    Contents,
+    Named,
+    Optimizers,
+    all_named_groups,
+    model_entries,
+    optimizer_entries,
+    state_facts,
+)
 from thunder_zero.checkpoint.dcp_write import Entries
-from thunder_zero.checkpoint.extras import NO_EXTRAS, extra_values
+from thunder_zero.checkpoint.extras import NO_EXTRAS, extra_entries
 from thunder_zero.checkpoint.write import write_checkpoint
 from thunder_zero.comm.agree import all_or_none, require_same
 from thunder_zero.policy import is_count
@@ -63,39 +71,48 @@ def save(
         OSError: a file cannot be written; FileExistsError: ``path`` is something other than a checkpoint.
         RuntimeError: another rank refused; ranks differ; ``no_sync`` or ``EMA.applied``; the previous save failed.
     """
-    state = sharded_model(model).state
-    more = {"max_to_keep": max_to_keep, "wait": wait}
+    state, more = sharded_model(model).state, {"max_to_keep": max_to_keep, "wait": wait}
     contents, optimizers = agreed("save at", Path(path), model, optimizer, extra, **more)
     with all_or_none(state.group, "to save"):
-        _require_ready(state, max_to_keep)
-        require_own(emas_of(extra), state)
-        entries = entries_of(contents, optimizers, extra)
-        facts = state_facts(contents, optimizers) + average_facts(emas_of(extra))
+        _require_ready(state, max_to_keep, extra)
+        groups = all_named_groups(contents, optimizers)
+        entries = entries_of(contents, optimizers, groups, extra)
+        facts = state_facts(groups) + average_facts(emas_of(extra))
     require_same(facts, state.group)
-    if not wait:
-        saves = background_saves(state)
-        with all_or_none(state.group, "to save"):
-            entries = entries.on_cpu()
-        return saves.start(Path(path), entries, max_to_keep)
-    done: Future[Path] = Future()
-    done.set_result(write_checkpoint(Path(path), entries, max_to_keep, state.group))
-    return done
+    return (_write_now if wait else _write_in_thread)(Path(path), entries, max_to_keep, state)
 
 
-def entries_of(contents: Contents, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]) -> Entries:
+def entries_of(
+    contents: Contents, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Named]], extra: Mapping[str, Any]
+) -> Entries:
     """What this rank writes.
 
     Raises:
         TypeError: an extra is a model.
         ValueError: an extra or an optimizer's state cannot be saved.
     """
-    values = model_values(contents) | extra_values(contents, extra) | optimizer_values(contents, optimizers)
-    aliases = {(MODEL, alias): (MODEL, name) for alias, name in contents.aliases.items()}
-    return Entries(values, aliases | average_aliases(contents, emas_of(extra)))
+    of_model, of_extras = model_entries(contents), extra_entries(contents, extra)
+    return of_model | of_extras | optimizer_entries(contents, optimizers, groups)
 
 
-def _require_ready(state: State, max_to_keep: int | None) -> None:
+def _write_now(path: Path, entries: Entries, max_to_keep: int | None, state: State) -> Future[Path]:
+    """Write the entries; a collective."""
+    done: Future[Path] = Future()
+    done.set_result(write_checkpoint(path, entries, max_to_keep, state.group))
+    return done
+
+
+def _write_in_thread(path: Path, entries: Entries, max_to_keep: int | None, state: State) -> Future[Path]:
+    """Write copies of the entries in a thread; a collective."""
+    saves = background_saves(state)
+    with all_or_none(state.group, "to save"):
+        copies = entries.on_cpu()
+    return saves.start(path, copies, max_to_keep)
+
+
+def _require_ready(state: State, max_to_keep: int | None, extra: Mapping[str, Any]) -> None:
     raise_error_of_last(state)  # it may have failed on one rank alone
     if max_to_keep is not None and (not is_count(max_to_keep) or max_to_keep == 0):
         raise ValueError(f"max_to_keep is {max_to_keep!r}; pass how many to keep, 1 or more, or None for all")
     require_at_rest(state, "save")
+    require_own(emas_of(extra), state)

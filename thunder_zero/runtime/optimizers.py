@@ -1,4 +1,4 @@
-"""Tells an optimizer's states by rows from whole ones, and loads its state dict exactly."""
+"""Optimizers that step whole parameters, and what all optimizers share: their parameters, exact loads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as of_torch
-
-from thunder_zero.plan import Param, Plan
 
 PARAMETERS = ("params", "param_names")  # entries of a group that are no options
 SIMPLE = (bool, int, float, str, type(None))  # kinds of states that are no tensors
@@ -67,48 +65,6 @@ def exact(loaded: Any, saved: Any) -> Any:
 def class_name(optimizer: Optimizer) -> str:
     """The class of an optimizer, or of that which steps whole parameters for it: their states are alike."""
     return optimizer.kind if isinstance(optimizer, StepsWhole) else type(optimizer).__name__
-
-
-def state_is_rows(key: str, value: Any, param: Param, plan: Plan) -> bool:
-    """Whether an optimizer's state of a parameter is this rank's rows; otherwise this rank has all of the state: one
-    number, or any state of a replicated parameter.
-
-    Raises:
-        ValueError: a state of a sharded parameter that is neither rows nor one number, and so cannot be gathered.
-    """
-    if not param.sharded or isinstance(value, SIMPLE):
-        return False
-    if isinstance(value, Tensor):
-        if tuple(value.shape) == plan.shard_shape(param):
-            return True
-        if value.numel() == 1:
-            return False
-    raise ValueError(
-        f"cannot gather the optimizer's {key!r} of parameter {param.path!r}: it {_seen(value)}, and is neither one "
-        f"number nor of the shard's shape {plan.shard_shape(param)}; save optimizer.state_dict() on each rank instead"
-    )
-
-
-def state_is_full(key: str, value: Any, param: Param) -> bool:
-    """Whether a parameter's state in a full state dict has the parameter's shape, and so can be cut into rows;
-    otherwise all ranks take all of the state: one number, or any state of a replicated parameter.
-
-    Raises:
-        ValueError: any other state of a sharded parameter, which cannot be cut into rows.
-    """
-    if isinstance(value, Tensor) and value.ndim > 0 and tuple(value.shape) == param.shape:
-        return True
-    if not param.sharded or isinstance(value, SIMPLE) or (isinstance(value, Tensor) and value.numel() == 1):
-        return False
-    raise ValueError(
-        f"cannot cut the optimizer's {key!r} of parameter {param.path!r} into rows: it {_seen(value)} in the state "
-        f"dict, and is neither one number nor of the parameter's shape {param.shape}; load it into an optimizer made "
-        f"by tz.whole, or where the parameter is replicated (stage 0)"
-    )
-
-
-def _seen(value: Any) -> str:
-    return f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

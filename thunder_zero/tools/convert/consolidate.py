@@ -76,9 +76,8 @@ def consolidate(
 ) -> tuple[Path, ...]:
     """Make one file of whole tensors (or a few) from a checkpoint.
 
-    Needs no process group and no model; memory for one tensor, or for all of them if it writes a torch file. The files
-    get their names once all are complete; then an earlier call's other files of this name are deleted. A warning names
-    what is left out: ranks' own values, extra states in safetensors.
+    Needs no process group and no model; memory for one tensor, for a torch file for all. The files get their names once
+    all are complete; then an earlier call's others of this name are deleted. A warning names what is left out.
 
     >>> tz.tools.consolidate("runs/latest", "model.safetensors", dtype="bfloat16")
 
