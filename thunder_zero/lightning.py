@@ -68,7 +68,7 @@ class ZeroStrategy(DDPStrategy):
     collectives. An optimizer may be built before ``setup`` or after it; once Fabric has set it up, it steps this rank's
     rows. ``Fabric.save`` writes one file with full tensors of the model and the optimizers, which any number of ranks
     loads, and plain torch, too. All ranks must call ``save`` and ``clip_gradients``. The wrapper's own ``state_dict``
-    is the plain module's, whose parameters are all NaN.
+    is the plain module's, of DTensors.
 
     Args:
         policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.

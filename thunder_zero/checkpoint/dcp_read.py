@@ -1,4 +1,4 @@
-"""Reads files of ``torch.distributed.checkpoint`` (DCP), ours or another tool's, as DCP's planner cuts them.
+"""Reads files of ``torch.distributed.checkpoint`` (DCP), ours or another tool's.
 
 Needs no process group, and unpickles nothing that could run code.
 """

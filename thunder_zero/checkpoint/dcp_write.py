@@ -1,4 +1,4 @@
-"""Writes a checkpoint's files as ``torch.distributed.checkpoint`` (DCP) does, each with its SHA-256.
+"""Writes files of ``torch.distributed.checkpoint`` (DCP), each with its SHA-256.
 
 DCP's planner cuts DTensors and its writer writes; any reader of its format reads them. ``dcp.save`` is not called: who
 writes what follows from the model, so this needs no process group, and one message from each rank is enough.

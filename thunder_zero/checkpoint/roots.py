@@ -1,4 +1,4 @@
-"""Finds the model and the optimizer in a checkpoint, whose tool may have put them under other names than ours."""
+"""Finds the model and the optimizer in a checkpoint, which tools put under various names."""
 
 from __future__ import annotations
 

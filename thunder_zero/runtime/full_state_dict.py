@@ -1,4 +1,4 @@
-"""Full state dicts of sharded models and their optimizers, and back: where torch's own functions do not reach.
+"""Full state dicts of models and optimizers, and back, where torch's functions do not reach.
 
 ``tz.full_state_dict``; ``to_parts`` and ``to_full`` serve Thunder's hooks, the functions on optimizers serve Fabric.
 """

@@ -1,4 +1,4 @@
-"""Optimizers that step whole parameters, and what all optimizers share: their parameters, exact loads."""
+"""What all optimizers share: their parameters, exact loads; and what steps whole ones."""
 
 from __future__ import annotations
 

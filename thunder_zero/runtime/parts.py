@@ -1,4 +1,4 @@
-"""This rank's part of tensors that are laid out as a parameter is: DTensors on the parameter's device."""
+"""This rank's part of tensors that are laid out as a parameter is."""
 
 from __future__ import annotations
 
