@@ -55,8 +55,9 @@ def train(ranks: Sequence[Simulated], module: nn.Module, steps: range) -> dict[s
         for rank in ranks:
             for name, param in rank.held.params.items():
                 grad = module.get_parameter(name).grad
-                cut = isinstance(param, DTensor) and grad is not None
-                param.grad = part_of(grad, param.device_mesh) if cut else grad
+                if grad is not None and isinstance(param, DTensor):
+                    grad = part_of(grad, param.device_mesh)
+                param.grad = grad
             rank.optimizer.step()
     put_together(ranks, module)
     return dict(module.state_dict())

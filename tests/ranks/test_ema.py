@@ -208,7 +208,7 @@ def says_when_made(model: Any, ema: tz.EMA) -> None:
 
 def says_inside(model: Any, ema: tz.EMA, optimizer: Any, folder: Path) -> None:
     """What would lose the weights, while averages are in their place."""
-    full = tz.full_state_dict(model)
+    full: dict[str, Any] = tz.full_state_dict(model)
     with ema.applied():
         before = [param.detach().clone() for param in model.parameters()]
         model(INPUTS).square().mean().backward()

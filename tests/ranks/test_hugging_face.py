@@ -35,6 +35,7 @@ from tests.harness.checkpoints import adamw, same, stepped
 from tests.harness.errors import raised
 from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
+from thunder_zero.comm import small_collectives
 from thunder_zero.hugging_face import save_pretrained as writing
 
 import thunder
@@ -148,7 +149,7 @@ def saved_after_training(rank: int, world_size: int, folder: Path) -> Tensor:
     model = jit(llama(), tz.Policy(3, mixed_precision=half))
     stepped(model, adamw(model))
     alive: list[weakref.ref[Tensor]] = []
-    full_tensor, before = writing.full_tensor, dtype_in(model.plain.config.to_dict())
+    full_tensor, before = small_collectives.full_tensor, dtype_in(model.plain.config.to_dict())
 
     def gathered(*args: Any) -> Tensor:
         assert not any(ref() is not None for ref in alive), "when a tensor is gathered, no other one is there"
@@ -361,7 +362,7 @@ def with_adapters(rank: int, world_size: int, folder: Path) -> Tensor:
     given = {"base": llama(), "batches": batches(rank, world_size), "folder": folder}
     found = shown("LoRA by peft", MODULES | given)
     model, optimizer = found["model"], found["optimizer"]
-    with mock.patch.object(writing, "full_tensor", side_effect=writing.full_tensor) as gather:
+    with mock.patch.object(writing, "full_tensor", side_effect=small_collectives.full_tensor) as gather:
         tz.save_pretrained(model, folder / "again")
     shapes = [tuple(plain.get_parameter(name).shape) for name in trained]
     assert sorted(tuple(call.args[0].shape) for call in gather.call_args_list) == sorted(shapes)

@@ -147,7 +147,7 @@ def every_kind(rank: int, world_size: int) -> list[Any]:
     for stage in STAGES:
         model, optimizer = trained(stage, Zoo)
         right = state_of(model, optimizer)
-        full = torchs.get_model_state_dict(model, options=FULL)
+        full: dict[str, Any] = torchs.get_model_state_dict(model, options=FULL)
         results.append([list(full) == list(fresh(Zoo).state_dict()), same(full, tz.full_state_dict(model))])
         for options, to in ((StateDictOptions(), FULL), (FULL, FULL), (FLAT, FLAT), (ON_CPU, FROM_RANK_0)):
             in_model, in_optimizer = torchs.get_state_dict(model, optimizer, options=options)
@@ -280,9 +280,9 @@ def own_things(rank: int, world_size: int) -> list[Any]:
     module = Own()
     model = thunder.jit(module, transforms=[tz.ZeroTransform(stage=3, ignored=("own", "own_frozen"))])
     good = {name: value + 1 for name, value in torchs.get_model_state_dict(model, options=FULL).items()}
-    right = dict(good)
+    right: dict[str, Any] = dict(good)
     torchs.set_model_state_dict(model, good, options=FULL)
-    loaded = torchs.get_model_state_dict(model, options=FULL)
+    loaded: dict[str, Any] = torchs.get_model_state_dict(model, options=FULL)
     extra = loaded.pop("_extra_state") - right.pop("_extra_state")
     results: list[Any] = [(module.seen, extra, same(loaded, right))]
     frozen = torchs.get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))

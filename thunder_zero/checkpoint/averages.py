@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -83,7 +83,8 @@ def read_averages(
     Raises:
         ValueError: it has none under such a name, or of other parameters; or it is damaged.
     """
-    tensors, states = [], []
+    tensors: list[tuple[Tensor, Tensor]] = []
+    states: list[tuple[Any, Callable[[], object]]] = []
     stored = metadata.state_dict_metadata
     for name, ema in emas.items():
         prefix, counts = (f"{key_of((EMAS, name, part))}" for part in (MODEL, COUNTS))

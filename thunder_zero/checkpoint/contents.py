@@ -183,7 +183,7 @@ def named_groups(contents: Contents, optimizer: Optimizer) -> list[list[Named]]:
     Raises:
         ValueError: a parameter that is not the model's.
     """
-    known = {id(tensor): (name, None) for name, tensor in contents.ignored.items()}
+    known: dict[int, tuple[str, int | None]] = {id(tensor): (name, None) for name, tensor in contents.ignored.items()}
     known |= {id(tensor): (name, number) for number, (name, tensor) in enumerate(contents.params.items())}
     found = []
     for group in optimizer.param_groups:
@@ -282,7 +282,7 @@ def _state_values(contents: Contents, named: Named, key: str, value: Any) -> Val
 
 def _require_part(what: str, value: Any, param: Tensor) -> None:
     """Raise unless ranks can put a state together: each has its rows of it, or the same."""
-    if not isinstance(value, Tensor) or not is_cut(param) or value.numel() == 1:
+    if not isinstance(value, Tensor) or not isinstance(param, DTensor) or not is_cut(param) or value.numel() == 1:
         return
     if not isinstance(value, DTensor) or (value.shape, value.placements) != (param.shape, param.placements):
         raise ValueError(

@@ -135,15 +135,12 @@ class ReadPlanner(DefaultLoadPlanner):
     """DCP's planner; reads into new memory on the CPU, and runs no code from the files.
 
     Attributes:
-        values: what was read, by key.
+        values: what is read, by key; has memory for the tensors.
     """
 
-    def __init__(self, metadata: Metadata, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, values: dict[str, Any]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        stored = metadata.state_dict_metadata
-        self.values: dict[str, Any] = {
-            key: torch.empty(local(tensor).shape, dtype=stored[key].properties.dtype) for key, tensor in tensors.items()
-        }
+        self.values = values
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Take a value."""
@@ -183,12 +180,13 @@ def read_entries(
         ValueError: the files are damaged, or do not contain all rows.
     """
     stored = {key: metadata.state_dict_metadata[key] for key in keys}
-    tensors = {
-        key: parts[key] if key in parts else torch.empty(found.size, device="meta")
-        for key, found in stored.items()
-        if isinstance(found, TensorStorageMetadata)
-    }
-    planner = ReadPlanner(metadata, tensors)
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for key, found in stored.items():
+        if isinstance(found, TensorStorageMetadata):
+            tensors[key] = parts[key] if key in parts else torch.empty(found.size, device="meta")
+            values[key] = torch.empty(local(tensors[key]).shape, dtype=found.properties.dtype)
+    planner = ReadPlanner(values)
     plan = create_default_local_load_plan({**stored, **tensors}, metadata)
     counts = Counter[str]()
     for read in plan.items:

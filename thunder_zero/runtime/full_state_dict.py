@@ -40,7 +40,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         TypeError: not a model with ZeroTransform.
     """
-    found = get_model_state_dict(sharded_model(model), options=StateDictOptions(full_state_dict=True))
+    found: dict[str, Any] = get_model_state_dict(sharded_model(model), options=StateDictOptions(full_state_dict=True))
     own = {_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return {name: value.clone() if _memory_of(value) in own else value for name, value in found.items()}
 

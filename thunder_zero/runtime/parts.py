@@ -15,7 +15,7 @@ def part_of(full: Tensor, param: Tensor) -> Tensor:
     if it is a DTensor itself. Only the part is on the parameter's device; not a collective."""
     if not isinstance(param, DTensor) or isinstance(full, DTensor):
         return full
-    (chunk,) = param.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    (chunk,) = param.__create_chunk_list__()
     rows = full.detach()
     for dimension, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
         rows = rows.narrow(dimension, offset, size)
