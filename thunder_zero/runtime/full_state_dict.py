@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -122,13 +122,12 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
     if len(indices) != len(params):
         return state_dict  # torch refuses it right after this hook
     states = dict(state_dict["state"])
+    alike = _alike((states.get(index, {}), param) for index, param in zip(indices, params, strict=True))
     for index, owner, param in zip(indices, owners_of(params), params, strict=True):
         if owner is None or index not in states:
             continue
         if not isinstance(optimizer, StepsWhole):
-            states[index] = {
-                name: _state_part(owner[1].path, name, value, param) for name, value in states[index].items()
-            }
+            states[index] = _parts(owner[1].path, states[index], param, alike)
         elif optimizer.owner_of(param) != owner[0].plan.rank:
             del states[index]
     return {**state_dict, "state": states}
@@ -138,15 +137,14 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
 def step_shards(optimizer: Optimizer) -> None:
     """Replace the plain module's parameters, as they were or as placeholders, in an optimizer by shards, and their
     states by parts."""
+    alike = _alike((values, before) for before, values in optimizer.state.items() if isinstance(before, Tensor))
     for group in optimizer.param_groups:
         old = group["params"]
         new = [shard_instead_of(param) for param in old]
         group["params"] = [param if shard is None else shard for param, shard in zip(old, new, strict=True)]
         for before, owner, shard in zip(old, owners_of(group["params"]), new, strict=True):
             if owner is not None and shard is not None and before in optimizer.state:
-                values = optimizer.state.pop(before).items()
-                path = owner[1].path
-                optimizer.state[shard] = {name: _state_part(path, name, value, shard) for name, value in values}
+                optimizer.state[shard] = _parts(owner[1].path, optimizer.state.pop(before), shard, alike)
 
 
 def _memory_of(value: Any) -> int | None:
@@ -154,19 +152,28 @@ def _memory_of(value: Any) -> int | None:
     return local(value).untyped_storage().data_ptr() if isinstance(value, Tensor) else None
 
 
-def _state_part(path: str, name: str, value: Any, param: Tensor) -> Any:
-    """A parameter's state, laid out as the parameter is if it has its shape."""
-    if not isinstance(value, Tensor) or not isinstance(param, DTensor) or isinstance(value, DTensor):
-        return value
-    if value.ndim and value.shape == param.shape:
-        return part_of(value, param)
-    if value.numel() == 1:
-        return value
-    raise ValueError(
-        f"cannot cut the optimizer's {name!r} of parameter {path!r} into rows: it has shape {tuple(value.shape)} in "
-        f"the state dict, and is neither one number nor of the parameter's shape {tuple(param.shape)}; load it into an "
-        f"optimizer made by tz.whole, or where the parameter is replicated (stage 0)"
-    )
+def _alike(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> set[str]:
+    """The names of states that have their parameter's shape: a number may be a step, or the average of a number."""
+    pairs = [(name, value, param) for values, param in states for name, value in values.items() if param.ndim]
+    return {name for name, value, param in pairs if isinstance(value, Tensor) and value.shape == param.shape}
+
+
+def _parts(path: str, values: Mapping[str, Any], param: Tensor, alike: Container[str]) -> dict[str, Any]:
+    """A parameter's states, those of ``alike`` names laid out as the parameter is."""
+    parts = dict(values)
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or not isinstance(param, DTensor):
+            continue
+        if value.shape == param.shape and name in alike:
+            parts[name] = part_of(value, param)
+        elif value.numel() != 1:
+            raise ValueError(
+                f"cannot cut the optimizer's {name!r} of parameter {path!r} into rows: it has shape "
+                f"{tuple(value.shape)} in the state dict, and is neither one number nor of the parameter's shape "
+                f"{tuple(param.shape)}; load it into an optimizer made by tz.whole, or where the parameter is "
+                f"replicated (stage 0)"
+            )
+    return parts
 
 
 def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
