@@ -181,13 +181,16 @@ def _to_write(
     return TensorToWrite(name, tuple(like.shape), dtype_to_write(like.dtype, dtype), key, aliases)
 
 
-@torch.no_grad()
 def _values(state: State, state_dict: Mapping[str, Any], names: Sequence[str]) -> Iterator[Tensor]:
-    """The values of these names in full, one at a time, on the CPU: rank 0 writes them. A collective."""
+    """The values of these names in full, one at a time, on rank 0's CPU: it holds none. A collective."""
     for name in names:
-        value = state_dict[name].detach()
-        full = full_tensor(value, state.group) if isinstance(value, DTensor) else value
-        yield full.cpu() if state.group.rank() == 0 else full.new_empty(0)
+        yield _full(state, state_dict[name].detach())
+
+
+@torch.no_grad()
+def _full(state: State, value: Tensor) -> Tensor:
+    full = full_tensor(value, state.group) if isinstance(value, DTensor) else value
+    return full.cpu() if state.group.rank() == 0 else full.new_empty(0)
 
 
 @torch.no_grad()
