@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
@@ -45,7 +45,7 @@ class Contents:
         params: the parameters by name, a tied one under its first: DTensors, or full tensors (stage 0).
         aliases: the other names of tied parameters, with their first.
         ignored: parameters that the policy ignores, so that each rank has its own, by name.
-        paths: of all of these in the plain module, by name; torch's wrappers take their own names out of state dicts.
+        paths: in the plain module, by name; torch's wrappers take their own names out of state dicts.
         buffers: the buffers of the state dict, by name; rank 0's are saved.
         states: the modules' extra states (``get_extra_state``), by name; rank 0's are saved.
         rank: this rank's number among all ranks.
@@ -98,22 +98,22 @@ class Named:
 
 
 def contents_of(model: ShardedModel) -> Contents:
-    """List what this rank has of a model."""
+    """List what this rank has of a model; of parameters the shards, also inside of ``full_parameters``."""
     state, plain = model.state, model.plain
-    planned, buffers = {id(shard) for shard in state.shards.values()}, {id(buffer) for buffer in plain.buffers()}
-    paths = {id(param): path for path, param in plain.named_parameters()}
-    first = dict[int, str]()
+    of_tensor = {id(tensor): path for path, tensor in chain(plain.named_parameters(), plain.named_buffers())}
     found = plain.state_dict(keep_vars=True)
-    for name, value in found.items():
-        if id(value) in planned:
-            first.setdefault(id(value), name)
-    ranks, params = state.ranks, {name: value for name, value in found.items() if id(value) in paths}
+    paths = {name: of_tensor[id(value)] for name, value in found.items() if id(value) in of_tensor}
+    planned = {name: state.plan.by_name[path].path for name, path in paths.items() if path in state.plan.by_name}
+    first = dict[str, str]()
+    for name, path in planned.items():
+        first.setdefault(path, name)
+    others, ranks = {name: found[name] for name in paths if name not in planned}, state.ranks
     return Contents(
-        params={name: found[name] for name in first.values()},
-        aliases={name: of for name, value in params.items() if (of := first.get(id(value), name)) != name},
-        ignored={name: value for name, value in params.items() if id(value) not in first},
-        paths={name: paths[id(value)] for name, value in params.items()},
-        buffers={name: value for name, value in found.items() if id(value) in buffers},
+        params={name: state.shards[path] for path, name in first.items()},
+        aliases={name: first[path] for name, path in planned.items() if first[path] != name},
+        ignored={name: value for name, value in others.items() if isinstance(value, nn.Parameter)},
+        paths=paths,
+        buffers={name: value for name, value in others.items() if not isinstance(value, nn.Parameter)},
         states={name: value for name, value in found.items() if name.rpartition(".")[2] == EXTRA_STATE},
         rank=ranks.everyone.rank(),
         ranks=ranks.everyone.size(),
