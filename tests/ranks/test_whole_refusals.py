@@ -62,6 +62,25 @@ class CountsWhereItSteps(Changes):
             param -= 0.1 / group["steps"] * param.grad
 
 
+class CountsNines(Changes):
+    """Counts steps with a gradient that the probe does not give."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, steps=0)
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        group["steps"] += any(bool((param.grad == 9).all()) for param in params)
+        super().change(group, params)
+
+
+class Single(Changes):
+    """Steps no float64, which stand-ins are."""
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        assert all(param.dtype == torch.float32 for param in params), "single precision alone"
+        super().change(group, params)
+
+
 class NeedsParameters(Changes):
     """Fails on groups without parameters."""
 
@@ -104,6 +123,7 @@ def refused_makers(model: Any, params: list[Any]) -> None:
         (CountsWhereItSteps, params, "changes 'steps' of a group only where it has parameters of the group"),
         (CoupledIfAsked, [{"params": params, "norm": 1.0}], "CoupledIfAsked couples parameters (beside other stand-"),
         (optim.Muon, params, "Muon only supports 2D parameters"),
+        (Single, params, "cannot be tried on stand-ins (AssertionError: single precision alone), and each rank steps"),
         (OwnGroups, params, "OwnGroups makes 2 groups of the 1 that it was given, so tz.whole cannot tell their param"),
         (NeedsParameters, params, "NeedsParameters cannot step groups without parameters (RuntimeError: stack expects"),
     ):
@@ -169,12 +189,14 @@ def changed_later(rank: int, world_size: int) -> None:
         lambda: counting.add_param_group({"params": params[4:]}),
         "steps of CountsItself change its 'count', which begins anew for parameters that are added after",
     )
-    trusting = sharded(fresh(Mlp), tz.Policy(stage=3, trust_optimizer=True, bucket_bytes=64))
+    trusting = sharded(fresh(Mlp), tz.Policy(stage=2, trust_optimizer=True))
     give(trusting, grads)
-    groups = [{"params": [param for param in trusting.parameters() if param.ndim == ndim]} for ndim in (2, 1)]
+    tz.whole(Single, trusting.parameters()).step()
+    apart = sharded(fresh(Mlp), tz.Policy(stage=3, bucket_bytes=64))
+    give(apart, {**grads, "layers.1.weight": torch.full((7, 7), 9.0)})
     says(
-        tz.whole(CountsWhereItSteps, groups).step,
-        "CountsWhereItSteps changes 'steps' of a group only where it has parameters of the group",
+        tz.whole(CountsNines, apart.parameters()).step,
+        "CountsNines changes 'steps' of a group only where it has parameters of the group",
     )
 
 

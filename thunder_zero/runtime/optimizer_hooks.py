@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from thunder_zero.runtime import padding, registry
-from thunder_zero.runtime.couplings import refuse_coupling
 from thunder_zero.runtime.optimizers import parameters_of
 from thunder_zero.runtime.state import State
 
@@ -32,7 +31,7 @@ def watch(state: State, module: nn.Module) -> None:
     global _hooked
     registry.register(state, module)
     if not _hooked:
-        for hook in (_refuse_replaced, refuse_coupling, _refuse_open, _refuse_averaged, _clear_padding_of_gradients):
+        for hook in (_refuse_replaced, _refuse_open, _refuse_averaged, _clear_padding_of_gradients):
             register_optimizer_step_pre_hook(hook)
         register_optimizer_step_post_hook(_note_step)
         _hooked = True
