@@ -19,7 +19,7 @@ from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.program_transform import ProgramTransform
 from thunder_zero.refusals import PARTS, require_untransformed
-from thunder_zero.runtime import dropped, norms, optimizer_hooks, scalers
+from thunder_zero.runtime import optimizer_hooks, scalers
 from thunder_zero.runtime.backward_guard import refuse_function_transforms
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.initial_values import Sources, Values, initial_values
@@ -95,8 +95,6 @@ class ZeroTransform(ProgramTransform):
         self._state = self._take_over(model, plan, ranks, device, values)
         ignored = [param for name, param in model.named_parameters() if name not in plan.by_name]
         scalers.watch(self._state, ignored)
-        norms.watch()
-        dropped.watch()
         self.used = True
         cast_borders(plain, self.policy.mixed_precision)
         self._adopt(model)

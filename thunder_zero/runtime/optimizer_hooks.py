@@ -1,9 +1,8 @@
 """Hooks around every optimizer step: refuse one on replaced parameters, note the others.
 
 Before a step: refuse one that would be lost or wrong, of parameters that a transform replaced, of shards whose
-gradients are not reduced yet, or by an optimizer whose step on rows is not known to be a step of the whole. After it:
-mark the other ranks' rows of ZeRO-1's buffers as stale, since fused optimizers do not raise a tensor's version. Around
-it: keep padding zero.
+gradients are not reduced yet, or that hold averages. After it: mark the other ranks' rows of ZeRO-1's buffers as stale,
+since fused optimizers do not raise a tensor's version.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from thunder_zero.runtime import padding, registry
+from thunder_zero.runtime import registry
 from thunder_zero.runtime.optimizers import parameters_of
 from thunder_zero.runtime.state import State
 
@@ -31,7 +30,7 @@ def watch(state: State, module: nn.Module) -> None:
     global _hooked
     registry.register(state, module)
     if not _hooked:
-        for hook in (_refuse_replaced, _refuse_open, _refuse_averaged, _clear_padding_of_gradients):
+        for hook in (_refuse_replaced, _refuse_open, _refuse_averaged):
             register_optimizer_step_pre_hook(hook)
         register_optimizer_step_post_hook(_note_step)
         _hooked = True
@@ -65,14 +64,7 @@ def _refuse_averaged(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             state.require_own_values(f"step {type(optimizer).__name__}")
 
 
-def _clear_padding_of_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = {id(param) for param in parameters_of(optimizer)}
-    for state in registry.states():
-        padding.clear_gradients(state, stepped)
-
-
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = {id(param) for param in parameters_of(optimizer)}
     for state in registry.states():
-        padding.clear_parameters_and_states(state, stepped, optimizer)
         state.mark_stale(path for path, shard in state.shards.items() if id(shard) in stepped)
