@@ -2,20 +2,25 @@
 
 Before a step: refuse one that would be lost or wrong, of parameters that a transform replaced, of shards whose
 gradients are not reduced yet, or that hold averages. After it: mark the other ranks' rows of ZeRO-1's buffers as stale,
-since fused optimizers do not raise a tensor's version.
+since fused optimizers do not raise a tensor's version. If torch fails in it for want of whole parameters, name
+``tz.whole``.
 """
 
 from __future__ import annotations
 
+from traceback import walk_tb
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from thunder_zero.compat.failed_steps import on_failed_steps
 from thunder_zero.runtime import registry
-from thunder_zero.runtime.optimizers import parameters_of
+from thunder_zero.runtime.optimizers import StepsWhole, parameters_of
 from thunder_zero.runtime.state import State
+
+MIXED = "mixed torch.Tensor and DTensor"  # in an error of torch
 
 _hooked = False
 
@@ -33,6 +38,7 @@ def watch(state: State, module: nn.Module) -> None:
         for hook in (_refuse_replaced, _refuse_open, _refuse_averaged):
             register_optimizer_step_pre_hook(hook)
         register_optimizer_step_post_hook(_note_step)
+        on_failed_steps(_explain)
         _hooked = True
 
 
@@ -68,3 +74,30 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = {id(param) for param in parameters_of(optimizer)}
     for state in registry.states():
         state.mark_stale(path for path, shard in state.shards.items() if id(shard) in stepped)
+
+
+def _explain(optimizer: Optimizer, error: BaseException) -> None:
+    """Add to an error of torch's DTensors, in a step of our shards, what to do."""
+    if isinstance(optimizer, StepsWhole) or getattr(error, "__notes__", None) or not _is_of_dtensors(error):
+        return
+    kind = type(optimizer).__name__
+    for number, group in enumerate(optimizer.param_groups):
+        owners = registry.owners_of(group["params"])
+        if MIXED in str(error) and any(owners) and not all(owners):
+            error.add_note(
+                f"thunder_zero: group {number} of {kind} has shards, and plain tensors such as parameters that the "
+                f"policy ignores, which torch does not step in one list; put the plain ones into a group of their own"
+            )
+            return
+        if any(owners):
+            error.add_note(
+                f"thunder_zero: torch cannot take this step of {kind} on shards; step whole parameters instead, with "
+                f"tz.whole({kind}, params, ...) in place of {kind}(params, ...), for the same params and options"
+            )
+            return
+
+
+def _is_of_dtensors(error: BaseException) -> bool:
+    """Whether torch's DTensors raised it, or an operator that was given them."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return MIXED in str(error) or frames[-1].f_globals.get("__name__", "").startswith("torch.distributed.tensor.")
