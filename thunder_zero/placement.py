@@ -1,4 +1,4 @@
-"""Puts shards into a jitted module and placeholders into its plain one."""
+"""Puts shards and buffers into a plain module, and lists the places that must stay as they are."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def set_value(model: ThunderModule, other: Other) -> None:
 
 
 def place_parameters(model: ThunderModule, state: State) -> None:
-    """Put the shards into the jitted module, and the placeholders into the plain one."""
+    """Put the shards into the plain module, and where Thunder looks parameters up."""
     for param in state.plan.params:
         for name in param.names:
             model._overrides_parameters[name] = state.shards[param.path]
-            set_tensor(model._model, name, state.placeholders[param.path])
+            set_tensor(model._model, name, state.shards[param.path])
 
 
 def place_buffers(model: ThunderModule, state: State, device: torch.device | None) -> None:
@@ -68,8 +68,8 @@ def place_buffers(model: ThunderModule, state: State, device: torch.device | Non
             model.set_buffer(name, model._model.get_buffer(name))
 
 
-def links(model: ThunderModule, state: State) -> Iterator[Link]:
-    """Every place in both modules that must stay as it is now."""
+def links(model: ThunderModule) -> Iterator[Link]:
+    """Every place in the plain module that must stay as it is now, and those that would hide it."""
     plain: nn.Module = model._model
     for path, module in plain.named_modules():
         prefix = f"{path}." if path else ""
@@ -79,15 +79,8 @@ def links(model: ThunderModule, state: State) -> Iterator[Link]:
             if f"{prefix}{name}" not in model._overrides_buffers:  # None, or one of two names
                 yield Link(module._buffers, name, buffer, f"buffer '{prefix}{name}'")
         for name, param in module._parameters.items():
-            if f"{prefix}{name}" not in state.plan.by_name:
-                yield Link(module._parameters, name, param, f"parameter '{prefix}{name}'")
+            yield Link(module._parameters, name, param, f"parameter '{prefix}{name}'")
     yield from _hiding(model)
-    for param in state.plan.params:
-        for name in param.names:
-            parent, _, attribute = name.rpartition(".")
-            holder = plain.get_submodule(parent)._parameters
-            yield Link(holder, attribute, state.placeholders[param.path], f"parameter {name!r}")
-            yield Link(model._overrides_parameters, name, state.shards[param.path], f"parameter {name!r}")
 
 
 def _hiding(model: ThunderModule) -> Iterator[Link]:
@@ -101,7 +94,7 @@ def _hiding(model: ThunderModule) -> Iterator[Link]:
     )
     for kind, names in kinds:
         for name in names:
-            if name not in vars(model) and name != "training":  # model.train() sets both
+            if name not in vars(model):
                 for holder in (model._modules, model._parameters, model._buffers, vars(model)):
                     yield Link(holder, name, None, f"{kind} {name!r}")
 

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from thunder_zero.compat.untraceable import UNTRACEABLE, Part
-from thunder_zero.runtime.placeholders import Placeholder
 from thunder_zero.runtime.registry import is_transformed
 
 from thunder import compile_data
@@ -134,17 +133,6 @@ def sharded_before(candidate: Candidate) -> str | None:
     )
 
 
-def copied_from_sharded(candidate: Candidate) -> str | None:
-    for path, param in candidate.module.named_parameters():
-        if isinstance(param, Placeholder):
-            return (
-                f"parameter {path!r} has no values: {candidate.name} is a copy of a module that was "
-                f"sharded, and the values are in the shards; build a new module and load "
-                f"thunder_zero.full_state_dict(model) into it"
-            )
-    return None
-
-
 def transform_used_before(candidate: Candidate) -> str | None:
     if not candidate.transform.used:
         return None
@@ -223,7 +211,6 @@ REFUSALS: tuple[Refusal, ...] = (
     graph_without_parameters,
     wrapped_in_ddp,
     sharded_before,
-    copied_from_sharded,
     transform_used_before,
     uninitialised,
     untraceable_part,

@@ -98,7 +98,7 @@ class ZeroTransform(ProgramTransform):
         self.used = True
         cast_borders(plain, self.policy.mixed_precision)
         self._adopt(model)
-        places = links(model, self._state), pairs(model), members(model), hooks_inside(model)
+        places = links(model), pairs(model), members(model), hooks_inside(model)
         self._intact = Intact(self._state, *places)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
@@ -110,7 +110,7 @@ class ZeroTransform(ProgramTransform):
         model._compiled = self.compiled
 
     def _take_over(self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: Values) -> State:
-        """Make the model's state, and put shards and placeholders into its modules."""
+        """Make the model's state, and put shards into its modules."""
         state = State(model._model, plan, ranks, device, values.at_rest)
         optimizer_hooks.watch(state, model._model)
         place_others(model, values.others, plan.by_name, self._given.device)
@@ -130,6 +130,7 @@ class ZeroTransform(ProgramTransform):
                 f"sharded; call the jitted module from a function that is not jitted"
             )
         refuse_function_transforms(type(model._model).__name__)
+        model._places.require_at_rest()
         self._state.require_not_lent()
         self._state.transport.drain()  # ends the collectives of a failed step
         self._intact.require()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from thunder_zero.compat.untraceable import not_returned
 from thunder_zero.compiled import Compiled, Traces
 from thunder_zero.refusals import PARTS, require_traceable
 from thunder_zero.runtime.backward_guard import guard
-from thunder_zero.runtime.placeholders import set_tensor, traced
+from thunder_zero.runtime.placeholders import Places, set_tensor
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.runtime.state import State
 
@@ -35,6 +36,7 @@ class ZeroModule(ShardedModel, ThunderModule):
     _overrides_buffers: dict[str, Tensor]
     _state: State
     _compiled: Compiled
+    _places: Places
 
     @property
     def state(self) -> State:
@@ -43,7 +45,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     @property
     def plain(self) -> nn.Module:
-        """The module that was jitted; its parameters are placeholders."""
+        """The module that was jitted; it has the shards."""
         return self._model
 
     def graphs(self) -> Sequence[list[tuple[Compiled, Any]]]:
@@ -74,8 +76,42 @@ class ZeroModule(ShardedModel, ThunderModule):
             )
         super().load_original_state_dict(state_dict)
 
+    # The tree, the names and the state dict are the plain module's: torch's tools walk them.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The plain module's, which are the shards."""
+        return self._model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The plain module's."""
+        return self._model.named_children()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain module's, of shards and buffers."""
+        return self._model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load shards and buffers as the plain module does."""
+        return self._model.load_state_dict(state_dict, strict, assign)
+
+    @property
+    def training(self) -> bool:
+        """The plain module's, which the traces read."""
+        return self._model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._model.training = mode
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call a function with each module of the plain one."""
+        self._model.apply(fn)
+        return self
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with traced():
+        with self._places.traced():
             try:
                 return self._run(*args, **kwargs)
             finally:
@@ -108,7 +144,7 @@ class ZeroModule(ShardedModel, ThunderModule):
             RuntimeError: naming the first parameter or buffer that would be moved or cast; nothing is.
         """
         ignored = ((name, param) for name, param in self.named_parameters() if name not in self.state.plan.by_name)
-        for name, tensor in chain(self.state.placeholders.items(), ignored, self.named_buffers()):
+        for name, tensor in chain(self.state.rows.items(), ignored, self.named_buffers()):
             if fn(tensor) is not tensor:
                 raise RuntimeError(
                     f"{name!r} cannot be moved or cast after thunder_zero sharded the module: it is {tensor.dtype} on "
@@ -121,12 +157,10 @@ class ZeroModule(ShardedModel, ThunderModule):
         """As ``nn.Module.__call__``; ``torch.compile`` around the model leaves to Thunder what Thunder compiles."""
         return super().__call__(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(
-            f"a sharded {type(self._model).__name__} cannot be copied, as its copy would hold shards that nobody else "
-            f"has; build and shard a second module, then call load_original_state_dict(thunder_zero.full_state_dict("
-            f"model)) on it"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the plain module with its shards, which holds values and computes nothing: what ``AveragedModel``
+        averages, and state dicts load into."""
+        return deepcopy(self._model, memo)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
@@ -141,6 +175,7 @@ def adopt(model: ThunderModule, kind: type[ZeroModule], state: State) -> None:
     """Make a jitted module a ZeroModule, in place, as torch's ``fully_shard`` does with a module's class."""
     model.__class__ = kind
     model._state = state
+    model._places = Places(model._model, state.plan, state.shards, state.placeholders)
 
 
 def entries_of(jitted: ThunderModule, compiled: Compiled) -> list[tuple[Compiled, Any]]:

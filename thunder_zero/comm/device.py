@@ -27,8 +27,8 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
         original = module.get_parameter(param.path)
         if isinstance(original, DTensor):
             raise ValueError(
-                f"parameter {param.path!r} is a DTensor: torch already shards it (fully_shard or tensor parallelism); "
-                f"give a module of plain tensors"
+                f"parameter {param.path!r} is a DTensor: torch (fully_shard, tensor parallelism) or thunder_zero "
+                f"already shards it; give a module of plain tensors"
             )
         if _has_behaviour(original):
             raise ValueError(

@@ -27,12 +27,14 @@ class Ranks:
         across: the ranks that hold the same rows as this one in each copy; None if there is one copy.
         first_copy: the ranks of ``everyone`` that share one of the copies, in the order of their rows. The same on
             every rank, and not always the first ones: a mesh [[0, 2], [1, 3]] gives 0 and 2.
+        mesh: of all ranks, if one was given: its last dimension is ``inside``, in ascending order.
     """
 
     everyone: dist.ProcessGroup
     inside: dist.ProcessGroup
     across: dist.ProcessGroup | None
     first_copy: tuple[int, ...]
+    mesh: DeviceMesh | None = None
 
     @property
     def replicas(self) -> int:
@@ -76,7 +78,17 @@ def ranks_of(group: object, mesh: object) -> Ranks:
     everyone = _all_of(mesh)
     first_copy = tuple(dist.get_group_rank(everyone, rank) for rank in sorted(copies[0]))
     across = mesh.get_group(0) if len(copies) > 1 else None
-    return Ranks(everyone, mesh.get_group(mesh.ndim - 1), across, first_copy)
+    return Ranks(everyone, mesh.get_group(mesh.ndim - 1), across, first_copy, _with_sorted_rows(mesh))
+
+
+def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh, or one of the same groups in the order in which they number their ranks."""
+    rows = mesh.mesh.sort(dim=-1).values
+    if rows.equal(mesh.mesh):
+        return mesh
+    groups = mesh.get_all_groups()
+    group = groups[0] if len(groups) == 1 else groups
+    return DeviceMesh.from_group(group, mesh.device_type, rows, mesh_dim_names=mesh.mesh_dim_names)
 
 
 def _require_matching_rows(copies: list[list[int]]) -> None:

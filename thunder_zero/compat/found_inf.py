@@ -1,4 +1,4 @@
-"""needed while: torch shares what a gradient scaler finds by the placements of the first gradient alone.
+"""needed while: torch shares what a scaler finds by the first gradient alone, sharded or not.
 
 A scaler skips a step, and lowers its scale, if gradients have NaN or Inf. ``torch.amp.GradScaler``, and all that is
 built on it, look at the gradients of a device and dtype with one operator, for which DTensor has a handler. Where the

@@ -15,8 +15,10 @@ from torch.autograd.graph import Node
 
 from thunder_zero.compat.torch_internals import accumulates, is_inside_function_transform
 from thunder_zero.runtime.accumulation import Accumulation
+from thunder_zero.runtime.dtensors import Rows
 
 LEAF = "torch::autograd::AccumulateGrad"  # the node that adds to the .grad of a parameter or input
+ROWS = Rows._backward_cls
 
 
 def guard(output: Any, ours: tuple[type, ...], model: str, accumulation: Accumulation) -> None:
@@ -86,5 +88,8 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def _leaves_of(node: Node) -> tuple[Node, ...]:
-    """The leaves that the compiled forward was given: parameters, and inputs that require grad."""
-    return tuple(leaf for leaf, _ in node.next_functions if leaf is not None and leaf.name() == LEAF)
+    """The leaves that the compiled forward was given: parameters, behind their rows, and inputs that require grad."""
+    given = [found for found, _ in node.next_functions if found is not None]
+    rows = (found for found in given if isinstance(found, ROWS))
+    behind = (leaf for found in rows for leaf, _ in found.next_functions if leaf is not None)
+    return tuple(leaf for leaf in dict.fromkeys((*given, *behind)) if leaf.name() == LEAF)

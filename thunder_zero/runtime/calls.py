@@ -10,6 +10,7 @@ from torch import Tensor
 from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.places import doing
 from thunder_zero.plan import Param
+from thunder_zero.runtime.dtensors import connected_rows
 from thunder_zero.runtime.profile_labels import launching
 from thunder_zero.runtime.share import Share
 from thunder_zero.schedule.program_name import ProgramName
@@ -93,14 +94,22 @@ class Calls:
         grad = sum_and_cast(grad, param)
         return grad if deferred is None else deferred.add_(grad)
 
-    def apart(self, shard: Tensor) -> Tensor:
-        """The shard for a program that defers gradients: a stand-in, if the shard has hooks on its gradient.
+    def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
+        """The rows that a program reads, connected to the shards that train.
 
-        Backward returns no gradient for the shard, which autograd hands on to its hooks: they would run in every
-        deferred backward, without a gradient. They run when the gradient is reduced, as FSDP2's do.
+        Under ``no_sync`` those of a shard with hooks on its gradient are not: backward returns no gradient, which
+        autograd hands on to hooks. They run when the gradient is reduced, as FSDP2's do.
         """
-        hooks = shard._backward_hooks, shard._post_accumulate_grad_hooks
-        return shard.detach().requires_grad_() if any(hooks) else shard
+        found = {path: self._state.rows[path] for path in paths}
+        if not torch.is_grad_enabled():
+            return tuple(found[path] for path in paths)
+        trained = {path: shard for path, shard in zip(paths, shards, strict=True) if shard.requires_grad}
+        if not self.synced:
+            for path in [path for path, shard in trained.items() if _has_hooks(shard)]:
+                del trained[path]
+                found[path] = found[path].detach().requires_grad_()
+        found |= connected_rows(self._state, trained)
+        return tuple(found[path] for path in paths)  # a tied parameter may be there twice
 
     def defer(self, grad: Tensor, path: str) -> None:
         """Keep a full gradient until the next reduction of its parameter."""
@@ -132,7 +141,7 @@ class Calls:
         if means and self._plan.policy.check_gradients:
             self.check_finite(list(means.values()), list(means))
         for path, mean in means.items():
-            accumulate(self._state.shards[path], mean)
+            accumulate(self._state.shards[path], self._state.gradient(mean, path))
 
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Policy ``check_gradients``: stop on all ranks if a gradient on any of them is NaN or Inf.
@@ -169,6 +178,10 @@ class Calls:
         if program not in self._agreed and not is_silent:
             self._agreed.add(program)
             self._state.require_same_schedule(str(program), lines)
+
+
+def _has_hooks(shard: Tensor) -> bool:
+    return bool(shard._backward_hooks or shard._post_accumulate_grad_hooks)
 
 
 def accumulate(shard: Tensor, grad: Tensor) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from thunder_zero.comm.small_collectives import all_gather_tensor
-from thunder_zero.rows import real_rows
+from thunder_zero.runtime.dtensors import local
 from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State
 
@@ -18,10 +18,13 @@ READY, NO_GRADIENT, OPEN = range(3)  # a rank's status, which travels with its n
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip the global norm of a sharded model's gradients, as ``torch.nn.utils.clip_grad_norm_`` does on one process.
+    """Clip the global norm of a sharded model's gradients, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    That works, too, and returns a DTensor; this returns a plain tensor, knows of ``no_sync``, and leaves out parameters
+    that the policy ignores, which are no DTensors.
 
     A collective: all ranks must call it, after the backward that reduces; each sends one small message. A tied
-    parameter counts once; padding does not count.
+    parameter counts once.
 
     >>> norm = tz.clip_grad_norm_(model, max_norm=1.0)
 
@@ -73,19 +76,18 @@ def clip(state: State, max_norm: float, norm_type: float, error_if_nonfinite: bo
             f"the norm of the gradients is {norm.item()}; lower the learning rate, scale the loss, or pass "
             f"error_if_nonfinite=False to go on"
         )
-    clip_grads_with_norm_(_without_padding(state), max_norm, norm)
+    clip_grads_with_norm_(_local_parts(state), max_norm, norm)
     return norm
 
 
-def _without_padding(state: State) -> list[Tensor]:
-    """This rank's rows with their gradients, as views: 0 times a norm that is not finite would put NaN into padding."""
+def _local_parts(state: State) -> list[Tensor]:
+    """This rank's part of each shard that has a gradient, with its part of that."""
     found = []
-    for param in state.plan.params:
-        shard = state.shards[param.path]
+    for shard in state.shards.values():
         if shard.grad is not None:
-            rows = real_rows(shard.detach(), param, state.plan)
-            rows.grad = real_rows(shard.grad, param, state.plan)
-            found.append(rows)
+            part = local(shard).detach()
+            part.grad = local(shard.grad)
+            found.append(part)
     return found
 
 
@@ -94,7 +96,7 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     collective.
 
     Each row of a sharded parameter counts on the rank that has it, in one copy of the model; a replicated parameter
-    counts once. Padding does not count, whatever the user has written into it.
+    counts once. torch's own function hangs for an infinite ``norm_type`` where a rank has no rows.
     """
     grads: dict[bool, list[Tensor]] = {True: [], False: []}  # sharded, replicated
     has_gradient = False
@@ -102,7 +104,7 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
         grad = state.shards[param.path].grad
         if grad is not None:
             has_gradient = True
-            rows = real_rows(grad, param, state.plan)
+            rows = local(grad)
             if rows.numel() or not param.sharded:  # the largest value of no rows is not defined
                 grads[param.sharded].append(rows)
     norms = [get_total_norm(grads[sharded], norm_type) for sharded in (True, False)]

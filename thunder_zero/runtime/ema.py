@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.places import doing
 from thunder_zero.policy import is_count
+from thunder_zero.runtime.dtensors import local
 from thunder_zero.runtime.sharded_model import sharded_model
-
-OF_AVERAGED_MODEL = frozenset(dir(AveragedModel)) | {"module", "n_averaged"}
 
 
 class Counts:
@@ -43,7 +40,7 @@ class EMA:
     ``get_ema_multi_avg_fn(decay)`` on one process.
 
     The first update copies the parameters; each later one makes an average ``decay * average + (1 - decay) *
-    parameter``. Each rank averages what it has, its rows, or full parameters where they are replicated (stage 0), and
+    parameter``. Averages are laid out as parameters are, as DTensors from stage 1 on; each rank averages its part, and
     nothing is sent.
 
     >>> ema = tz.EMA(model, decay=0.999)
@@ -66,6 +63,7 @@ class EMA:
         every: average in every so many calls of ``update``, 1 or more.
 
     Attributes:
+        averages: by the names of the parameters.
         counts: how often it was updated.
         state: the model's.
 
@@ -81,8 +79,8 @@ class EMA:
         self.counts, self.state = Counts(), sharded.state
         self.state.require_own_values("make an EMA")
         self._params = {name: param for name, param in sharded.named_parameters() if param.is_floating_point()}
-        self._averages = {name: _copy(param) for name, param in self._params.items() if param.requires_grad}
-        if not self._averages:
+        self.averages = {name: _copy(param) for name, param in self._params.items() if param.requires_grad}
+        if not self.averages:
             raise ValueError(
                 f"no parameter of {self.state.name} requires gradients; make an EMA of a model that trains"
             )
@@ -115,30 +113,6 @@ class EMA:
             raise ValueError(f"every is {every!r}; give a number of updates, 1 or more")
         self._every = every
 
-    def __getattr__(self, name: str) -> Any:
-        """Called for what an EMA does not have.
-
-        Raises:
-            AttributeError: always.
-        """
-        if name not in OF_AVERAGED_MODEL:
-            raise AttributeError(f"EMA has no attribute {name!r}")
-        raise AttributeError(
-            f"EMA has no {name!r}, as torch's AveragedModel has: it averages rows of a model, and is no model; call "
-            f"update() after a step, evaluate in 'with ema.applied():', and save by tz.save(..., extra={{'ema': ema}})"
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Called for copies and pickles.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            f"an EMA of {self.state.name} cannot be copied or pickled, as it belongs to a model, and has this rank's "
-            f"rows; save it with tz.save(..., extra={{'ema': ema}})"
-        )
-
     @torch.no_grad()
     def update(self) -> None:
         """Average the parameters as they are now; call it after each step of the optimizer, on every rank.
@@ -148,7 +122,7 @@ class EMA:
         """
         self.state.require_own_values("update an EMA")
         for name, param in self._params.items():
-            if param.requires_grad and name not in self._averages:
+            if param.requires_grad and name not in self.averages:
                 raise RuntimeError(
                     f"parameter {name!r} of {self.state.name} required no gradients when the EMA was made, and does "
                     f"now, so it has no average; make a new EMA"
@@ -157,8 +131,8 @@ class EMA:
         if self.counts.calls % self.every:
             return
         self.counts.averaged += 1
-        pairs = [(average, self._params[name].detach()) for name, average in self._averages.items()]
-        for average, value in pairs:
+        for name, whole in self.averages.items():
+            average, value = local(whole), local(self._params[name])
             if self.counts.averaged == 1:
                 average.copy_(value)
             else:
@@ -182,7 +156,7 @@ class EMA:
                 self._require_applicable()
             require_same([self.fact("the EMA")], self.state.group)
         kept = self._swap_in()
-        self.state.averaged = frozenset(id(self._params[name]) for name in self._averages)
+        self.state.averaged = frozenset(id(self._params[name]) for name in self.averages)
         try:
             yield
         finally:
@@ -197,7 +171,7 @@ class EMA:
     def average_of(self, param: Tensor) -> Tensor | None:
         """The average of one of the model's tensors, found by identity; None if it has none."""
         found = (name for name, own in self._params.items() if own is param)
-        return next((self._averages[name] for name in found if name in self._averages), None)
+        return next((self.averages[name] for name in found if name in self.averages), None)
 
     def _require_applicable(self) -> None:
         self.state.require_own_values("enter EMA.applied")
@@ -217,7 +191,7 @@ class EMA:
     def _swap_in(self) -> dict[str, Tensor]:
         """Give parameters their averages; returns the values of those of another dtype than their average."""
         kept: dict[str, Tensor] = {}
-        for name, average in self._averages.items():
+        for name, average in self.averages.items():
             param = self._params[name]
             before = param.detach().clone()
             param.copy_(average)  # raises the shard's version, by which ZeRO-1 sees it
@@ -230,7 +204,7 @@ class EMA:
     @torch.no_grad()
     def _swap_out(self, kept: dict[str, Tensor]) -> None:
         """Give parameters and averages back what they had."""
-        for name, average in self._averages.items():
+        for name, average in self.averages.items():
             param = self._params[name]
             if name in kept:
                 param.copy_(kept.pop(name))

@@ -88,16 +88,16 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
 
 @contextmanager
 def _lent(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -> Iterator[None]:
-    """Inside the block the plain module has these parameters, where there are any, instead of placeholders."""
+    """Inside the block the plain module has these parameters, or placeholders, instead of shards."""
     state.lent = True
     try:
         with without_casts(module):
-            for path, value in full.items():
-                _set(module, state.plan.by_name[path], value)
+            for param in state.plan.params:
+                _set(module, param, full.get(param.path, state.placeholders[param.path]))
             yield
     finally:
         for param in state.plan.params:
-            _set(module, param, state.placeholders[param.path])
+            _set(module, param, state.shards[param.path])
         state.lent = False
 
 
@@ -125,9 +125,9 @@ def _value(module: nn.Module, param: Param, before: Tensor) -> Tensor:
 def _write_back(state: State, found: dict[str, Tensor]) -> None:
     """Copy rank 0's values into the shards, one parameter at a time."""
     for param in state.plan.params:
-        shard = state.shards[param.path]
-        value = found.get(param.path)
+        rows, value = state.rows[param.path], found.get(param.path)
         if value is None:
-            value = torch.empty(param.shape, dtype=shard.dtype, device=shard.device)
+            value = torch.empty(param.shape, dtype=rows.dtype, device=rows.device)
         broadcast(value, 0, state.group, state.device)
-        shard.copy_(own_rows(value, param, state.plan))
+        rows.copy_(own_rows(value, param, state.plan))
+        state.mark_stale([param.path])

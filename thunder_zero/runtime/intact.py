@@ -64,7 +64,7 @@ class Made:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    address: int | None  # of its memory, where that is shared with a ZeRO-1 buffer
+    memory: int  # identifies the object that holds its memory
 
 
 class Intact:
@@ -88,7 +88,7 @@ class Intact:
                 tensor.dtype,
                 tensor.device,
                 param.requires_grad,
-                tensor.data_ptr() if param.path in state.resident.shared else None,
+                _memory_of(tensor),
             )
             for param, tensor in ((param, state.shards[param.path]) for param in state.plan.params)
         )
@@ -137,11 +137,17 @@ class Intact:
                     f"requires_grad of parameter {made.path!r} became {tensor.requires_grad}, and thunder_zero "
                     f"planned it as {made.requires_grad}; set it on the module before thunder.jit"
                 )
-            if made.address is not None and tensor.data_ptr() != made.address:
+            if _memory_of(tensor) != made.memory:
                 raise RuntimeError(
-                    f"the memory of parameter {made.path!r} was replaced (.data = ...), which ZeRO-1's full parameter "
-                    f"shares; copy new values into it in place"
+                    f"the memory of parameter {made.path!r} was replaced (.data = ...), and programs read what it had "
+                    f"before; copy new values into it in place"
                 )
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Identifies what holds a tensor's memory. A DTensor has such an object without memory, which ``.data = ...``
+    replaces, though it leaves the local tensor as it is."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _replaced(link: Link, found: object) -> str:

@@ -1,9 +1,9 @@
 """Hooks around every optimizer step: refuse one on replaced parameters, note the others.
 
 Before a step: refuse one that would be lost or wrong, of parameters that a transform replaced, of shards whose
-gradients are not reduced yet, or that hold averages. After it: mark the other ranks' rows of ZeRO-1's buffers as stale,
-since fused optimizers do not raise a tensor's version. If torch fails in it for want of whole parameters, name
-``tz.whole``.
+gradients are not reduced yet, or that hold averages. After it: raise the versions of the rows, by which autograd
+refuses a backward whose forward read them before, and mark other ranks' rows of ZeRO-1's buffers as stale: the step of
+a DTensor does neither. If torch fails in it, name ``tz.whole``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from traceback import walk_tb
 from typing import Any
 
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -73,28 +74,36 @@ def _refuse_averaged(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = {id(param) for param in parameters_of(optimizer)}
     for state in registry.states():
-        state.mark_stale(path for path, shard in state.shards.items() if id(shard) in stepped)
+        paths = [path for path, shard in state.shards.items() if id(shard) in stepped]
+        increment_version([state.rows[path] for path in paths])
+        state.mark_stale(paths)
 
 
 def _explain(optimizer: Optimizer, error: BaseException) -> None:
     """Add to an error of torch's DTensors, in a step of our shards, what to do."""
     if isinstance(optimizer, StepsWhole) or getattr(error, "__notes__", None) or not _is_of_dtensors(error):
         return
+    owners = [registry.owners_of(group["params"]) for group in optimizer.param_groups]
+    if any(map(any, owners)):
+        mixed = next((number for number, of in enumerate(owners) if any(of) and not all(of)), None)
+        error.add_note(f"thunder_zero: {_way_on(optimizer, str(error), mixed)}")
+
+
+def _way_on(optimizer: Optimizer, error: str, mixed: int | None) -> str:
+    """What to do; ``mixed`` is the number of a group with shards and other tensors."""
     kind = type(optimizer).__name__
-    for number, group in enumerate(optimizer.param_groups):
-        owners = registry.owners_of(group["params"])
-        if MIXED in str(error) and any(owners) and not all(owners):
-            error.add_note(
-                f"thunder_zero: group {number} of {kind} has shards, and plain tensors such as parameters that the "
-                f"policy ignores, which torch does not step in one list; put the plain ones into a group of their own"
-            )
-            return
-        if any(owners):
-            error.add_note(
-                f"thunder_zero: torch cannot take this step of {kind} on shards; step whole parameters instead, with "
-                f"tz.whole({kind}, params, ...) in place of {kind}(params, ...), for the same params and options"
-            )
-            return
+    if mixed is not None and MIXED in error:
+        return (
+            f"group {mixed} of {kind} has shards, and plain tensors such as parameters that the policy ignores, which "
+            f"torch does not step in one list; put the plain ones into a group of their own"
+        )
+    for option in ("fused", "foreach"):
+        if f"_{option}_" in error and any(group.get(option) for group in optimizer.param_groups):
+            return f"torch has no rule for the {option} step of {kind} on shards; leave {option}=True out"
+    return (
+        f"torch cannot take this step of {kind} on shards; step whole parameters instead, with tz.whole({kind}, "
+        f"params, ...) in place of {kind}(params, ...), for the same params and options"
+    )
 
 
 def _is_of_dtensors(error: BaseException) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.placed import Placed
 from thunder_zero.plan import Plan
+from thunder_zero.rows import real_rows
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.clock import Clock
+from thunder_zero.runtime.dtensors import as_dtensor, parameter
 from thunder_zero.runtime.held_over import HeldOver
 from thunder_zero.runtime.memory import lay_out
 from thunder_zero.runtime.profile_labels import Labels
@@ -23,8 +26,9 @@ class Share:
     """One rank's share of one model, as if it had no peers: the transport alone knows them.
 
     Args:
-        digests: look for writes to the shards of resident parameters that raise no version.
         at_rest: values by path, in full (ZeRO-1, replicated) or this rank's rows; emptied.
+        specs: how ranks share each parameter, by path; none in stage 0, and where there are no peers.
+        digests: look for writes to the rows of resident parameters that raise no version.
 
     Attributes:
         plan: what each parameter is.
@@ -32,7 +36,8 @@ class Share:
         name: of the model, the same on all ranks, as errors call it: ``"model 0 (Net)"``.
         transport: launches the collectives.
         copies: copies of shards in host memory to the device, which may still run.
-        shards: the optimizer's parameters by path: this rank's rows, or the full parameter.
+        rows: what programs read, by path: this rank's rows with their padding, or the full parameter.
+        shards: the optimizer's parameters by path, in the same memory: DTensors, if there are specs.
         accumulation: gradients whose reduction is deferred.
         resident: ZeRO-1's full parameters.
         held_over: gathered parameters that the next micro-batch reads again.
@@ -49,6 +54,7 @@ class Share:
         transport: Placed,
         copies: HostCopies,
         at_rest: dict[str, Tensor],
+        specs: Mapping[str, DTensorSpec],
         *,
         digests: bool = True,
     ) -> None:
@@ -58,12 +64,20 @@ class Share:
         self.clock = Clock(device)
         self.labels = Labels(plan)
         memory = lay_out(plan, device, at_rest)
-        self.shards = {param.path: nn.Parameter(memory.rows[param.path], param.requires_grad) for param in plan.params}
+        self.rows, self.specs = memory.rows, specs
+        self.shards: dict[str, nn.Parameter] = {}
+        for param in plan.params:
+            rows = real_rows(memory.rows[param.path].detach(), param, plan)
+            self.shards[param.path] = parameter(rows, specs.get(param.path), requires_grad=param.requires_grad)
         versions = Versions(self.shards)
         is_copied = plan.world_size > 1 or len(memory.shared) < len(memory.buffers)
-        digested = {path: self.shards[path] for path in memory.buffers} if digests and is_copied else {}
+        digested = {path: self.rows[path] for path in memory.buffers} if digests and is_copied else {}
         self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
-        self.held_over = HeldOver(self.shards, versions)
+        self.held_over = HeldOver(self.rows, versions)
+
+    def gradient(self, rows: Tensor, path: str) -> Tensor:
+        """The gradient of a shard, from its rows with their padding."""
+        return as_dtensor(real_rows(rows, self.plan.by_name[path], self.plan), self.specs.get(path))
 
     def on_any_rank(self, paths: Sequence[str], here: Container[str], also: Tensor | None = None) -> list[str]:
         """Those of ``paths`` that any rank has in ``here``, or flags in ``also`` (a bool for each path): other ranks

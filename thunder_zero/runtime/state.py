@@ -19,6 +19,7 @@ from thunder_zero.comm.places import Place, doing, what_is_done
 from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
 from thunder_zero.marks import marked
 from thunder_zero.plan import Param, Plan
+from thunder_zero.runtime.dtensors import specs_of
 from thunder_zero.runtime.placeholders import placeholder
 from thunder_zero.runtime.share import Share
 
@@ -52,7 +53,7 @@ class State(Share):
         copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
         name = f"model {next_number(self.group)} ({type(module).__name__})"
         transport = model_transport(plan, ranks, device, copies, name)
-        super().__init__(plan, device, name, transport, copies, at_rest)
+        super().__init__(plan, device, name, transport, copies, at_rest, specs_of(plan, ranks, device))
         plain = {param.path: module.get_parameter(param.path) for param in plan.params}
         for path, original in plain.items():
             marked(self.shards[path], original)
@@ -145,7 +146,7 @@ class State(Share):
             param: the parameter.
             shard: this rank's rows of another tensor of the parameter's shape, of any dtype, to be gathered instead.
         """
-        shard = self.shards[param.path].detach() if shard is None else shard.contiguous()
+        shard = self.rows[param.path] if shard is None else shard.contiguous()
         if not param.sharded:
             return shard.clone()
         exact = replace(param, compute_dtype=shard.dtype)
@@ -156,7 +157,7 @@ class State(Share):
 
     def seconds_alone(self, paths: Sequence[str]) -> float:
         """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""
-        params, shards = [self.plan.by_name[path] for path in paths], [self.shards[path].detach() for path in paths]
+        params, shards = [self.plan.by_name[path] for path in paths], [self.rows[path] for path in paths]
         barrier(self.group)
         self.transport.enter(Place(f"measure_times of {self.name}", repr(paths)))
         start = self.clock.now()

@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
+from thunder_zero.runtime.dtensors import local
 from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State
 from thunder_zero.state_dict.all_or_nothing import write_all_or_none
@@ -83,7 +85,14 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         TypeError: not a model with ZeroTransform.
         RuntimeError: another rank refused.
     """
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    options = StateDictOptions(full_state_dict=True)
+    found = torch_state_dict.get_model_state_dict(sharded_model(model), options=options)
+    at_rest = {_memory_of(local(tensor)) for tensor in (*model.parameters(), *model.buffers())}
+    return {name: value.clone() if _memory_of(value) in at_rest else value for name, value in found.items()}
+
+
+def _memory_of(value: Any) -> int | None:
+    return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else None
 
 
 @is_place("get_optimizer_state_dict")

@@ -8,12 +8,15 @@ comes before the first line that reads each of them::
                                                       y = ltorch.linear(x, t0, t1)
 
 A tied parameter is one parameter: its names share one synchronise, so autodiff sums its gradient, which is reduced
-once. The checks of the prologue get the shapes of the shards.
+once. The prologue checks what the optimizer steps, DTensors of the full shape, and takes their rows::
+
+    (t0, t1) = zero_rows((t_w, t_b), ('w', 'b'))
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from copy import copy
 from math import prod
 from typing import Any
 
@@ -80,50 +83,51 @@ def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: Z
 
 
 def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
-    """Give the prologue's checks the shapes and dtypes of the parameters at rest, and add a check of whether gradients
-    are reduced; where they are not, the computation gets each shard ``apart``. Works in place, as Thunder's own
-    transforms do."""
+    """Give the prologue's checks the dtypes and devices of the parameters at rest, add a check of whether gradients are
+    reduced, and take the rows that the computation gets. Works in place, as Thunder's own transforms do."""
     plan = executor.plan
-    unpacked: dict[str, Param] = {}
+    unpacked: dict[str, tuple[TensorProxy, Param]] = {}
     for bsym in prologue.bound_symbols:
         if bsym.sym is prims.unpack_parameter and bsym.args[1] in plan.by_name:
-            unpacked[bsym.output.name] = param = plan.by_name[bsym.args[1]]
-            _put_at_rest(bsym.output, param, executor)
+            param = plan.by_name[bsym.args[1]]
+            bsym.output = copy(bsym.output)  # the computation has the same proxy, of the rows' shape
+            _put_at_rest(bsym.output, param, param.shape, executor)
+            unpacked[bsym.output.name] = bsym.output, param
         elif bsym.sym is prims.check_tensor_shape_and_metadata and bsym.args[0].name in unpacked:
-            tensor, _, _, _, *rest = bsym.args
-            param = unpacked[tensor.name]
-            bsym.args = (tensor, plan.shard_shape(param), tensor.device.device_str(), param.dtype, *rest)
+            shard, param = unpacked[bsym.args[0].name]
+            bsym.args = (shard, param.shape, shard.device.device_str(), param.dtype, *bsym.args[4:])
     with tracectx(prologue):
         synced = executor.check_synced.bind(executor.program.synced, output=None)
     prologue.bound_symbols.insert(-1, synced)
-    if not executor.program.synced:
-        _set_apart(prologue, [name for name, param in unpacked.items() if param.requires_grad], executor)
+    _return_rows(prologue, unpacked, executor)
 
 
-def _set_apart(prologue: TraceCtx, names: Sequence[str], executor: ZeroExecutor) -> None:
-    """Return ``zero_apart(shard)`` in place of each of these shards that the computation gets."""
+def _return_rows(prologue: TraceCtx, unpacked: Mapping[str, tuple[TensorProxy, Param]], executor: ZeroExecutor) -> None:
+    """Return ``zero_rows(shards)`` in place of the shards that the computation gets: not those that forward does not
+    use."""
     result = prologue.bound_symbols.pop()
-    given = {proxy.name: proxy for proxy in proxies_in(result.args)}
-    swap: dict[Any, Proxy] = {}
-    for name in names:
-        if name not in given:  # a parameter that forward does not use
-            continue
-        with tracectx(prologue):
-            swap[variableify(given[name])] = executor.apart(given[name])
+    taken = [unpacked[proxy.name] for proxy in proxies_in(result.args) if proxy.name in unpacked]
+    if not taken:
+        prologue.bound_symbols.append(result)
+        return
+    with tracectx(prologue):
+        rows = executor.rows(tuple(shard for shard, _ in taken), tuple(param.path for _, param in taken))
+    swap = {variableify(shard): of for (shard, _), of in zip(taken, rows, strict=True)}
     prologue.bound_symbols.append(result.from_bsym_swap_proxies(swap))
 
 
 def put_inputs_at_rest(trace: TraceCtx, executor: ZeroExecutor) -> None:
-    """Give the inputs that are parameters the shapes of the plan's shards."""
+    """Give the inputs that are parameters the shapes of their rows."""
     for proxy in trace.args:
         if path := executor.program.inputs.get(proxy.name):
-            _put_at_rest(proxy, executor.plan.by_name[path], executor)
+            param = executor.plan.by_name[path]
+            _put_at_rest(proxy, param, executor.plan.shard_shape(param), executor)
 
 
-def _put_at_rest(proxy: TensorProxy, param: Param, executor: ZeroExecutor) -> None:
-    """Give an input the shape, dtype and device of the parameter at rest; in place, since its trace shares it."""
+def _put_at_rest(proxy: TensorProxy, param: Param, shape: tuple[int, ...], executor: ZeroExecutor) -> None:
+    """Give an input a shape, and the dtype and device of the parameter at rest; in place, since its trace shares it."""
     dtype = to_dtype(param.dtype)
-    proxy._shape, proxy._dtype = executor.plan.shard_shape(param), dtype
+    proxy._shape, proxy._dtype = shape, dtype
     proxy._numel = prod(proxy._shape)  # Thunder stores it apart
     proxy._device = executor.device_at_rest(param) or proxy.device
     proxy._true_dtype = dtype if param.shape else to_weak_dtype(dtype)  # Thunder treats a 0-dim tensor as a number

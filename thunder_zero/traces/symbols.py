@@ -57,8 +57,8 @@ class Runtime(Protocol):
     def check_synced(self, synced: bool) -> None:
         """Raise if a program that was compiled with this ``synced`` must not run now."""
 
-    def apart(self, shard: Tensor) -> Tensor:
-        """The shard as autograd sees it in a program that defers gradients."""
+    def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
+        """The rows that a program reads, padded, of what the optimizer steps."""
 
     def defer(self, grad: Tensor, path: str) -> None:
         """Hold a full gradient; the next reduction of the parameter adds it."""
@@ -90,7 +90,7 @@ class DryRuntime:
             "model, jit the module with ZeroTransform and call it"
         )
 
-    enter = all_gather = reduce = check_synced = apart = defer = reduce_deferred = check_finite = land = _refuse
+    enter = all_gather = reduce = check_synced = take_rows = defer = reduce_deferred = check_finite = land = _refuse
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """There is no other rank."""
@@ -105,7 +105,7 @@ class ZeroExecutor(OperatorExecutor):
         program: the facts about the program that is being compiled, or was compiled last.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
         check_finite, reduce_deferred, land: symbols of lines before backward's return.
-        check_synced, apart: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
+        check_synced, rows: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
         enter: the symbol of the line before the first launch of each half, in the traces that run.
     """
 
@@ -132,7 +132,7 @@ class ZeroExecutor(OperatorExecutor):
         tags = (prims.OpTags.DONT_DCE,)
         self.enter = register("zero_enter", _no_meta, tags)
         self.check_synced = register("zero_check_synced", _no_meta, tags)
-        self.apart = register("zero_apart", _same_meta)
+        self.rows = register("zero_rows", self._rows_meta)
         self.reduce_deferred = register("zero_reduce_deferred", _no_meta, tags)
         self.check_finite = register("zero_check_finite", _no_meta, tags)
         self.land = register("zero_land", _no_meta, tags)
@@ -174,6 +174,10 @@ class ZeroExecutor(OperatorExecutor):
         param = self.plan.by_name[path]
         dtype = dtypes.to_dtype(param.compute_dtype)
         return TensorProxy(like=shard, shape=param.shape, dtype=dtype, device=self._device_of(shard))
+
+    def _rows_meta(self, shards: Sequence[TensorProxy], paths: Sequence[str]) -> tuple[TensorProxy, ...]:
+        shapes = [self.plan.shard_shape(self.plan.by_name[path]) for path in paths]
+        return tuple(TensorProxy(like=shard, shape=shape) for shard, shape in zip(shards, shapes, strict=True))
 
     def _gather_meta(self, shard: TensorProxy, path: str) -> FutureTensorProxy:
         param = self.plan.by_name[path]
@@ -242,7 +246,7 @@ def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
         "zero_defer_reduction": runtime.defer,
         "zero_enter": runtime.enter,
         "zero_check_synced": runtime.check_synced,
-        "zero_apart": runtime.apart,
+        "zero_rows": runtime.take_rows,
         "zero_reduce_deferred": runtime.reduce_deferred,
         "zero_check_finite": runtime.check_finite,
         "zero_land": runtime.land,
@@ -256,10 +260,6 @@ def _one(launch: Callable[[Sequence[Tensor], Sequence[str]], Any]) -> Callable[[
 
 def _wait_meta(handle: FutureTensorProxy) -> TensorProxy:
     return TensorProxy(shape=handle.shape, device=handle.device, dtype=handle.dtype, requires_grad=False)
-
-
-def _same_meta(shard: TensorProxy) -> TensorProxy:
-    return TensorProxy(like=shard)
 
 
 def _no_meta(*args: Any) -> None:

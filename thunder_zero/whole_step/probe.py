@@ -1,4 +1,4 @@
-"""Tries an ordinary optimizer on stand-ins of parameters: what it couples, what it draws, what its steps change.
+"""Tries an ordinary optimizer on stand-ins: what it couples, what it draws, what its steps change.
 
 Stand-ins step all together and each alone. A difference proves that the optimizer couples parameters, or draws random
 numbers. No difference proves nothing: it may do other things after more steps, or with other gradients.

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_zero.marks import parameter_like
 from thunder_zero.runtime.initial_values.data import CPU
-from thunder_zero.runtime.placeholders import is_all_nan
 
 Place = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, the key and the tensor
 
@@ -75,6 +74,14 @@ class Turn:
         if value is None or value is not lent or value._version != self._versions[tensor]:
             return True
         return lent.is_floating_point() and not is_all_nan(lent)
+
+
+def is_all_nan(tensor: Tensor) -> bool:
+    """Whether every element is NaN."""
+    if not tensor.is_floating_point() or tensor.is_meta or tensor.numel() == 0:
+        return False
+    first = tensor.detach()[(0,) * tensor.ndim]
+    return bool(first.isnan()) and bool(tensor.detach().isnan().all())
 
 
 def own_tensors(owner: nn.Module) -> Iterator[Place]:

@@ -40,7 +40,7 @@ def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | Non
         replay.around = (of_loss, of_optimizer)
         replay.step(loss)
         replay.step_optimizer()
-        digested = [replay.share.shards[param.path] for param in plan.params if param.resident]
+        digested = [replay.share.rows[param.path] for param in plan.params if param.resident]
         if digested and plan.world_size > 1:
             with of_digests:
                 digests_of(digested)

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from thunder_zero.comm.unsent import UNSENT
 from thunder_zero.compiled import Traces
-from thunder_zero.policy import is_count
+from thunder_zero.policy import STAGES, is_count
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, ByKind, Memory, MemoryLine, Storage
 from thunder_zero.tools.forecast.kinds import Holds
@@ -104,8 +104,9 @@ def begun(traces: Traces, backend: str, optimizer: MakeOptimizer | None, watch: 
         watch.leaves(tensor)
     on_device = share.trained_on_device()
     stepping = None
+    foreach = backend == "nccl" and not STAGES[traces.plan.policy.stage].sharded
     if optimizer is not None and on_device:
-        stepping = optimizer_at_rest(optimizer, on_device, watch, on_cuda=backend == "nccl")
+        stepping = optimizer_at_rest(optimizer, on_device, watch, foreach=foreach)
     if accumulating:
         watch.kind = Holds.DEFERRED
         for path in share.accumulate():

@@ -16,9 +16,15 @@ MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 def optimizer_at_rest(
-    make: MakeOptimizer, shards: Mapping[str, nn.Parameter], watch: Watch, *, on_cuda: bool
+    make: MakeOptimizer, shards: Mapping[str, nn.Parameter], watch: Watch, *, foreach: bool
 ) -> torch.optim.Optimizer:
     """An optimizer of these shards, by path, that has made its state in a first step.
+
+    Args:
+        make: makes it.
+        shards: without values.
+        watch: sees what it allocates.
+        foreach: torch chooses foreach for the real shards, as for plain tensors on CUDA; not for DTensors.
 
     Raises:
         TypeError: not a class of optimizers, nor a function that makes one of parameters.
@@ -33,8 +39,8 @@ def optimizer_at_rest(
     try:
         optimizer = _made(make, shards.values())
         for group in optimizer.param_groups:
-            if on_cuda and group.get("foreach", False) is None and not group.get("fused"):
-                group["foreach"] = True  # torch's choice on CUDA; of meta tensors it does not know better
+            if foreach and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True  # of meta tensors torch does not know better
         take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
         _name_state(optimizer, shards, watch)
     except NoForecast:

@@ -42,18 +42,18 @@ class Rehearsal(Share):
             )
             for param in plan.params
         }
-        super().__init__(plan, META, "the model", transport, copies, whole, digests=False)
+        super().__init__(plan, META, "the model", transport, copies, whole, {}, digests=False)
         self.accumulation = Accumulation(synced=synced)
         self.resident.mark_stale(self.shards)
 
     def at_rest(self) -> Iterator[tuple[str, Tensor]]:
         """Paths and tensors of what is there at rest: shards, and ZeRO-1's full parameters."""
-        yield from self.shards.items()
+        yield from self.rows.items()
         yield from ((param.path, self.resident.full(param)) for param in self.plan.params if param.resident)
 
     def on_host(self) -> Iterator[Tensor]:
         """Those of them that rest in host memory instead (``cpu_offload``)."""
-        return (self.shards[param.path] for param in self.plan.params if self.plan.rests_on_host(param))
+        return (self.rows[param.path] for param in self.plan.params if self.plan.rests_on_host(param))
 
     def trained_on_device(self) -> dict[str, nn.Parameter]:
         """The shards whose optimizer state rests on the device, by path."""

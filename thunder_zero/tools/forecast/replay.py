@@ -161,7 +161,9 @@ class Replay:
         self.watch.next_line()
         self.watch.kind = Holds.TEMPORARY
         on_device = self.share.trained_on_device()
-        gradients = {path: gradient for path, gradient in self.gradients.items() if path in on_device}
+        gradients = {
+            path: self.share.gradient(grad, path) for path, grad in self.gradients.items() if path in on_device
+        }
         with self.around[1]:
             take_step(self.optimizer, gradients, on_device)
         self.gradients.clear()
@@ -175,7 +177,7 @@ class Replay:
             if isinstance(proxy, NumberProxy):
                 values[proxy.name] = proxy.value
             elif path := timeline.inputs.get(proxy.name):
-                values[proxy.name] = self.share.shards[path]
+                values[proxy.name] = self.share.rows[path]
             elif isinstance(proxy, TensorProxy):
                 is_buffer = proxy.name in others
                 self.watch.kind = Holds.BUFFER if is_buffer else Holds.INPUT

@@ -1,0 +1,223 @@
+"""What users do to the plain module after it was sharded: right, or refused in the act or before the next forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim.swa_utils import AveragedModel
+
+import thunder_zero as tz
+from tests.harness.errors import refused
+from tests.harness.tiers import slow
+from thunder_zero.runtime.dtensors import local
+
+import thunder
+
+X = torch.arange(12.0).view(3, 4).sin()
+pytestmark = pytest.mark.usefixtures("group")
+
+
+class Net(nn.Module):
+    """Methods beside forward, a scalar parameter, an ignored one, buffers of the module and of a submodule."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.scale, self.ignored = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(4))
+        self.register_buffer("offset", torch.zeros(4))
+        self.bound = 2.0
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.first.forward(x) * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.features(x))
+        self.offset = self.offset + 1
+        return y * self.ignored * self.bound + self.offset
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+class Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def shard(module: nn.Module, stage: int = 3) -> Any:
+    return thunder.jit(module, transforms=[tz.ZeroTransform(stage=stage, ignored=("ignored",))])
+
+
+def initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.constant_(module.weight, 0.25)
+
+
+Attempt = Callable[[Any, Any], Any]  # given the plain module and the sharded one
+
+# What gathers nothing, computed with DTensors and plain tensors.
+MIXES: dict[str, Attempt] = {
+    "a method of the sharded model": lambda plain, model: model.features(X),
+    "a method of the plain module": lambda plain, model: plain.features(X),
+    "generate": lambda plain, model: model.generate(X),
+    "a submodule": lambda plain, model: model.get_submodule("first")(X),
+    "the plain module": lambda plain, model: plain(X),
+    "an operator": lambda plain, model: X @ plain.first.weight,
+    "a list": lambda plain, model: torch.cat([X, plain.first.weight]),
+    ".data.copy_": lambda plain, model: plain.first.weight.data.copy_(torch.ones(4, 4)),
+    "load_state_dict of full tensors": lambda plain, model: model.load_state_dict(Net().state_dict()),
+    "torch.jit.trace": lambda plain, model: torch.jit.trace(plain.first, X),
+}
+
+# What is done by a forward that comes after it.
+WRITES: dict[str, Attempt] = {
+    "apply": lambda plain, model: model.apply(initialise),
+    "apply to the plain module": lambda plain, model: plain.apply(initialise),
+    "fill_": lambda plain, model: plain.first.weight.detach().fill_(0.25),
+    ".data.fill_": lambda plain, model: plain.first.weight.data.fill_(0.25),
+    "foreach": lambda plain, model: torch._foreach_mul_([plain.first.weight.data], 0.25 / 7),
+    "load_state_dict": lambda plain, model: model.load_state_dict(
+        {**model.state_dict(), "first.weight": full_like(plain, 0.25)}
+    ),
+    "the local tensor": lambda plain, model: plain.first.weight.to_local().detach().fill_(0.25),
+}
+
+AFTERWARDS: list[tuple[Attempt, str]] = [
+    (lambda plain, model: setattr(plain, "offset", torch.ones(4)), "buffer 'offset' was replaced"),
+    (
+        lambda plain, model: setattr(plain.norm, "running_mean", torch.ones(4)),
+        "buffer 'norm.running_mean' was replaced",
+    ),
+    (lambda plain, model: setattr(model, "offset", torch.ones(4)), "buffer 'offset' was replaced"),
+    (lambda plain, model: setattr(model, "bound", 3.0), "attribute 'bound' was replaced"),
+    (
+        lambda plain, model: setattr(plain.first, "weight", nn.Parameter(torch.ones(4, 4))),
+        "parameter 'first.weight' was replaced",
+    ),
+    (
+        lambda plain, model: setattr(plain, "ignored", nn.Parameter(torch.zeros(4))),
+        "parameter 'ignored' was replaced",
+    ),
+    (
+        lambda plain, model: setattr(plain.first, "extra", nn.Parameter(torch.ones(4))),
+        "submodule 'first' got the parameter 'extra'",
+    ),
+    (lambda plain, model: setattr(plain, "extra", nn.Tanh()), "the module got the submodule 'extra'"),
+    (lambda plain, model: delattr(plain, "scale"), "parameter 'scale' was replaced"),
+    (lambda plain, model: plain.load_state_dict(Net().state_dict(), assign=True), "was replaced"),
+    (lambda plain, model: plain.first.bfloat16(), "parameter 'first.weight' was moved or cast"),
+    (lambda plain, model: setattr(plain.scale, "data", plain.scale.data * 2), "memory of parameter 'scale'"),
+    (lambda plain, model: setattr(plain.first.weight, "data", full_like(plain, 1)), "memory of parameter 'first.weig"),
+    (lambda plain, model: plain.requires_grad_(False), "requires_grad of parameter 'scale' became False"),
+    (lambda plain, model: parametrizations.weight_norm(plain.first), "parameter 'first.weight' was replaced"),
+    (
+        lambda plain, model: parametrize.register_parametrization(plain.first, "weight", Twice()),
+        "parameter 'first.weight' was replaced",
+    ),
+    (lambda plain, model: prune.identity(plain.first, "weight"), "a hook was registered on submodule 'first'"),
+]
+
+
+def full_like(plain: Any, value: float) -> Tensor:
+    return torch.full_like(plain.first.weight.detach(), value)
+
+
+def whole(model: Any) -> None:
+    """Raise if the model is not as it was planned."""
+    for hook in model._forward_pre_hooks.values():
+        hook(model, (), {})
+
+
+@pytest.mark.parametrize("stage", [3, *slow(1, 2)])
+def test_nothing_is_computed_with_rows(stage: int) -> None:
+    """It raises, and nothing has changed: the model is whole for its next forward."""
+    for attempt in MIXES.values():
+        plain = Net()
+        model = shard(plain, stage)
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            attempt(plain, model)
+        whole(model)
+
+
+@pytest.mark.parametrize("stage", [1, 3, *slow(0, 2)])
+def test_what_is_written_is_what_forward_reads(stage: int) -> None:
+    for name, write in WRITES.items():
+        plain = Net()
+        with torch.no_grad():
+            plain.first.weight.fill_(7)
+        model = shard(plain, stage)
+        model(X)
+        with torch.no_grad():
+            if stage == 0 and name == "the local tensor":
+                continue
+            write(plain, model)
+            assert (local(plain.first.weight) == 0.25).all(), name
+            model(X)
+        full = tz.full_state_dict(model)["first.weight"]
+        assert torch.equal(full, torch.full((4, 4), 0.25)), name
+
+
+def test_what_is_found_before_the_next_forward() -> None:
+    for change, words in AFTERWARDS:
+        plain = Net()
+        model = shard(plain)
+        change(plain, model)
+        with refused(RuntimeError, words):
+            model(X)
+
+
+@pytest.mark.parametrize("convert", ["half", "bfloat16"])
+def test_the_sharded_model_is_not_cast(convert: str) -> None:
+    model = shard(Net())
+    with refused(RuntimeError, "cannot be moved or cast", "call .to() on the module before thunder.jit"):
+        getattr(model, convert)()
+    whole(model)
+
+
+def test_what_may_be_done_with_the_plain_module() -> None:
+    """Looks, copies and conversions that change nothing; both modules have the buffer that forward assigns."""
+    plain = Net()
+    eager = deepcopy(plain)
+    model = shard(plain)
+    weight = plain.first.weight
+    assert isinstance(weight, DTensor)
+    assert isinstance(weight, nn.Parameter)
+    assert weight is model.get_parameter("first.weight")
+    assert (weight.shape, weight.dtype, weight.numel(), weight.is_leaf) == ((4, 4), torch.float32, 16, True)
+    assert [name for name, _ in model.named_children()] == ["first", "norm"]
+    for copy in (deepcopy(plain), deepcopy(model), AveragedModel(model).module):
+        assert type(copy) is Net
+        assert torch.equal(copy.first.weight.full_tensor(), weight.full_tensor())
+        assert copy.first.weight.to_local().data_ptr() != weight.to_local().data_ptr()
+        with refused(ValueError, "is a DTensor", "already shards it"):
+            shard(copy)
+    model.to("cpu").float().train()
+    plain.requires_grad_(True).train()
+    for _ in range(2):
+        found, expected = model(X), eager(X)
+        torch.testing.assert_close(found, expected)
+        found.sum().backward()
+        assert torch.equal(plain.offset, eager.offset)
+        assert plain.offset is model.get_buffer("offset")
+        assert list(model.state_dict()) == list(eager.state_dict())
+    plain.offset = torch.zeros(4)
+    with refused(RuntimeError, "buffer 'offset' was replaced"):
+        model(X)
+
+
+def test_a_forward_inside_of_a_forward() -> None:
+    """The module has placeholders until the outer one ends, and shards afterwards."""
+    model = shard(plain := Net())
+    with refused(RuntimeError, "Net was called inside of its own forward"), model._places.traced():
+        model(X)
+    assert isinstance(plain.first.weight, DTensor)
+    assert model(X).shape == (3, 4)

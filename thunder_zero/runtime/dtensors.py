@@ -1,0 +1,96 @@
+"""Parameters at rest as DTensors: how ranks share them, their rows in a program, their gradients.
+
+::
+
+    rank 0 of 2, weight of 3 x 4, stored as 2 x 4          rank 1
+    DTensor (3, 4), Shard(0)   local (2, 4)  ----.         DTensor (3, 4), Shard(0)   local (1, 4)
+    rows    (2, 4)             the same memory <-'         rows    (2, 4)             the same memory, and padding
+
+The optimizer steps DTensors, whose local tensors end before the padding; programs read the rows, and the padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from thunder_zero.comm.group import Ranks
+from thunder_zero.plan import Param, Plan
+from thunder_zero.policy import STAGES
+
+
+def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTensorSpec]:
+    """How ranks share each parameter, by path: its rows over the last dimension of the mesh, or all of it on every
+    rank. None in stage 0, whose parameters are plain tensors."""
+    if not STAGES[plan.policy.stage].sharded:
+        return {}
+    mesh = ranks.mesh or DeviceMesh.from_group(ranks.inside, device.type)
+    copies = [Replicate()] * (mesh.ndim - 1)
+    placements = {True: (*copies, Shard(0)), False: (*copies, Replicate())}
+    return {param.path: DTensorSpec(mesh, placements[param.sharded], _meta(param)) for param in plan.params}
+
+
+def _meta(param: Param) -> TensorMeta:
+    shape = torch.Size(param.shape)
+    return TensorMeta(shape, torch.empty(shape, device="meta").stride(), param.dtype)
+
+
+def as_dtensor(rows: Tensor, spec: DTensorSpec | None) -> Tensor:
+    """A DTensor of rows without padding; in stage 0 the rows. The constructor, since ``DTensor.from_local`` costs eight
+    times as much, in every step."""
+    return rows if spec is None else DTensor(rows, spec, requires_grad=False)
+
+
+def parameter(rows: Tensor, spec: DTensorSpec | None, *, requires_grad: bool) -> nn.Parameter:
+    """What the optimizer steps: rows without padding, in the same memory. A DTensor's local tensor begins at storage
+    offset 0, since torch neither copies nor saves another one."""
+    if spec is not None and rows.storage_offset():
+        rows = torch.from_dlpack(rows) if rows.numel() else torch.empty_like(rows)
+    return nn.Parameter(as_dtensor(rows, spec), requires_grad)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, as it is stored: not a view with a history; any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def connected_rows(share: Shared, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of these shards, whose gradients go to the shards, by path."""
+    if not shards:
+        return {}
+    rows = Rows.apply(share, tuple(shards), *shards.values())  # type: ignore[no-untyped-call]
+    return dict(zip(shards, rows, strict=True))
+
+
+class Shared(Protocol):
+    """What the gradients of rows need: see :class:`thunder_zero.runtime.share.Share`."""
+
+    @property
+    def rows(self) -> Mapping[str, Tensor]:
+        """What programs read, by path."""
+
+    def gradient(self, rows: Tensor, path: str) -> Tensor:
+        """The gradient of a shard, from its rows."""
+
+
+class Rows(torch.autograd.Function):
+    """The rows of shards, whose gradients become gradients of the shards; one for all parameters of a program."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Shared, paths: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
+        """The rows, padded, by whose gradients backward makes those of the shards."""
+        ctx.set_materialize_grads(False)  # a parameter that nothing reads keeps grad None
+        ctx.share, ctx.paths = share, paths
+        return tuple(share.rows[path].detach() for path in paths)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Gradients of the shards; None of a row whose gradient is deferred, or that has none."""
+        pairs = zip(grads, ctx.paths, strict=True)
+        return None, None, *(None if grad is None else ctx.share.gradient(grad, path) for grad, path in pairs)
