@@ -130,11 +130,11 @@ def refused_makers(model: Any, params: list[Any]) -> None:
         says(partial(tz.whole, kind, given), words)  # type: ignore[arg-type]
 
 
-def refused_parameters(model: Any, params: list[Any], others: list[Any]) -> None:
+def refused_parameters(originals: list[Any], params: list[Any], others: list[Any]) -> None:
     mixed, twice = [params[0], others[0]], [{"params": params[:1]}, {"params": params[:1]}]
     for given, words in (
         ([nn.Parameter(torch.ones(2, 2))], "a parameter (of shape (2, 2)) that is not one of a sharded model's: take"),
-        (model._model.parameters(), "(the plain module's 'layers.0.weight') that is not one of a sharded model's"),
+        (originals, "(the plain module's 'layers.0.weight') that is not one of a sharded model's"),
         (mixed, "(Mlp); make one for each model"),
         (twice, "some parameters appear in more than one parameter group"),
     ):
@@ -159,10 +159,12 @@ def refused_habits(params: list[Any], others: list[Any]) -> None:
 
 
 def refused(rank: int, world_size: int) -> None:
-    model, others = sharded(fresh(Mlp), 3), list(sharded(fresh(Mlp), 2).parameters())
+    plain, others = fresh(Mlp), list(sharded(fresh(Mlp), 2).parameters())
+    originals = list(plain.parameters())
+    model = thunder.jit(plain, transforms=[tz.ZeroTransform(stage=3)])
     params = list(model.parameters())
     refused_makers(model, params)
-    refused_parameters(model, params, others)
+    refused_parameters(originals, params, others)
     give(model, gradients(fresh(Mlp), 0))
     refused_habits(params, others)
 
@@ -249,7 +251,7 @@ def differing(rank: int, world_size: int) -> None:
     says(optimizer.step, "Whole cannot step: no_sync still holds unreduced gradients")
     model.zero_grad()
     give(model, grads)
-    elsewhere = optimizer.step if rank == 0 else partial(tz.full_state_dict, model)
+    elsewhere = optimizer.step if rank == 0 else partial(tz.clip_grad_norm_, model, 1.0)
     says(elsewhere, "the ranks do different things: rank 0 is in step number")
 
 

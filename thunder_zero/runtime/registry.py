@@ -1,4 +1,4 @@
-"""Finds the sharded model of a shard, a placeholder, or an original parameter.
+"""Finds the sharded model of a shard, or of a plain module's parameter that a shard took the place of.
 
 Weak tables: they keep no model and no tensor alive.
 """
@@ -6,7 +6,7 @@ Weak tables: they keep no model and no tensor alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -14,27 +14,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thunder_zero.comm.group import has_groups
 from thunder_zero.compat.exit import at_exit
 from thunder_zero.plan import Param
+from thunder_zero.runtime.dtensors import local
 from thunder_zero.runtime.state import State
 
 _states: weakref.WeakSet[State] = weakref.WeakSet()
-# a plain module's parameter before the transform, or its placeholder -> (path, state)
-_replaced = WeakTensorKeyDictionary()
-# placeholder -> its path
-_placeholders = WeakTensorKeyDictionary()
+_replaced = WeakTensorKeyDictionary()  # a plain module's parameter of before the transform -> (path, state)
 
 
 def register(state: State, module: nn.Module) -> None:
-    """Enter a model's tensors.
-
-    Args:
-        state: the model's.
-        module: the plain module, which still has its own parameters.
-    """
+    """Enter a model; its plain module still has its own parameters."""
     _states.add(state)
-    for path, placeholder in state.placeholders.items():
-        original = module.get_parameter(path)
-        _replaced[original] = _replaced[placeholder] = (path, weakref.ref(state))
-        _placeholders[placeholder] = path
+    for path in state.shards:
+        _replaced[module.get_parameter(path)] = (path, weakref.ref(state))
 
 
 def _leave_groups() -> None:
@@ -62,23 +53,16 @@ def replaced_path(param: Tensor) -> str | None:
     return None if state is None or state() is None else path
 
 
-def is_transformed(param: nn.Parameter) -> bool:
-    """Whether the parameter is a placeholder: its module was transformed before, by a model that may be gone."""
-    return param in _placeholders
-
-
 def shard_instead_of(param: Tensor) -> nn.Parameter | None:
-    """The shard of a plain module's parameter, given the parameter as it was before the transform or its placeholder;
-    None for any other tensor."""
+    """The shard in the place of a plain module's parameter of before the transform; None for any other tensor."""
     path, state = _replaced.get(param, (None, None))
     owner = None if state is None else state()
     return None if owner is None else owner.shards[path]
 
 
-def owners_by_gradient() -> dict[int, tuple[State, str]]:
-    """The model, and the path of the shard in it, by the id of the shard's ``.grad``, if it has one."""
-    shards = ((state, path, shard) for state in _states for path, shard in state.shards.items())
-    return {id(shard.grad): (state, path) for state, path, shard in shards if shard.grad is not None}
+def are_transformed(params: Sequence[nn.Parameter]) -> bool:
+    """Whether any of these is a shard already, perhaps of a model that is gone, or another DTensor."""
+    return any(local(param) is not param for param in params) or any(owners_of(params))
 
 
 def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
