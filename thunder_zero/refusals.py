@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from thunder_zero.compat.untraceable import UNTRACEABLE, Part
-from thunder_zero.runtime.registry import are_transformed
+from thunder_zero.runtime.registry import is_transformed
 
 from thunder import compile_data
 from thunder.core.module import ThunderModule
@@ -125,7 +125,7 @@ def wrapped_in_ddp(candidate: Candidate) -> str | None:
 
 
 def sharded_before(candidate: Candidate) -> str | None:
-    if not are_transformed(list(candidate.module.parameters())):
+    if not any(map(is_transformed, candidate.module.parameters())):
         return None
     return (
         f"{candidate.name} is already transformed by ZeroTransform; use the model that the first transform returned, "

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import thunder_zero as tz
 from thunder_zero.comm import pairwise
@@ -190,7 +191,12 @@ def sharded(module: nn.Module, policy: tz.Policy | int, **options: Any) -> Any:
 
 def is_plain(module: nn.Module) -> bool:
     """Whether the module still has its own weights."""
-    return not any(isinstance(param, Placeholder) for param in module.parameters())
+    return not any(isinstance(param, DTensor) for param in module.parameters())
+
+
+def full(tensor: Tensor) -> Tensor:
+    """All of a tensor; a collective, if it is a DTensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def trains(model: Any, *inputs: Any) -> bool:
@@ -200,41 +206,50 @@ def trains(model: Any, *inputs: Any) -> bool:
     model(*inputs).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    return bool(before) and not any(map(torch.equal, before, model.parameters()))
+    return bool(before) and not any(torch.equal(full(old), full(new)) for old, new in zip(before, model.parameters()))
 
 
 def whole(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -> Tensor:
-    """The full tensor, from all ranks' shards or copies of it.
+    """The full tensor, from all ranks' rows or copies of it.
 
     Raises:
-        AssertionError: copies differ in some bit; padding is not zero.
+        AssertionError: copies differ in some bit; rows are missing.
     """
     if not sharded:
         assert all(torch.equal(part, parts[0]) for part in parts), "replicas differ"
         return parts[0]
     rows = torch.cat(list(parts))
-    assert not rows[shape[0] :].any(), "padding is not zero"
-    return rows[: shape[0]]
+    assert rows.shape == torch.Size(shape), (rows.shape, shape)
+    return rows
 
 
 def error(found: Tensor, right: Tensor) -> float:
-    """Norm of the difference, divided by the norm of ``right``; shapes and dtypes must agree."""
+    """Norm of the difference, divided by the norm of ``right``; shapes and dtypes must agree. A collective, if one of
+    them is a DTensor."""
+    found, right = full(found), full(right)
     assert found.shape == right.shape, (found.shape, right.shape)
     assert found.dtype == right.dtype, (found.dtype, right.dtype)
     return float((found.double() - right.double()).norm() / max(float(right.double().norm()), 1e-30))
 
 
 def storages() -> dict[int, int]:
-    """Bytes of every tensor's storage in this process, by address (except for compilers' fake tensors)."""
+    """Bytes of every tensor's storage in this process, by address (except for compilers' fake tensors). Of storages in
+    the memory of another one, that one."""
     gc.collect()
-    found = {}
+    found: dict[int, int] = {}
     for thing in gc.get_objects():
         is_real = type(thing) in (Tensor, nn.Parameter, Placeholder)
         if is_real and thing.device.type == "cpu" and thing.layout is torch.strided:
             with torch._C.DisableTorchFunctionSubclass():
                 storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return {address: nbytes for address, nbytes in found.items() if address}
+            address = storage.data_ptr()
+            found[address] = max(storage.nbytes(), found.get(address, 0))
+    outer, end = {}, 0
+    for address in sorted(filter(None, found)):
+        if address + found[address] > end:
+            outer[address] = found[address]
+            end = address + found[address]
+    return outer
 
 
 @contextmanager

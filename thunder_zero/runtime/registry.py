@@ -1,4 +1,4 @@
-"""Finds the sharded model of a shard, or of a plain module's parameter that a shard took the place of.
+"""Finds the sharded model of a shard, or of an original parameter.
 
 Weak tables: they keep no model and no tensor alive.
 """
@@ -6,7 +6,7 @@ Weak tables: they keep no model and no tensor alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -14,18 +14,26 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from thunder_zero.comm.group import has_groups
 from thunder_zero.compat.exit import at_exit
 from thunder_zero.plan import Param
-from thunder_zero.runtime.dtensors import local
 from thunder_zero.runtime.state import State
 
 _states: weakref.WeakSet[State] = weakref.WeakSet()
-_replaced = WeakTensorKeyDictionary()  # a plain module's parameter of before the transform -> (path, state)
+# a plain module's parameter before the transform -> (path, state)
+_replaced = WeakTensorKeyDictionary()
+# shard -> its path
+_shards = WeakTensorKeyDictionary()
 
 
 def register(state: State, module: nn.Module) -> None:
-    """Enter a model; its plain module still has its own parameters."""
+    """Enter a model's tensors.
+
+    Args:
+        state: the model's.
+        module: the plain module, which still has its own parameters.
+    """
     _states.add(state)
-    for path in state.shards:
+    for path, shard in state.shards.items():
         _replaced[module.get_parameter(path)] = (path, weakref.ref(state))
+        _shards[shard] = path
 
 
 def _leave_groups() -> None:
@@ -53,16 +61,17 @@ def replaced_path(param: Tensor) -> str | None:
     return None if state is None or state() is None else path
 
 
+def is_transformed(param: nn.Parameter) -> bool:
+    """Whether the parameter is a shard: its module was transformed before, by a model that may be gone."""
+    return param in _shards
+
+
 def shard_instead_of(param: Tensor) -> nn.Parameter | None:
-    """The shard in the place of a plain module's parameter of before the transform; None for any other tensor."""
+    """The shard of a plain module's parameter, given the parameter as it was before the transform; None for any other
+    tensor."""
     path, state = _replaced.get(param, (None, None))
     owner = None if state is None else state()
     return None if owner is None else owner.shards[path]
-
-
-def are_transformed(params: Sequence[nn.Parameter]) -> bool:
-    """Whether any of these is a shard already, perhaps of a model that is gone, or another DTensor."""
-    return any(local(param) is not param for param in params) or any(owners_of(params))
 
 
 def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
