@@ -17,6 +17,7 @@ from tests.harness.errors import says
 from tests.harness.models import LENGTH, Mlp, Small, error, fresh, sharded, whole
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
+from thunder_zero.runtime.dtensors import local
 
 NORMS, LIMITS = (1.0, 2.0, 3.0, inf), (1e-3, 1e3)
 ROWS = 12
@@ -39,7 +40,9 @@ def norms(
                 model(tokens().tensor_split(world_size)[rank]).square().mean().backward()
                 with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as calls:
                     norm = tz.clip_grad_norm_(model, limit, norm_type)
-                grads = {name: param.grad for name, param in model.named_parameters()}
+                grads = {
+                    name: None if param.grad is None else local(param.grad) for name, param in model.named_parameters()
+                }
                 found[stage, norm_type, limit] = norm, calls.call_count, grads
     return found
 
@@ -89,13 +92,13 @@ def misuse(rank: int, world_size: int) -> None:
     says(lambda: clip(1.0), "RuntimeError", *deferred)
     model(x).sum().backward()
     if rank == 1:
-        model.get_parameter("layers.1.weight").grad[0, 0] = inf
-    before = {name: param.grad.clone() for name, param in model.named_parameters()}
+        local(model.get_parameter("layers.1.weight").grad)[0, 0] = inf
+    before = {name: local(param.grad).clone() for name, param in model.named_parameters()}
     says(lambda: clip(-1.0), "ValueError", "max_norm is -1.0")
     says(lambda: clip(nan), "ValueError", "max_norm is nan")
     says(lambda: clip(1.0, 0), "ValueError", "norm_type is 0")
     says(lambda: clip(1.0, error_if_nonfinite=True), "RuntimeError", "is inf", "error_if_nonfinite=False")
-    assert all(torch.equal(param.grad, before[name]) for name, param in model.named_parameters())
+    assert all(torch.equal(local(param.grad), before[name]) for name, param in model.named_parameters())
     assert clip(1.0) == inf
     if rank == 1:
         model.zero_grad()
@@ -104,3 +107,26 @@ def misuse(rank: int, world_size: int) -> None:
 
 def test_all_ranks_refuse_gradients_that_cannot_be_clipped(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, misuse)
+
+
+def clipped_by_torch(rank: int, world_size: int) -> None:
+    """With sharded and replicated parameters; the ignored one is clipped with its own list."""
+    policy = tz.Policy(stage=3, replicate_below_bytes=30, ignored=("layers.1.weight",))
+    model, plain, x = sharded(fresh(Mlp), policy), fresh(Mlp), torch.ones(3, 7)
+    ignored = "layers.1.weight"
+    for of in (model, plain):
+        of(x).sum().backward()
+    right = [param for name, param in plain.named_parameters() if name != ignored]
+    shards = [param for name, param in model.named_parameters() if name != ignored]
+    for foreach in (None, False):
+        norm, one = (clip_grad_norm_(params, 0.5, foreach=foreach) for params in (shards, right))
+        assert error(norm, one) < 1e-6, (foreach, norm, one)
+        for shard, param in zip(shards, right, strict=True):
+            assert shard.grad is not None
+            assert param.grad is not None
+            assert error(shard.grad, param.grad) < 1e-6, foreach
+    assert error(tz.clip_grad_norm_(model, 1.0), torch.tensor(0.5)) < 1e-5
+
+
+def test_torchs_own_clipping_is_that_of_one_process(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, clipped_by_torch)
