@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ def hidden(grad: Tensor, state: Any, everything: Any) -> Any:
 
 
 def noise(grad: Tensor, state: Any, everything: Any) -> Any:
-    return torch.rand(()).item() + random.random()
+    return torch.rand(()).item() + random.random() + numpy.random.random()
 
 
 def noise_and_all_norms(grad: Tensor, state: Any, everything: Any) -> Any:
@@ -118,10 +119,11 @@ def found(kind: Any, groups: Any = SHAPES, marks: Mapping[str, Any] | None = Non
         return made(kind, options, its_groups, list(map(frozenset, taken)), of, named="names" in of_groups[0])
 
     like = make_on(taken, members)
-    states = torch.get_rng_state(), random.getstate()
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1]
     result = tried(make_on, like, torch.device("cpu"))
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
+    assert (states[2] == numpy.random.get_state()[1]).all()
     assert all(bool((param == 1).all()) for _, _, param in members)
     assert not like.state
     return result

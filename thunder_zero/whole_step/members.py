@@ -178,7 +178,7 @@ def _require_apart(kind: str, found: Found, state: State) -> None:
     trusted = plan.policy.trust_optimizer
     if found.couples and plan.world_size > 1 and not trusted:
         raise RuntimeError(couples_parameters(kind, found.couples))
-    if found.fails_empty:
+    if found.fails_empty and found.fails_empty != found.unknown:
         raise ValueError(steps_no_empty_group(kind, found.fails_empty))
     if found.moving_if_any:
         raise ValueError(moves_with_parameters_only(kind, min(found.moving_if_any)))

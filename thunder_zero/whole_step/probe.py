@@ -7,6 +7,7 @@ numbers. No difference proves nothing: it may do other things after more steps, 
 from __future__ import annotations
 
 import random
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -318,17 +319,23 @@ class NoCollectives(TorchDispatchMode):
 @contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
     """Afterwards random numbers go on as before. Inside the block no warnings, and no hooks of all optimizers."""
-    state = random.getstate()
+    numpy = sys.modules.get("numpy")
+    state, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
     with without_hooks(), torch.random.fork_rng([device] if device.type == "cuda" else []), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
             random.setstate(state)
+            if numpy is not None:
+                numpy.random.set_state(of_numpy)
 
 
 def _seed(device: torch.device, number: int) -> None:
+    """Seed all generators, so that all ranks find the same."""
     random.seed(number)
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number)
