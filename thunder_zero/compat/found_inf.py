@@ -7,7 +7,6 @@ first gradient is replicated, torch's shares nothing: ranks would find 0 and 1, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ def share_found_inf() -> None:
     DTensor._op_dispatcher._custom_op_handlers[UNSCALE] = _unscale
 
 
-def _unscale(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """torch's operator on local tensors; then the flag is the largest of all ranks that have other parts, which takes
     one small collective for each dimension of a mesh that a gradient is sharded over.
 
