@@ -270,7 +270,9 @@ def cell_of(off: float | None, row: Row) -> str:
 
 def shortened(why: str) -> str:
     """An error without what follows from it."""
-    why = re.split(r", and each rank| Please | Sharding propagation failed for|, need to convert", why)[0]
+    why = re.split(r", and each rank| Please | The input has | Sharding propagation failed for|, need to convert", why)[
+        0
+    ]
     return re.sub(r"\(DTensorSpec.*|\(Spec.*", "...", why)[:160]
 
 

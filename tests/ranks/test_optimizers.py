@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -154,3 +155,18 @@ def fails_inside(params: list[nn.Parameter]) -> None:
 
 def test_only_errors_of_shards_are_explained(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, noted)
+
+
+def test_the_page_has_a_row_for_every_class() -> None:
+    pytest.importorskip("pytorch_optimizer")
+    from examples.bench.optimizers import PAGE, classes, versions
+
+    page = PAGE.read_text()
+    if f"\n{versions()}\n" not in page:
+        pytest.skip(f"the page is of other versions than {versions()}")
+    rows = re.findall(r"^\| `(torch\.optim\.\w+|pytorch_optimizer\.\w+)`[^|]*\| (\w+)[^|]*\| (\w*)", page, re.MULTILINE)
+    assert [name for name, _, _ in rows] == [name for name, _ in classes([])]
+    assert "WRONG" not in page
+    found = {name: (shards, whole) for name, shards, whole in rows}
+    assert {found[f"torch.optim.{kind.__name__}"] for kind, _ in OF_TORCH} == {("exact", "exact")}
+    assert {found[f"pytorch_optimizer.{name}"] for name in WITHOUT_RULES} == {("raises", "exact")}

@@ -19,7 +19,8 @@ UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 def share_found_inf() -> None:
     """From now on, for the life of the process, ranks share what they find in any gradient; again is no change."""
-    DTensor._op_dispatcher._custom_op_handlers[UNSCALE] = _unscale
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[UNSCALE] = _unscale
 
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
