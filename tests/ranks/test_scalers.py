@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import thunder_zero as tz
 from tests.harness.models import fresh
 from tests.harness.ranks import RanksPool
+from tests.harness.tiers import slow
 from thunder_zero.runtime.dtensors import local
 
 import thunder
@@ -35,18 +38,19 @@ class Rows(nn.Module):
         return self.layer(x) * self.scale * self.own
 
 
-def poison(model: Any, where: str, rank: int, world_size: int) -> None:
-    """Put Inf, after backward and on the last rank only, into one of its gradients."""
-    if rank == world_size - 1:
+def poison(model: Any, where: str, rank: int) -> None:
+    """Put Inf, after backward and on the second rank of each copy only, into one of its gradients."""
+    if rank % 2:
         grad = model.get_parameter({"row": "layer.weight", "ignored": "own"}[where]).grad
         local(grad)[0] = torch.inf
 
 
 def skipped(rank: int, world_size: int) -> None:
     """The scale after each of three steps, the second with Inf, and the parameters then."""
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
     for stage in (1, 2):
         policy = tz.Policy(stage=stage, ignored=("own",))
-        model: Any = thunder.jit(fresh(Rows), transforms=[tz.ZeroTransform(policy)])
+        model: Any = thunder.jit(fresh(Rows), transforms=[tz.ZeroTransform(policy, mesh=mesh)])
         ignored = model.get_parameter("own")
         shards = [param for param in model.parameters() if param is not ignored]
         for scaler_name, scaler_kind in SCALERS.items():
@@ -60,7 +64,7 @@ def skipped(rank: int, world_size: int) -> None:
                         optimizer.zero_grad()
                         scaler.scale(model(torch.ones(1, 4)).sum()).backward()
                         if step == 1:
-                            poison(model, where, rank, world_size)
+                            poison(model, where, rank)
                             if kind == "plain":
                                 scaler.unscale_(optimizer)
                         scaler.step(optimizer)
@@ -73,6 +77,8 @@ def skipped(rank: int, world_size: int) -> None:
                     assert all(bool(value.isfinite().all()) for value in third), case
 
 
-def test_inf_in_one_ranks_gradient_skips_the_step_on_all(ranks_pool: RanksPool) -> None:
-    """Of a row that one rank has, and of a parameter that the policy ignores and that the same optimizer steps."""
-    ranks_pool.run(2, skipped)
+@pytest.mark.parametrize("world_size", [2, *slow(4)])
+def test_inf_in_one_ranks_gradient_skips_the_step_on_all(ranks_pool: RanksPool, world_size: int) -> None:
+    """Of a row that one rank of each copy has, and of a parameter that the policy ignores and the same optimizer
+    steps."""
+    ranks_pool.run(world_size, skipped)
