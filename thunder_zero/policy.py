@@ -113,10 +113,9 @@ class Policy:
         check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
             optimizer sees it (default False; costs one pass and one small collective a backward). A gradient scaler
             would skip such a step instead: do not combine the two.
-        trust_optimizer: let any optimizer step sharded parameters, unprobed. It sees this rank's rows only: one that
-            couples elements of a parameter (Muon, Adafactor), or parameters (LBFGS), then trains something else
-            (default False: other classes than torch's elementwise ones are probed, and refused before their first step
-            unless the probe finds that they step each row alone).
+        trust_optimizer: ``tz.whole`` takes your word that an optimizer steps every parameter alone, and draws what all
+            copies of the model draw. Ranks step different parameters, so one that couples them (Prodigy) then trains
+            something else (default False: it is tried on stand-ins, and refused if it couples, or cannot be tried).
 
     Raises:
         ValueError: a field is out of its range.

@@ -14,6 +14,7 @@ from thunder_zero.comm.device import device_for, memory_bytes
 from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.comm.places import doing
 from thunder_zero.compat.casts import cast_borders, cast_inputs
+from thunder_zero.compat.found_inf import share_found_inf
 from thunder_zero.placement import hooks_inside, links, members, pairs, place_buffers, place_others, place_parameters
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
@@ -93,6 +94,7 @@ class ZeroTransform(ProgramTransform):
         values = initial_values(plain, plan, ranks, device, where.sources)
         self._given = replace(where, sources=Sources())  # a state dict is large, and the transform lives on
         self._state = self._take_over(model, plan, ranks, device, values)
+        share_found_inf()
         self.used = True
         cast_borders(plain, self.policy.mixed_precision)
         self._adopt(model)

@@ -5,6 +5,7 @@ A row fails on the versions that the need is known for once it is gone; on other
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import namedtuple
@@ -21,6 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dispatch import found_inf_reduce_handler
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -31,6 +35,7 @@ from tests.harness.one_rank import group_of_one
 from tests.harness.ranks import everyone
 from tests.harness.tiers import slow
 from thunder_zero.compat import aliases, casts, imports, shortcuts
+from thunder_zero.compat.found_inf import UNSCALE
 from thunder_zero.compat.repair_fusion import repair_fusion
 from thunder_zero.traces import executors
 
@@ -378,10 +383,29 @@ def a_failed_launch_stays_queued() -> bool:
         dist.destroy_process_group()
 
 
-def nobody_is_told() -> bool:
-    """Of the gradients that an optimizer drops, or that are unscaled."""
-    hooks = {name for kind in (torch.optim.Optimizer, torch.amp.GradScaler) for name in vars(kind) if "hook" in name}
-    return not {name for name in hooks if "grad" in name or "scale" in name}
+def nobody_is_told_of_failed_steps() -> bool:
+    called: list[object] = []
+    optimizer = torch.optim.SparseAdam([nn.Parameter(torch.ones(1))])  # takes sparse gradients alone
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1)
+    registers = [name for name in dir(torch.optim.Optimizer) if re.match(r"register_step_.*hook$", name)]
+    for name in registers:
+        getattr(optimizer, name)(lambda *given: called.append(given))
+    with pytest.raises(RuntimeError, match="dense"):
+        optimizer.step()
+    return len(called) == 1 < len(registers)  # before the step
+
+
+def only_the_first_gradients_placements_count() -> bool:
+    """The collectives of torch's own handler with a replicated gradient first."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        grads = [DTensor.from_local(torch.ones(2), mesh, [placement]) for placement in (Replicate(), Shard(0))]
+        with mock.patch.object(DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor) as whole:
+            found_inf_reduce_handler(UNSCALE, (grads, torch.zeros(()), torch.ones(())), {})
+        return [call.args[0].placements for call in whole.call_args_list] == [(Replicate(),)]
+    finally:
+        dist.destroy_process_group()
 
 
 def torch_has_no_public_names() -> bool:
@@ -426,7 +450,8 @@ NEEDS = (
     Need("exit.py", gloo_has_threads_after_its_group, TORCH),
     Need("fusion.py", a_cut_counts_no_elements),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
-    Need("in_front.py", nobody_is_told, TORCH),
+    Need("failed_steps.py", nobody_is_told_of_failed_steps, TORCH),
+    Need("found_inf.py", only_the_first_gradients_placements_count, TORCH),
     Need("named_members.py", names_come_in_another_order),
     Need("operators/activations.py", activations_are_decomposed),
     Need("operators/attention.py", attention_is_decomposed),

@@ -70,14 +70,15 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("compat/exit.py",NOT,    NOT,     NOT,     NOTHING),
     Room("compat/process_groups.py",NOT,IMPORT,NOT, NOTHING),
     Room("compat/torch_internals.py",IMPORT,NOT,NOT,NOTHING),
-    Room("compat/in_front.py",IMPORT,NOT,  NOT,     NOTHING),
+    Room("compat/failed_steps.py",IMPORT,NOT,NOT,   NOTHING),
+    Room("compat/found_inf.py",IMPORT,IMPORT,NOT,   NOTHING),
     Room("compat/casts.py",IMPORT,NOT,     NOT,     rooms("precision")),
     Room("compat/",       IMPORT, NOT,     IMPORT,  DATA | {"schedule"}),
     Room("comm/",         IMPORT, IMPORT,  NOT,     DATA | rooms("rows compat/exit compat/process_groups "
                                                                  "compat/torch_internals")),
     Room("traces/",       IMPORT, NOT,     IMPORT,  DATA | {"schedule", "compat"}),
     Room("runtime/",      IMPORT, IMPORT,  NOT,     DATA | rooms("rows marks schedule comm compat/exit "
-                                                                 "compat/torch_internals compat/in_front "
+                                                                 "compat/torch_internals compat/failed_steps "
                                                                  "compat/casts")),
     Room("whole_step/",   IMPORT, NOT,     NOT,     DATA | {"rows", "marks", "comm", "runtime"}),
     Room("checkpoint/",   IMPORT, IMPORT,  NOT,     DATA | {"comm", "runtime"}),

@@ -1,77 +1,84 @@
-"""Every gradient scaler skips a step on all ranks if one rank finds NaN or Inf, in every dtype."""
+"""Every gradient scaler skips a step on all ranks if one rank finds NaN or Inf, however its gradients are shared."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import thunder_zero as tz
-from tests.harness.models import fresh, sharded
+from tests.harness.models import fresh
 from tests.harness.ranks import RanksPool
+from tests.harness.tiers import slow
+from thunder_zero.runtime.dtensors import local
+
+import thunder
 
 SCALERS: dict[str, Any] = {"torch's": torch.amp.GradScaler, "FSDP's": ShardedGradScaler}
 OPTIMIZERS: dict[str, Any] = {
-    "plain": lambda params: torch.optim.SGD(params, 0.1),
-    "fused": lambda params: torch.optim.AdamW(params, 0.1, fused=True),
+    "plain": lambda groups: torch.optim.SGD(groups, 0.1),
+    "fused": lambda groups: torch.optim.AdamW(groups, 0.1, fused=True),
 }
 
 
 class Rows(nn.Module):
-    """Five rows: with two ranks the last one stores padding."""
+    """A scalar, which is replicated, comes first; then five rows, and a parameter for a policy to ignore."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
         self.layer = nn.Linear(4, 5, bias=False)
-        self.own = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.own = nn.Parameter(torch.ones(5))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.own.float()
+        return self.layer(x) * self.scale * self.own
 
 
-def poison(model: Any, where: str, rank: int, world_size: int) -> None:
-    """Put Inf, after backward and on the last rank only, into a row, its padding, an ignored or a foreign gradient."""
-    if rank == world_size - 1:
-        grads = dict(model.named_parameters())
-        name, row = {"row": ("layer.weight", 0), "padding": ("layer.weight", -1), "ignored": ("own", 0)}[where]
-        grads[name].grad[row] = torch.inf
+def poison(model: Any, where: str, rank: int) -> None:
+    """Put Inf, after backward and on the second rank of each copy only, into one of its gradients."""
+    if rank % 2:
+        grad = model.get_parameter({"row": "layer.weight", "ignored": "own"}[where]).grad
+        local(grad)[0] = torch.inf
 
 
-def skipped(rank: int, world_size: int) -> dict[tuple[str, str, str], Any]:
-    """By scaler, optimizer and place: the scale after each of three steps, the second with Inf, and the rows then."""
-    found = {}
-    model = sharded(fresh(Rows), tz.Policy(stage=2, ignored=("own",)))
-    for scaler_name, scaler_kind in SCALERS.items():
-        for kind, make in OPTIMIZERS.items():
-            for where in ("row", "padding", "ignored"):
-                optimizer = make(model.parameters())
-                scaler = scaler_kind("cpu", init_scale=16.0, growth_interval=100)
-                scales, rows = [], []
-                for step in range(3):
-                    optimizer.zero_grad()
-                    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
-                    if step == 1:
-                        poison(model, where, rank, world_size)
-                        if kind == "plain":
-                            scaler.unscale_(optimizer)
-                    scaler.step(optimizer)
-                    scaler.update()
-                    scales.append(scaler.get_scale())
-                    rows.append(model.state.shards["layer.weight"].detach().clone())
-                found[scaler_name, kind, where] = scales, rows
-    return found
+def skipped(rank: int, world_size: int) -> None:
+    """The scale after each of three steps, the second with Inf, and the parameters then."""
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    for stage in (1, 2):
+        policy = tz.Policy(stage=stage, ignored=("own",))
+        model: Any = thunder.jit(fresh(Rows), transforms=[tz.ZeroTransform(policy, mesh=mesh)])
+        ignored = model.get_parameter("own")
+        shards = [param for param in model.parameters() if param is not ignored]
+        for scaler_name, scaler_kind in SCALERS.items():
+            for kind, make in OPTIMIZERS.items():
+                for where in ("row", "ignored"):
+                    case = (stage, scaler_name, kind, where)
+                    optimizer = make([{"params": shards}, {"params": [ignored]}])
+                    scaler = scaler_kind("cpu", init_scale=16.0, growth_interval=100)
+                    states = []
+                    for step in range(3):
+                        optimizer.zero_grad()
+                        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+                        if step == 1:
+                            poison(model, where, rank)
+                            if kind == "plain":
+                                scaler.unscale_(optimizer)
+                        scaler.step(optimizer)
+                        scaler.update()
+                        assert scaler.get_scale() == (8.0 if step else 16.0), (case, step, scaler.get_scale())
+                        states.append([local(param).detach().clone() for param in model.parameters()])
+                    first, second, third = states
+                    assert all(map(torch.equal, first, second)), case
+                    assert not any(map(torch.equal, second, third)), case
+                    assert all(bool(value.isfinite().all()) for value in third), case
 
 
-def test_inf_after_backward_in_one_ranks_row_skips_the_step_on_all(ranks_pool: RanksPool) -> None:
-    for rank, found in enumerate(ranks_pool.run(2, skipped)):
-        for (scaler, kind, where), (scales, (first, second, third)) in found.items():
-            case = (rank, scaler, kind, where)
-            skips = where != "padding"  # which belongs to nobody
-            assert scales == ([16.0, 8.0, 8.0] if skips else [16.0] * 3), case
-            assert torch.equal(first, second) is skips, case
-            assert not torch.equal(second, third), case
-            assert all(rows.isfinite().all() for rows in (first, second, third)), case
-            if rank == 1:
-                assert not any(rows[-1].any() for rows in (first, second, third)), case
+@pytest.mark.parametrize("world_size", [2, *slow(4)])
+def test_inf_in_one_ranks_gradient_skips_the_step_on_all(ranks_pool: RanksPool, world_size: int) -> None:
+    """Of a row that one rank of each copy has, and of a parameter that the policy ignores and the same optimizer
+    steps."""
+    ranks_pool.run(world_size, skipped)

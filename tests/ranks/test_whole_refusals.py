@@ -62,6 +62,25 @@ class CountsWhereItSteps(Changes):
             param -= 0.1 / group["steps"] * param.grad
 
 
+class CountsNines(Changes):
+    """Counts steps with a gradient that the probe does not give."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, steps=0)
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        group["steps"] += any(bool((param.grad == 9).all()) for param in params)
+        super().change(group, params)
+
+
+class Single(Changes):
+    """Steps no float64, which stand-ins are."""
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        assert all(param.dtype == torch.float32 for param in params), "single precision alone"
+        super().change(group, params)
+
+
 class NeedsParameters(Changes):
     """Fails on groups without parameters."""
 
@@ -104,17 +123,18 @@ def refused_makers(model: Any, params: list[Any]) -> None:
         (CountsWhereItSteps, params, "changes 'steps' of a group only where it has parameters of the group"),
         (CoupledIfAsked, [{"params": params, "norm": 1.0}], "CoupledIfAsked couples parameters (beside other stand-"),
         (optim.Muon, params, "Muon only supports 2D parameters"),
+        (Single, params, "cannot be tried on stand-ins (AssertionError: single precision alone), and each rank steps"),
         (OwnGroups, params, "OwnGroups makes 2 groups of the 1 that it was given, so tz.whole cannot tell their param"),
         (NeedsParameters, params, "NeedsParameters cannot step groups without parameters (RuntimeError: stack expects"),
     ):
         says(partial(tz.whole, kind, given), words)  # type: ignore[arg-type]
 
 
-def refused_parameters(model: Any, params: list[Any], others: list[Any]) -> None:
+def refused_parameters(originals: list[Any], params: list[Any], others: list[Any]) -> None:
     mixed, twice = [params[0], others[0]], [{"params": params[:1]}, {"params": params[:1]}]
     for given, words in (
         ([nn.Parameter(torch.ones(2, 2))], "a parameter (of shape (2, 2)) that is not one of a sharded model's: take"),
-        (model._model.parameters(), "(the plain module's 'layers.0.weight') that is not one of a sharded model's"),
+        (originals, "(the plain module's 'layers.0.weight') that is not one of a sharded model's"),
         (mixed, "(Mlp); make one for each model"),
         (twice, "some parameters appear in more than one parameter group"),
     ):
@@ -139,10 +159,12 @@ def refused_habits(params: list[Any], others: list[Any]) -> None:
 
 
 def refused(rank: int, world_size: int) -> None:
-    model, others = sharded(fresh(Mlp), 3), list(sharded(fresh(Mlp), 2).parameters())
+    plain, others = fresh(Mlp), list(sharded(fresh(Mlp), 2).parameters())
+    originals = list(plain.parameters())
+    model = thunder.jit(plain, transforms=[tz.ZeroTransform(stage=3)])
     params = list(model.parameters())
     refused_makers(model, params)
-    refused_parameters(model, params, others)
+    refused_parameters(originals, params, others)
     give(model, gradients(fresh(Mlp), 0))
     refused_habits(params, others)
 
@@ -169,12 +191,14 @@ def changed_later(rank: int, world_size: int) -> None:
         lambda: counting.add_param_group({"params": params[4:]}),
         "steps of CountsItself change its 'count', which begins anew for parameters that are added after",
     )
-    trusting = sharded(fresh(Mlp), tz.Policy(stage=3, trust_optimizer=True, bucket_bytes=64))
+    trusting = sharded(fresh(Mlp), tz.Policy(stage=2, trust_optimizer=True))
     give(trusting, grads)
-    groups = [{"params": [param for param in trusting.parameters() if param.ndim == ndim]} for ndim in (2, 1)]
+    tz.whole(Single, trusting.parameters()).step()
+    apart = sharded(fresh(Mlp), tz.Policy(stage=3, bucket_bytes=64))
+    give(apart, {**grads, "layers.1.weight": torch.full((7, 7), 9.0)})
     says(
-        tz.whole(CountsWhereItSteps, groups).step,
-        "CountsWhereItSteps changes 'steps' of a group only where it has parameters of the group",
+        tz.whole(CountsNines, apart.parameters()).step,
+        "CountsNines changes 'steps' of a group only where it has parameters of the group",
     )
 
 
@@ -227,7 +251,7 @@ def differing(rank: int, world_size: int) -> None:
     says(optimizer.step, "Whole cannot step: no_sync still holds unreduced gradients")
     model.zero_grad()
     give(model, grads)
-    elsewhere = optimizer.step if rank == 0 else partial(tz.full_state_dict, model)
+    elsewhere = optimizer.step if rank == 0 else partial(tz.clip_grad_norm_, model, 1.0)
     says(elsewhere, "the ranks do different things: rank 0 is in step number")
 
 

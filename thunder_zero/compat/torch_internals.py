@@ -1,7 +1,7 @@
 """needed while: torch says by private names alone which backward or function transform runs.
 
-Other things that torch says or does by private names alone: which kernel a convolution takes; many tensors zeroed, or
-divided, in one call.
+Other things that torch says or does by private names alone: which kernel a convolution takes; many tensors divided in
+one call.
 """
 
 from __future__ import annotations
@@ -41,11 +41,6 @@ def convolution_backend(given: Tensor, weight: Tensor, how: Sequence[Any]) -> st
     """Torch's own choice for a convolution; ``how`` as ``torch.convolution`` has it, from the stride on."""
     found: Any = torch._C._select_conv_backend(given, weight, None, *how, None)
     return str(found.name)
-
-
-def zero_all(tensors: list[Tensor]) -> None:
-    """Zero tensors, in one call."""
-    torch._foreach_zero_(tensors)
 
 
 def divide_all(tensors: tuple[Tensor, ...], divisor: float) -> None:

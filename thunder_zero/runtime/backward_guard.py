@@ -89,7 +89,6 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
 
 def _leaves_of(node: Node) -> tuple[Node, ...]:
     """The leaves that the compiled forward was given: parameters, behind their rows, and inputs that require grad."""
-    given = [found for found, _ in node.next_functions if found is not None]
-    rows = (found for found in given if isinstance(found, ROWS))
-    behind = (leaf for found in rows for leaf, _ in found.next_functions if leaf is not None)
-    return tuple(leaf for leaf in dict.fromkeys((*given, *behind)) if leaf.name() == LEAF)
+    given = dict.fromkeys(found for found, _ in node.next_functions if found is not None)
+    behind = (leaf for rows in given if isinstance(rows, ROWS) for leaf, _ in rows.next_functions)
+    return tuple(leaf for leaf in (*given, *behind) if leaf is not None and leaf.name() == LEAF)

@@ -10,7 +10,7 @@ from torch import Tensor
 from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.places import doing
 from thunder_zero.plan import Param
-from thunder_zero.runtime.dtensors import connected_rows
+from thunder_zero.runtime.dtensors import connected_rows, has_hooks
 from thunder_zero.runtime.profile_labels import launching
 from thunder_zero.runtime.share import Share
 from thunder_zero.schedule.program_name import ProgramName
@@ -105,7 +105,7 @@ class Calls:
             return tuple(found[path] for path in paths)
         trained = {path: shard for path, shard in zip(paths, shards, strict=True) if shard.requires_grad}
         if not self.synced:
-            for path in [path for path, shard in trained.items() if _has_hooks(shard)]:
+            for path in [path for path, shard in trained.items() if has_hooks(shard)]:
                 del trained[path]
                 found[path] = found[path].detach().requires_grad_()
         found |= connected_rows(self._state, trained)
@@ -178,10 +178,6 @@ class Calls:
         if program not in self._agreed and not is_silent:
             self._agreed.add(program)
             self._state.require_same_schedule(str(program), lines)
-
-
-def _has_hooks(shard: Tensor) -> bool:
-    return bool(shard._backward_hooks or shard._post_accumulate_grad_hooks)
 
 
 def accumulate(shard: Tensor, grad: Tensor) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from thunder_zero.comm.group import Ranks
+from thunder_zero.compat.torch_internals import accumulates
 from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import STAGES
 
@@ -42,9 +43,9 @@ def _meta(param: Param) -> TensorMeta:
 
 
 def as_dtensor(rows: Tensor, spec: DTensorSpec | None) -> Tensor:
-    """A DTensor of rows without padding; in stage 0 the rows. The constructor, since ``DTensor.from_local`` costs eight
-    times as much, in every step."""
-    return rows if spec is None else DTensor(rows, spec, requires_grad=False)
+    """A DTensor of rows without padding; in stage 0 the rows. ``DTensor.from_local`` would cost ten times as much in
+    every step, and ``__init__``, which does nothing, as much again: torch hides it from dynamo."""
+    return rows if spec is None else DTensor.__new__(DTensor, rows, spec, requires_grad=False)
 
 
 def parameter(rows: Tensor, spec: DTensorSpec | None, *, requires_grad: bool) -> nn.Parameter:
@@ -71,6 +72,9 @@ def connected_rows(share: Shared, shards: Mapping[str, Tensor]) -> dict[str, Ten
 class Shared(Protocol):
     """What the gradients of rows need: see :class:`thunder_zero.runtime.share.Share`."""
 
+    shards: dict[str, nn.Parameter]
+    specs: Mapping[str, DTensorSpec]
+
     @property
     def rows(self) -> Mapping[str, Tensor]:
         """What programs read, by path."""
@@ -91,6 +95,21 @@ class Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Gradients of the shards; None of a row whose gradient is deferred, or that has none."""
-        pairs = zip(grads, ctx.paths, strict=True)
-        return None, None, *(None if grad is None else ctx.share.gradient(grad, path) for grad, path in pairs)
+        """Gradients of the shards; None of rows whose gradient is deferred, or that have none.
+
+        A first gradient is put into ``.grad`` here, as FSDP2 does: autograd would make one more DTensor of each.
+        """
+        share: Shared = ctx.share
+        puts = bool(share.specs) and accumulates(leaf for leaf, _ in ctx.next_functions)
+        found: list[Tensor | None] = []
+        for rows, path in zip(grads, ctx.paths, strict=True):
+            grad, shard = None if rows is None else share.gradient(rows, path), share.shards[path]
+            if puts and grad is not None and shard.grad is None and not has_hooks(shard):
+                shard.grad, grad = grad, None
+            found.append(grad)
+        return None, None, *found
+
+
+def has_hooks(shard: Tensor) -> bool:
+    """Whether a function is called with the gradient of a shard, or after it is added."""
+    return bool(shard._backward_hooks or shard._post_accumulate_grad_hooks)

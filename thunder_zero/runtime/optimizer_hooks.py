@@ -1,12 +1,14 @@
 """Hooks around every optimizer step: refuse one on replaced parameters, note the others.
 
 Before a step: refuse one that would be lost or wrong, of parameters that a transform replaced, of shards whose
-gradients are not reduced yet. After it: raise the versions of the rows, by which autograd refuses a backward whose
-forward read them before, and mark other ranks' rows of ZeRO-1's buffers as stale: the step of a DTensor does neither.
+gradients are not reduced yet, or that hold averages. After it: raise the versions of the rows, by which autograd
+refuses a backward whose forward read them before, and mark other ranks' rows of ZeRO-1's buffers as stale: the step of
+a DTensor does neither. If torch fails in it, name ``tz.whole``.
 """
 
 from __future__ import annotations
 
+from traceback import walk_tb
 from typing import Any
 
 from torch import nn
@@ -14,9 +16,12 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from thunder_zero.compat.failed_steps import on_failed_steps
 from thunder_zero.runtime import registry
-from thunder_zero.runtime.optimizers import parameters_of
+from thunder_zero.runtime.optimizers import StepsWhole, parameters_of
 from thunder_zero.runtime.state import State
+
+MIXED = "mixed torch.Tensor and DTensor"  # in an error of torch
 
 _hooked = False
 
@@ -34,6 +39,7 @@ def watch(state: State, module: nn.Module) -> None:
         for hook in (_refuse_replaced, _refuse_open, _refuse_averaged):
             register_optimizer_step_pre_hook(hook)
         register_optimizer_step_post_hook(_note_step)
+        on_failed_steps(_explain)
         _hooked = True
 
 
@@ -71,3 +77,36 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         paths = [path for path, shard in state.shards.items() if id(shard) in stepped]
         increment_version([state.rows[path] for path in paths])
         state.mark_stale(paths)
+
+
+def _explain(optimizer: Optimizer, error: BaseException) -> None:
+    """Add to an error of torch's DTensors, in a step of our shards, what to do."""
+    if isinstance(optimizer, StepsWhole) or getattr(error, "__notes__", None) or not _is_of_dtensors(error):
+        return
+    owners = [registry.owners_of(group["params"]) for group in optimizer.param_groups]
+    if any(map(any, owners)):
+        mixed = next((number for number, of in enumerate(owners) if any(of) and not all(of)), None)
+        error.add_note(f"thunder_zero: {_way_on(optimizer, str(error), mixed)}")
+
+
+def _way_on(optimizer: Optimizer, error: str, mixed: int | None) -> str:
+    """What to do; ``mixed`` is the number of a group with shards and other tensors."""
+    kind = type(optimizer).__name__
+    if mixed is not None and MIXED in error:
+        return (
+            f"group {mixed} of {kind} has shards, and plain tensors such as parameters that the policy ignores, which "
+            f"torch does not step in one list; put the plain ones into a group of their own"
+        )
+    for option in ("fused", "foreach"):
+        if f"_{option}_" in error and any(group.get(option) for group in optimizer.param_groups):
+            return f"torch has no rule for the {option} step of {kind} on shards; leave {option}=True out"
+    return (
+        f"torch cannot take this step of {kind} on shards; step whole parameters instead, with tz.whole({kind}, "
+        f"params, ...) in place of {kind}(params, ...), for the same params and options"
+    )
+
+
+def _is_of_dtensors(error: BaseException) -> bool:
+    """Whether torch's DTensors raised it, or an operator that was given them."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return MIXED in str(error) or frames[-1].f_globals.get("__name__", "").startswith("torch.distributed.tensor.")

@@ -74,12 +74,6 @@ def shard_instead_of(param: Tensor) -> nn.Parameter | None:
     return None if owner is None else owner.shards[path]
 
 
-def owners_by_gradient() -> dict[int, tuple[State, str]]:
-    """The model, and the path of the shard in it, by the id of the shard's ``.grad``, if it has one."""
-    shards = ((state, path, shard) for state in _states for path, shard in state.shards.items())
-    return {id(shard.grad): (state, path) for state, path, shard in shards if shard.grad is not None}
-
-
 def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
     """The model and the parameter that each of these is the shard of; None for any other tensor."""
     owned = {id(shard): (state, path) for state in _states for path, shard in state.shards.items()}

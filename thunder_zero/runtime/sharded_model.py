@@ -42,9 +42,9 @@ class ShardedModel(nn.Module):
 
         As in PyTorch the forward decides: a backward defers its gradients if its forward ran inside of the block.
 
-        Deferred gradients are not in ``.grad``. ``zero_grad`` of the model drops them, and an optimizer's those of its
-        parameters; ``param.grad = None`` does not. Drop those that the end of an epoch leaves, or they are added to
-        the next gradients.
+        Deferred gradients are not in ``.grad``. ``zero_grad`` of the model drops them; an optimizer's, as in FSDP2, and
+        ``param.grad = None`` do not. Drop those that the end of an epoch leaves, or they are added to the next
+        gradients.
 
         >>> with model.no_sync():
         ...     for x in micro_batches[:-1]:

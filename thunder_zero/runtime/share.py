@@ -66,9 +66,11 @@ class Share:
         memory = lay_out(plan, device, at_rest)
         self.rows, self.specs = memory.rows, specs
         self.shards: dict[str, nn.Parameter] = {}
+        self._layouts: dict[str, tuple[int | None, DTensorSpec | None]] = {}  # how many rows, if there is padding
         for param in plan.params:
-            rows = real_rows(memory.rows[param.path].detach(), param, plan)
-            self.shards[param.path] = parameter(rows, specs.get(param.path), requires_grad=param.requires_grad)
+            rows, spec = real_rows(memory.rows[param.path].detach(), param, plan), specs.get(param.path)
+            self.shards[param.path] = parameter(rows, spec, requires_grad=param.requires_grad)
+            self._layouts[param.path] = len(rows) if param in plan.padded else None, spec
         versions = Versions(self.shards)
         is_copied = plan.world_size > 1 or len(memory.shared) < len(memory.buffers)
         digested = {path: self.rows[path] for path in memory.buffers} if digests and is_copied else {}
@@ -77,7 +79,8 @@ class Share:
 
     def gradient(self, rows: Tensor, path: str) -> Tensor:
         """The gradient of a shard, from its rows with their padding."""
-        return as_dtensor(real_rows(rows, self.plan.by_name[path], self.plan), self.specs.get(path))
+        count, spec = self._layouts[path]
+        return as_dtensor(rows if count is None else rows[:count], spec)
 
     def on_any_rank(self, paths: Sequence[str], here: Container[str], also: Tensor | None = None) -> list[str]:
         """Those of ``paths`` that any rank has in ``here``, or flags in ``also`` (a bool for each path): other ranks

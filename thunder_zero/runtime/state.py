@@ -126,12 +126,6 @@ class State(Share):
         with doing(f"the first {program} of {self.name}"):
             agree.require_same_schedule(program, lines, self.group)
 
-    def drop_deferred_of(self, path: str) -> None:
-        """Abandon the accumulation of one parameter, and the whole if no other has a deferred gradient."""
-        self.accumulation.take(path)
-        if not self.accumulation.paths:
-            self.held_over.clear()
-
     def open_accumulation(self, shards: Iterable[Tensor]) -> str | None:
         """The first parameter with a deferred gradient among those of these shards; None if there is none."""
         if not self.accumulation.paths:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from hashlib import sha256
-from numbers import Number
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.small_collectives import all_reduce_sum
-from thunder_zero.runtime.optimizers import SIMPLE, hyper_parameters
+from thunder_zero.runtime.optimizers import hyper_parameters
 from thunder_zero.runtime.state import State
 from thunder_zero.whole_step.exchange import Member
+from thunder_zero.whole_step.words import in_words
 
-NAMED = (Number, Enum, torch.dtype, torch.device)  # what has the same repr in all processes, as SIMPLE has
 FIRST = "build the same optimizer, with the same groups, on every rank"
 LATER = (
     "set the same options on every rank; if the optimizer sets them in its own step, by gradients or for groups with "
@@ -73,27 +68,11 @@ def _facts(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, A
         for number, member in enumerate(members)
     ]
     facts += [
-        Fact(f"{key!r} of group {number} of {kind}", _words(value), remedy)
+        Fact(f"{key!r} of group {number} of {kind}", words, remedy)
         for number, group in enumerate(groups)
-        for key, value in hyper_parameters(group).items()
+        for key, words in in_words(hyper_parameters(group)).items()
     ]
     return facts
-
-
-def _words(value: Any) -> str:
-    """A hyper-parameter in words that are the same in all processes: its numbers and strings, and the classes of other
-    objects."""
-    if isinstance(value, (*SIMPLE, *NAMED)):
-        return repr(value)
-    if isinstance(value, Tensor):
-        return repr(value.tolist())
-    if isinstance(value, set | frozenset):
-        return _words(sorted(map(_words, value)))
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(_words, value))})"
-    if isinstance(value, Mapping):
-        return f"({', '.join(f'{key!r}: {_words(inner)}' for key, inner in value.items())})"
-    return f"a {type(value).__name__}"
 
 
 def _digest(facts: Sequence[Fact]) -> int:

@@ -23,7 +23,7 @@ from thunder_zero import layout
 from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.staging import rest_device
 from thunder_zero.plan import Param, Plan
-from thunder_zero.rows import real_rows
+from thunder_zero.runtime.dtensors import local
 from thunder_zero.runtime.state import State
 
 
@@ -33,7 +33,7 @@ class Member:
 
     Attributes:
         param: its entry in the plan.
-        shard: this rank's rows, or all of it where it is replicated.
+        shard: what the model has of it.
         owner: the rank of the copy of the model that steps it.
     """
 
@@ -67,7 +67,7 @@ class ToOwners:
         self._values: dict[str, tuple[Param, Tensor, Tensor | None]] = {}
         outgoing, incoming = _no_mail(), _no_mail()
         for member in members:
-            param, values = member.param, member.shard.detach()
+            param, values = member.param, local(member.shard).detach()
             grad = _gradient(member) if param.path in paths else None
             if not _travels(param, plan):
                 if member.owner == plan.rank:
@@ -77,13 +77,13 @@ class ToOwners:
             if member.owner == plan.rank:
                 whole = [torch.empty(param.shape, dtype=rows.dtype, device=state.device) for rows in sent]
                 for full, rows in zip(whole, sent, strict=True):
-                    _rows_of(full, plan, plan.rank).copy_(real_rows(rows, param, plan))
+                    _rows_of(full, plan, plan.rank).copy_(rows)
                     for peer in _peers(plan):
                         incoming[peer].append(_rows_of(full, plan, peer).view(-1))
                 first = state.resident.full(param).clone() if param.path in at_hand else whole[0]
                 self._values[param.path] = (param, first, None if grad is None else whole[-1])
             else:
-                rows_here = [real_rows(of, param, plan).to(state.device).contiguous() for of in sent]
+                rows_here = [rows.to(state.device).contiguous() for rows in sent]
                 outgoing[member.owner] += [of.view(-1) for of in rows_here]
         self._handle = _trade(state, outgoing, incoming)
 
@@ -109,7 +109,7 @@ class FromOwners:
     """
 
     def __init__(self, state: State, members: Sequence[Member], updated: Mapping[str, Tensor]) -> None:
-        self._plan = plan = state.plan
+        plan = state.plan
         self._rows: list[tuple[Member, Tensor]] = []
         outgoing, incoming = _no_mail(), _no_mail()
         for member in members:
@@ -120,25 +120,24 @@ class FromOwners:
                     outgoing[peer].append((_rows_of(full, plan, peer) if param.sharded else full).view(-1))
                 rows = _rows_of(full, plan, plan.rank) if param.sharded else full
             else:
-                shape = real_rows(member.shard, param, plan).shape
-                rows = torch.empty(shape, dtype=param.dtype, device=state.device)
+                rows = torch.empty(local(member.shard).shape, dtype=param.dtype, device=state.device)
                 incoming[member.owner].append(rows.view(-1))
             self._rows.append((member, rows))
         self._handle = _trade(state, outgoing, incoming)
 
     def wait(self) -> None:
-        """Write the rows into the shards; also those of no rows, so that all ranks raise the same versions."""
+        """Write the rows into the shards."""
         if self._handle is not None:
             self._handle.wait()
         for member, rows in self._rows:
-            real_rows(member.shard.detach(), member.param, self._plan).copy_(rows)
+            local(member.shard).detach().copy_(rows)
         self._rows.clear()
 
 
 def _gradient(member: Member) -> Tensor:
     grad = member.shard.grad
     assert grad is not None, "these have a gradient on all ranks"
-    return grad.detach()
+    return local(grad).detach()
 
 
 def _travels(param: Param, plan: Plan) -> bool:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from math import prod
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thunder_zero.runtime.couplings import moves_parameters_without_gradients, refuse_coupled_parameters
-from thunder_zero.runtime.gradients_to_try import STEPS
-from thunder_zero.runtime.optimizers import hyper_parameters
-from thunder_zero.runtime.probe import undisturbed
+from thunder_zero.runtime.optimizers import hyper_parameters, names_of
 from thunder_zero.runtime.registry import owners_of, replaced_path
-from thunder_zero.runtime.stand_ins import in_words
 from thunder_zero.runtime.state import State
-from thunder_zero.runtime.trial import changed_options, needed_by_step
 from thunder_zero.whole_step.exchange import Member
 from thunder_zero.whole_step.owners import Piece, WorkOf, assign
-from thunder_zero.whole_step.sentences import described_shortly, moves_with_parameters_only, steps_no_empty_group
-from thunder_zero.whole_step.stepper import Given, Groups, Make, Stepper, blank, copied, only, parameters_in
+from thunder_zero.whole_step.probe import Found, tried
+from thunder_zero.whole_step.sentences import (
+    cannot_be_tried,
+    copies_draw,
+    couples_parameters,
+    described_shortly,
+    moves_with_parameters_only,
+    steps_no_empty_group,
+)
+from thunder_zero.whole_step.stepper import Given, Groups, Make, Members, blank, copied, made
 
 
 class _Listed(Optimizer):
@@ -100,7 +104,14 @@ class Ordinary:
     moves_all: bool
 
 
-def ordinary(make: Make, groups: Groups, given: Given, options: Mapping[str, Any], state: State) -> Ordinary:
+def ordinary(
+    make: Make,
+    groups: Groups,
+    given: Given,
+    options: Mapping[str, Any],
+    state: State,
+    moving: Collection[str] = (),
+) -> Ordinary:
     """Make the ordinary optimizer, and try it, on every rank alike: all get the same defaults, and the same errors.
 
     Args:
@@ -109,78 +120,72 @@ def ordinary(make: Make, groups: Groups, given: Given, options: Mapping[str, Any
         given: of each group the options that the user gave.
         options: of ``make``.
         state: the model's.
+        moving: the options of groups that its steps have changed: a new one has its own, if nobody gave them.
 
     Raises:
         TypeError: not an optimizer.
         ValueError: its step needs arguments, or fails on groups without parameters; it makes other groups, or changes
             options only where a group has parameters.
-        RuntimeError: it couples parameters, or cannot be probed.
+        RuntimeError: it couples parameters, cannot be tried, or draws random numbers where there are several copies.
         Exception: raised by ``make``.
     """
-    like = _like(make, groups, given, options)
+    kept = [
+        {key: of for key, of in hyper_parameters(group).items() if key in keys or key not in moving}
+        for group, keys in zip(groups, given, strict=True)
+    ]
+
+    def make_on(of_groups: Groups, members: Members) -> Optimizer:
+        own = [copied(dict(group)) for group in of_groups]  # steps may change tensors in place
+        return made(make, copied(dict(options)), own, given, members, named="param_names" in groups[0])
+
+    like = make_on(kept, _blanks(groups))
     _require_steppable(like)
-    trusted = state.plan.ranks == 1 or state.plan.policy.trust_optimizer
-    moving = (
-        frozenset[str]()
-        if trusted
-        else refuse_coupled_parameters(like, state.device, state.plan.world_size, state.plan.replicas)
-    )
-    _require_steps_empty_groups(make, like, given, options, state, moving)
-    return Ordinary(like, moving, moves_parameters_without_gradients(like, state.device))
+    found = tried(make_on, like, state.device)
+    _require_apart(type(like).__name__, found, state)
+    return Ordinary(like, found.moving, found.moves_all)
 
 
-def _like(make: Make, groups: Groups, given: Given, options: Mapping[str, Any]) -> Optimizer:
-    shards = [shard for group in groups for shard in group["params"]]
-    owners = [owner for owner in owners_of(shards) if owner is not None]
-    blanks = {id(shard): blank(param, shard) for shard, (_, param) in zip(shards, owners, strict=True)}
-    of_blanks = [{**group, "params": [blanks[id(shard)] for shard in group["params"]]} for group in groups]
-    made_of = [{**parameters_in(group), **only(group, keys)} for group, keys in zip(of_blanks, given, strict=True)]
-    made = make(made_of, **options)
-    if not isinstance(made, Optimizer):
-        raise TypeError(
-            f"tz.whole was given {described_shortly(make)}, which makes a {type(made).__name__}; give a class of "
-            f"torch.optim.Optimizer"
-        )
-    if len(made.param_groups) != len(groups):
-        raise ValueError(
-            f"{type(made).__name__} makes {len(made.param_groups)} groups of the {len(groups)} that it was given, so "
-            f"tz.whole cannot tell their parameters apart; give tz.whole each of its groups, or each of the optimizers "
-            f"that it combines"
-        )
-    for own, group, keys in zip(made.param_groups, groups, given, strict=True):
-        own.update({key: value for key, value in hyper_parameters(group).items() if key not in keys})
-    return made
+def _blanks(groups: Groups) -> Members:
+    """Parameters like the shards in groups, of full shapes."""
+    found = []
+    for number, group in enumerate(groups):
+        shards = group["params"]
+        for name, shard, owner in zip(names_of(group), shards, owners_of(shards), strict=True):
+            assert owner is not None, "a parameter of the model"
+            found.append((number, name, blank(owner[1], shard)))
+    return found
 
 
 def _require_steppable(like: Optimizer) -> None:
     kind = type(like).__name__
-    for name in needed_by_step(like):
-        if name == "closure":
+    for of in signature(like.step).parameters.values():
+        if of.default is not Parameter.empty or of.kind is not Parameter.POSITIONAL_OR_KEYWORD:
+            continue
+        if of.name == "closure":
             raise ValueError(
                 f"{kind} evaluates the loss several times in a step, by a closure, and tz.whole has one gradient a "
                 f"step; use an optimizer whose step needs no closure"
             )
         raise ValueError(
-            f"a step of {kind} needs the argument {name!r}, and tz.whole has none to give; use an optimizer whose step "
-            f"needs no argument"
+            f"a step of {kind} needs the argument {of.name!r}, and tz.whole has none to give; use an optimizer whose "
+            f"step needs no argument"
         )
 
 
-def _require_steps_empty_groups(
-    make: Make, like: Optimizer, given: Given, options: Mapping[str, Any], state: State, moving: Collection[str]
-) -> None:
-    """Of most groups, most ranks own no parameter in most buckets."""
-    kind, groups = type(like).__name__, [copied(hyper_parameters(group)) for group in like.param_groups]
-    stepper = Stepper(make, options, [], named="param_names" in like.param_groups[0])
-    before, after = list(map(in_words, groups)), groups
-    try:
-        with undisturbed(state.device):
-            for _ in range(STEPS):  # as many as the probe took
-                _, after = stepper.step({}, after, given, {})
-    except Exception as error:
-        raise ValueError(steps_no_empty_group(kind, error)) from error
-    if still := sorted(set(moving) - changed_options(before, list(map(in_words, after)))):
-        raise ValueError(moves_with_parameters_only(kind, still[0]))
+def _require_apart(kind: str, found: Found, state: State) -> None:
+    """Refuse what cannot be stepped in parts. Of most groups, most ranks own no parameter in most buckets."""
+    plan = state.plan
+    trusted = plan.policy.trust_optimizer
+    if found.couples and plan.world_size > 1 and not trusted:
+        raise RuntimeError(couples_parameters(kind, found.couples))
+    if found.fails_empty and found.fails_empty != found.unknown:
+        raise ValueError(steps_no_empty_group(kind, found.fails_empty))
+    if found.moving_if_any:
+        raise ValueError(moves_with_parameters_only(kind, min(found.moving_if_any)))
+    if found.draws and plan.replicas > 1 and not trusted:
+        raise RuntimeError(copies_draw(kind, found.draws, plan.replicas))
+    if found.unknown and plan.ranks > 1 and not trusted:
+        raise RuntimeError(cannot_be_tried(kind, found.unknown))
 
 
 def members_of(groups: Groups, state: State, work_of: WorkOf, loads: Sequence[int]) -> list[list[Member]]:

@@ -11,11 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thunder_zero.comm.places import Place, doing
-from thunder_zero.runtime.couplings import look_of
 from thunder_zero.runtime.optimizers import StepsWhole, exact, hyper_parameters, names_of, parameters_of
-from thunder_zero.runtime.stand_ins import OF_BASE, in_words
 from thunder_zero.runtime.state import State
-from thunder_zero.runtime.trial import changed_options
 from thunder_zero.whole_step.agreement import all_ranks, begin, raise_on_all
 from thunder_zero.whole_step.exchange import FromOwners, Member, ToOwners, Values
 from thunder_zero.whole_step.members import listed, members_of, model_of, ordinary, require_maker
@@ -30,6 +27,7 @@ from thunder_zero.whole_step.sentences import (
     shares,
 )
 from thunder_zero.whole_step.stepper import Make, Owned, Stepper, copied, parameters_in
+from thunder_zero.whole_step.words import OF_BASE, changed, in_words, look_of
 
 
 def whole(optimizer: Make, params: Iterable[Any], /, **options: Any) -> Whole:
@@ -61,15 +59,15 @@ def whole(optimizer: Make, params: Iterable[Any], /, **options: Any) -> Whole:
         TypeError: ``optimizer`` makes no ``torch.optim.Optimizer``.
         ValueError: a parameter of no sharded model, or of another one; an optimizer that needs a closure.
         RuntimeError: unless the transform has ``trust_optimizer=True``: the optimizer couples parameters, cannot be
-            probed, or draws random numbers where the model has several copies.
+            tried, or draws random numbers where the model has several copies.
         Exception: raised by the optimizer, such as for a parameter that is no matrix.
     """
     return Whole(optimizer, params, options)
 
 
-def take_options(groups: Sequence[dict[str, Any]], changed: Sequence[Mapping[str, Any]]) -> None:
+def take_options(groups: Sequence[dict[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
     """Give groups what a step has made of their options."""
-    for group, options in zip(groups, changed, strict=True):
+    for group, options in zip(groups, after, strict=True):
         for key, value in options.items():
             if isinstance(own := group.get(key), Tensor) and isinstance(value, Tensor):
                 own.copy_(value)  # a user or a scheduler may have it
@@ -83,8 +81,8 @@ def require_same_options(words: Sequence[Mapping[str, str]], others: Sequence[Ma
     Raises:
         RuntimeError: they have not.
     """
-    if changed := sorted(changed_options(words, others)):
-        raise RuntimeError(moves_with_parameters_only(kind, changed[0]))
+    if differ := changed(words, others):
+        raise RuntimeError(moves_with_parameters_only(kind, min(differ)))
 
 
 def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -233,7 +231,7 @@ class Whole(Closed):
             self._buckets.append(Travelling(tuple(bucket), stepper))
         self._is_compared = False
         self._listed = tuple(map(id, parameters_of(self)))
-        self._look = look_of(self, self._moving) if offset == 0 else ()
+        self._look = look_of(self.param_groups, self._moving) if offset == 0 else []
 
     def owner_of(self, shard: Tensor) -> int | None:
         """The rank of the copy of the model that steps a parameter; None if nobody does: it is frozen."""
@@ -294,10 +292,10 @@ class Whole(Closed):
         Raises:
             RuntimeError: the optimizer couples parameters now.
         """
-        if self._look != look_of(self, self._moving):
-            found = ordinary(self._make, self.param_groups, self._given, self._options, self.model)
+        if self._look != look_of(self.param_groups, self._moving):
+            found = ordinary(self._make, self.param_groups, self._given, self._options, self.model, self._moving)
             self._moving, self._moves_all = self._moving | found.moving, found.moves_all
-            self._look = look_of(self, self._moving)
+            self._look = look_of(self.param_groups, self._moving)
 
     def _step(self, paths: frozenset[str], at_hand: frozenset[str]) -> Exception | None:
         """Step these parameters, bucket by bucket: the next one travels to its owners, and the last one back, while

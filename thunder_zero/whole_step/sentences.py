@@ -49,6 +49,22 @@ def later_group(kind: str, counts: Sequence[str]) -> str:
     )
 
 
+def makes_no_optimizer(make: object, made: object) -> str:
+    """What was given makes something else."""
+    return (
+        f"tz.whole was given {described_shortly(make)}, which makes a {type(made).__name__}; give a class of "
+        f"torch.optim.Optimizer"
+    )
+
+
+def makes_own_groups(kind: str, made: int, given: int) -> str:
+    """It does not keep to the groups that it is given."""
+    return (
+        f"{kind} makes {made} groups of the {given} that it was given, so tz.whole cannot tell their parameters apart; "
+        f"give tz.whole each of its groups, or each of the optimizers that it combines"
+    )
+
+
 def described_shortly(value: object) -> str:
     """What a user gave where a class belongs."""
     return f"a {type(value).__name__}" if isinstance(value, Optimizer | list | dict) else f"{value!r}"[:80]
@@ -63,11 +79,35 @@ def moves_with_parameters_only(kind: str, name: str) -> str:
     )
 
 
-def steps_no_empty_group(kind: str, error: Exception) -> str:
+def steps_no_empty_group(kind: str, error: str) -> str:
     """It fails on groups without parameters."""
     return (
-        f"{kind} cannot step groups without parameters ({type(error).__name__}: {' '.join(str(error).split())[:120]}), "
-        f"and a rank has such a group if others own all of its parameters; use a class that skips them"
+        f"{kind} cannot step groups without parameters ({error}), and a rank has such a group if others own all of its "
+        f"parameters; use a class that skips them"
+    )
+
+
+def couples_parameters(kind: str, evidence: str) -> str:
+    """Its step of a parameter is another one beside others."""
+    return (
+        f"{kind} couples parameters (beside other stand-ins {evidence}), and each rank steps only some of them; use an "
+        f"optimizer that steps every parameter alone, or model.parameters() without tz.whole if torch steps it there"
+    )
+
+
+def copies_draw(kind: str, evidence: str, copies: int) -> str:
+    """It draws random numbers, and a parameter has several owners."""
+    return (
+        f"{kind} draws random numbers ({evidence}), and the {copies} copies of the model would draw other ones and "
+        f"drift apart; use an optimizer that draws none, or a mesh of one copy"
+    )
+
+
+def cannot_be_tried(kind: str, why: str) -> str:
+    """It may couple parameters."""
+    return (
+        f"{kind} may couple parameters, and cannot be tried on stand-ins ({why}), and each rank steps only some of "
+        f"them; give the transform trust_optimizer=True if it steps every parameter alone"
     )
 
 

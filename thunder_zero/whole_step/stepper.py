@@ -17,12 +17,14 @@ from torch.optim import Optimizer
 from thunder_zero.marks import marked, parameter_like
 from thunder_zero.plan import Param
 from thunder_zero.runtime.optimizers import hyper_parameters, without_hooks
-from thunder_zero.runtime.stand_ins import attributes_of, in_words
 from thunder_zero.whole_step.exchange import Values
+from thunder_zero.whole_step.sentences import makes_no_optimizer, makes_own_groups
+from thunder_zero.whole_step.words import attributes_of, in_words
 
 Make = Callable[..., Optimizer]  # as torch's classes: called with parameters or groups, and options
 Groups = Sequence[Mapping[str, Any]]
 Given = Sequence[Collection[str]]  # of each group the options that the user gave; schedulers and classes add others
+Members = Sequence[tuple[int, str | None, Tensor]]  # the number of a group, a name if groups have names, a parameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,43 @@ def parameters_in(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's parameters, as an optimizer's constructor takes them: with their names, if they have any."""
     params = group["params"]
     return {"params": list(zip(group["param_names"], params, strict=True)) if "param_names" in group else list(params)}
+
+
+def members_in(number: int, members: Members, *, named: bool) -> dict[str, Any]:
+    """The parameters of a group, which may be none; with their names if groups have names."""
+    own = [(name, param) for group, name, param in members if group == number]
+    names = {"param_names": [name for name, _ in own]} if named else {}
+    return {"params": [param for _, param in own], **names}
+
+
+def made(
+    make: Make, options: Mapping[str, Any], groups: Groups, given: Given, members: Members, *, named: bool
+) -> Optimizer:
+    """An optimizer of these parameters, as a user makes it: the constructor gets the options that the user gave, and
+    groups the others later.
+
+    Args:
+        make: makes it.
+        options: of ``make``.
+        groups: the options of all groups.
+        given: of each group the options that the user gave.
+        members: its parameters.
+        named: groups have the names of their parameters.
+
+    Raises:
+        TypeError: not an optimizer.
+        ValueError: it makes other groups.
+        Exception: raised by ``make``.
+    """
+    taken = [only(group, keys) for group, keys in zip(groups, given, strict=True)]
+    optimizer = make([{**members_in(at, members, named=named), **group} for at, group in enumerate(taken)], **options)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(makes_no_optimizer(make, optimizer))
+    if len(optimizer.param_groups) != len(groups):
+        raise ValueError(makes_own_groups(type(optimizer).__name__, len(optimizer.param_groups), len(groups)))
+    for own, group in zip(optimizer.param_groups, groups, strict=True):
+        own.update(group)
+    return optimizer
 
 
 def blank(param: Param, shard: Tensor) -> nn.Parameter:
@@ -128,26 +167,20 @@ class Stepper:
 
     def _with_groups(self, groups: Groups, given: Given, states: MutableMapping[Any, Any]) -> Optimizer:
         """The optimizer with these hyper-parameters."""
-        taken = [only(group, keys) for group, keys in zip(groups, given, strict=True)]
+        pairs = zip(self._owned, self._params, strict=True)
+        members = [(of.group, of.name, param) for of, param in pairs]
         if self._optimizer is None:
-            made_of = [{**self._members(number), **group} for number, group in enumerate(taken)]
-            self._optimizer = self._make(made_of, **self._options)
+            self._optimizer = made(self._make, self._options, groups, given, members, named=self._named)
             self._attributes = in_words(attributes_of(self._optimizer))
             for of, param in zip(self._owned, self._params, strict=True):
                 if param in self._optimizer.state:  # made with the parameter, and perhaps loaded since
                     states.setdefault(of.shard, self._optimizer.state[param])
-        for later in taken[len(self._optimizer.param_groups) :]:
-            self._optimizer.add_param_group({**self._members(len(self._optimizer.param_groups)), **later})
+        for at in range(len(self._optimizer.param_groups), len(groups)):
+            of_group = members_in(at, members, named=self._named)
+            self._optimizer.add_param_group({**of_group, **only(groups[at], given[at])})
         for own, group in zip(self._optimizer.param_groups, groups, strict=True):
             own.update(group)
         return self._optimizer
-
-    def _members(self, number: int) -> dict[str, Any]:
-        """The parameters of a group, with their names if groups have names."""
-        pairs = zip(self._owned, self._params, strict=True)
-        members = [(of.name, param) for of, param in pairs if of.group == number]
-        names = {"param_names": [name for name, _ in members]} if self._named else {}
-        return {"params": [param for _, param in members], **names}
 
     def _give_states(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
         for of, param in zip(self._owned, self._params, strict=True):

@@ -1,0 +1,232 @@
+"""The probe of ``tz.whole`` finds what an optimizer couples, draws and changes, and lets those pass that step each
+parameter alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tests.harness.whole_steps import Changes
+from thunder_zero.whole_step.probe import KINDS, STEPS, Found, tried
+from thunder_zero.whole_step.stepper import Members, made
+
+SHAPES = ((9, 4), (5,))
+Factor = Callable[[Tensor, dict[str, Any], list[Tensor]], Any]  # of a gradient, a state and all gradients
+
+
+class Planted(Changes):
+    """A step that is scaled by a factor that a test plants; counts in its groups."""
+
+    def __init__(self, params: Any, lr: Any = 0.1, factor: Factor | None = None, every: int = 1) -> None:
+        super().__init__(params, lr, count=0)
+        self.factor, self.every = factor, every
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        group["count"] += 1
+        for param in params:
+            planted = self.factor is not None and group["count"] % self.every == 0
+            everything = [of.grad for group in self.param_groups for of in group["params"]]
+            factor = self.factor(param.grad, self.state[param], everything) if planted and self.factor else 1.0
+            param.sub_(factor * param.grad, alpha=float(group["lr"]))
+
+
+def of_one(grad: Tensor, state: Any, everything: Any) -> Any:
+    """The norm of a whole parameter couples its elements alone."""
+    state["norm"] = grad.norm()
+    return 1 / state["norm"].clamp_min(1e-9)
+
+
+def all_norms(grad: Tensor, state: Any, everything: Any) -> Any:
+    return 1 / (1 + sum(float(one.norm()) for one in everything))
+
+
+def if_large(grad: Tensor, state: Any, everything: Any) -> Any:
+    return 1.0 if all_norms(grad, state, everything) > 1e-3 else 0.5
+
+
+def hidden(grad: Tensor, state: Any, everything: Any) -> Any:
+    """Measures what it would use later."""
+    state["norms"] = [*state.get("norms", []), all_norms(grad, state, everything)][-2:]
+    return 1.0
+
+
+def noise(grad: Tensor, state: Any, everything: Any) -> Any:
+    return torch.rand(()).item() + random.random() + numpy.random.random()
+
+
+def noise_and_all_norms(grad: Tensor, state: Any, everything: Any) -> Any:
+    return all_norms(grad, state, everything) + 1e-3 * torch.rand(()).item()
+
+
+def summed(grad: Tensor, state: Any, everything: Any) -> Any:
+    dist.all_reduce(grad)
+    return 1.0
+
+
+class Empty(Planted):
+    """Fails on groups without parameters."""
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        torch.stack([param.sum() for param in group["params"]])
+        super().change(group, params)
+
+
+class CountsWhereItSteps(Changes):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, steps=0)
+
+    def change(self, group: dict[str, Any], params: list[Any]) -> None:
+        group["steps"] += bool(params)
+        super().change(group, params)
+
+
+class MovesAll(Changes):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for param in (param for group in self.param_groups for param in group["params"]):
+                param.mul_(0.9)
+        super().step()
+
+
+def found(kind: Any, groups: Any = SHAPES, marks: Mapping[str, Any] | None = None, **options: Any) -> Found:
+    """Try a class.
+
+    Args:
+        kind: the class.
+        groups: shapes, or for each group its options with ``shapes`` and perhaps ``names``.
+        marks: of the first parameter.
+        options: of the class.
+    """
+    of_groups = groups if isinstance(groups[0], dict) else [{"shapes": groups}]
+    members = [
+        (number, name, nn.Parameter(torch.ones(shape)))
+        for number, group in enumerate(of_groups)
+        for shape, name in zip(group["shapes"], group.get("names", [None] * len(group["shapes"])), strict=True)
+    ]
+    vars(members[0][2]).update(marks or {})
+    taken = [{key: of for key, of in group.items() if key not in ("shapes", "names")} for group in of_groups]
+
+    def make_on(its_groups: Sequence[Mapping[str, Any]], of: Members) -> optim.Optimizer:
+        return made(kind, options, its_groups, list(map(frozenset, taken)), of, named="names" in of_groups[0])
+
+    like = make_on(taken, members)
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1]
+    result = tried(make_on, like, torch.device("cpu"))
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert (states[2] == numpy.random.get_state()[1]).all()
+    assert all(bool((param == 1).all()) for _, _, param in members)
+    assert not like.state
+    return result
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {  # options, the field that says what was found, and words of it
+    "nothing": ({}, "", ""),
+    "a norm of one parameter": ({"factor": of_one}, "", ""),
+    "parameters": ({"factor": all_norms}, "couples", "step 1 was off by"),
+    "large": ({"factor": if_large}, "couples", "was off by"),
+    "late": ({"factor": all_norms, "every": 1000}, "couples", "step 4 was off by"),
+    "hidden": ({"factor": hidden}, "couples", f"after {STEPS} steps the state 'norms' 0 was another one"),
+    "random": ({"factor": noise}, "draws", "step 1 was off by"),
+    "random, and parameters": ({"factor": noise_and_all_norms}, "unknown", "it draws random numbers, and beside other"),
+    "a collective": ({"factor": summed}, "unknown", "RuntimeError: its step calls the collective c10d"),
+    "NaN": ({"factor": lambda *_: float("nan")}, "unknown", "stand-ins for parameters become NaN or Inf in step 1"),
+    "no move": ({"factor": lambda *_: 0.0}, "unknown", f"stand-ins for parameters did not move in {STEPS} steps"),
+    "a warmup that begins with zero": ({"factor": all_norms, "lr": 0.0}, "couples", "step 1 was off by"),
+    "a learning rate in a tensor": ({"factor": all_norms, "lr": torch.tensor(0.0)}, "couples", "step 1 was off by"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_coupled_or_drawn_is_found(name: str) -> None:
+    options, field, words = CASES[name]
+    with one_rank():
+        result = found(Planted, **options)
+    told = {of: getattr(result, of) for of in ("couples", "draws", "unknown", "fails_empty") if getattr(result, of)}
+    assert list(told) == [field] * bool(field), result
+    assert words in told.get(field, ""), result
+
+
+def test_what_steps_change_is_found() -> None:
+    plain, empty, counts, moves = map(found, (Planted, Empty, CountsWhereItSteps, MovesAll))
+    assert (plain.moving, plain.moving_if_any, plain.moves_all) == (frozenset(("count",)), frozenset(), False)
+    assert (empty.fails_empty, empty.couples) == ("RuntimeError: stack expects a non-empty TensorList", "")
+    assert counts.moving_if_any == counts.moving == {"steps"}
+    assert moves.moves_all
+
+
+class Asking(Planted):
+    """Couples parameters of a group that says so, of a parameter that is marked, or named so."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        everything = [param for group in self.param_groups for param in group["params"]]
+        for group in self.param_groups:
+            for param, name in zip(group["params"], group["param_names"], strict=True):
+                if group.get("rank") or getattr(param, "normed", False) or "head" in name:
+                    param.grad.mul_(sum(float(of.grad.norm()) for of in everything))
+        super().step()
+
+
+def test_groups_marks_and_names_count() -> None:
+    cases: list[tuple[dict[str, Any], str, dict[str, Any], bool]] = [
+        ({}, "b", {}, False),
+        ({"rank": 4}, "b", {}, True),
+        ({}, "b", {"normed": True}, True),
+        ({}, "head", {}, True),
+    ]
+    for option, name, marks, coupled in cases:
+        groups = [{"shapes": [(4, 3)], "names": ["a"]}, {"shapes": [(4, 3)], "names": [name], **option}]
+        assert bool(found(Asking, groups, marks).couples) is coupled, (option, name, marks)
+
+
+def matrices_together(grad: Tensor, state: Any, everything: list[Tensor]) -> Any:
+    return 1 / (1 + sum(float(one.norm()) for one in everything if one.ndim == grad.ndim == 2))
+
+
+def test_a_few_of_many_shapes_are_tried_with_each_number_of_dimensions() -> None:
+    vectors = [(length,) for length in range(KINDS, 2 * KINDS + 1)]
+    assert found(Planted, [*vectors, (2, 2)], factor=matrices_together) == found(Planted)
+    assert found(Planted, [*vectors, (2, 2), (3, 2)], factor=matrices_together).couples
+    assert found(Planted, [(2, 2), (2, 2)], factor=matrices_together).couples  # that look alike
+
+
+def test_hooks_of_the_user_are_not_called() -> None:
+    calls: list[int] = []
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    try:
+        found(Planted)
+        assert calls == []
+        optim.SGD([nn.Parameter(torch.ones(2))], 0.1).step()
+        assert calls == [1]
+    finally:
+        handle.remove()
+
+
+def test_a_package_of_optimizers() -> None:
+    package = pytest.importorskip("pytorch_optimizer")
+    for name in ("Lion", "ScheduleFreeAdamW", "Lamb", "Shampoo", "SOAP", "ScalableShampoo"):
+        assert found(getattr(package, name)) == Found(moving=found(getattr(package, name)).moving), name
+    for name in ("AdaGC", "AvaGrad", "Prodigy", "DAdaptAdaGrad", "DAdaptLion"):
+        assert found(getattr(package, name)).couples, name
+    for name in ("Kron", "Gravity"):
+        assert found(getattr(package, name)).draws, name
+    assert "does not require grad" in found(package.SophiaH).unknown

@@ -1,0 +1,68 @@
+"""Options and attributes of optimizers in words that are the same in all processes, and change as the values do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from enum import Enum
+from numbers import Number
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+OF_BASE = frozenset(vars(Optimizer([nn.Parameter(torch.zeros(1))], {})))  # attributes that every optimizer has
+VALUES = (Number, str, bytes, type(None), Enum, torch.dtype, torch.device)
+CODE = (FunctionType, BuiltinFunctionType, MethodType, type)
+MANY = 1000  # elements of a tensor that is told by its shape alone
+
+Words = Mapping[str, str]
+
+
+def in_words(values: Mapping[str, Any], *, amounts: bool = True) -> dict[str, str]:
+    """Options or attributes by name: numbers, strings, tensors that are not large, and collections of them by value,
+    functions and classes by name, other objects by class.
+
+    Args:
+        values: by name.
+        amounts: tell floating-point numbers apart; otherwise only zero from others.
+    """
+    return {name: _word(value, amounts) for name, value in values.items()}
+
+
+def look_of(groups: Sequence[Mapping[str, Any]], moving: Collection[str]) -> list[dict[str, str]]:
+    """Of each group what a trial is good for: amounts may change, as schedulers change them, but not from or to zero;
+    what steps change (``moving``) may."""
+    options = ({key: group[key] for key in group.keys() - {"params", *moving}} for group in groups)
+    return [in_words(group, amounts=False) for group in options]
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What the class, or its user, keeps in attributes beside what every optimizer has."""
+    return {name: value for name, value in vars(optimizer).items() if name not in OF_BASE}
+
+
+def changed(before: Sequence[Words], after: Sequence[Words]) -> set[str]:
+    """The names of what differs, or is there only before or after, in one of several mappings."""
+    pairs = zip(before, after, strict=True)
+    return {name for old, new in pairs for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+
+
+def _word(value: Any, amounts: bool) -> str:
+    if isinstance(value, float) and not amounts:
+        return repr(bool(value))
+    if isinstance(value, VALUES):
+        return repr(value)
+    if isinstance(value, Tensor):
+        told = value.numel() <= MANY and not value.requires_grad
+        return _word(value.tolist(), amounts) if told else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, CODE):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, set | frozenset):
+        return f"({', '.join(sorted(_word(one, amounts) for one in value))})"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(_word(one, amounts) for one in value)})"
+    if isinstance(value, Mapping):
+        return f"({', '.join(f'{key!r}: {_word(inner, amounts)}' for key, inner in value.items())})"
+    return f"a {type(value).__name__}"
