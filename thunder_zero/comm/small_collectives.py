@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -89,7 +89,9 @@ def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
 def full_tensor(value: DTensor, group: ProcessGroup) -> Tensor:
     """The full tensor of a DTensor on every rank of the group; a collective."""
     with small_collective("full_tensor", group):
-        return value.to(value.device_mesh.device_type).full_tensor()  # a part may be in host memory
+        there: Any = value.to(value.device_mesh.device_type)  # a part may be in host memory
+        full: Tensor = there.full_tensor()
+        return full
 
 
 def barrier(group: ProcessGroup) -> None:
