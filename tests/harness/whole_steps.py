@@ -29,7 +29,8 @@ def give(model: Any, grads: Mapping[str, Tensor]) -> None:
     for path, shard in state.shards.items():
         param = state.plan.by_name[path]
         if shard.requires_grad:
-            shard.grad = own_rows(grads[path], param, state.plan).clone() if path in grads else None
+            rows = own_rows(grads[path], param, state.plan) if path in grads else None
+            shard.grad = None if rows is None else state.gradient(rows.clone(), path)  # type: ignore[assignment]
 
 
 class Changes(optim.Optimizer):
