@@ -136,7 +136,7 @@ class Trainer:
         module = Digits(options.activation_checkpointing).to(ranks.device)
         policy = tz.Policy(options.stage, unit_of=units_of, mixed_precision=DTYPES[options.dtype])
         self.model = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
         self.folder = options.out / "digits"
         self.batch = ranks.rounded_up(BATCH)
         self.steps_in_epoch = len(self.images) // self.batch

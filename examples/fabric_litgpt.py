@@ -87,7 +87,7 @@ def main() -> None:
     with fabric.init_module():
         module = GPT(config_of(options.model, options.context))
     model = fabric.setup_module(module)
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), options.learning_rate))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), options.learning_rate, fused=True))
     state = {"model": model, "optimizer": optimizer, "steps": 0}
     if options.resume:
         fabric.load(options.resume, state)

@@ -116,7 +116,7 @@ class Trainer:
         policy = tz.Policy(options.stage, mixed_precision=DTYPES[options.dtype])
         self.model = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-2 if options.lora else 3e-3)
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-2 if options.lora else 3e-3, fused=True)
 
     def loss_of(self, step: int) -> Tensor:
         """The model's own loss: it shifts the labels by itself."""

@@ -143,7 +143,11 @@ class Trainer:
         )
         self.model = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=options.lr or size.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+            self.model.parameters(),
+            lr=options.lr or size.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            fused=True,  # torch's default loops over DTensors
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_at(step, options.steps)

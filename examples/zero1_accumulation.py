@@ -139,7 +139,7 @@ class Trainer:
         config = dataclasses.replace(self.preset.model, checkpointed=options.activation_checkpointing)
         policy = tz.Policy(options.stage, mixed_precision=PRECISION)
         self.model = thunder.jit(AlibiGPT(config).to(ranks.device), transforms=[tz.ZeroTransform(policy)])
-        self.optimizer = torch.optim.AdamW(decayed(self.model), lr=self.preset.rates[0], betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(decayed(self.model), lr=self.preset.rates[0], betas=(0.9, 0.95), fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_at(step, self.preset, options.steps)
         )
