@@ -147,7 +147,7 @@ class Trainer:
             lr=options.lr or size.learning_rate,
             betas=(0.9, 0.95),
             weight_decay=0.1,
-            fused=True,  # torch's default loops over DTensors
+            fused=True,
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_at(step, options.steps)

@@ -40,7 +40,9 @@ def norms(
                 model(tokens().tensor_split(world_size)[rank]).square().mean().backward()
                 with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as calls:
                     norm = tz.clip_grad_norm_(model, limit, norm_type)
-                grads = {name: local(param.grad) for name, param in model.named_parameters()}
+                grads = {
+                    name: None if param.grad is None else local(param.grad) for name, param in model.named_parameters()
+                }
                 found[stage, norm_type, limit] = norm, calls.call_count, grads
     return found
 
@@ -108,28 +110,23 @@ def test_all_ranks_refuse_gradients_that_cannot_be_clipped(ranks_pool: RanksPool
 
 
 def clipped_by_torch(rank: int, world_size: int) -> None:
-    """Torch's own function, too, unless its list mixes DTensors and plain tensors."""
-    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
-    one = fresh(Mlp)
-    one(x).square().mean().backward()
-    right = clip_grad_norm_(one.parameters(), 1e-3)
-    for name, policy in (
-        ("DDP", tz.DDP),
-        ("rows", tz.ZERO3),
-        ("rows and replicas", tz.Policy(stage=3, replicate_below_bytes=50)),
-        ("ignored", tz.Policy(stage=3, ignored=("layers.0",))),
-    ):
-        model = sharded(fresh(Mlp), policy)
-        model(x.tensor_split(world_size)[rank]).square().mean().backward()
-        if name == "ignored":
-            says(lambda: clip_grad_norm_(model.parameters(), 1e-3), "RuntimeError", "mixed torch.Tensor and DTensor")  # noqa: B023
-            continue
-        assert error(clip_grad_norm_(model.parameters(), 1e-3), right) < 1e-5, name
-        for found, param in zip(model.parameters(), one.parameters(), strict=True):
-            assert found.grad is not None
+    """With sharded and replicated parameters; the ignored one is clipped with its own list."""
+    policy = tz.Policy(stage=3, replicate_below_bytes=30, ignored=("layers.1.weight",))
+    model, plain, x = sharded(fresh(Mlp), policy), fresh(Mlp), torch.ones(3, 7)
+    ignored = "layers.1.weight"
+    for of in (model, plain):
+        of(x).sum().backward()
+    right = [param for name, param in plain.named_parameters() if name != ignored]
+    shards = [param for name, param in model.named_parameters() if name != ignored]
+    for foreach in (None, False):
+        norm, one = (clip_grad_norm_(params, 0.5, foreach=foreach) for params in (shards, right))
+        assert error(norm, one) < 1e-6, (foreach, norm, one)
+        for shard, param in zip(shards, right, strict=True):
+            assert shard.grad is not None
             assert param.grad is not None
-            assert error(found.grad, param.grad) < 1e-5, name
+            assert error(shard.grad, param.grad) < 1e-6, foreach
+    assert error(tz.clip_grad_norm_(model, 1.0), torch.tensor(0.5)) < 1e-5
 
 
-def test_torchs_own_clipping_gives_the_norm_of_all_rows(ranks_pool: RanksPool) -> None:
+def test_torchs_own_clipping_is_that_of_one_process(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, clipped_by_torch)

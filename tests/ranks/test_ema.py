@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import thunder_zero as tz
@@ -19,7 +20,6 @@ from tests.harness.models import Small, count_sends, error, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from thunder_zero.runtime.dtensors import local
-from thunder_zero.state_dict import set_model_state_dict
 from thunder_zero.tools import cli
 
 DECAY, STEPS, EVERY = 0.8, 5, 2
@@ -205,7 +205,7 @@ def says_when_made(model: Any, ema: tz.EMA) -> None:
 
 def says_inside(model: Any, ema: tz.EMA, optimizer: Any, folder: Path) -> None:
     """What would lose the weights, while averages are in their place."""
-    full = tz.full_state_dict(model)
+    full: dict[str, Any] = tz.full_state_dict(model)
     with ema.applied():
         before = [local(param).detach().clone() for param in model.parameters()]
         model(INPUTS).square().mean().backward()
@@ -216,7 +216,10 @@ def says_inside(model: Any, ema: tz.EMA, optimizer: Any, folder: Path) -> None:
             (optimizer.step, "step SGD"),
             (lambda: tz.save(folder / "no", model), "save"),
             (lambda: tz.load(folder / "no", model), "load"),
-            (lambda: set_model_state_dict(model, full), "load a state dict"),
+            (
+                lambda: set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True)),
+                "load a state dict",
+            ),
             (lambda: model.load_original_state_dict(full), "load a state dict"),
             (lambda: enter(tz.full_parameters(model, writeback=True)), "write back"),
         ):
