@@ -206,7 +206,9 @@ def trains(model: Any, *inputs: Any) -> bool:
     model(*inputs).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    return bool(before) and not any(torch.equal(full(old), full(new)) for old, new in zip(before, model.parameters()))
+    return bool(before) and not any(
+        torch.equal(full(old), full(new)) for old, new in zip(before, model.parameters(), strict=True)
+    )
 
 
 def whole(parts: Sequence[Tensor], shape: Sequence[int], *, sharded: bool) -> Tensor:

@@ -56,7 +56,6 @@ AGAIN: list[tuple[Callable[[Any, Any], Any], str]] = [  # given the plain module
     (lambda module, model: thunder.compile(module, plugins="zero1", recipe=tz.Recipe()), "already transformed"),
     (lambda module, model: thunder.distributed.ddp(model), "as well"),
     (lambda module, model: thunder.distributed.fsdp(model, device=torch.device("cpu")), "as well"),
-    (lambda module, model: shard(deepcopy(module)), "parameter 'a.weight' has no values"),
 ]
 
 

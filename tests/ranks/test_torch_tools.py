@@ -1,0 +1,235 @@
+"""torch's own tools on a sharded model: the code of docs/torch-tools.md, piece by piece, against one process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import thunder_zero as tz
+from tests.harness.models import error, fresh, full
+from tests.harness.ranks import RanksPool
+from tests.harness.tiers import slow
+from thunder_zero.runtime.dtensors import local
+
+import thunder
+
+PAGE = Path(__file__).parents[2] / "docs/torch-tools.md"
+HYBRID = (2, 2)
+MAX_NORM = 0.1  # of the page
+Names = dict[str, Any]
+
+
+class Net(nn.Module):
+    """Uneven rows, fewer rows than ranks, a scalar, a tied weight, a replicated one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.last = nn.Embedding(7, 4), nn.Linear(4, 5), nn.Linear(5, 1)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x) + self.last(self.first(x).tanh()) * self.scale
+
+
+def loss(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+def sections() -> dict[str, str]:
+    """The code of the page, by the titles of its sections."""
+    parts = re.split(r"^## (.*)$", PAGE.read_text(), flags=re.MULTILINE)[1:]
+    code = {title: "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL)) for title, text in _pairs(parts)}
+    return {title: block for title, block in code.items() if block}
+
+
+def _pairs(parts: list[str]) -> list[tuple[str, str]]:
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
+def shard(stage: int, front_end: str, shape: tuple[int, ...]) -> Any:
+    options: Any = {"stage": stage, "replicated": ("first.bias",)}
+    if len(shape) > 1:
+        options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    if front_end == "compile":
+        return tz.compile(fresh(Net), **options)
+    return thunder.jit(fresh(Net), transforms=[tz.ZeroTransform(**options)])
+
+
+def take_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    model.zero_grad()
+    loss(model(tokens)).backward()
+    optimizer.step()
+
+
+def near(found: Any, right: Any) -> bool:
+    """Whether two modules have the same values."""
+    pairs = zip(found.parameters(), right.parameters(), strict=True)
+    return max([error(own.detach(), other.detach()) for own, other in pairs]) < 1e-5
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    found = []
+    for param in module.parameters():
+        assert param.grad is not None
+        found.append(full(param.grad))
+    return found
+
+
+def norm_of(grads: list[Tensor]) -> Tensor:
+    return torch.cat([grad.flatten() for grad in grads]).norm()
+
+
+# What is true after the code of a section ran. ``right`` is the plain module of one process.
+
+
+def whole_shapes(names: Names) -> bool:
+    right, rows = names["right"], sum(part.numel() for part in names["held"])
+    least = rows <= sum(param.numel() for param in right.parameters()) or names["stage"] == 0
+    return least and names["shapes"] == {name: tuple(param.shape) for name, param in right.named_parameters()}
+
+
+def steps_alike(names: Names) -> bool:
+    take_step(names["model"], names["optimizer"], names["tokens"])
+    take_step(names["right"], names["right_optimizer"], names["all_tokens"])
+    return near(names["model"], names["right"])
+
+
+def norms_alike(names: Names) -> bool:
+    return error(names["norm"], norm_of(gradients(names["right"]))) < 1e-5
+
+
+def clipped_alike(names: Names) -> bool:
+    before = norm_of(gradients(names["right"]))
+    after = norm_of(gradients(names["model"]))
+    return error(names["total"], before) < 1e-5 and abs(float(after) - MAX_NORM) < 1e-5
+
+
+def accumulated_alike(names: Names) -> bool:
+    names["right"].zero_grad()
+    for half in names["all_halves"]:
+        loss(names["right"](half)).backward()
+    found = names["accumulated"]
+    right = error(full(found), norm_of(gradients(names["right"]))) < 1e-5
+    names["model"].zero_grad()
+    return right
+
+
+def loaded_full(names: Names) -> bool:
+    rank0 = dist.get_rank() == 0
+    weights = names["weights"]
+    state = names["right"].state_dict()
+    alike = weights.keys() == (state.keys() if rank0 else set()) and all(
+        error(weights[name], state[name]) < 1e-5 for name in weights
+    )
+    if not (alike and near(names["other"], names["right"]) and near(names["third"], names["right"])):
+        return False
+    take_step(names["third"], names["its_optimizer"], names["tokens"])
+    take_step(names["model"], names["optimizer"], names["tokens"])
+    take_step(names["right"], names["right_optimizer"], names["all_tokens"])
+    return near(names["third"], names["right"]) and near(names["model"], names["right"])
+
+
+def loaded_dcp(names: Names) -> bool:
+    model, fourth = names["model"], names["fourth"]
+    pairs = zip(model.parameters(), fourth.parameters(), strict=True)
+    with torch.no_grad():
+        outputs = error(fourth(names["tokens"]), names["right"](names["tokens"])) < 1e-5
+    return outputs and all(torch.equal(local(own), local(other)) for own, other in pairs)
+
+
+def averaged_and_copied(names: Names) -> bool:
+    model, right = names["model"], deepcopy(names["right"])
+    alike = near(names["averaged"].module, right) and near(names["snapshot"], right)
+    with torch.no_grad():
+        for param in model.parameters():
+            local(param).zero_()
+    model.load_state_dict(names["snapshot"].state_dict())
+    with torch.no_grad():
+        return alike and error(model(names["tokens"]), right(names["tokens"])) < 1e-5
+
+
+def scaled_alike(names: Names) -> bool:
+    """A step that all ranks take; then one that all skip, as one of them has found Inf in its rows of a gradient."""
+    model, optimizer, scaler = names["model"], names["optimizer"], names["scaler"]
+    right, right_optimizer = names["right"], names["right_optimizer"]
+    right.zero_grad()
+    loss(right(names["all_halves"][0])).backward()
+    right_optimizer.step()
+    if not near(model, right):
+        return False
+    model.zero_grad()
+    scaler.scale(loss(model(names["tokens"]))).backward()
+    weight = model.get_parameter("embed.weight")
+    if dist.get_rank() == 0 or names["stage"] == 0:
+        local(weight.grad)[0, 0] = torch.inf
+    before = [local(param).clone() for param in model.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    return all(map(torch.equal, before, map(local, model.parameters()))) and scaler.get_scale() == 2.0**15
+
+
+TRUE: dict[str, Callable[[Names], bool]] = {
+    "What `parameters()` gives": whole_shapes,
+    "Optimizers: `fused=True`": steps_alike,
+    "Numbers: `.full_tensor()` first": norms_alike,
+    "Clipping": clipped_alike,
+    "`no_sync`": accumulated_alike,
+    "State dicts": loaded_full,
+    "Distributed checkpoints (DCP)": loaded_dcp,
+    "Averages and copies": averaged_and_copied,
+    "Gradient scalers": scaled_alike,
+}
+
+
+def runs_the_page(rank: int, world_size: int, stage: int, front_end: str, shape: tuple[int, ...], folder: Path) -> None:
+    right = fresh(Net)
+    all_tokens = torch.arange(8 * world_size).view(2 * world_size, 4) % 7
+    tokens = all_tokens.chunk(world_size)[rank]
+    others = {name: shard(stage, front_end, shape) for name in ("other", "third", "fourth")}
+    names: Names = {"tz": tz, "torch": torch, "dist": dist, "DTensor": DTensor, "nn": nn, "loss": loss, **others}
+    names |= {"model": shard(stage, front_end, shape), "right": right, "folder": folder, "stage": stage}
+    names |= {"right_optimizer": torch.optim.AdamW(right.parameters(), lr=0.1)}
+    names |= {"its_optimizer": torch.optim.AdamW(others["third"].parameters(), lr=0.1, fused=True)}
+    names |= {"tokens": tokens, "all_tokens": all_tokens}
+    names |= {"first_half": tokens[:1], "second_half": tokens[1:]}
+    names |= {"all_halves": [all_tokens[0::2], all_tokens[1::2]]}
+    wrong = []
+    for title, code in sections().items():
+        exec(compile(code, title, "exec"), names)
+        if not TRUE[title](names):
+            wrong.append(title)
+    assert wrong == [], wrong
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "front_end"),
+    [
+        (3, 3, "jit"),
+        (2, 1, "jit"),
+        *slow((2, 0, "jit"), (3, 0, "compile"), (3, 1, "compile"), (2, 2, "jit"), (3, 2, "compile"), (2, 3, "compile")),
+    ],
+)
+def test_the_page_is_true(ranks_pool: RanksPool, tmp_path: Path, world_size: int, stage: int, front_end: str) -> None:
+    ranks_pool.run(world_size, runs_the_page, stage, front_end, (world_size,), tmp_path)
+
+
+@pytest.mark.parametrize(("stage", "front_end"), slow((1, "jit"), (2, "compile"), (3, "jit")))
+def test_two_copies_of_two_ranks(ranks_pool: RanksPool, tmp_path: Path, stage: int, front_end: str) -> None:
+    ranks_pool.run(4, runs_the_page, stage, front_end, HYBRID, tmp_path)
+
+
+def test_each_section_with_code_is_compared() -> None:
+    assert sections().keys() == TRUE.keys()
