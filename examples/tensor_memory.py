@@ -39,10 +39,14 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
     return [*model.state.rows.values(), *ignored]
 
 
+def part_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def bytes_held(tensors: Iterable[Tensor]) -> int:
     """Bytes of the tensors' storages on this rank; a shared storage counts once, and of a view the whole storage."""
-    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    storages = [part.untyped_storage() for part in parts]
+    storages = [part_of(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
