@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ranks_of_torchrun() as ranks:
         torch.manual_seed(options.seed)  # the same weights on every rank
         module = perceptron(options.width).to(ranks.device)
-        plain = deepcopy(module)  # the transform empties the module that it shards
+        plain = deepcopy(module)  # the transform shards the module
         layouts = layouts_of(plain, options.stage, options.rows)
         x, y = make_batch(ranks.rounded_up(options.rows), options.seed)
         together = train_together(module, x, y, options, ranks)

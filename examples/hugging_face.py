@@ -24,7 +24,7 @@ from ranks import Ranks, options_parser, positive, ranks_of_torchrun, stage_name
 from safetensors.torch import load_file
 from show import Bar, console_of, figures, progress_bar
 from stdlib_text import Shape, load_text, train_batch
-from tensor_memory import bytes_held
+from tensor_memory import bytes_held, parameters_of, part_of
 from torch import Tensor, nn
 
 import thunder_zero as tz  # before thunder
@@ -184,8 +184,8 @@ def report(trainer: Trainer, losses: list[float], sharded: float, file: Path) ->
     """Print the figures, and draw the loss."""
     options, ranks = trainer.options, trainer.ranks
     state = [value for entry in trainer.optimizer.state.values() for value in entry.values()]
-    trained = sum(parameter.numel() for parameter in trainer.trained)
-    held, params = bytes_held(trainer.model.parameters()), tz.traces_of(trainer.model).plan.params
+    trained = sum(part_of(parameter).numel() for parameter in trainer.trained)
+    held, params = bytes_held(parameters_of(trainer.model)), tz.traces_of(trainer.model).plan.params
     copies = sum(param.full_bytes for param in params if param.resident and param.is_cast)  # ZeRO-1 keeps them
     plain, same = plain_loss(file, trainer)
     rows = [

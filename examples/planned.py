@@ -5,19 +5,25 @@ from __future__ import annotations
 from math import prod
 
 import thunder_zero as tz  # before thunder
+from thunder_zero import layout
 from thunder_zero.schedule.timeline import Timeline, gathered_bytes
 
 
 def at_rest(plan: tz.schedule.Plan, values: int) -> dict[str, int]:
-    """Bytes that a rank holds between two steps; the optimizer keeps ``values`` of each element, in the shard's dtype.
+    """Bytes that a rank holds between two steps; the optimizer keeps ``values`` of each element, in the shard's dtype,
+    but nothing of the padding.
 
     ZeRO-1 keeps all rows in the dtype of compute; its own rows are a view of them, if the dtypes agree.
     """
     stored = {param: param.dtype.itemsize * prod(plan.shard_shape(param)) for param in plan.params}
     own = sum(nbytes for param, nbytes in stored.items() if param.is_cast or not param.resident)
     full = sum(param.full_bytes for param in plan.params if param.resident)
-    rows = sum(stored.values())
-    return {"parameters": own + full, "gradients": rows, "optimizer": values * rows}
+    stepped = sum(
+        param.dtype.itemsize
+        * layout.owned_numel(param.shape, *((plan.world_size, plan.rank) if param.sharded else (1, 0)))
+        for param in plan.params
+    )
+    return {"parameters": own + full, "gradients": sum(stored.values()), "optimizer": values * stepped}
 
 
 def foreseen_at_peak(timeline: Timeline) -> int:

@@ -25,7 +25,7 @@ from pictures import COLORS, FAINT, INK, curves, picture, title
 from planned import foreseen_at_peak
 from ranks import Ranks, options_parser, positive, ranks_of_torchrun, stage_name
 from show import Bar, console_of, figures, mb, progress_bar
-from tensor_memory import added_at_peak, bytes_held
+from tensor_memory import added_at_peak, bytes_held, parameters_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -143,11 +143,10 @@ class Trainer:
 
     def held(self) -> dict[str, int]:
         """Bytes that this rank holds between two steps."""
-        parameters = list(self.model.parameters())
         state = [value["momentum_buffer"] for value in self.optimizer.state.values()]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return {
-            "parameters": bytes_held(parameters),
+            "parameters": bytes_held(parameters_of(self.model)),
             "gradients": bytes_held(gradients),
             "momentum": bytes_held(state),
         }

@@ -22,7 +22,7 @@ from holdings import Rows, draw_rows, print_rows, rows_of_plan
 from pictures import curves, picture, title
 from ranks import Ranks, options_parser, positive, ranks_of_torchrun, stage_name
 from show import console_of, figures, mb, progress_bar
-from tensor_memory import bytes_held
+from tensor_memory import bytes_held, parameters_of
 from torch import Tensor, nn
 
 import thunder_zero as tz  # before thunder
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shown = forecast(model, options, ranks)
         if ranks.rank == 0:
             momentum = [state[MOMENTUM[options.optimizer]] for state in optimizer.state.values()]
-            report(options, ranks, losses, (bytes_held(model.parameters()), bytes_held(momentum)))
+            report(options, ranks, losses, (bytes_held(parameters_of(model)), bytes_held(momentum)))
             paths = draw(options, losses, shown), draw_layouts(options, ranks, plan_of_run, replicated)
             console_of(ranks).print(f"The pictures are {paths[0]} and {paths[1]}.")
 

@@ -18,18 +18,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
+
+import thunder_zero as tz
 
 MARK = "part of the step: "
 
 
-def bytes_held(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the tensors' storages; a shared storage counts once.
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    """The tensors in whose memory this rank has a model's parameters: those at rest, with their padding.
 
-    A view counts its whole storage: ZeRO-1's rows are a view of the full parameter, so the full parameter counts.
+    ZeRO-1's rows are a view of the full parameter, of which a DTensor that the optimizer steps knows nothing.
     """
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    if not isinstance(model, tz.ZeroModule):
+        return list(model.parameters())
+    planned = model.state.plan.by_name
+    ignored = [param for name, param in model.named_parameters() if name not in planned]
+    return [*model.state.rows.values(), *ignored]
+
+
+def part_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bytes_held(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' storages on this rank; a shared storage counts once, and of a view the whole storage."""
+    storages = [part_of(tensor).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

@@ -25,7 +25,7 @@ from ranks import Ranks, options_parser, ranks_of_torchrun, stage_name
 from rich.console import Console
 from show import console_of, progress_bar
 from stdlib_text import Shape, Text, load_text, train_batch, validation_batches
-from tensor_memory import added_at_peak, bytes_held
+from tensor_memory import added_at_peak, bytes_held, parameters_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train_report import Memory, Report, Traffic, print_report, save_curve
@@ -185,10 +185,9 @@ class Trainer:
 
     def held(self) -> tuple[int, int, int]:
         """Bytes of parameters, gradients and optimizer state that this rank holds now."""
-        parameters = list(self.model.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         state = [value for entry in self.optimizer.state.values() for value in entry.values()]
-        return bytes_held(parameters), bytes_held(gradients), bytes_held(state)
+        return bytes_held(parameters_of(self.model)), bytes_held(gradients), bytes_held(state)
 
 
 def train(trainer: Trainer, batches: list[Tensor], first: int, console: Console) -> tuple[Run, tz.tools.Traces]:

@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 2 examples/wrong_on_purpose.py --stage 0   # DDP: some are no mistakes there
     python examples/wrong_on_purpose.py                                               # one process
 
-Each function below makes one mistake with a model of its own. On several ranks eleven of them raise, on every rank; the
-first one cannot be seen without replacing functions of torch, which this package does not do, so its symptom is shown.
-Where ranks say different things, the table has both. What is no mistake in DDP, or on one rank, says so.
+Each function below makes one mistake with a model of its own. On several ranks all of them raise, on every rank; some
+in torch's words, which knows DTensors. Where ranks say different things, the table has both. What is no mistake in DDP,
+or on one rank, says so.
 """
 
 from __future__ import annotations
@@ -63,16 +63,10 @@ def reduced_twice(case: Case) -> str:
     """A second reduction by hand, as in a script that had none of its own before."""
     model = case.sharded()
     case.loss_of(model).backward()
-    first = next(iter(model.parameters()))
-    assert first.grad is not None
-    before = first.grad.clone()
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= case.ranks.world_size
-    apart = (first.grad - before).abs().max().item()
-    if not apart:
-        return "no message; nothing moved: a mean of equal means is that mean, which every rank has here"
-    return f"no message; the first gradient moved by {apart:.1e}: it became the mean of different ranks' rows"
+    return "no message; a mean of equal means is that mean, which every rank has here"
 
 
 def wrapped_in_ddp(case: Case) -> None:
@@ -90,12 +84,10 @@ def optimizer_built_early(case: Case) -> None:
     optimizer.step()
 
 
-def clipped_by_torch(case: Case) -> str:
-    """torch's clip_grad_norm_ takes the norm of what this rank has."""
-    model = case.sharded()
-    case.loss_of(model).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-    return "no message; no mistake here: this rank has all gradients in full"
+def loaded_full_tensors(case: Case) -> str:
+    """load_state_dict gets the plain module's tensors, which load_original_state_dict takes."""
+    case.sharded().load_state_dict(case.plain().state_dict())
+    return "no message; no mistake here: this rank has all parameters in full"
 
 
 def stepped_in_an_accumulation(case: Case) -> None:
@@ -107,11 +99,12 @@ def stepped_in_an_accumulation(case: Case) -> None:
     optimizer.step()
 
 
-def saved_the_wrong_object(case: Case) -> None:
-    """The plain module is empty once its parameters are sharded."""
+def called_the_plain_module(case: Case) -> str:
+    """The plain module is called, not the sharded model."""
     module = case.plain()
     case.sharded(module)
-    torch.save(module.state_dict(), case.folder / f"plain-{case.ranks.rank}.pt")
+    case.loss_of(module).backward()
+    return "no message; it computes, but nothing reduces its gradients"
 
 
 def other_models(case: Case) -> str:
@@ -159,9 +152,9 @@ MISTAKES: tuple[Mistake, ...] = (
     reduced_twice,
     wrapped_in_ddp,
     optimizer_built_early,
-    clipped_by_torch,
+    loaded_full_tensors,
     stepped_in_an_accumulation,
-    saved_the_wrong_object,
+    called_the_plain_module,
     other_models,
     other_dtypes,
     replaced_parameter,

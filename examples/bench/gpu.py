@@ -107,7 +107,7 @@ class Stack(nn.Module):
 
 
 def trains(model: nn.Module) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(tokens: Tensor) -> None:
         optimizer.zero_grad()

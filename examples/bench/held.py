@@ -12,11 +12,18 @@ PLAIN = (torch.Tensor, nn.Parameter)  # the memory of a DTensor is that of its p
 
 
 def alive() -> dict[int, int]:
-    """Bytes of the storages of all CPU tensors that Python can reach, by address; a shared storage counts once."""
+    """Bytes of the storages of all CPU tensors that Python can reach, by address; those in the memory of another one
+    do not count."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if type(thing) in PLAIN and thing.device.type == "cpu"]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    spans = sorted((storage.data_ptr(), -storage.nbytes()) for storage in storages if storage.nbytes())
+    found, end = {}, 0
+    for address, negative in spans:
+        if address >= end:
+            found[address] = -negative
+            end = address - negative
+    return found
 
 
 def held_bytes(before: dict[int, int], model: nn.Module) -> int:

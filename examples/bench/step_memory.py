@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,11 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing, nn
-from torch.distributed.tensor import DTensor
 
 import thunder_zero as tz  # before thunder
 from examples.bench.cases import PEERS, TASKS, Case
-from examples.tensor_memory import Added, added_in_parts, bytes_held
+from examples.tensor_memory import Added, added_in_parts, bytes_held, parameters_of
 
 import thunder
 
@@ -159,12 +158,8 @@ def measured_step(case: Case, model: nn.Module, inputs: Mapping[str, Tensor]) ->
     micro_batch()
     optimizer.step()
     optimizer.zero_grad()
-    held = [*model.parameters(), *model.buffers()]
+    held = [*parameters_of(model), *model.buffers()]
     held += [value for state in optimizer.state.values() for value in state.values()]
-    at_rest, of_inputs = _bytes_of(held), _bytes_of(inputs.values())
+    at_rest, of_inputs = bytes_held(held), bytes_held(inputs.values())
     with model.no_sync() if case.deferring else nullcontext():
         return Measured(at_rest, of_inputs, added_in_parts(parts, CPU))
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    return bytes_held(tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)

@@ -30,7 +30,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from thunder_zero.rows import own_rows, padding_of
+from thunder_zero.plan import Param, Plan
+from thunder_zero.rows import own_rows, padding_of, real_rows
+from thunder_zero.runtime.dtensors import local
 from thunder_zero.runtime.sharded_model import sharded_model
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -128,7 +130,7 @@ def trains_as_one_process(
 
 
 def assert_same_parameters(model: Any, one: nn.Module, where: str = "", tolerance: float | None = None) -> None:
-    """This rank's weights and gradients are its rows of the plain model's; padding is zero.
+    """This rank's weights and gradients are its rows of the plain model's; weights have zeros as padding.
 
     Of an ignored parameter each rank has its own gradient; the mean over ranks is the plain model's.
     """
@@ -142,14 +144,19 @@ def assert_same_parameters(model: Any, one: nn.Module, where: str = "", toleranc
         for kind, found, full in (("weight", named[name], param), ("gradient", grad, param.grad)):
             if found is None or full is None:
                 continue
-            found, full = found.detach(), full.detach()
+            found, full = local(found.detach()), full.detach()
             if planned is None:
                 found, rows = torch.stack(on_all_ranks(found, state.group)).mean(0), full
             else:
-                rows = own_rows(full, planned, state.plan)
-                padding = padding_of(found, planned, state.plan) if planned.sharded else torch.zeros(0)
-                assert not padding.any(), f"padding of the {kind} of {name}{where}"
+                rows = rows_of(full, planned, state.plan)
             assert_near(found, rows, f"{kind} of {name}{where}", tolerance, full)
+        if planned is not None and planned.sharded:
+            assert not padding_of(state.rows[planned.path], planned, state.plan).any(), f"padding of {name}{where}"
+
+
+def rows_of(full: Tensor, param: Param, plan: Plan) -> Tensor:
+    """This rank's rows of a full parameter, without padding."""
+    return real_rows(own_rows(full, param, plan), param, plan)
 
 
 def same_state(model: Any, one: nn.Module, tolerance: float | None = None) -> dict[str, Tensor]:
@@ -161,15 +168,15 @@ def same_state(model: Any, one: nn.Module, tolerance: float | None = None) -> di
         assert_near(full[name], value, name, tolerance)
     values = {path: full[path.replace(CHECKPOINT_WRAPPER, "")] for path in state.shards}
     for path, shard in state.shards.items():
-        assert torch.equal(shard, own_rows(values[path], state.plan.by_name[path], state.plan)), path
+        assert torch.equal(local(shard), rows_of(values[path], state.plan.by_name[path], state.plan)), path
     digests = on_all_ranks(digest(values.values()), state.group)
     assert len(set(digests)) == 1, "ranks have other bits"
     return full
 
 
 def digest(tensors: Any) -> str:
-    """Of the bits of tensors, by which processes compare them."""
+    """Of the bits of tensors, or of this rank's parts of them, by which processes compare them."""
     total = hashlib.blake2b()
-    for tensor in tensors:
+    for tensor in map(local, tensors):
         total.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return total.hexdigest()

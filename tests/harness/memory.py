@@ -31,6 +31,7 @@ from tests.harness.models import (
 from tests.harness.timelines import in_flight_bytes
 from thunder_zero.plan import make_plan
 from thunder_zero.runtime.calls import Calls
+from thunder_zero.runtime.dtensors import local
 from thunder_zero.schedule.timeline import Kind, gathered_bytes
 
 from thunder.executors.torch_compile import torch_compile_ex
@@ -144,7 +145,7 @@ def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
             inferred = model(batch(case.kind, rank, 0))
         return {
             "y": y.detach(),
-            "grads": {name: param.grad for name, param in model.named_parameters()},
+            "grads": {name: local(param.grad) for name, param in model.named_parameters()},
             "after forward": after_forward,
             "after backward": after_backward,
             "after inference": watch.alive(),

@@ -33,6 +33,7 @@ from tests.harness.models import (
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.policy import RECOMPUTE
+from thunder_zero.runtime.dtensors import local
 from thunder_zero.schedule.timeline import Kind, gathered_bytes
 
 import thunder.torch as ltorch
@@ -219,7 +220,7 @@ def draw(rank: int, world_size: int, names: list[str]) -> tuple[Tensor, Tensor]:
     y = model(torch.arange(1, COUNT + 1) / COUNT)
     y.sum().backward()
     (param,) = model.parameters()
-    return y.detach(), param.grad
+    return y.detach(), local(param.grad)
 
 
 @pytest.mark.parametrize("names", [list(DRAWS)[:2], *slow(list(DRAWS)[2:])], ids=len)

@@ -278,12 +278,14 @@ def kept_and_loaded_in_pieces(rank: int, world_size: int) -> None:
     """A state dict's values are the shards' own memory, still are after a step, and load one by one."""
     for policy in (tz.ZERO1, AGAIN):
         model = sharded(fresh(UsedTwice), policy)
-        kept = {path: value.to_local() for path, value in get_model_state_dict(model).items()}
+        before: dict[str, Any] = get_model_state_dict(model)
+        kept = {path: value.to_local() for path, value in before.items()}
         stepped(model, sgd(model))
-        for path, value in get_model_state_dict(model).items():
+        after: dict[str, Any] = get_model_state_dict(model)
+        for path, value in after.items():
             assert kept[path].data_ptr() == model.get_parameter(path).to_local().data_ptr(), path
             assert torch.equal(kept[path], value.to_local()), path
-            piece = {path: torch.full_like(value, 7.0)}
+            piece: dict[str, Any] = {path: torch.full_like(value, 7.0)}
             set_model_state_dict(model, piece, options=StateDictOptions(strict=False))
         assert all(bool((value == 7).all()) for value in tz.full_state_dict(model).values())
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from examples.tensor_memory import added_at_peak, bytes_held
+from examples.tensor_memory import added_at_peak, bytes_held, parameters_of
 from tests.harness.as_one_process import on_all_ranks
 from tests.harness.errors import raised
 from tests.harness.models import fresh, sharded
@@ -70,7 +70,7 @@ def peak_of(model: nn.Module, x: Tensor, *, deferring: bool = False) -> int:
     step()
     optimizer.step()
     optimizer.zero_grad()
-    at_rest = bytes_held([*model.parameters(), x])
+    at_rest = bytes_held([*parameters_of(model), x])
     with model.no_sync() if deferring else nullcontext():
         if deferring:
             step()
@@ -115,7 +115,7 @@ def peak_of_fused_llama(rank: int, world_size: int) -> int:
 
     step()
     model.zero_grad()
-    return bytes_held([*model.parameters(), *model.buffers(), tokens]) + added_at_peak(step, torch.device("cpu"))
+    return bytes_held([*parameters_of(model), *model.buffers(), tokens]) + added_at_peak(step, torch.device("cpu"))
 
 
 @pytest.mark.slow

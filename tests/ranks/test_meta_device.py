@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import thunder_zero as tz
-from examples.tensor_memory import added_at_peak, bytes_held
+from examples.tensor_memory import added_at_peak, bytes_held, parameters_of
 from tests.harness.checkpoints import same
 from tests.harness.errors import raised
 from tests.harness.models import Mlp
@@ -227,7 +227,7 @@ def peaks(rank: int, world_size: int, path: Path) -> None:
         torch.manual_seed(0)
         module = on_meta(deep_mlp)
         peak = added_at_peak(lambda module=module, arguments=arguments: kept.append(jit(module, **arguments)), cpu)  # type: ignore[misc]
-        at_rest = bytes_held(kept[-1].parameters())
+        at_rest = bytes_held(parameters_of(kept[-1]))
         assert "stage" in arguments or at_rest <= LAYERS * (LAYER_BYTES / world_size + FEW), (arguments, at_rest)
         assert peak - at_rest <= LAYER_BYTES + FEW + MESSAGES, (arguments, peak, at_rest)
     in_full = added_at_peak(lambda: kept.append(jit(ordinary(deep_mlp))), cpu)

@@ -20,7 +20,9 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from thunder_zero import layout
 from thunder_zero.plan import Plan, make_plan
+from thunder_zero.rows import real_rows
 from thunder_zero.runtime.digests import digests_of
+from thunder_zero.runtime.dtensors import local
 from thunder_zero.schedule.timeline import Kind
 
 X = torch.linspace(-1, 1, 14).view(2, 7)
@@ -57,19 +59,26 @@ def trains_a_little(rank: int, world_size: int, stage: int) -> None:
 
 def check_bytes_at_rest(model: Any, optimizer: torch.optim.Optimizer, plan: Plan, before: dict[int, int]) -> None:
     """Shape, memory and place of each tensor that the optimizer steps; all bytes that this model has added."""
-    stage, total = plan.policy.stage, 0
+    stage = plan.policy.stage
+    total = 4 * plan.world_size if stage else 0  # the mesh's ranks
     names = {param: name for name, param in model.named_parameters()}
-    found = {names[param]: param.detach() for param in optimizer.param_groups[0]["params"]}
+    found = {names[param]: param for param in optimizer.param_groups[0]["params"]}
     state = {names[param]: state["exp_avg"] for param, state in optimizer.state.items()}
     for param in plan.params:
-        own, shard = prod(plan.shard_shape(param)), found[param.path]
+        rows, shard, average = model.state.rows[param.path], found[param.path], state[param.path]
+        stored = prod(plan.shard_shape(param))
         padded = prod(layout.padded_shape(param.shape, plan.world_size))
-        held = {0: prod(param.shape), 1: padded, 2: own, 3: own}[stage]
-        assert shard.shape == state[param.path].shape == plan.shard_shape(param), param.path
-        assert shard.untyped_storage().nbytes() == 4 * held, param.path
-        assert shard.storage_offset() == (plan.rank * own if stage == 1 and param.sharded else 0), param.path
+        held = {0: prod(param.shape), 1: padded, 2: stored, 3: stored}[stage]
+        assert rows.untyped_storage().nbytes() == 4 * held, param.path
+        assert rows.storage_offset() == (plan.rank * stored if stage == 1 and param.sharded else 0), param.path
+        assert rows.shape == plan.shard_shape(param), param.path
+        own = real_rows(rows, param, plan)  # padding has no state
+        assert shard.shape == average.shape == param.shape, param.path
+        assert local(shard).shape == local(average).shape == own.shape, param.path
+        assert local(shard).data_ptr() == own.data_ptr() or not own.numel(), param.path
+        assert local(average).untyped_storage().nbytes() == own.nbytes, param.path
         # Twice AdamW's state, which also counts steps; a placeholder; a digest of what stays whole.
-        total += 4 * (held + 2 * own + 1 + 1) + 8 * param.resident
+        total += 4 * (held + 2 * own.numel() + 1 + 1) + 8 * param.resident
     assert sum(nbytes for address, nbytes in storages().items() if address not in before) == total
 
 

@@ -257,6 +257,28 @@ def test_gradients_are_means_over_the_group_alone(ranks_pool: RanksPool) -> None
     ranks_pool.run(3, step_in_part)
 
 
+# What must not go unseen
+
+
+def steps_between(rank: int, world_size: int, stage: int) -> None:
+    """Of a DTensor, a step raises no version of the rows that forward saved; that of a fused optimizer none at all.
+    What is gathered once is a copy, which no step changes."""
+    model = sharded(fresh(Mlp, WIDTH, 2), tz.Policy(stage=stage, gather_last_units_once=False))
+    for optimizer in (sgd(model), torch.optim.AdamW(model.parameters(), fused=True)):
+        pending = model(batch()).square().mean()
+        model(batch(1)).square().mean().backward()
+        optimizer.step()
+        says(pending.backward, "RuntimeError", "modified by an inplace operation")
+        model.zero_grad()
+        model(batch()).square().mean().backward()  # the next step is sound
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [3, *slow(0, 1)])
+def test_a_backward_over_a_step_is_refused(ranks_pool: RanksPool, stage: int) -> None:
+    ranks_pool.run(2, steps_between, stage)
+
+
 # Bits
 
 

@@ -13,6 +13,7 @@ from tests.harness.as_one_process import assert_near, digest, on_all_ranks
 from tests.harness.errors import says
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
+from thunder_zero.runtime.dtensors import local
 
 
 def change(rank: int, world_size: int) -> None:
@@ -64,9 +65,9 @@ THROUGH_DATA: dict[str, Callable[[Any], Any]] = {  # writes that raise no versio
     "added to data": lambda param: param.data.add_(param.grad, alpha=-0.1),
     "foreach on data": lambda param: torch._foreach_add_([param.data], [param.grad], alpha=-0.1),
     "copied to data": lambda param: param.data.copy_(param.data - 0.1 * param.grad),
-    "numpy": lambda param: np.negative(param.data.numpy(), out=param.data.numpy()),
+    "numpy": lambda param: np.negative(rows := local(param).detach().numpy(), out=rows),
     "clamped data": lambda param: param.data.clamp_(-0.1, 0.1),
-    "turned data": lambda param: param.data.copy_(param.data.flip(0)),
+    "turned rows": lambda param: local(param).data.copy_(local(param).data.flip(0)),
 }
 
 
