@@ -30,7 +30,7 @@ def give(model: Any, grads: Mapping[str, Tensor]) -> None:
         param = state.plan.by_name[path]
         if shard.requires_grad:
             rows = own_rows(grads[path], param, state.plan) if path in grads else None
-            shard.grad = None if rows is None else state.gradient(rows.clone(), path)  # type: ignore[assignment]
+            shard.grad = None if rows is None else state.gradient(rows.clone(), path)
 
 
 class Changes(optim.Optimizer):

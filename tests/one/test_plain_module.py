@@ -188,7 +188,7 @@ def test_what_may_be_done_with_the_plain_module() -> None:
     plain = Net()
     eager = deepcopy(plain)
     model = shard(plain)
-    weight = plain.first.weight
+    weight: Any = plain.first.weight
     assert isinstance(weight, DTensor)
     assert isinstance(weight, nn.Parameter)
     assert weight is model.get_parameter("first.weight")

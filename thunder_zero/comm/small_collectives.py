@@ -90,8 +90,10 @@ def full_tensor(value: DTensor, group: ProcessGroup) -> Tensor:
     """The full tensor of a DTensor on every rank of the group; a collective."""
     with small_collective("full_tensor", group):
         there: Any = value.to(value.device_mesh.device_type)  # a part may be in host memory
+        if value.dtype.itemsize == 1:  # gloo has no float8
+            there = there.view(torch.uint8)
         full: Tensor = there.full_tensor()
-        return full
+        return full.view(value.dtype)
 
 
 def barrier(group: ProcessGroup) -> None:

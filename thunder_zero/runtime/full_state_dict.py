@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -40,7 +40,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         TypeError: not a model with ZeroTransform.
     """
-    found: dict[str, Any] = get_model_state_dict(sharded_model(model), options=StateDictOptions(full_state_dict=True))
+    sharded = sharded_model(model)
+    parts: dict[str, Any] = get_model_state_dict(sharded)  # as DTensors: torch would gather them unannounced
+    group = sharded.state.group
+    found = {name: full_tensor(value, group) if isinstance(value, DTensor) else value for name, value in parts.items()}
     own = {_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return {name: value.clone() if _memory_of(value) in own else value for name, value in found.items()}
 
