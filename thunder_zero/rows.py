@@ -25,11 +25,6 @@ def real_rows(shard: Tensor, param: Param, plan: Plan) -> Tensor:
     return shard[: len(shard) - layout.padding_rows(param.shape[0], plan.world_size, plan.rank)]
 
 
-def padding_of(shard: Tensor, param: Param, plan: Plan) -> Tensor:
-    """The rows of zeros at the end of a shard, as a view; none if the parameter is replicated."""
-    return shard[len(real_rows(shard, param, plan)) :]
-
-
 def rows_in(buffer: Tensor, param: Param, world_size: int, rank: int) -> Tensor:
     """The rows of a padded buffer that ``rank`` stores, padding included, as a view."""
     start, stop = layout.stored_range(param.shape[0], world_size, rank)

@@ -312,7 +312,7 @@ class Script(Changes):
 
 
 def script_steps(model: Any, plain: nn.Module) -> Any:
-    """Parameters without a gradient; torch asks for states before the first step; a group that comes later; marks and
+    """Parameters without a gradient; a group that comes later; marks and
     options that change, and a scheduler, which adds some."""
     names = [name for name, _ in plain.named_parameters()]
     owners: list[int] = []
@@ -325,9 +325,6 @@ def script_steps(model: Any, plain: nn.Module) -> Any:
     def change(step: int, optimizer: Any, of: nn.Module) -> None:
         param: Any = of.get_parameter("layers.1.weight")
         if step == 0 and of is model:
-            optimizer.make_states()
-            made = {path: optimizer.state[own] for path, own in of.named_parameters() if own in optimizer.state}
-            assert all(torch.equal(made[name]["anchor"], plain.get_parameter(name)) for name in made), made
             owners.extend(member.owner for member in optimizer.members)
         elif step == 1:
             optimizer.param_groups[0]["lr"] = 0.5

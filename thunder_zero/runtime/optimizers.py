@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as of_torch
 
 PARAMETERS = ("params", "param_names")  # entries of a group that are no options
-SIMPLE = (bool, int, float, str, type(None))  # kinds of states that are no tensors
 
 
 class StepsWhole(Optimizer):
@@ -28,10 +27,6 @@ class StepsWhole(Optimizer):
     @abstractmethod
     def owner_of(self, shard: Tensor) -> int | None:
         """The rank of the copy of the model that steps a parameter; None if nobody does: it is frozen."""
-
-    @abstractmethod
-    def make_states(self) -> None:
-        """Make the states of this rank's own parameters, if no step has made any on any rank; a collective."""
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Placeholders stand for the plain module's parameters while forward runs: shape, dtype, no values; using one raises.
+"""Placeholders stand for parameters while forward runs: shapes and dtypes; using a value raises.
 
 Thunder and dynamo read the module tree, and would trace DTensors with operators of their own.
 """

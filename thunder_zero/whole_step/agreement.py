@@ -80,11 +80,6 @@ def _digest(facts: Sequence[Fact]) -> int:
     return int.from_bytes(sha256(repr(facts).encode()).digest()[:3], "big")
 
 
-def all_ranks(flag: bool, state: State) -> bool:
-    """Whether a flag is set on all ranks; one small collective."""
-    return _sums([int(flag)], state)[0] == state.plan.ranks
-
-
 def raise_on_all(failure: Exception | None, kind: str, state: State) -> None:
     """Raise on every rank if one has failed in its part of a step; one small collective.
 

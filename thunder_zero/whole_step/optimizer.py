@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from thunder_zero.comm.places import Place, doing
 from thunder_zero.runtime.optimizers import StepsWhole, exact, hyper_parameters, names_of, parameters_of
 from thunder_zero.runtime.state import State
-from thunder_zero.whole_step.agreement import all_ranks, begin, raise_on_all
-from thunder_zero.whole_step.exchange import FromOwners, Member, ToOwners, Values
+from thunder_zero.whole_step.agreement import begin, raise_on_all
+from thunder_zero.whole_step.exchange import FromOwners, Member, ToOwners
 from thunder_zero.whole_step.members import listed, members_of, model_of, ordinary, require_maker
 from thunder_zero.whole_step.owners import work_function
 from thunder_zero.whole_step.sentences import (
@@ -175,7 +175,7 @@ class Whole(Closed):
         self._make, self._options = make, dict(options)
         self._buckets: list[Travelling] = []
         self._steps = 0
-        self._is_compared = self._is_provisional = False
+        self._is_compared = False
         self._made: frozenset[Travelling] = frozenset()  # buckets whose optimizers all owners have made
         self.members: list[Member] = []
         self._owners: dict[int, int] = {}  # by the shard's id
@@ -238,27 +238,6 @@ class Whole(Closed):
         return self._owners.get(id(shard))
 
     @torch.no_grad()
-    def make_states(self) -> None:
-        """See :meth:`thunder_zero.runtime.optimizers.StepsWhole.make_states`."""
-        has_gradient = any(member.shard.grad is not None for member in self.members)
-        if not all_ranks(not (self._steps or self.state or has_gradient), self.model):
-            return
-        still = [{**hyper_parameters(group), **({"lr": 0.0} if "lr" in group else {})} for group in self.param_groups]
-        self._is_provisional = True
-        failure: Exception | None = None
-        for bucket in self._buckets:
-            values = ToOwners(self.model, bucket.members, (), ()).wait()
-            # clones: a replicated parameter's value is the parameter itself, and its step may divide by the gradient
-            zeros = {path: Values(of.param.clone(), torch.zeros_like(of.param)) for path, of in values.items()}
-            try:
-                bucket.stepper.step(zeros, copied(still), self._given, self.state)
-            except Exception as error:  # the other ranks wait for the next bucket
-                failure = error
-            bucket.stepper.forget()
-        if failure is not None:
-            raise failure
-
-    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Step all parameters that have a gradient; a collective.
 
@@ -276,15 +255,14 @@ class Whole(Closed):
         self._steps += 1
         what = f"step number {self._steps} of tz.whole({self.kind}) of {self.model.name}"
         with doing(what):
-            if self._is_provisional:
-                self.state.clear()
-                self._is_provisional = False
             paths, at_hand = begin(self.kind, self.members, self.param_groups, self.model, known=self._is_compared)
             self._is_compared = True
             self._probe_again()
             self.model.transport.enter(Place(what, repr((sorted(paths), sorted(at_hand)))))
             raise_on_all(self._step(paths, at_hand), self.kind, self.model)
             self._made = frozenset(self._buckets)
+            if not self.state:  # torch would take a step on this rank alone, to have states for a state dict
+                self.state[self.members[0].shard] = {}
 
     def _probe_again(self) -> None:
         """After a change of options or groups: on all ranks alike, since they have compared those.
@@ -343,7 +321,6 @@ class Whole(Closed):
             ValueError: it has a state of a parameter that another rank owns, or other groups.
         """
         super().load_state_dict(state_dict)
-        self._is_provisional = False
         for number, shard in enumerate(parameters_of(self)):
             if shard in self.state:
                 self.state[shard] = exact(self.state[shard], state_dict["state"][number])

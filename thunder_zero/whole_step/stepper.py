@@ -161,10 +161,6 @@ class Stepper:
         now = {} if self._optimizer is None else in_words(attributes_of(self._optimizer))
         return sorted(name for name, value in now.items() if self._attributes.get(name, value) != value)
 
-    def forget(self) -> None:
-        """Make the optimizer anew in the next step."""
-        self._optimizer = None
-
     def _with_groups(self, groups: Groups, given: Given, states: MutableMapping[Any, Any]) -> Optimizer:
         """The optimizer with these hyper-parameters."""
         pairs = zip(self._owned, self._params, strict=True)

@@ -1,4 +1,4 @@
-"""Options and attributes of optimizers in words that are the same in all processes, and change as the values do."""
+"""Options and attributes of optimizers in words: the same in all processes, other ones for other values."""
 
 from __future__ import annotations
 

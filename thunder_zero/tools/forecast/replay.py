@@ -161,9 +161,8 @@ class Replay:
         self.watch.next_line()
         self.watch.kind = Holds.TEMPORARY
         on_device = self.share.trained_on_device()
-        gradients = {
-            path: self.share.gradient(grad, path) for path, grad in self.gradients.items() if path in on_device
-        }
+        found = self.gradients.items()
+        gradients = {path: self.share.gradient(grad, path) for path, grad in found if path in on_device}
         with self.around[1]:
             take_step(self.optimizer, gradients, on_device)
         self.gradients.clear()
