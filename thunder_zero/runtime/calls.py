@@ -10,7 +10,7 @@ from torch import Tensor
 from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.places import doing
 from thunder_zero.plan import Param
-from thunder_zero.runtime.dtensors import connected_rows, has_hooks
+from thunder_zero.runtime.dtensors import Rows, has_hooks
 from thunder_zero.runtime.profile_labels import launching
 from thunder_zero.runtime.share import Share
 from thunder_zero.schedule.program_name import ProgramName
@@ -100,16 +100,10 @@ class Calls:
         Under ``no_sync`` those of a shard with hooks on its gradient are not: backward returns no gradient, which
         autograd hands on to hooks. They run when the gradient is reduced, as FSDP2's do.
         """
-        found = {path: self._state.rows[path] for path in paths}
-        if not torch.is_grad_enabled():
-            return tuple(found[path] for path in paths)
-        trained = {path: shard for path, shard in zip(paths, shards, strict=True) if shard.requires_grad}
         if not self.synced:
-            for path in [path for path, shard in trained.items() if has_hooks(shard)]:
-                del trained[path]
-                found[path] = found[path].detach().requires_grad_()
-        found |= connected_rows(self._state, trained)
-        return tuple(found[path] for path in paths)  # a tied parameter may be there twice
+            shards = [shard.detach().requires_grad_() if has_hooks(shard) else shard for shard in shards]
+        rows: tuple[Tensor, ...] = Rows.apply(self._state, paths, *shards)  # type: ignore[no-untyped-call]
+        return rows
 
     def defer(self, grad: Tensor, path: str) -> None:
         """Keep a full gradient until the next reduction of its parameter."""

@@ -61,14 +61,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def connected_rows(share: Shared, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The rows of these shards, whose gradients go to the shards, by path."""
-    if not shards:
-        return {}
-    rows = Rows.apply(share, tuple(shards), *shards.values())  # type: ignore[no-untyped-call]
-    return dict(zip(shards, rows, strict=True))
-
-
 class Shared(Protocol):
     """What the gradients of rows need: see :class:`thunder_zero.runtime.share.Share`."""
 
@@ -88,10 +80,12 @@ class Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, share: Shared, paths: Sequence[str], *shards: Tensor) -> tuple[Tensor, ...]:
-        """The rows, padded, by whose gradients backward makes those of the shards."""
+        """The rows, padded, by whose gradients backward makes those of the shards. A tied one may be there twice."""
         ctx.set_materialize_grads(False)  # a parameter that nothing reads keeps grad None
         ctx.share, ctx.paths = share, paths
-        return tuple(share.rows[path].detach() for path in paths)
+        rows = tuple(share.rows[path].detach() for path in paths)
+        ctx.mark_non_differentiable(*(of for of, shard in zip(rows, shards, strict=True) if not shard.requires_grad))
+        return rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -100,7 +94,7 @@ class Rows(torch.autograd.Function):
         A first gradient is put into ``.grad`` here, as FSDP2 does: autograd would make one more DTensor of each.
         """
         share: Shared = ctx.share
-        puts = bool(share.specs) and accumulates(leaf for leaf, _ in ctx.next_functions)
+        puts = bool(share.specs) and accumulates(leaf for leaf, _ in ctx.next_functions if leaf)
         found: list[Tensor | None] = []
         for rows, path in zip(grads, ctx.paths, strict=True):
             grad, shard = None if rows is None else share.gradient(rows, path), share.shards[path]

@@ -1,4 +1,4 @@
-"""Options and attributes of optimizers in words: the same in all processes, other ones for other values."""
+"""Options and attributes of optimizers in words: equal in all processes, others for other values."""
 
 from __future__ import annotations
 
