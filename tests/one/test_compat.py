@@ -13,7 +13,7 @@ from tests.harness.errors import refused
 from thunder_zero.compat import imports
 
 VERSIONS = {  # those that were tested, and others
-    "torch": (("2.7.1", "2.13.0+cpu", "2.15.1"), ("2.7.0", "2.16.0", "3.0")),
+    "torch": (("2.13", "2.13.0+cpu", "2.15.1"), ("2.12.1", "2.16.0", "3.0")),
     "lightning-thunder": (("0.2.6", "0.2.6.post1"), ("0.2.5", "0.3.0")),
 }
 

@@ -27,7 +27,6 @@ from thunder_zero.checkpoint.dcp_write import Entries
 from thunder_zero.comm import device, native
 from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.native import Grouped, float16_divisors
-from thunder_zero.compat.process_groups import all_gather_single
 from thunder_zero.plan import Param, make_plan
 from thunder_zero.runtime.initial_values.compare import Cuts
 from thunder_zero.runtime.initial_values.data import PlainModel, names_of

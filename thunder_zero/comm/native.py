@@ -12,12 +12,12 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, all_gather_single, reduce_scatter_single
 
 from thunder_zero import layout
 from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
 from thunder_zero.comm.transport import FLOATS, Mail
-from thunder_zero.compat.process_groups import all_gather_single, one_launch, reduce_scatter_single
+from thunder_zero.compat.process_groups import one_launch
 from thunder_zero.compat.torch_internals import divide_all
 from thunder_zero.plan import Param
 from thunder_zero.rows import rows_in

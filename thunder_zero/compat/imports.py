@@ -24,7 +24,7 @@ from looseversion import LooseVersion
 
 DROPPED_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
 KNOWN = {"torch": "2.13", "lightning-thunder": "0.2.6"}  # each need is known here
-TESTED = {"torch": ("2.7.1", "2.16"), "lightning-thunder": ("0.2.6", "0.3")}  # at least, below
+TESTED = {"torch": ("2.13", "2.16"), "lightning-thunder": ("0.2.6", "0.3")}  # at least, below
 
 
 def known(package: str) -> bool:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _coalescing_manager, _set_pg_timeout, _world
-
-# torch 2.13 renamed both, and warns under the old names.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @contextmanager
@@ -32,5 +27,5 @@ def one_launch(group: ProcessGroup) -> Iterator[Any]:
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Change how long the group's collectives wait; torch 2.7 has no public way."""
+    """Change how long the group's collectives wait, for which torch has no public way."""
     _set_pg_timeout(timeout, group)
