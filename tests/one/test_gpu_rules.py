@@ -99,7 +99,7 @@ def test_parameters_that_nccl_cannot_send_travel_as_bytes(
 ) -> None:
     """NCCL has no int16 and no uint16; a frozen table may have any dtype. Fake ranks have the same rows as this one."""
     rows, param = frozen(dtype)
-    launch = mock.Mock(wraps=all_gather_single)
+    launch = mock.Mock(wraps=dist.all_gather_single)
     with mock.patch.object(native, "all_gather_single", launch), mock.patch.object(native, "one_launch"):
         (full,) = Grouped(two_fake_ranks).all_gather([rows], [param]).wait()
     assert [tensor.dtype for tensor in launch.call_args.args[:2]] == [torch.uint8] * 2
@@ -110,11 +110,11 @@ def test_parameters_that_nccl_cannot_send_travel_as_bytes(
 def test_a_collective_that_raises_leaves_nothing_queued(two_fake_ranks: dist.ProcessGroup) -> None:
     """torch would queue the group's next collectives behind it, and launch none of them."""
     rows, param = frozen(torch.float32)
-    second_raises = mock.Mock(wraps=all_gather_single, side_effect=[mock.DEFAULT, KeyboardInterrupt])
+    second_raises = mock.Mock(wraps=dist.all_gather_single, side_effect=[mock.DEFAULT, KeyboardInterrupt])
     with mock.patch.object(native, "all_gather_single", second_raises), pytest.raises(KeyboardInterrupt):
         Grouped(two_fake_ranks).all_gather([rows, rows], [param, param])
     full = torch.zeros(8, 3)
-    all_gather_single(full, torch.ones(4, 3), group=two_fake_ranks)
+    dist.all_gather_single(full, torch.ones(4, 3), group=two_fake_ranks)
     assert full.eq(1).all()
     (again,) = Grouped(two_fake_ranks).all_gather([rows], [param]).wait()
     assert torch.equal(again, torch.cat([rows, rows]))
