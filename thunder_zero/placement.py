@@ -9,7 +9,7 @@ from torch import nn
 
 from thunder_zero.marks import parameter_like
 from thunder_zero.runtime.initial_values import Other
-from thunder_zero.runtime.intact import Hooks, Link, Members, Pair
+from thunder_zero.runtime.intact import Held, Hiding, Hooks, Pair
 from thunder_zero.runtime.placeholders import set_tensor
 from thunder_zero.runtime.state import State
 
@@ -68,50 +68,31 @@ def place_buffers(model: ThunderModule, state: State, device: torch.device | Non
             model.set_buffer(name, model._model.get_buffer(name))
 
 
-def links(model: ThunderModule) -> Iterator[Link]:
-    """Every place in the plain module that must stay as it is now, and those that would hide it."""
-    plain: nn.Module = model._model
-    for path, module in plain.named_modules():
-        prefix = f"{path}." if path else ""
-        for name, child in module._modules.items():
-            yield Link(module._modules, name, child, f"submodule '{prefix}{name}'")
-        for name, buffer in module._buffers.items():
-            if f"{prefix}{name}" not in model._overrides_buffers:  # None, or one of two names
-                yield Link(module._buffers, name, buffer, f"buffer '{prefix}{name}'")
-        for name, param in module._parameters.items():
-            yield Link(module._parameters, name, param, f"parameter '{prefix}{name}'")
-    yield from _hiding(model)
+def held(model: ThunderModule) -> Iterator[Held]:
+    """What the modules of the plain module hold: no other parameters and submodules."""
+    for path, module in model._model.named_modules():
+        yield Held(module._parameters, dict(module._parameters), "parameter", path)
+        yield Held(module._modules, dict(module._modules), "submodule", path)
 
 
-def _hiding(model: ThunderModule) -> Iterator[Link]:
+def hiding(model: ThunderModule) -> Iterator[Hiding]:
     """What ``model.name = ...`` would hide: the traces read the plain module, and would not see it."""
     plain = model._model
-    kinds = (
-        ("submodule", plain._modules),
-        ("buffer", plain._buffers),
-        ("parameter", plain._parameters),
-        ("attribute", vars(plain)),
-    )
-    for kind, names in kinds:
-        for name in names:
-            if name not in vars(model):
-                for holder in (model._modules, model._parameters, model._buffers, vars(model)):
-                    yield Link(holder, name, None, f"{kind} {name!r}")
+    kinds = {"attribute": vars(plain), "submodule": plain._modules, "buffer": plain._buffers}
+    kinds["parameter"] = plain._parameters
+    names = {name: kind for kind, holder in kinds.items() for name in holder if name not in vars(model)}
+    for holder in (model._modules, model._parameters, model._buffers, vars(model)):
+        yield Hiding(holder, names)
 
 
 def pairs(model: ThunderModule) -> Iterator[Pair]:
     """The buffers: both modules have the same tensor, which a forward may replace in both."""
-    for name in model._overrides_buffers:
-        parent, _, attribute = name.rpartition(".")
-        yield Pair(model._model.get_submodule(parent)._buffers, attribute, model._overrides_buffers, name)
-
-
-def members(model: ThunderModule) -> Iterator[Members]:
-    """The modules of the plain module, which must get no other parameters and submodules."""
+    first: dict[int, str] = {}
+    for name, buffer in model._overrides_buffers.items():
+        first.setdefault(id(buffer), name)
     for path, module in model._model.named_modules():
-        where = f"submodule {path!r}" if path else "the module"
-        yield Members(module._parameters, frozenset(module._parameters), f"{where} got the parameter")
-        yield Members(module._modules, frozenset(module._modules), f"{where} got the submodule")
+        for name, buffer in module._buffers.items():  # None, or one of several names
+            yield Pair(module._buffers, name, model._overrides_buffers, first.get(id(buffer), f"{path}.{name}"))
 
 
 def hooks_inside(model: ThunderModule) -> Iterator[Hooks]:

@@ -15,7 +15,7 @@ from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.comm.places import doing
 from thunder_zero.compat.casts import cast_borders, cast_inputs
 from thunder_zero.compat.found_inf import share_found_inf
-from thunder_zero.placement import hooks_inside, links, members, pairs, place_buffers, place_others, place_parameters
+from thunder_zero.placement import held, hiding, hooks_inside, pairs, place_buffers, place_others, place_parameters
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.program_transform import ProgramTransform
@@ -98,7 +98,7 @@ class ZeroTransform(ProgramTransform):
         self.used = True
         cast_borders(plain, self.policy.mixed_precision)
         self._adopt(model)
-        places = links(model), pairs(model), members(model), hooks_inside(model)
+        places = held(model), hiding(model), pairs(model), hooks_inside(model)
         self._intact = Intact(self._state, *places)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)

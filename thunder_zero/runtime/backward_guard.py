@@ -5,7 +5,7 @@ PyTorch tells what kind of backward runs only while it runs, so a hook on the gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -41,16 +41,16 @@ def guard(output: Any, ours: tuple[type, ...], model: str, accumulation: Accumul
     for node in nodes:
         if not isinstance(node, ours):
             continue
-        leaves = _leaves_of(node)  # a hook that held the node would keep its saved tensors alive
+        inputs = _inputs_of(node)  # a hook that held the node would keep its saved tensors alive
 
-        def look(gradients: Any, leaves: tuple[Node, ...] = leaves) -> None:
+        def look(gradients: Any, inputs: tuple[Node, ...] = inputs) -> None:
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     f"cannot differentiate the backward of {model} (create_graph=True, as a gradient penalty or a "
                     f"Hessian needs): Thunder compiles it without a graph, so this part of the gradient would be lost; "
                     f"leave create_graph out, or train this model without thunder.jit"
                 )
-            if not (was_synced and not accumulation.paths) and not accumulates(leaves):
+            if not (was_synced and not accumulation.paths) and not accumulates(_leaves_of(inputs)):
                 raise RuntimeError(
                     f"torch.autograd.grad, or backward(inputs=...), through {model} in the middle of an accumulation: "
                     f"no_sync defers the gradients of all its parameters, so they would be added or lost; call it "
@@ -87,8 +87,13 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from _tensors_in(getattr(tree, field.name))
 
 
-def _leaves_of(node: Node) -> tuple[Node, ...]:
-    """The leaves that the compiled forward was given: parameters, behind their rows, and inputs that require grad."""
-    given = dict.fromkeys(found for found, _ in node.next_functions if found is not None)
-    behind = (leaf for rows in given if isinstance(rows, ROWS) for leaf, _ in rows.next_functions)
-    return tuple(leaf for leaf in (*given, *behind) if leaf is not None and leaf.name() == LEAF)
+def _inputs_of(node: Node) -> tuple[Node, ...]:
+    """The nodes of what the compiled forward was given: one of all rows, and those of inputs that require grad."""
+    return tuple({found: None for found, _ in node.next_functions if found is not None})
+
+
+def _leaves_of(inputs: Iterable[Node]) -> Iterator[Node]:
+    """The leaves among them: parameters, behind their rows, and inputs."""
+    for given in inputs:
+        behind = (leaf for leaf, _ in given.next_functions) if isinstance(given, ROWS) else (given,)
+        yield from (leaf for leaf in behind if leaf is not None and leaf.name() == LEAF)

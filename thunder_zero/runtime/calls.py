@@ -184,7 +184,9 @@ def accumulate(shard: Tensor, grad: Tensor) -> None:
 def sum_and_cast(grad: Tensor, param: Param) -> Tensor:
     """A full gradient in the dtype in which it is reduced, and of the parameter's shape: Thunder takes a 0-dim CPU
     tensor for a number, and leaves it to autograd to sum its gradient."""
-    return grad.sum_to_size(param.shape).to(param.reduce_dtype)
+    if grad.shape != param.shape:
+        grad = grad.sum_to_size(param.shape)
+    return grad if grad.dtype is param.reduce_dtype else grad.to(param.reduce_dtype)
 
 
 def not_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -66,6 +66,7 @@ class Shared(Protocol):
 
     shards: dict[str, nn.Parameter]
     specs: Mapping[str, DTensorSpec]
+    frozen: frozenset[str]
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
@@ -84,7 +85,8 @@ class Rows(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # a parameter that nothing reads keeps grad None
         ctx.share, ctx.paths = share, paths
         rows = tuple(share.rows[path].detach() for path in paths)
-        ctx.mark_non_differentiable(*(of for of, shard in zip(rows, shards, strict=True) if not shard.requires_grad))
+        if share.frozen:
+            ctx.mark_non_differentiable(*(of for of, path in zip(rows, paths, strict=True) if path in share.frozen))
         return rows
 
     @staticmethod

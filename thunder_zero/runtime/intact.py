@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from operator import is_
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,49 @@ from thunder_zero.runtime.state import State
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """A place in a module tree, and the object that must be there (None: nothing)."""
+class Held:
+    """What one dict of a module holds, and nothing else.
+
+    Attributes:
+        holder: the dict.
+        expected: what it held.
+        kind: of its values, as a sentence calls one: "parameter".
+        path: of the module.
+    """
 
     holder: Mapping[str, Any]
-    key: str
-    expected: object
-    name: str  # as a sentence calls it
+    expected: Mapping[str, object]
+    kind: str
+    path: str
+
+    def is_intact(self) -> bool:
+        """Whether it holds the same objects in the same order; in every forward."""
+        return len(self.holder) == len(self.expected) and all(map(is_, self.holder.values(), self.expected.values()))
+
+    def refuse(self) -> None:
+        """Raise for the first object that was replaced, or that is new.
+
+        Raises:
+            RuntimeError: naming it.
+        """
+        for name, expected in self.expected.items():
+            found = self.holder.get(name)
+            if found is not expected:
+                path = f"{self.path}.{name}" if self.path else name
+                raise RuntimeError(_replaced(f"{self.kind} {path!r}", expected, found))
+        for name in sorted(self.holder.keys() - self.expected.keys()):
+            raise RuntimeError(
+                f"{f'submodule {self.path!r}' if self.path else 'the module'} got the {self.kind} {name!r} after "
+                f"thunder_zero sharded the module, so no plan covers it; add it before thunder.jit"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Hiding:
+    """The names of the plain module, none of which a dict of the jitted one may have: the traces would not see it."""
+
+    holder: Mapping[str, Any]
+    names: Mapping[str, str]  # with the kind of each, as a sentence calls it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +71,6 @@ class Pair:
     key: str
     jitted: Mapping[str, Any]
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Members:
-    """The parameters or submodules of one module, and their names."""
-
-    holder: Mapping[str, Any]
-    names: frozenset[str]
-    got: str  # how a sentence begins that another name ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +94,30 @@ class Made:
     requires_grad: bool
     memory: int  # identifies the object that holds its memory
 
+    def refuse(self) -> NoReturn:
+        """Raise for what has changed.
+
+        Raises:
+            RuntimeError: saying what.
+        """
+        tensor, what = self.tensor, f"parameter {self.path!r}"
+        if tensor.dtype is not self.dtype or tensor.device != self.device:
+            raise RuntimeError(_moved(what, tensor, self.dtype, self.device))
+        if tensor.shape != self.shape:
+            raise RuntimeError(
+                f"the memory of {what} was replaced (.data = ...): its shape is now {tuple(tensor.shape)}, the shard's "
+                f"is {tuple(self.shape)}; copy new values into it in place"
+            )
+        if tensor.requires_grad is not self.requires_grad:
+            raise RuntimeError(
+                f"requires_grad of {what} became {tensor.requires_grad}, and thunder_zero planned it as "
+                f"{self.requires_grad}; set it on the module before thunder.jit"
+            )
+        raise RuntimeError(
+            f"the memory of {what} was replaced (.data = ...), and programs read what it had before; copy new values "
+            f"into it in place"
+        )
+
 
 class Intact:
     """The jitted model, its plain module and all their parameters, as the transform left them."""
@@ -73,24 +125,15 @@ class Intact:
     def __init__(
         self,
         state: State,
-        links: Iterable[Link],
+        held: Iterable[Held],
+        hiding: Iterable[Hiding],
         pairs: Iterable[Pair],
-        members: Iterable[Members],
         hooks: Iterable[Hooks],
     ) -> None:
-        self._links, self._hooks = tuple(links), tuple(hooks)
-        self._pairs, self._members = tuple(pairs), tuple(members)
+        self._held, self._hiding, self._pairs, self._hooks = tuple(held), tuple(hiding), tuple(pairs), tuple(hooks)
         self._made = tuple(
-            Made(
-                param.path,
-                tensor,
-                tensor.shape,
-                tensor.dtype,
-                tensor.device,
-                param.requires_grad,
-                _memory_of(tensor),
-            )
-            for param, tensor in ((param, state.shards[param.path]) for param in state.plan.params)
+            Made(path, shard, shard.shape, shard.dtype, shard.device, shard.requires_grad, _memory_of(shard))
+            for path, shard in state.shards.items()
         )
 
     def require(self) -> None:
@@ -106,65 +149,45 @@ class Intact:
                     f"a hook was registered on {hooked.name}, or removed, after thunder_zero sharded the module, whose "
                     f"traces would not call it; do this before thunder.jit, or hook the sharded model itself"
                 )
-        for link in self._links:
-            found = link.holder.get(link.key)
-            if found is not link.expected:
-                raise RuntimeError(_replaced(link, found))
+        for held in self._held:
+            if not held.is_intact():
+                held.refuse()
+        for hiding in self._hiding:
+            for name in hiding.names.keys() & hiding.holder:
+                raise RuntimeError(_replaced(f"{hiding.names[name]} {name!r}", None, hiding.holder[name]))
         for pair in self._pairs:
             if pair.holder.get(pair.key) is not pair.jitted.get(pair.name):
                 raise RuntimeError(
                     f"buffer {pair.name!r} was replaced after thunder_zero sharded the module, in one of the plain and "
                     f"the sharded module only; copy new values into it in place"
                 )
-        for member in self._members:
-            if member.holder.keys() != member.names:
-                name = min(set(member.holder) - member.names)
-                raise RuntimeError(
-                    f"{member.got} {name!r} after thunder_zero sharded the module, so no plan covers it; add it before "
-                    f"thunder.jit"
-                )
         for made in self._made:
             tensor = made.tensor
-            if tensor.dtype is not made.dtype or tensor.device != made.device:
-                raise RuntimeError(_moved(f"parameter {made.path!r}", tensor, made.dtype, made.device))
-            if tensor.shape != made.shape:
-                raise RuntimeError(
-                    f"the memory of parameter {made.path!r} was replaced (.data = ...): its shape is now "
-                    f"{tuple(tensor.shape)}, the shard's is {tuple(made.shape)}; copy new values into it in place"
-                )
-            if tensor.requires_grad is not made.requires_grad:
-                raise RuntimeError(
-                    f"requires_grad of parameter {made.path!r} became {tensor.requires_grad}, and thunder_zero "
-                    f"planned it as {made.requires_grad}; set it on the module before thunder.jit"
-                )
-            if _memory_of(tensor) != made.memory:
-                raise RuntimeError(
-                    f"the memory of parameter {made.path!r} was replaced (.data = ...), and programs read what it had "
-                    f"before; copy new values into it in place"
-                )
+            same = tensor.requires_grad is made.requires_grad and tensor.shape == made.shape
+            if not same or _memory_of(tensor) != made.memory:
+                made.refuse()
 
 
-def _memory_of(tensor: Tensor) -> int:
+def _memory_of(tensor: Tensor) -> Any:
     """Identifies what holds a tensor's memory. A DTensor has such an object without memory, which ``.data = ...``
     replaces, though it leaves the local tensor as it is."""
-    return int(tensor.untyped_storage()._cdata)
+    return tensor.untyped_storage()._cdata
 
 
-def _replaced(link: Link, found: object) -> str:
-    expected = link.expected
+def _replaced(name: str, expected: object, found: object) -> str:
     if isinstance(found, Tensor) and isinstance(expected, Tensor):
         if found.dtype is not expected.dtype or found.device != expected.device:
-            return _moved(link.name, found, expected.dtype, expected.device)
+            return _moved(name, found, expected.dtype, expected.device)
         if isinstance(expected, nn.Parameter) and not isinstance(found, nn.Parameter):
             return (
-                f"{link.name} was replaced by a tensor that is no parameter, as torch.func.functional_call does, after "
+                f"{name} was replaced by a tensor that is no parameter, as torch.func.functional_call does, after "
                 f"thunder_zero sharded it; call the model itself, with new values copied into its parameters"
             )
         return (
-            f"{link.name} was replaced after thunder_zero sharded it; copy new values into it "
+            f"{name} was replaced after thunder_zero sharded it; copy new values into it "
             f"(load_original_state_dict, or in place), or transform the new module"
         )
-    return f"{link.name} was replaced after thunder_zero sharded the module; change the module before thunder.jit"
+    return f"{name} was replaced after thunder_zero sharded the module; change the module before thunder.jit"
 
 
 def _moved(name: str, found: Tensor, dtype: torch.dtype, device: torch.device) -> str:

@@ -37,6 +37,8 @@ class Share:
         transport: launches the collectives.
         copies: copies of shards in host memory to the device, which may still run.
         rows: what programs read, by path: this rank's rows with their padding, or the full parameter.
+        specs: as given.
+        frozen: paths of the parameters that do not train.
         shards: the optimizer's parameters by path, in the same memory: DTensors, if there are specs.
         accumulation: gradients whose reduction is deferred.
         resident: ZeRO-1's full parameters.
@@ -65,6 +67,7 @@ class Share:
         self.labels = Labels(plan)
         memory = lay_out(plan, device, at_rest)
         self.rows, self.specs = memory.rows, specs
+        self.frozen = frozenset(param.path for param in plan.params if not param.requires_grad)
         self.shards: dict[str, nn.Parameter] = {}
         self._layouts: dict[str, tuple[int | None, DTensorSpec | None]] = {}  # how many rows, if there is padding
         for param in plan.params:
