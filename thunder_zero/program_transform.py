@@ -21,7 +21,7 @@ from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.traces.enter import with_enter
 from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
-from thunder_zero.traces.insert import insert_synchronize, module_inputs, shard_checks
+from thunder_zero.traces.insert import insert_synchronize, module_inputs, take_rows
 from thunder_zero.traces.lift import lift_halves
 from thunder_zero.traces.symbols import Runtime, ZeroExecutor
 from thunder_zero.traces.work_classes import draws_random_numbers
@@ -95,7 +95,7 @@ class ProgramTransform(Transform):
         computation = draw_once(computation, draws_random_numbers)
         computation = insert_synchronize(computation, module_inputs(prologue, computation), executor)
         computation = broadcast_scalars(computation)
-        shard_checks(prologue, executor)
+        take_rows(prologue, executor)
         return prologue, computation, epilogue
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:

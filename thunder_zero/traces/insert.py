@@ -8,7 +8,8 @@ comes before the first line that reads each of them::
                                                       y = ltorch.linear(x, t0, t1)
 
 A tied parameter is one parameter: its names share one synchronise, so autodiff sums its gradient, which is reduced
-once. The prologue checks what the optimizer steps, DTensors of the full shape, and takes their rows::
+once. The prologue takes the rows of what the optimizer steps, DTensors of the full shape, and checks none of those:
+before each forward, ``runtime/intact.py`` has::
 
     (t0, t1) = zero_rows((t_w, t_b), ('w', 'b'))
 """
@@ -82,9 +83,9 @@ def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: Z
     return new
 
 
-def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
-    """Give the prologue's checks the dtypes and devices of the parameters at rest, add a check of whether gradients are
-    reduced, and take the rows that the computation gets. Works in place, as Thunder's own transforms do."""
+def take_rows(prologue: TraceCtx, executor: ZeroExecutor) -> None:
+    """Take the rows that the computation gets, and check whether gradients are reduced. Works in place, as Thunder's
+    own transforms do."""
     plan = executor.plan
     unpacked: dict[str, tuple[TensorProxy, Param]] = {}
     for bsym in prologue.bound_symbols:
@@ -93,9 +94,11 @@ def shard_checks(prologue: TraceCtx, executor: ZeroExecutor) -> None:
             bsym.output = copy(bsym.output)  # the computation has the same proxy, of the rows' shape
             _put_at_rest(bsym.output, param, param.shape, executor)
             unpacked[bsym.output.name] = bsym.output, param
-        elif bsym.sym is prims.check_tensor_shape_and_metadata and bsym.args[0].name in unpacked:
-            shard, param = unpacked[bsym.args[0].name]
-            bsym.args = (shard, param.shape, shard.device.device_str(), param.dtype, *bsym.args[4:])
+    prologue.bound_symbols = [
+        bsym
+        for bsym in prologue.bound_symbols
+        if bsym.sym is not prims.check_tensor_shape_and_metadata or bsym.args[0].name not in unpacked
+    ]
     with tracectx(prologue):
         synced = executor.check_synced.bind(executor.program.synced, output=None)
     prologue.bound_symbols.insert(-1, synced)
