@@ -173,7 +173,7 @@ def scaled_alike(names: Names) -> bool:
     model.zero_grad()
     scaler.scale(loss(model(names["tokens"]))).backward()
     weight = model.get_parameter("embed.weight")
-    if dist.get_rank() == 0 or names["stage"] == 0:
+    if names["stage"] == 0 or weight.device_mesh.get_local_rank(weight.device_mesh.ndim - 1) == 0:  # in each copy
         local(weight.grad)[0, 0] = torch.inf
     before = [local(param).clone() for param in model.parameters()]
     scaler.step(optimizer)

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _set_pg_timeout, _world
 
 
@@ -24,6 +25,11 @@ def one_launch(group: ProcessGroup) -> Iterator[Any]:
     except BaseException:
         _world.pg_coalesce_state.pop(group, None)
         raise
+
+
+def let_go_of_groups(mesh: DeviceMesh) -> None:
+    """Drop a mesh's references to its process groups, which were destroyed."""
+    mesh._pg_registry.clear()
 
 
 def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:

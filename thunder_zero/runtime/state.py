@@ -17,6 +17,7 @@ from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.places import Place, doing, what_is_done
 from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
+from thunder_zero.compat.process_groups import let_go_of_groups
 from thunder_zero.marks import marked
 from thunder_zero.plan import Param, Plan
 from thunder_zero.runtime.dtensors import specs_of
@@ -90,6 +91,8 @@ class State(Share):
     def leave_group(self) -> None:
         """Drop all references to the process groups; the model cannot be called again."""
         vars(self.transport).clear()  # compiled programs hold it, too
+        for mesh in {spec.mesh for spec in self.specs.values()}:  # shards hold it, too
+            let_go_of_groups(mesh)
         del self.ranks, self.group, self.transport
 
     def agree_on_stale(self) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from thunder_zero.compat.imports import TESTED
 from thunder_zero.policy import STAGES
+from thunder_zero.runtime.dtensors import local
 from thunder_zero.transform import ZeroTransform
 
 import thunder
@@ -103,7 +104,7 @@ def _step(stage: int) -> Finding:
         with _alone():
             model = thunder.jit(module, transforms=[ZeroTransform(stage)])
             model(x).square().mean().backward()
-            grads = {path: param.grad for path, param in model.named_parameters()}
+            grads = {path: local(param.grad) for path, param in model.named_parameters()}
         for path, grad in expected.items():
             torch.testing.assert_close(grads[path], grad)
     except Exception as error:  # whatever it is, the package does not work here
