@@ -78,7 +78,8 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
                                                                  "compat/torch_internals")),
     Room("traces/",       IMPORT, NOT,     IMPORT,  DATA | {"schedule", "compat"}),
     Room("runtime/",      IMPORT, IMPORT,  NOT,     DATA | rooms("rows marks schedule comm compat/exit "
-                                                                 "compat/torch_internals compat/failed_steps "
+                                                                 "compat/process_groups compat/torch_internals "
+                                                                 "compat/failed_steps "
                                                                  "compat/casts")),
     Room("whole_step/",   IMPORT, NOT,     NOT,     DATA | {"rows", "marks", "comm", "runtime"}),
     Room("checkpoint/",   IMPORT, IMPORT,  NOT,     DATA | {"comm", "runtime"}),
@@ -117,7 +118,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
                                                                  "tools/cost tools/interpreted tools/forecast "
                                                                  "tools/from_file")),
     Room("tools/convert/",IMPORT, IMPORT,  NOT,     DATA | rooms("checkpoint tools/report")),
-    Room("tools/doctor.py",IMPORT,IMPORT,  IMPORT,  rooms("compat policy transform")),
+    Room("tools/doctor.py",IMPORT,IMPORT,  IMPORT,  rooms("compat policy runtime/dtensors transform")),
     Room("tools/cli.py",  NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
                                                           "tools/doctor tools/dry_run tools/from_file "
                                                           "tools/planner tools/report")),
