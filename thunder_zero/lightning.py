@@ -3,7 +3,7 @@
 This is the only module that imports Lightning, and ``import thunder_zero`` does not import it. It uses the package
 ``lightning``, as LitGPT does, and not ``lightning_fabric``: a Fabric accepts only strategies of its own package.
 
-    script -> Fabric's wrapper -> Forward -> ZeroModule -> the plain module, with placeholders
+    script -> Fabric's wrapper -> Forward -> ZeroModule -> the plain module, with shards
                        \\______________________________________/
                         the wrapper refers to the plain module, too
 """
@@ -245,9 +245,8 @@ class NoBackwardSync:
 class Forward(nn.Module):
     """The module inside Fabric's wrapper: calls the sharded model, and lists its shards as parameters.
 
-    A module looks for parameters with ``named_modules``, and would find the plain module's placeholders. So this yields
-    views of the plain module's modules, with shards as parameters, and hides the plain module, to which the wrapper
-    refers, too.
+    A module looks for parameters with ``named_modules``, and would find each twice, as the wrapper refers to the plain
+    module, too. So this hides that one, and yields views of its modules.
 
     Args:
         model: the sharded model.

@@ -118,7 +118,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
                                                                  "tools/cost tools/interpreted tools/forecast "
                                                                  "tools/from_file")),
     Room("tools/convert/",IMPORT, IMPORT,  NOT,     DATA | rooms("checkpoint tools/report")),
-    Room("tools/doctor.py",IMPORT,IMPORT,  IMPORT,  rooms("compat policy runtime/dtensors transform")),
+    Room("tools/doctor.py",IMPORT,IMPORT,  IMPORT,  rooms("compat policy runtime transform")),
     Room("tools/cli.py",  NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
                                                           "tools/doctor tools/dry_run tools/from_file "
                                                           "tools/planner tools/report")),

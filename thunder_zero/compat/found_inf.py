@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -24,8 +24,8 @@ def share_found_inf() -> None:
 
 
 def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """torch's operator on local tensors; then the flag is the largest of all ranks that have other parts, which takes
-    one small collective for each dimension of a mesh that a gradient is sharded over.
+    """torch's operator on local tensors; then the flag is the largest of all ranks of each mesh that a gradient is
+    sharded over, which takes one small collective for each of its dimensions.
 
     Args:
         operator: the operator.
@@ -35,15 +35,14 @@ def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     grads, found, inverse = args
     local = [_local(of) for of in (found, inverse)]
     operator([_local(grad) for grad in grads], *local, **kwargs)
-    parts = [
-        (grad.device_mesh, dim)
-        for grad in grads
-        if isinstance(grad, DTensor)
-        for dim, placement in enumerate(grad.placements)
-        if not isinstance(placement, Replicate)
-    ]
-    for mesh, dim in dict.fromkeys(parts):
-        dist.all_reduce(local[0], dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    parts = [grad for grad in grads if isinstance(grad, DTensor) and any(map(_is_cut, grad.placements))]
+    for mesh in {grad.device_mesh: None for grad in parts}:
+        for dim in range(mesh.ndim):
+            dist.all_reduce(local[0], dist.ReduceOp.MAX, group=mesh.get_group(dim))
+
+
+def _is_cut(placement: Placement) -> bool:
+    return not isinstance(placement, Replicate)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -67,6 +67,7 @@ class Shared(Protocol):
     shards: dict[str, nn.Parameter]
     specs: Mapping[str, DTensorSpec]
     frozen: frozenset[str]
+    single_rows: frozenset[str]
 
     @property
     def rows(self) -> Mapping[str, Tensor]:
@@ -93,14 +94,17 @@ class Rows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Gradients of the shards; None of rows whose gradient is deferred, or that have none.
 
-        A first gradient is put into ``.grad`` here, as FSDP2 does: autograd would make one more DTensor of each.
+        A first gradient is put into ``.grad`` here, as FSDP2 does: autograd would make one more DTensor of each. Not
+        that of a single row: autograd adds in place what else a loss reads of the parameter, as a penalty does, and
+        DTensor takes one row for a dimension to broadcast.
         """
         share: Shared = ctx.share
         puts = bool(share.specs) and accumulates(leaf for leaf, _ in ctx.next_functions if leaf)
         found: list[Tensor | None] = []
         for rows, path in zip(grads, ctx.paths, strict=True):
             grad, shard = None if rows is None else share.gradient(rows, path), share.shards[path]
-            if puts and grad is not None and shard.grad is None and not has_hooks(shard):
+            is_first = grad is not None and shard.grad is None and path not in share.single_rows
+            if puts and is_first and not has_hooks(shard):
                 shard.grad, grad = grad, None
             found.append(grad)
         return None, None, *found

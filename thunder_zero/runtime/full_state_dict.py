@@ -138,8 +138,7 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
 
 @torch.no_grad()
 def step_shards(optimizer: Optimizer) -> None:
-    """Replace the plain module's parameters, as they were or as placeholders, in an optimizer by shards, and their
-    states by parts."""
+    """Replace the parameters that a plain module had, in an optimizer, by its shards, and their states by parts."""
     alike = _alike((values, before) for before, values in optimizer.state.items() if isinstance(before, Tensor))
     for group in optimizer.param_groups:
         old = group["params"]

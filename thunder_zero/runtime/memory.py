@@ -17,7 +17,7 @@ class Memory:
     """Tensors by parameter path.
 
     Attributes:
-        rows: the optimizer's tensors: this rank's rows with padding, or the full parameter where it is replicated.
+        rows: what programs read: this rank's rows with padding, or the full parameter where it is replicated.
         buffers: ZeRO-1's full parameters, padded.
         shared: paths of the buffers whose own rows are ``rows`` themselves, not copies of them.
     """

@@ -11,8 +11,9 @@ from __future__ import annotations
 from traceback import walk_tb
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -86,7 +87,25 @@ def _explain(optimizer: Optimizer, error: BaseException) -> None:
     owners = [registry.owners_of(group["params"]) for group in optimizer.param_groups]
     if any(map(any, owners)):
         mixed = next((number for number, of in enumerate(owners) if any(of) and not all(of)), None)
-        error.add_note(f"thunder_zero: {_way_on(optimizer, str(error), mixed)}")
+        error.add_note(f"thunder_zero: {_plain_part(optimizer) or _way_on(optimizer, str(error), mixed)}")
+
+
+def _plain_part(optimizer: Optimizer) -> str | None:
+    """What to do where a shard's gradient, or a state of its shape, is a plain tensor."""
+    for shard in parameters_of(optimizer):
+        if not isinstance(shard, DTensor):
+            continue
+        if shard.grad is not None and not isinstance(shard.grad, DTensor):
+            return f"a shard of shape {tuple(shard.shape)} has a plain .grad; make it by torch.zeros_like(param)"
+        for name, value in optimizer.state.get(shard, {}).items():
+            is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.is_floating_point()
+            if is_plain and value.shape == shard.shape and shard.ndim:
+                return (
+                    f"the state {name!r} of a shard of shape {tuple(shard.shape)} is a plain tensor, as a plain "
+                    f"optimizer's is; load it by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with "
+                    f"full_state_dict=True, or by thunder_zero.load"
+                )
+    return None
 
 
 def _way_on(optimizer: Optimizer, error: str, mixed: int | None) -> str:

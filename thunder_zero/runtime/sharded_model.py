@@ -34,7 +34,7 @@ class ShardedModel(nn.Module):
     @property
     @abstractmethod
     def plain(self) -> nn.Module:
-        """The module that was sharded; its parameters are placeholders."""
+        """The module that was sharded; it has the shards."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -39,6 +39,7 @@ class Share:
         rows: what programs read, by path: this rank's rows with their padding, or the full parameter.
         specs: as given.
         frozen: paths of the parameters that do not train.
+        single_rows: paths of the sharded parameters of one row.
         shards: the optimizer's parameters by path, in the same memory: DTensors, if there are specs.
         accumulation: gradients whose reduction is deferred.
         resident: ZeRO-1's full parameters.
@@ -68,6 +69,7 @@ class Share:
         memory = lay_out(plan, device, at_rest)
         self.rows, self.specs = memory.rows, specs
         self.frozen = frozenset(param.path for param in plan.params if not param.requires_grad)
+        self.single_rows = frozenset(param.path for param in plan.params if param.sharded and param.shape[0] == 1)
         self.shards: dict[str, nn.Parameter] = {}
         self._layouts: dict[str, tuple[int | None, DTensorSpec | None]] = {}  # how many rows, if there is padding
         for param in plan.params:

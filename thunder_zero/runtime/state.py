@@ -31,7 +31,7 @@ class State(Share):
     Attributes:
         ranks: the process groups that train the model.
         group: all of these ranks.
-        placeholders: the plain module's parameters from now on, by path: full shape, no memory.
+        placeholders: what the plain module has while forward runs, by path: full shape, no memory.
         lent: the plain module has full parameters (``full_parameters``), and the model cannot be called.
         averaged: the ids of the parameters that have the values of their averages (``EMA.applied``).
     """
