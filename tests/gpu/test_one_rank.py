@@ -25,6 +25,7 @@ from tests.harness.ranks import everyone
 from tests.harness.slow_wire import slow_wire
 from thunder_zero.comm.native import Grouped
 from thunder_zero.plan import Param, make_plan
+from thunder_zero.runtime.dtensors import local
 from thunder_zero.schedule.timeline import LAUNCHES
 
 import thunder
@@ -207,11 +208,12 @@ def test_it_trains_as_on_the_cpu(stage: int, offload: bool) -> None:
         model = shard(fresh(Gpt), tz.Policy(stage=stage, cpu_offload=offload), "cuda")
     assert error(losses(step_of(model, tokens("cuda"))), right) < 1e-4
     for param in tz.traces_of(model).plan.params:
-        rows = model.get_parameter(param.path)
+        shard = model.get_parameter(param.path)
+        rows, grad = local(shard), shard.grad
         is_on_host = offload and param.sharded
         assert rows.device.type == ("cpu" if is_on_host else "cuda")
         assert rows.is_pinned() == is_on_host
-        assert rows.grad is None or rows.grad.device == rows.device
+        assert grad is None or local(grad).device == rows.device
 
 
 def test_offload_never_has_all_shards_on_the_device(device: str) -> None:
@@ -233,7 +235,7 @@ def test_offload_never_has_all_shards_on_the_device(device: str) -> None:
     step_of(model, x)()
     if device == "cuda":
         assert torch.cuda.memory_allocated() - before < full / 2
-        assert all(param.is_pinned() for param in model.parameters())
+        assert all(local(param).is_pinned() for param in model.parameters())
 
 
 @pytest.mark.parametrize("grad", [False, True])
