@@ -208,8 +208,8 @@ def test_it_trains_as_on_the_cpu(stage: int, offload: bool) -> None:
         model = shard(fresh(Gpt), tz.Policy(stage=stage, cpu_offload=offload), "cuda")
     assert error(losses(step_of(model, tokens("cuda"))), right) < 1e-4
     for param in tz.traces_of(model).plan.params:
-        shard = model.get_parameter(param.path)
-        rows, grad = local(shard), shard.grad
+        own = model.get_parameter(param.path)
+        rows, grad = local(own), own.grad
         is_on_host = offload and param.sharded
         assert rows.device.type == ("cpu" if is_on_host else "cuda")
         assert rows.is_pinned() == is_on_host
