@@ -346,7 +346,9 @@ def _serve(job: tuple[int, int, str, str, bytes]) -> Any:
 
 def _leave_group() -> None:
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    _clear_sharding_prop_cache()  # DTensor's results have meshes of these groups
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -46,8 +46,8 @@ def assert_eagers_gradients(model: nn.Module, plain: nn.Module) -> None:
     for module in (model, plain):
         module(X).square().sum().backward()
     for (name, mine), its in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert mine.grad is not None, name
-        torch.testing.assert_close(full(mine.grad), its.grad, rtol=1e-5, atol=1e-6, msg=name)
+        found = None if mine.grad is None else full(mine.grad)
+        torch.testing.assert_close(found, its.grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def squares(trace: TraceCtx | None) -> set[str]:
