@@ -22,7 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from thunder_zero.comm.group import Ranks
 from thunder_zero.compat.torch_internals import accumulates
-from thunder_zero.plan import Param, Plan
+from thunder_zero.plan import Plan
 from thunder_zero.policy import STAGES
 
 
@@ -34,12 +34,15 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
     mesh = ranks.mesh or DeviceMesh.from_group(ranks.inside, device.type)
     copies = [Replicate()] * (mesh.ndim - 1)
     placements = {True: (*copies, Shard(0)), False: (*copies, Replicate())}
-    return {param.path: DTensorSpec(mesh, placements[param.sharded], _meta(param)) for param in plan.params}
+    return {
+        param.path: DTensorSpec(mesh, placements[param.sharded], contiguous(param.shape, param.dtype))
+        for param in plan.params
+    }
 
 
-def _meta(param: Param) -> TensorMeta:
-    shape = torch.Size(param.shape)
-    return TensorMeta(shape, torch.empty(shape, device="meta").stride(), param.dtype)
+def contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> TensorMeta:
+    """What a DTensor's spec says of a full tensor."""
+    return TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
 
 
 def as_dtensor(rows: Tensor, spec: DTensorSpec | None) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from thunder_zero.runtime.dtensors import as_dtensor, local
+from thunder_zero.runtime.dtensors import as_dtensor, contiguous, local
 
 
 def part_of(full: Tensor, param: Tensor) -> Tensor:
@@ -24,5 +24,4 @@ def part_of(full: Tensor, param: Tensor) -> Tensor:
 
 def dtensor_like(rows: Tensor, param: DTensor, shape: torch.Size) -> Tensor:
     """A DTensor of a full shape and of this rank's rows, which stay where they are, placed as a parameter is."""
-    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), rows.dtype)
-    return as_dtensor(rows, DTensorSpec(param.device_mesh, param.placements, meta))
+    return as_dtensor(rows, DTensorSpec(param.device_mesh, param.placements, contiguous(shape, rows.dtype)))
