@@ -91,7 +91,7 @@ class Compiled:
             program.plan,
             synced=program.synced,
             others=program.others,
-            epilogue=entry.epilogue_traces[-1],
+            epilogue=entry.epilogue_traces[-1] if entry.epilogue_traces else None,
             lifted=program.lifted,
             fuses=self.fuses,
             registered=tuple(sorted(set(_registered(entry.computation_traces[0].bound_symbols)))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -87,16 +88,24 @@ class ProgramTransform(Transform):
     def transform_traces_pre_prologue(
         self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        """Synchronise at first use, and draw random numbers once; runs before autodiff."""
+        """Take rows, and synchronise them at first use."""
+        computation = self.synchronize(computation, module_inputs(prologue, computation))
+        take_rows(prologue, self.compiled.executor)
+        return prologue, computation, epilogue
+
+    def synchronize(self, computation: TraceCtx, names: Mapping[str, str]) -> TraceCtx:
+        """Synchronise at first use, and draw random numbers once; runs before autodiff.
+
+        Args:
+            computation: the functional trace.
+            names: those of its inputs that are the module's, with their paths.
+        """
         executor = self.compiled.executor
         require_traceable(self._plain, self.parts)
         if torch.is_grad_enabled() and any(param.requires_grad for param in executor.plan.params):
             require_gradients(computation, type(self._plain).__name__)
         computation = draw_once(computation, draws_random_numbers)
-        computation = insert_synchronize(computation, module_inputs(prologue, computation), executor)
-        computation = broadcast_scalars(computation)
-        take_rows(prologue, executor)
-        return prologue, computation, epilogue
+        return broadcast_scalars(insert_synchronize(computation, names, executor))
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         """Prove the traces that will run, and that all ranks will run the same; let each half say what it is."""

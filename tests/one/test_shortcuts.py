@@ -85,6 +85,7 @@ def interpreted(name: str) -> tuple[list[str], Tensor, int]:
 
 @pytest.mark.parametrize("name", ["an input of a dict", "others", *slow("an empty dict", "flags", "layers of torch")])
 def test_traces_and_guards_are_those_of_thunder_alone(name: str) -> None:
+    shortcuts.install()
     traces, out, frames = interpreted(name)
     with shortcuts.left_out():
         thunders, expected, all_frames = interpreted(name)

@@ -13,23 +13,27 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import config
-from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import graph_break_reasons
-from torch._guards import CompileContext
+from torch._guards import CompileContext, TracingContext
 from torch._ops import HigherOrderOperator
 from torch.amp.autocast_mode import _enter_autocast
 
 LOGGING = re.compile(r"(debug|info|warning|warn|error|exception|critical|log)(_once|_advice)?")
+BackendRaised = BackendCompilerFailed
 TooManyPrograms = FailOnRecompileLimitHit
+
+GRAD_MODE = frozenset(("is_grad_enabled", "is_inference_mode_enabled", "requires_grad", "grad_fn", "is_leaf"))
 
 # What stands in its graphs.
 AnyHigherOrder = HigherOrderOperator
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 ENTER_AUTOCAST = _enter_autocast
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
+LOG_USAGE = torch._C._log_api_usage_once
 
 
 def capture(module: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,6 +64,15 @@ def whole(most: int, breaks: list[str]) -> Iterator[None]:
             yield
         finally:
             breaks += map(_sentence, graph_break_reasons[others:])
+
+
+def reads_grad_mode(graph: fx.GraphModule) -> bool:
+    """Whether the Python that dynamo captured may ask if gradients are on, or goes on after the graph.
+
+    Called from a backend, while dynamo compiles the graph.
+    """
+    codes = TracingContext.get_traced_code() or ()
+    return graph.compile_subgraph_reason.graph_break or any(GRAD_MODE & {*code.co_names} for code in codes)
 
 
 def function_number() -> int | None:

@@ -11,7 +11,9 @@ so that Thunder sees a module, whose parameters it traces as it does without dyn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,16 +22,36 @@ from torch.nn.functional import multi_head_attention_forward
 from torch.utils.checkpoint import checkpoint
 
 from thunder_zero.compat.attention_in_python import IN_PYTHON
-from thunder_zero.compat.dynamo import CHECKPOINT, ENTER_AUTOCAST, SET_GRAD_ENABLED, AnyHigherOrder
+from thunder_zero.compat.dynamo import CHECKPOINT, ENTER_AUTOCAST, LOG_USAGE, SET_GRAD_ENABLED, AnyHigherOrder
 from thunder_zero.compat.out_of_place import replacement
 from thunder_zero.runtime.placeholders import Placeholder
 
+Looks = tuple[str, str, tuple[Any, ...]]
 Paths = tuple[str | None, ...]  # of each input: of a parameter, or None
 
 
 def paths_of(inputs: Sequence[Any]) -> Paths:
     """The paths of those inputs of a graph that are parameters of a sharded model."""
     return tuple(value.path if isinstance(value, Placeholder) else None for value in inputs)
+
+
+def looks(graph: fx.GraphModule) -> Looks | None:
+    """What two graphs have in common that compute the same, whatever dynamo captured them for (training or not); None
+    if a graph has tensors of its own."""
+    nodes = graph.graph.nodes
+    if any(node.op == "get_attr" for node in nodes):
+        return None
+    examples = [node.meta["example_value"] for node in nodes if node.op == "placeholder"]
+    inputs = [
+        (each.shape, each.dtype, each.device, each.stride(), each.requires_grad) if isinstance(each, Tensor) else each
+        for each in examples
+    ]
+    settings = torch.get_default_dtype(), torch.get_default_device(), tuple(map(_autocast, ("cpu", "cuda")))
+    return graph.code, str(inputs), settings
+
+
+def _autocast(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
 def detached(graph: fx.GraphModule) -> tuple[bool, ...]:
@@ -73,8 +95,45 @@ def require_apart(inputs: Sequence[Any], positions: Sequence[int], name: str) ->
                 )
 
 
-def with_parameters(graph: fx.GraphModule, inputs: Sequence[Any], name: str) -> nn.Module:
-    """A graph whose parameters are its own, by their paths; its inputs are the others, in the same order.
+@dataclass(frozen=True)
+class Flat:
+    """A graph whose parameters are its own, by their paths; its inputs are the others.
+
+    Attributes:
+        graph: its placeholders are the inputs, its ``get_attr`` nodes are ``attributes``.
+        attributes: by target: parameters, other tensors, and the bodies of checkpoints.
+        parameters: the targets that are paths of parameters.
+        name: of the module's class, for errors.
+    """
+
+    graph: fx.Graph
+    attributes: Mapping[str, Tensor | Flat]
+    parameters: frozenset[str]
+    name: str
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The inputs."""
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """The attributes that are tensors."""
+        return {target: value for target, value in self.attributes.items() if isinstance(value, Tensor)}
+
+    def module(self) -> nn.Module:
+        """The graph as a module for Thunder to interpret. Not a GraphModule: Thunder would trace what that does around
+        a forward that fails, and not come to an end."""
+        root = nn.Module()
+        for target, value in self.attributes.items():
+            _put(root, target, value.module() if isinstance(value, Flat) else value)
+        forward = type(fx.GraphModule(root, self.graph)).forward
+        root.__class__ = type(self.name, (nn.Module,), {"forward": forward})
+        return root
+
+
+def with_parameters(graph: fx.GraphModule, inputs: Sequence[Any], name: str) -> Flat:
+    """A graph whose parameters are its own; its inputs are the others, in the same order.
 
     What it would write to some of them (:func:`written`) are further outputs: Thunder would write without autograd.
 
@@ -87,60 +146,47 @@ def with_parameters(graph: fx.GraphModule, inputs: Sequence[Any], name: str) -> 
         RuntimeError: it has a higher-order operator, such as a ``torch.autograd.Function``, of which Thunder does not
             know what this torch passes.
     """
-    root, new = nn.Module(), fx.Graph()
+    new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
+    parameters: dict[str, Tensor] = {}
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     for node, value in zip(placeholders, inputs, strict=True):
         if isinstance(value, Placeholder):
-            _put(root, value.path, value)
+            parameters[value.path] = value
             env[node] = new.get_attr(value.path)
         else:
             env[node] = new.node_copy(node)
     copies = [placeholders[position] for position in written(graph)]
     for node in copies:
         env[node] = new.call_method("clone", (env[node],))
-    outputs = _copy(graph, root, new, env)
+    others, outputs = _copy(graph, new, env)
     new.output((*outputs, *(env[copy] for copy in copies)))
-    return _module(root, new, name)
+    return Flat(new, parameters | others, frozenset(parameters), name)
 
 
-def _body(graph: fx.GraphModule) -> nn.Module:
+def _body(graph: fx.GraphModule) -> Flat:
     """The body of a checkpoint, rewritten as the graph around it is."""
-    root, new = nn.Module(), fx.Graph()
+    new = fx.Graph()
     env = {node: new.node_copy(node) for node in graph.graph.nodes if node.op == "placeholder"}
-    new.output(_copy(graph, root, new, env))
-    return _module(root, new, "Body")
+    attributes, outputs = _copy(graph, new, env)
+    new.output(outputs)
+    return Flat(new, attributes, frozenset(), "Body")
 
 
-def _module(root: nn.Module, graph: fx.Graph, name: str) -> nn.Module:
-    """Not a GraphModule: Thunder would trace what that does around a forward that fails, and not come to an end."""
-    forward = type(fx.GraphModule(root, graph)).forward
-    root.__class__ = type(name, (nn.Module,), {"forward": forward})
-    return root
-
-
-def _copy(graph: fx.GraphModule, root: nn.Module, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> Any:
-    """Copy what lies between inputs and outputs; return the outputs."""
+def _copy(graph: fx.GraphModule, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> tuple[dict[str, Any], Any]:
+    """Copy what lies between inputs and outputs; return the attributes that it reads, and the outputs."""
+    attributes: dict[str, Any] = {}
     has_gradients = True
     for node in graph.graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or node.target is LOG_USAGE:
             continue
         if node.op == "get_attr":
             found = _attribute(graph, node.target)
-            _put(root, node.target, _body(found) if isinstance(found, fx.GraphModule) else found)
+            attributes[node.target] = _body(found) if isinstance(found, fx.GraphModule) else found
         if node.target is CHECKPOINT:
             env[node] = new.call_function(checkpoint, fx.map_arg(node.args, env.__getitem__), {"use_reentrant": False})
             continue
-        if isinstance(node.target, AnyHigherOrder):
-            raise RuntimeError(
-                f"forward calls {node.target.name()}, as dynamo has it, which Thunder cannot trace; for a "
-                f"torch.autograd.Function use thunder.jit with ZeroTransform, or write its formula with operators"
-            )
-        if node.target is ENTER_AUTOCAST and node.args[2] is False and torch.is_autocast_enabled(node.args[0]):
-            raise RuntimeError(
-                "forward turns autocast off inside of an autocast around the model, and Thunder would not follow; "
-                "leave out the one around the model, and give compile mixed_precision=thunder_zero.MixedPrecision()"
-            )
+        _require_known(node)
         env[node] = new.node_copy(node, env.__getitem__)
         if node.target is multi_head_attention_forward:
             env[node].target = IN_PYTHON
@@ -150,7 +196,20 @@ def _copy(graph: fx.GraphModule, root: nn.Module, new: fx.Graph, env: dict[fx.No
             env[node].target = other
             env[node.args[0]] = env[node]
     (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
-    return fx.map_arg(outputs, env.__getitem__)
+    return attributes, fx.map_arg(outputs, env.__getitem__)
+
+
+def _require_known(node: fx.Node) -> None:
+    if isinstance(node.target, AnyHigherOrder):
+        raise RuntimeError(
+            f"forward calls {node.target.name()}, as dynamo has it, which Thunder cannot trace; for a "
+            f"torch.autograd.Function use thunder.jit with ZeroTransform, or write its formula with operators"
+        )
+    if node.target is ENTER_AUTOCAST and node.args[2] is False and torch.is_autocast_enabled(node.args[0]):
+        raise RuntimeError(
+            "forward turns autocast off inside of an autocast around the model, and Thunder would not follow; "
+            "leave out the one around the model, and give compile mixed_precision=thunder_zero.MixedPrecision()"
+        )
 
 
 def shapes_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, torch.Size]:

@@ -2,49 +2,72 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat import dynamo
 from thunder_zero.compat.automatic import register
 from thunder_zero.compiled import Compiled
-from thunder_zero.dynamo.captured import Paths, detached, paths_of, require_apart, shapes_of, with_parameters, written
+from thunder_zero.dynamo.acquire import NoSymbol, acquire, interpreted
+from thunder_zero.dynamo.captured import (
+    Flat,
+    Looks,
+    Paths,
+    detached,
+    looks,
+    paths_of,
+    require_apart,
+    shapes_of,
+    with_parameters,
+    written,
+)
 from thunder_zero.dynamo.graph_calls import GraphCalls
 from thunder_zero.dynamo.graph_transform import GraphTransform
+from thunder_zero.dynamo.programs import Programs, compiling
 from thunder_zero.dynamo.sentences import changed, outside_of_graphs, too_many
 from thunder_zero.refusals import DYNAMO_PARTS, require_traceable
 from thunder_zero.runtime.placeholders import ValuesNeeded
-from thunder_zero.zero_module import ZeroModule, entries_of
+from thunder_zero.zero_module import ZeroModule
 
 import thunder
 from thunder import compile_data
-from thunder.core.module import ThunderModule
 
 MOST_PROGRAMS = 64  # of one function: a frame that calls submodules of one class has one for each
 WARN_AFTER = 8
+LOG = logging.getLogger(__name__)
+
+
+class ReadsGradMode(Exception):
+    """Dynamo captured, with gradients on for all grad modes, Python that may ask for the mode."""
 
 
 @dataclass(frozen=True)
-class Graph:
-    """One graph that dynamo captured, with one choice of parameters, as Thunder compiles it.
+class GradMode:
+    """Whether autograd records, and whether tensors are made that it never will."""
 
-    Attributes:
-        jitted: by Thunder.
-        transform: its hooks.
-    """
+    enabled: bool = True
+    inference: bool = False
 
-    jitted: ThunderModule
-    transform: GraphTransform
+    @staticmethod
+    def now() -> GradMode:
+        """The mode of the code that runs."""
+        return GradMode(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
-    def entries(self) -> list[tuple[Compiled, Any]]:
-        """Its programs, the one that ran last at the end."""
-        return entries_of(self.jitted, self.transform.compiled)
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The mode, inside the block."""
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.enabled):
+            yield
 
 
 @dataclass(frozen=True)
@@ -54,6 +77,7 @@ class Captured:
     Attributes:
         graph: its parameters are inputs.
         name: of the function that it is of.
+        looks: equal for graphs that compute the same for inputs that look the same; None if unknown.
         positions: of the inputs that it writes to.
         apart: for each output, whether it has no gradient.
         made: what Thunder compiles of it, by the parameters that dynamo calls it with.
@@ -61,9 +85,10 @@ class Captured:
 
     graph: fx.GraphModule
     name: str
+    looks: Looks | None
     positions: Sequence[int]
     apart: Sequence[bool]
-    made: dict[Paths, Graph] = field(default_factory=dict)
+    made: dict[Paths, Programs] = field(default_factory=dict)
 
 
 @dataclass
@@ -76,13 +101,17 @@ class Graphs:
         shapes: by name, the shapes of the inputs of each graph that dynamo captured.
         ran: in the last forward, in order.
         breaks: where dynamo ended graphs of the model, and why, in sentences.
+        reads_grad_mode: forward's Python may ask for the grad mode, so that dynamo captures it in each.
+        user: the user's grad mode, while forward runs with gradients on for dynamo, whose graphs are then good in any.
     """
 
     captured: list[Captured] = field(default_factory=list)
     names: dict[int | None, str] = field(default_factory=dict)
     shapes: dict[str, list[Mapping[str, torch.Size]]] = field(default_factory=dict)
-    ran: list[Graph] = field(default_factory=list)
+    ran: list[Programs] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
+    reads_grad_mode: bool = False
+    user: GradMode | None = None
 
 
 class DynamoModule(ZeroModule):
@@ -105,13 +134,13 @@ class DynamoModule(ZeroModule):
 
     def graphs(self) -> Sequence[list[tuple[Compiled, Any]]]:
         """Of each graph of the last forward, its programs."""
-        return [graph.entries() for graph in self._graphs.ran]
+        return [graph.made() for graph in self._graphs.ran]
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._graphs.ran.clear()
         try:
-            with dynamo.whole(MOST_PROGRAMS, self._graphs.breaks):
-                output = self._forward_fn(*args, **kwargs)
+            with dynamo.whole(MOST_PROGRAMS, self._graphs.breaks), uncollected():
+                output = self._captured(*args, **kwargs)
         except ValuesNeeded as error:
             raise RuntimeError(outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
         except dynamo.TooManyPrograms as error:
@@ -121,30 +150,71 @@ class DynamoModule(ZeroModule):
             self._overrides_buffers[name] = buffer
         return output
 
+    def _captured(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what dynamo captured: with gradients on where one capture is good for all grad modes, as dynamo would
+        make one for each; programs run in the user's mode."""
+        user, graphs = GradMode.now(), self._graphs
+        if user == GradMode() or graphs.reads_grad_mode or any(map(_is_inference, tree_leaves((args, kwargs)))):
+            return self._forward_fn(*args, **kwargs)
+        graphs.user = user
+        try:
+            with GradMode().entered():
+                return self._forward_fn(*args, **kwargs)
+        except dynamo.BackendRaised as error:
+            if not isinstance(error.inner_exception, ReadsGradMode):
+                raise
+        finally:
+            graphs.user = None
+        return self._forward_fn(*args, **kwargs)
+
     def _capture(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
         """Keep a graph; returns its number."""
+        self._graphs.reads_grad_mode |= dynamo.reads_grad_mode(graph)
+        if self._graphs.user and self._graphs.reads_grad_mode:
+            raise ReadsGradMode
         register(graph)
         name = self._name()
         self._note_shapes(name, shapes_of(graph, inputs))
-        self._graphs.captured.append(Captured(graph, name, written(graph), detached(graph)))
+        new = Captured(graph, name, looks(graph), written(graph), detached(graph))
+        same = (old for old in self._graphs.captured if new.looks and old.looks == new.looks and old.name == name)
+        if (old := next(same, None)) is not None:
+            new = replace(new, made=old.made)
+        self._graphs.captured.append(new)
         return len(self._graphs.captured) - 1
 
     def _call(self, number: int, inputs: Sequence[Any]) -> Any:
+        """Run a graph, in the user's grad mode."""
+        with (self._graphs.user or GradMode.now()).entered():
+            return self._run_graph(number, inputs)
+
+    def _run_graph(self, number: int, inputs: Sequence[Any]) -> Any:
         """Run a graph as Thunder compiled it for these parameters."""
         of, paths, kind = self._graphs.captured[number], paths_of(inputs), type(self.plain).__name__
+        given = [value for value, path in zip(inputs, paths, strict=True) if path is None]
         if paths not in of.made:
             require_traceable(self.plain, DYNAMO_PARTS)
-            of.made[paths] = self._jit(with_parameters(of.graph, inputs, kind), of.name)
+            of.made[paths] = self._programs(with_parameters(of.graph, inputs, kind), of.name, given)
         require_apart(inputs, of.positions, kind)
         self._graphs.ran.append(of.made[paths])
-        output = of.made[paths].jitted(*(value for value, path in zip(inputs, paths, strict=True) if path is None))
+        output = of.made[paths].run(given)
         self.guard(output)
         output = _write(output, [inputs[position] for position in of.positions])
         return tuple(value.detach() if alone else value for value, alone in zip(output, of.apart, strict=True))
 
-    def _jit(self, graph: nn.Module, name: str) -> Graph:
+    def _programs(self, flat: Flat, name: str, inputs: Sequence[Any]) -> Programs:
+        """The programs of a graph, of which none is compiled."""
         transform = GraphTransform(self.state, self._calls, name)
-        return Graph(thunder.jit(graph, transforms=[transform], executors=compile_data(self).executors_list), transform)
+        executors = compile_data(self).executors_list
+        jitted = thunder.jit(flat.module(), transforms=[transform], executors=executors)
+        with torch.enable_grad(), compiling(jitted, inputs):
+            try:
+                acquired = acquire(flat, inputs)
+            except NoSymbol as error:
+                LOG.info(
+                    "Thunder interprets %s of %s, as it has no symbol for %s", name, type(self.plain).__name__, error
+                )
+                acquired = interpreted(jitted, inputs)
+        return Programs(jitted, acquired, transform, self.state, self._calls)
 
     def _note_shapes(self, name: str, shapes: Mapping[str, torch.Size]) -> None:
         """Warn if the shapes of inputs make dynamo compile one function again and again."""
@@ -158,10 +228,27 @@ class DynamoModule(ZeroModule):
         return self._graphs.names.setdefault(dynamo.function_number(), f"graph {len(self._graphs.names)}")
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected inside the block: a quarter of a compilation, which makes many objects that stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _alive(model: ref[DynamoModule]) -> DynamoModule:
     found = model()
     assert found is not None, "it is being called"
     return found
+
+
+def _is_inference(value: Any) -> bool:
+    """Whether autograd can never record what is computed with a value, whatever the mode."""
+    return isinstance(value, Tensor) and value.is_inference()
 
 
 def _write(output: tuple[Any, ...], inputs: Sequence[Tensor]) -> tuple[Any, ...]:

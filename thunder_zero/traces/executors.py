@@ -48,6 +48,8 @@ class ScheduleJointTrace(JointPass):
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
         """The joint trace, scheduled by the passes (:mod:`thunder_zero.schedule.passes`)."""
         trace = sort_aliases(drop_replicas(trace, self.executor))
+        if not self.executor.program.synced:
+            trace = defer_reductions(trace, self.executor)
         trace = close_backward(trace, self.executor)
         lifted = lift(trace, self.executor)
         timeline = passes.run(lifted)
@@ -99,6 +101,27 @@ def drop_replicas(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
             inputs[variableify(bsym.output)] = bsym.args[0]
         else:
             new.bound_symbols.append(bsym.from_bsym_swap_proxies(inputs))
+    return new
+
+
+def defer_reductions(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
+    """A lowered joint trace that reduces gradients, as one that defers them::
+
+    p0 = zero_reduce_scatter(grad, 'w')
+    t1 = zero_wait(p0)                        ->      t1 = zero_defer_reduction(grad, 'w')
+    """
+    new = from_trace(trace)
+    reduced: dict[str, BoundSymbol] = {}
+    with tracectx(new):
+        for line in trace.bound_symbols:
+            if executor.launches.get(line.sym.name) in (executor.all_reduce, executor.reduce_scatter):
+                reduced[line.output.name] = line
+            elif line.sym == executor.wait and (launch := reduced.get(line.args[0].name)) is not None:
+                deferred = executor.defer.bind(*launch.args, output=line.output)
+                deferred.tags |= line.tags
+                new.bound_symbols.append(deferred)
+            else:
+                new.bound_symbols.append(line)
     return new
 
 

@@ -42,7 +42,7 @@ def module_inputs(prologue: TraceCtx, computation: TraceCtx) -> dict[str, str]:
     return {comp.name: paths[pro.name] for pro, comp in pairs if pro.name in paths}
 
 
-def insert_synchronize(computation: TraceCtx, names: dict[str, str], executor: ZeroExecutor) -> TraceCtx:
+def insert_synchronize(computation: TraceCtx, names: Mapping[str, str], executor: ZeroExecutor) -> TraceCtx:
     """A trace whose parameter inputs are shards, synchronised at first use.
 
     Args:

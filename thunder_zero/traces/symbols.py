@@ -128,7 +128,7 @@ class ZeroExecutor(OperatorExecutor):
             single: register(f"{single.name}_coalesced", _no_meta)
             for single in (self.all_gather, self.all_reduce, self.reduce_scatter, self.wait)
         }
-        self.defer = register("zero_defer_reduction", self._defer_meta)
+        self.defer = register("zero_defer_reduction", _no_meta)
         tags = (prims.OpTags.DONT_DCE,)
         self.enter = register("zero_enter", _no_meta, tags)
         self.check_synced = register("zero_check_synced", _no_meta, tags)
@@ -197,13 +197,6 @@ class ZeroExecutor(OperatorExecutor):
     def _device_of(self, shard: TensorProxy) -> Device:
         return shard.device if self.runtime.device is None else to_device(self.runtime.device)
 
-    def _defer_meta(self, grad: TensorProxy, path: str) -> TensorProxy:
-        """A placeholder of the shard's gradient: at run time a deferred gradient is None."""
-        param = self.plan.by_name[path]
-        shape, dtype = self.plan.shard_shape(param), dtypes.to_dtype(param.dtype)
-        device = self.device_at_rest(param) or grad.device
-        return TensorProxy(like=grad, shape=shape, dtype=dtype, device=device, requires_grad=False)
-
     def handle_of(self, single: Symbol, tensors: Sequence[TensorProxy], paths: Sequence[str]) -> FutureTensorProxy:
         """The handle of a launch; for several tensors it is flat, since their shapes differ."""
         if len(tensors) == 1:
@@ -225,10 +218,7 @@ class ZeroExecutor(OperatorExecutor):
     def _synchronize_grad(self, shard: TensorProxy, path: str) -> TensorProxy:
         full = self.lower_synchronize(shard, path)
         grad = prims.get_grad(full)
-        if self.program.synced:
-            prims.put_grad(shard, self.wait(self.reduction(self.plan.by_name[path])(grad, path)))
-        else:
-            prims.put_grad(shard, self.defer(grad, path))
+        prims.put_grad(shard, self.wait(self.reduction(self.plan.by_name[path])(grad, path)))
         return full
 
 
