@@ -36,6 +36,8 @@ class Arguments(TypedDict, total=False):
         weights: full tensors by their names in the module's state dict (``torch.load(..., mmap=True)``); they become
             the values of the module's parameters and buffers, read one at a time. Or the path of a folder of
             safetensors files, as ``save_pretrained`` writes it, or of one such file.
+        progress: rank 0 says on a terminal what it compiles, for which shapes, and how long that took, where it takes
+            more than a second (default: True).
     """
 
     process_group: dist.ProcessGroup | None
@@ -43,6 +45,7 @@ class Arguments(TypedDict, total=False):
     device: torch.device | str | None
     init: Callable[[torch.nn.Module], object] | None
     weights: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None
+    progress: bool
     stage: int
     unit_of: Callable[[torch.nn.Module], tuple[str, ...]] | None
     ignored: tuple[str, ...]
@@ -72,6 +75,7 @@ class CheckedArguments:
         process_group, mesh: the ranks, one or none of the two.
         device: the shards' device.
         sources: initial values.
+        progress: whether compilations are announced.
     """
 
     policy: Policy
@@ -79,6 +83,7 @@ class CheckedArguments:
     mesh: DeviceMesh | None
     device: torch.device | None
     sources: Sources
+    progress: bool = True
 
 
 def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments]) -> CheckedArguments:
@@ -93,7 +98,8 @@ def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments])
     where = {name: others.pop(name, None) for name in ("process_group", "mesh")}
     device = device_named(others.pop("device", None))
     sources = sources_of(others.pop("init", None), others.pop("weights", None))
-    return CheckedArguments(policy_of(policy, others), where["process_group"], where["mesh"], device, sources)
+    progress = others.pop("progress", True)
+    return CheckedArguments(policy_of(policy, others), **where, device=device, sources=sources, progress=progress)
 
 
 def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy:

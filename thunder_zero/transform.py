@@ -106,7 +106,7 @@ class ZeroTransform(ProgramTransform):
     def _adopt(self, model: ThunderModule) -> None:
         """Make the jitted module a sharded one, which Thunder compiles with our executors."""
         self.install(model, self._state.plan, Calls(self._state))
-        adopt(model, ZeroModule, self._state)
+        adopt(model, ZeroModule, self._state, self._given.progress)
         model._compiled = self.compiled
 
     def _take_over(self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: Values) -> State:

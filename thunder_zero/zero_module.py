@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.compat.untraceable import not_returned
+from thunder_zero.compilations import Compilations, terminal_of
 from thunder_zero.compiled import Compiled, Traces
 from thunder_zero.refusals import PARTS, require_traceable
 from thunder_zero.runtime.backward_guard import guard
@@ -37,6 +38,7 @@ class ZeroModule(ShardedModel, ThunderModule):
     _state: State
     _compiled: Compiled
     _places: Places
+    _compilations: Compilations
 
     @property
     def state(self) -> State:
@@ -111,11 +113,15 @@ class ZeroModule(ShardedModel, ThunderModule):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._places.traced():
+        with self._places.traced(), self._compilations.watched(self._programs_made, args, kwargs):
             try:
                 return self._run(*args, **kwargs)
             finally:
                 self._state.labels.end()
+
+    def _programs_made(self) -> int:
+        """How many programs were compiled."""
+        return len(compile_stats(self).interpreter_cache)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -171,11 +177,13 @@ class ZeroModule(ShardedModel, ThunderModule):
         )
 
 
-def adopt(model: ThunderModule, kind: type[ZeroModule], state: State) -> None:
+def adopt(model: ThunderModule, kind: type[ZeroModule], state: State, progress: bool) -> None:
     """Make a jitted module a ZeroModule, in place, as torch's ``fully_shard`` does with a module's class."""
     model.__class__ = kind
     model._state = state
     model._non_persistent_buffers_set = model._model._non_persistent_buffers_set  # torch's state dicts ask the root
+    plain, terminal = model._model, terminal_of(progress, state.group.rank())
+    model._compilations = Compilations(type(plain).__name__, plain.forward, terminal)
     model._places = Places(model._model, state.plan, state.shards, state.placeholders)
 
 

@@ -87,13 +87,15 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("arguments.py",  IMPORT, TYPES,   NOT,     DATA | {"runtime"}),
     Room("refusals.py",   IMPORT, NOT,     IMPORT,  rooms("compat runtime")),
     Room("placement.py",  IMPORT, NOT,     IMPORT,  rooms("marks runtime")),
+    Room("compilations.py",IMPORT,NOT,     NOT,     NOTHING),
     Room("compiled.py",   NOT,    NOT,     IMPORT,  rooms("plan schedule traces")),
-    Room("zero_module.py",IMPORT, NOT,     IMPORT,  rooms("compat runtime refusals compiled")),
+    Room("zero_module.py",IMPORT, NOT,     IMPORT,  rooms("compat runtime refusals compilations compiled")),
     Room("program_transform.py",IMPORT,NOT,IMPORT,  rooms("plan schedule compat traces runtime refusals compiled")),
     Room("transform.py",  IMPORT, NOT,     IMPORT,  DATA | rooms("comm compat runtime traces arguments "
                                                                  "refusals placement zero_module program_transform")),
-    Room("dynamo/",       IMPORT, NOT,     IMPORT,  rooms("policy compat runtime arguments refusals compiled "
-                                                          "zero_module program_transform transform")),
+    Room("dynamo/",       IMPORT, NOT,     IMPORT,  rooms("policy compat traces runtime arguments refusals "
+                                                          "compilations compiled zero_module program_transform "
+                                                          "transform")),
     Room("plugin.py",     IMPORT, NOT,     IMPORT,  rooms("policy compat arguments refusals transform dynamo")),
     Room("lightning.py",  IMPORT, IMPORT,  IMPORT,  DATA | rooms("comm runtime arguments zero_module "
                                                                  "transform plugin")),

@@ -25,6 +25,18 @@ THUNDER = resolve_language(Languages.TORCH)  # it knows some methods, such as fl
 HOMES = (torch, torch.nn.functional, torch._C._nn, torch.special, torch.linalg, torch.fft)
 
 
+def symbol_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Thunder's symbol for a function of torch; None if it has none."""
+    found: Callable[..., Any] | None = _torch_to_thunder_function_map.get(function)
+    return found
+
+
+def has_method(name: str) -> bool:
+    """Whether Thunder's proxies of tensors have a method of torch's."""
+    found: bool = THUNDER.has_method(name)
+    return found
+
+
 def register(graph: fx.GraphModule) -> None:
     """Register the operators, written in C++, that Thunder does not know; what is written in Python, it traces.
 
@@ -38,7 +50,7 @@ def register(graph: fx.GraphModule) -> None:
     for node in (node for each in graphs for node in each.nodes):
         if node.op == "call_function" and isinstance(node.target, BuiltinFunctionType):
             _register(node.target, HOMES)
-        elif node.op == "call_method" and node.target in methods and not THUNDER.has_method(node.target):
+        elif node.op == "call_method" and node.target in methods and not has_method(node.target):
             _register(methods[node.target], (torch.Tensor,))
 
 

@@ -71,8 +71,9 @@ def reads_grad_mode(graph: fx.GraphModule) -> bool:
 
     Called from a backend, while dynamo compiles the graph.
     """
+    ended: Any = graph.compile_subgraph_reason
     codes = TracingContext.get_traced_code() or ()
-    return graph.compile_subgraph_reason.graph_break or any(GRAD_MODE & {*code.co_names} for code in codes)
+    return bool(ended.graph_break) or any(GRAD_MODE & {*code.co_names} for code in codes)
 
 
 def function_number() -> int | None:

@@ -14,29 +14,31 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import getfile
+from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from thunder_zero.compat.automatic import has_method, symbol_of
 from thunder_zero.dynamo.captured import Flat
 
 from thunder import compile_data, compile_stats
 from thunder.core import prims
 from thunder.core.codeutils import SigInfo
 from thunder.core.compile_data import get_compile_data
-from thunder.core.langctxs import Languages, resolve_language
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, tensorproxy
 from thunder.core.pytree import tree_iter
 from thunder.core.trace import TraceCtx, get_tracectx, tracectx
 from thunder.core.update_aliases import _is_inplace_op
 from thunder.extend import TemporaryExecutor
-from thunder.torch import _torch_to_thunder_function_map
 
 PYTHONS = ("_operator", "builtins", "math")  # homes of functions that take proxies as they are
-THUNDERS = resolve_language(Languages.TORCH)
+NOT_USERS = (str(Path(getfile(torch)).parent), str(Path(__file__).parents[1]))
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 
@@ -76,12 +78,12 @@ def acquire(flat: Flat, inputs: Sequence[Any]) -> Acquired:
     """
     trace = TraceCtx()
     with tracectx(trace):
-        given = [_input(node.name, value) for node, value in zip(flat.placeholders, inputs, strict=True)]
+        given = [_input(str(node.target), value) for node, value in zip(flat.placeholders, inputs, strict=True)]
         own = {target: _input(target, value) for target, value in flat.tensors.items()}
         args = [*given, *own.values()]
         for arg in args:
             prims.unpack_trivial(arg, name=arg.name)
-        returns = _evaluate(flat, given, flat.attributes | own)
+        returns = _evaluate(flat, given, {**flat.attributes, **own})
         trace.set_current_source_location(None, None)
         prims.python_return(tuple({value.name: value for value in returns if isinstance(value, Proxy)}.values()))
     trace._siginfo = SigInfo("computation")
@@ -108,18 +110,17 @@ def interpreted(jitted: ThunderModule, inputs: Sequence[Any]) -> Acquired:
     positions: dict[str, int] = {}
     paths: dict[str, str] = {}
     constants: dict[str, Tensor] = {}
+    inputs_of_trace = {arg.name for arg in trace.args}
     for line in prologue.bound_symbols:
+        if line.output is None or line.output.name not in inputs_of_trace:
+            continue
         if line.sym is prims.unpack_getitem and line.args[0].name == "args":
             positions[line.output.name] = line.args[1]
         elif line.sym is prims.unpack_parameter:
             paths[line.output.name] = line.args[1]
         elif line.sym is prims.unpack_buffer:
             constants[line.output.name] = jitted._model.get_buffer(line.args[1])
-    names = [arg.name for arg in trace.args]
-    returns = epilogue.bound_symbols[-1].args[0]
-    return Acquired(
-        trace, *({name: of[name] for name in names if name in of} for of in (positions, paths, constants)), returns
-    )
+    return Acquired(trace, positions, paths, constants, returns=epilogue.bound_symbols[-1].args[0])
 
 
 def _input(name: str, value: Any) -> TensorProxy:
@@ -144,22 +145,38 @@ def _evaluate(flat: Flat, given: Sequence[Any], values: Mapping[str, Any]) -> An
         if node.op == "get_attr":
             env[node] = values[node.target]
         elif node.op == "output":
-            return fx.map_arg(node.args[0], env.__getitem__)
+            return _filled(node.args[0], env)
         elif node.op != "placeholder":
             get_tracectx().set_current_source_location(*source_of(node))
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = _named(_call(node, args, kwargs), node.name)
+            env[node] = _named(_call(node, _filled(node.args, env), _filled(node.kwargs, env)), node.name)
     raise AssertionError("a graph ends with its output")
 
 
+def _filled(tree: Any, env: Mapping[fx.Node, Any]) -> Any:
+    """The arguments of a node with values in place of nodes, in Python's own collections: Thunder prints no others."""
+    match tree:
+        case fx.Node():
+            return env[tree]
+        case slice():
+            return slice(*(_filled(each, env) for each in (tree.start, tree.stop, tree.step)))
+        case dict():
+            return {key: _filled(each, env) for key, each in tree.items()}
+        case list():
+            return [_filled(each, env) for each in tree]
+        case tuple() if type(tree) is not torch.Size:
+            return tuple(_filled(each, env) for each in tree)
+    return tree
+
+
 def _call(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if node.op == "call_method":
-        if THUNDERS.has_method(node.target):
-            return getattr(args[0], node.target)(*args[1:], **kwargs)
-        return _symbol(getattr(Tensor, node.target, node.target))(*args, **kwargs)
-    if node.target is checkpoint:
+    target: Any = node.target
+    if target is checkpoint:
         return _checkpoint(*args)
-    return _symbol(node.target)(*args, **kwargs)
+    if node.op == "call_method":
+        if has_method(target):
+            return getattr(args[0], target)(*args[1:], **kwargs)
+        target = getattr(Tensor, target, target)
+    return _symbol(target)(*args, **kwargs)
 
 
 def _symbol(target: Any) -> Callable[..., Any]:
@@ -168,13 +185,12 @@ def _symbol(target: Any) -> Callable[..., Any]:
     Raises:
         NoSymbol: nothing does.
     """
-    lookasides = get_compile_data().executor_lookasides
-    found = lookasides.get(target) or _torch_to_thunder_function_map.get(target)
-    if found is not None:
-        return found
-    if isinstance(target, BuiltinFunctionType | type) and target.__module__ in PYTHONS:
-        return target
-    raise NoSymbol(getattr(target, "__qualname__", str(target)))
+    found: Callable[..., Any] | None = get_compile_data().executor_lookasides.get(target) or symbol_of(target)
+    if found is None and isinstance(target, BuiltinFunctionType | type) and target.__module__ in PYTHONS:
+        found = target
+    if found is None:
+        raise NoSymbol(getattr(target, "__qualname__", str(target)))
+    return found
 
 
 def _checkpoint(body: Flat, *args: Any) -> Any:
@@ -204,8 +220,8 @@ def _named(value: Any, name: str) -> Any:
 
 
 def source_of(node: fx.Node) -> tuple[str | None, dis.Positions | None]:
-    """The user's file and line that a node comes from: the innermost frame that is not one of torch's modules."""
-    frames = [found for found in FRAME.findall(node.stack_trace or "") if "/torch/nn/" not in found[0]]
+    """The user's file and line that a node comes from: the innermost frame that is neither torch's nor ours."""
+    frames = [found for found in FRAME.findall(node.stack_trace or "") if not found[0].startswith(NOT_USERS)]
     if not frames:
         return None, None
     filename, line = frames[-1]

@@ -205,7 +205,7 @@ def _require_known(node: fx.Node) -> None:
             f"forward calls {node.target.name()}, as dynamo has it, which Thunder cannot trace; for a "
             f"torch.autograd.Function use thunder.jit with ZeroTransform, or write its formula with operators"
         )
-    if node.target is ENTER_AUTOCAST and node.args[2] is False and torch.is_autocast_enabled(node.args[0]):
+    if node.target is ENTER_AUTOCAST and node.args[2] is False and torch.is_autocast_enabled(str(node.args[0])):
         raise RuntimeError(
             "forward turns autocast off inside of an autocast around the model, and Thunder would not follow; "
             "leave out the one around the model, and give compile mixed_precision=thunder_zero.MixedPrecision()"

@@ -28,7 +28,7 @@ class DynamoTransform(ZeroTransform):
     parts = DYNAMO_PARTS
 
     def _adopt(self, model: ThunderModule) -> None:
-        adopt(model, DynamoModule, self._state)
+        adopt(model, DynamoModule, self._state, self._given.progress)
         model.capture()
 
     def _guard(self, model: ThunderModule, output: Any) -> None:

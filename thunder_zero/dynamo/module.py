@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat import dynamo
 from thunder_zero.compat.automatic import register
+from thunder_zero.compilations import too_many, warn_of_changes
 from thunder_zero.compiled import Compiled
 from thunder_zero.dynamo.acquire import NoSymbol, acquire, interpreted
 from thunder_zero.dynamo.captured import (
@@ -34,7 +34,7 @@ from thunder_zero.dynamo.captured import (
 from thunder_zero.dynamo.graph_calls import GraphCalls
 from thunder_zero.dynamo.graph_transform import GraphTransform
 from thunder_zero.dynamo.programs import Programs, compiling
-from thunder_zero.dynamo.sentences import changed, outside_of_graphs, too_many
+from thunder_zero.dynamo.sentences import outside_of_graphs
 from thunder_zero.refusals import DYNAMO_PARTS, require_traceable
 from thunder_zero.runtime.placeholders import ValuesNeeded
 from thunder_zero.zero_module import ZeroModule
@@ -43,7 +43,6 @@ import thunder
 from thunder import compile_data
 
 MOST_PROGRAMS = 64  # of one function: a frame that calls submodules of one class has one for each
-WARN_AFTER = 8
 LOG = logging.getLogger(__name__)
 
 
@@ -136,6 +135,11 @@ class DynamoModule(ZeroModule):
         """Of each graph of the last forward, its programs."""
         return [graph.made() for graph in self._graphs.ran]
 
+    def _programs_made(self) -> int:
+        """How many programs were compiled."""
+        made = {id(each): each for of in self._graphs.captured for each in of.made.values()}
+        return sum(len(each.entries) for each in made.values())
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._graphs.ran.clear()
         try:
@@ -174,7 +178,8 @@ class DynamoModule(ZeroModule):
             raise ReadsGradMode
         register(graph)
         name = self._name()
-        self._note_shapes(name, shapes_of(graph, inputs))
+        self._graphs.shapes.setdefault(name, []).append(shapes_of(graph, inputs))
+        warn_of_changes(type(self.plain).__name__, self._graphs.shapes[name])
         new = Captured(graph, name, looks(graph), written(graph), detached(graph))
         same = (old for old in self._graphs.captured if new.looks and old.looks == new.looks and old.name == name)
         if (old := next(same, None)) is not None:
@@ -215,13 +220,6 @@ class DynamoModule(ZeroModule):
                 )
                 acquired = interpreted(jitted, inputs)
         return Programs(jitted, acquired, transform, self.state, self._calls)
-
-    def _note_shapes(self, name: str, shapes: Mapping[str, torch.Size]) -> None:
-        """Warn if the shapes of inputs make dynamo compile one function again and again."""
-        found = self._graphs.shapes.setdefault(name, [])
-        found.append(shapes)
-        if len(found) == WARN_AFTER and (sentence := changed(found)):
-            warnings.warn(f"{type(self.plain).__name__} was compiled {WARN_AFTER} times: {sentence}", stacklevel=2)
 
     def _name(self) -> str:
         """Functions are numbered in the order in which dynamo compiles them first, which ranks compare."""

@@ -1,4 +1,4 @@
-"""Compiles the programs of a graph: one acquired trace, differentiated and lowered once, for all of them.
+"""Compiles the programs of a graph, which is acquired, differentiated and lowered once for all.
 
 A program reduces gradients or defers them (``no_sync``), or has none. Reducing and deferring ones part late, when the
 lowered joint trace is scheduled. The order of Thunder's passes is that of ``thunder.jit``, without those that change
@@ -132,7 +132,7 @@ class Programs:
         aliases = _aliases(given) if acquired.writes else ()
         entry = self.program(Mode(differentiates, self.runtime.synced, aliases), inputs)
         rows = self.runtime.take_rows([self.state.shards[path] for path in self._paths], self._paths)
-        values = dict(zip([*acquired.positions, *acquired.paths], [*given, *rows], strict=True)) | acquired.constants
+        values = dict(zip([*acquired.positions, *acquired.paths], [*given, *rows], strict=True), **acquired.constants)
         outputs = dict(zip(self._outputs, entry.run([values[arg.name] for arg in acquired.trace.args]), strict=True))
         return tuple(outputs[each.name] if isinstance(each, Proxy) else each for each in acquired.returns)
 
@@ -207,7 +207,8 @@ def _claimed(trace: TraceCtx) -> TraceCtx:
 @contextmanager
 def compiling(jitted: ThunderModule, inputs: Sequence[Any]) -> Iterator[None]:
     """Thunder's context of a compilation, as ``thunder.jit`` enters it, with torch's settings."""
-    data, info = compile_data(jitted), {}
+    data = compile_data(jitted)
+    info: dict[str, Any] = {}
     token = _cache_info_ctx.set(info)
     try:
         data.populate_cache_info(info, *inputs)

@@ -1,0 +1,253 @@
+"""What tz.compile makes of dynamo's graphs: symbols without interpretation, and one acquisition for all programs."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from io import StringIO
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, gumbel_softmax
+from torch.utils.checkpoint import checkpoint
+
+import thunder_zero as tz
+from tests.harness.models import Halves, fresh
+from thunder_zero import compilations
+from thunder_zero.dynamo import acquire as direct
+from thunder_zero.dynamo import module as graphs
+from thunder_zero.dynamo import programs
+
+import thunder
+from thunder.core import interpreter
+from thunder.transforms.autodiff import grad_transform_on_trace
+
+X = torch.arange(8.0).view(2, 4).sin()
+pytestmark = pytest.mark.usefixtures("group")
+
+
+class Mixed(nn.Module):
+    """Methods, operators, a checkpoint, a constant, a buffer, a split, and a region without gradients."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("offset", torch.ones(4))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.b(x)) * 2
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        y = self.a(x) + self.offset
+        y = checkpoint(self.inner, y, use_reentrant=False)
+        with torch.no_grad():
+            scale = y.abs().mean()
+        left, right = (y / (1 + scale)).chunk(2, dim=-1)
+        return left * torch.tensor([1.0, 2.0]), right.float().neg(), 3
+
+
+def calls_of(model: Any) -> list[Counter[str]]:
+    """How often each half calls what."""
+    traces = tz.traces_of(model)
+    assert traces.backward is not None
+    return [Counter(line.sym.name for line in half.bound_symbols) for half in (traces.forward, traces.backward)]
+
+
+def test_a_graph_becomes_the_program_that_thunder_would_interpret() -> None:
+    """The same calls in both halves, numbers and gradients; and no Python is interpreted."""
+    module = fresh(Mixed)
+    with mock.patch.object(interpreter, "_run_frame", wraps=interpreter._run_frame) as run:
+        model = tz.compile(deepcopy(module), 3)
+        left, right, number = model(X)
+    assert run.call_count == 0
+    with mock.patch.object(graphs, "acquire", side_effect=direct.NoSymbol("a test")):
+        other = tz.compile(deepcopy(module), 3)
+        expected = other(X)
+    assert (number, torch.equal(left, expected[0]), torch.equal(right, expected[1])) == (3, True, True)
+    for each, outputs in ((model, (left, right)), (other, expected)):
+        (outputs[0].sum() + outputs[1].square().sum()).backward()
+        assert calls_of(each)[1]["linear"] == 1, "backward computes the checkpoint again"
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
+    assert calls_of(model) == calls_of(other)
+
+
+def test_a_graph_with_what_has_no_symbol_is_interpreted(caplog: pytest.LogCaptureFixture) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            attended: Tensor = self.attention(x, x, x, need_weights=False)[0]
+            return attended
+
+    module, x = fresh(Attends), X.view(1, 2, 4)
+    with caplog.at_level(logging.INFO, graphs.__name__):
+        got = tz.compile(deepcopy(module), 3)(x)
+    assert "no symbol for multi_head_attention_forward" in caplog.text
+    torch.testing.assert_close(got, module(x))
+
+
+def test_lines_have_the_users_source() -> None:
+    model = tz.compile(fresh(Mixed), 3)
+    model(X)
+    text = str(tz.traces_of(model).forward)
+    assert "left * torch.tensor([1.0, 2.0])" in text
+    assert "eval_with_key" not in text
+
+
+# Grad modes
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "set_grad_enabled": lambda: torch.set_grad_enabled(False),
+}
+
+
+def test_one_acquisition_and_one_differentiation_serve_all_programs() -> None:
+    """Reducing, deferring, without gradients, in inference mode; and dynamo captures once."""
+
+    class Asks(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.training in (True, False), "dynamo guards what forward reads"
+            y: Tensor = self[1](self[0](x))
+            return y
+
+    model = tz.compile(fresh(lambda: Asks(nn.Linear(4, 4), nn.Tanh())), 3)
+    acquired = mock.patch.object(graphs, "acquire", wraps=direct.acquire)
+    differentiated = mock.patch.object(programs, "grad_transform_on_trace", wraps=grad_transform_on_trace)
+    with acquired as acquires, differentiated as differentiates:
+        with model.no_sync():
+            model(X).sum().backward()
+        model(X).sum().backward()
+        for mode in MODES.values():
+            with mode():
+                model(X)
+        model.eval()
+        model(X).sum().backward()
+    assert (acquires.call_count, differentiates.call_count) == (1, 1)
+    assert len(model._graphs.captured) == 2  # for training or not
+    assert len(tz.traces_of(model).backward.bound_symbols)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: Halves(4)], ids=["one graph", "two graphs"])
+def test_what_is_computed_without_gradients_requires_none(make: Callable[[], nn.Module], mode: str) -> None:
+    """Whether training captured the graph before or not."""
+    module = fresh(make)
+    for trains_first in (False, True):
+        model = tz.compile(deepcopy(module), 3)
+        if trains_first:
+            model(X).sum().backward()
+        with MODES[mode]():
+            got = model(X)
+        assert (got.requires_grad, got.grad_fn, got.is_inference()) == (False, None, mode == "inference_mode")
+        torch.testing.assert_close(got, module(X).detach())
+        assert torch.is_grad_enabled()
+        out = model(X)
+        assert out.requires_grad
+
+
+def test_a_model_that_reads_the_grad_mode_is_captured_in_each() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y if torch.is_grad_enabled() else y * 2 if not y.requires_grad else y * 3
+
+    module = fresh(Reads)
+    for modes in (("no_grad", "grad"), ("grad", "no_grad")):
+        model = tz.compile(deepcopy(module), 3)
+        for mode in modes:
+            with torch.no_grad() if mode == "no_grad" else nullcontext():
+                torch.testing.assert_close(model(X), module(X))
+
+
+def test_tensors_made_in_inference_mode_are_taken() -> None:
+    module = fresh(lambda: nn.Linear(4, 4))
+    model = tz.compile(deepcopy(module), 3)
+    model(X).sum().backward()
+    with torch.inference_mode():
+        torch.testing.assert_close(model(X + 1), module(X + 1))
+
+
+def test_random_numbers_are_drawn_once_for_both_halves() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda y: dropout(self.layer(y), 0.5), x, use_reentrant=False)
+
+    model = tz.compile(fresh(Drops), 3)
+    out = model(X)
+    out.sum().backward()
+    kept = (out != 0).float().sum(0)
+    got = dict(model.named_parameters())["layer.bias"].grad.full_tensor()
+    torch.testing.assert_close(got, 2 * kept)
+    with pytest.raises(RuntimeError, match="draws its random numbers again"):
+        tz.compile(fresh(Gumbel), 3)(X)
+
+
+class Gumbel(nn.Module):
+    """Draws by an operator whose gradient, in Thunder, would draw again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gumbel_softmax(self.layer(x))
+
+
+# What a compilation says
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda module: tz.compile(module, 3), lambda module: thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)])],
+    ids=["tz.compile", "thunder.jit"],
+)
+def test_lengths_that_change_are_warned_of(make: Callable[[nn.Module], Any]) -> None:
+    model = make(fresh(lambda: nn.Linear(4, 4)))
+    for rows in range(2, compilations.WARN_AFTER + 1):
+        model(X[:1].expand(rows, 4))
+    with pytest.warns(UserWarning, match=rf"Linear was compiled {compilations.WARN_AFTER} times: input .*\b(input|0)"):
+        model(X[:1].expand(10, 4))
+
+
+def test_a_terminal_is_told_what_is_compiled_and_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of what takes less than a second; and nothing where it is no terminal, or the user wants none."""
+    assert compilations.terminal_of(shows=True, rank=0) is None, "pytest's standard error is no terminal"
+    module, terminal = fresh(lambda: nn.Linear(4, 4)), StringIO()
+    monkeypatch.setattr(compilations, "terminal_of", lambda shows, rank: terminal if shows and not rank else None)
+    monkeypatch.setattr("thunder_zero.zero_module.terminal_of", compilations.terminal_of)
+    tz.compile(deepcopy(module), 3)(X)
+    quick = terminal.getvalue()
+    monkeypatch.setattr(compilations, "SECONDS", 0.0)
+    tz.compile(deepcopy(module), 3, progress=False)(X)
+    assert terminal.getvalue() == quick
+    model = tz.compile(deepcopy(module), 3)
+    model(X)
+    said = terminal.getvalue().removeprefix(quick)
+    assert re.fullmatch(
+        r"compiling Linear for \(2, 4\) \.\.\.\rcompiled forward and backward of Linear for .*s\n", said
+    )
+    model(X)
+    assert terminal.getvalue() == quick + said

@@ -1,0 +1,128 @@
+"""Says what a model is compiled for, and warns where shapes of inputs change all the time."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Timer
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+WARN_AFTER = 4  # programs for one function
+SECONDS = 1.0  # a compilation that takes less is not mentioned
+
+Shapes = Mapping[str, torch.Size]
+
+
+@dataclass
+class Compilations:
+    """The compilations of one model.
+
+    Attributes:
+        name: of the module's class.
+        forward: the module's, whose signature names inputs.
+        terminal: where to say what is compiled; None: nowhere.
+        shapes: of the inputs of each forward that compiled something.
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    terminal: TextIO | None
+    shapes: list[Shapes] = field(default_factory=list)
+
+    @contextmanager
+    def watched(self, programs: Callable[[], int], args: Any, kwargs: Any) -> Iterator[None]:
+        """A forward; afterwards the number of programs says whether it compiled any."""
+        before, start = programs(), time.monotonic()
+        timer = None if before or self.terminal is None else Timer(SECONDS, self._begin, (args, kwargs))
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+                timer.join()
+        if programs() > before:
+            self._end(shapes_of(self.forward, args, kwargs), time.monotonic() - start)
+
+    def _begin(self, args: Any, kwargs: Any) -> None:
+        assert self.terminal is not None, "otherwise there is no timer"
+        self.terminal.write(f"compiling {self.name} for {_listed(shapes_of(self.forward, args, kwargs))} ...\r")
+        self.terminal.flush()
+
+    def _end(self, shapes: Shapes, seconds: float) -> None:
+        if self.terminal is not None and seconds >= SECONDS:
+            both = "forward and backward" if torch.is_grad_enabled() else "forward"
+            print(f"compiled {both} of {self.name} for {_listed(shapes)}: {seconds:.1f} s", file=self.terminal)
+        self.shapes.append(shapes)
+        warn_of_changes(self.name, self.shapes)
+
+
+def terminal_of(shows: bool, rank: int) -> TextIO | None:
+    """Where to say what is compiled: standard error of rank 0, where it is a terminal; None: nowhere."""
+    return sys.stderr if shows and not rank and sys.stderr.isatty() else None
+
+
+def shapes_of(forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Size]:
+    """The shapes of those arguments that are tensors, by their names in the signature."""
+    bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
+    flat: dict[str, Any] = {}
+    for name, value in bound.items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return {name: value.shape for name, value in flat.items() if isinstance(value, Tensor)}
+
+
+def _listed(shapes: Shapes) -> str:
+    return ", ".join(str(shape) for shape in dict.fromkeys(map(tuple, shapes.values()))) or "its inputs"
+
+
+def warn_of_changes(name: str, shapes: Sequence[Shapes]) -> None:
+    """Warn once that the shapes of inputs change from compilation to compilation.
+
+    Args:
+        name: of the module's class.
+        shapes: of the inputs of each compilation.
+    """
+    if len(shapes) == WARN_AFTER and (sentence := changed(shapes)):
+        warnings.warn(f"{name} was compiled {WARN_AFTER} times: {sentence}", stacklevel=2)
+
+
+def changed(shapes: Sequence[Shapes]) -> str | None:
+    """Which input changes from program to program of one function, and what to do; None if shapes do not.
+
+    Args:
+        shapes: of each program's inputs, by the expressions that dynamo has for them.
+    """
+    for name in shapes[-1] if shapes else ():
+        found = list(dict.fromkeys(tuple(each[name]) for each in shapes if name in each))
+        if len(found) > 1:
+            shown = ", ".join(map(str, found[-3:]))
+            return (
+                f"input {name} had {len(found)} shapes, the last of them {shown}, and each costs a compilation; pad it "
+                f"to a few lengths, or sort batches by length"
+            )
+    return None
+
+
+def too_many(module: str, most: int, shapes: Sequence[Shapes]) -> str:
+    """Why no further program is compiled.
+
+    Args:
+        module: name of its class.
+        most: programs of one function.
+        shapes: of each program's inputs, as for :func:`changed`.
+    """
+    why = changed(shapes) or "keep what changes from call to call constant (TORCH_LOGS=recompiles names it)"
+    return (
+        f"{module} was compiled {most} times for one function, and dynamo would run it without a graph now, on this "
+        f"rank alone, where nothing gathers parameters; {why}"
+    )
