@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from thunder_zero.compat.untraceable import not_returned
+from thunder_zero.compat.untraceable import not_returned, not_traced
 from thunder_zero.compilations import Compilations, terminal_of
 from thunder_zero.compiled import Compiled, Traces
 from thunder_zero.refusals import PARTS, require_traceable
@@ -128,10 +128,17 @@ class ZeroModule(ShardedModel, ThunderModule):
             return self._forward_fn(*args, **kwargs)
         except Exception as error:  # where Thunder failed, its words name neither the module nor a way out
             require_traceable(self._model, PARTS)
-            if (what := not_returned(error)) is None:
-                raise
             name = type(self._model).__name__
-            raise TypeError(f"Thunder cannot trace {name}, which returns {what}; use a dict or a dataclass") from error
+            if (what := not_returned(error)) is not None:
+                raise TypeError(
+                    f"Thunder cannot trace {name}, which returns {what}; use a dict or a dataclass"
+                ) from error
+            if (why := not_traced(error)) is None:
+                raise
+            raise NotImplementedError(
+                f"Thunder cannot trace {name}: {why}; thunder_zero.compile(module, ...) trains it: dynamo captures it, and "
+                f"runs what fits into no graph as Python"
+            ) from error
 
     def set_buffer(self, name: str, value: Tensor) -> None:
         """Set a buffer of both modules; Thunder calls this with what forward assigned to one.

@@ -58,16 +58,20 @@ ALONE = "alone"  # as plain, and without this package's shortcuts in Thunder's i
 
 
 @contextmanager
-def clocked(spent: dict[str, float], functions: tuple[tuple[type, str], ...] = OURS) -> Iterator[None]:
+def clocked(
+    spent: dict[str, float],
+    functions: tuple[tuple[Any, str], ...] = OURS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[None]:
     """Add the seconds that each of these functions takes to ``spent``."""
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = clock()
             try:
                 return function(*args, **kwargs)
             finally:
-                spent[name] = spent.get(name, 0.0) + time.perf_counter() - start
+                spent[name] = spent.get(name, 0.0) + clock() - start
 
         return call
 

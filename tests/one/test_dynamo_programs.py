@@ -219,6 +219,31 @@ class Gumbel(nn.Module):
 # What a compilation says
 
 
+def test_a_module_that_thunder_cannot_trace_is_led_to_compile() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y * 2 if y.sum() > 0 else y
+
+    module = fresh(Branches)
+    with pytest.raises(NotImplementedError, match=r"cannot trace Branches: .*data dependency.*thunder_zero\.compile"):
+        thunder.jit(deepcopy(module), transforms=[tz.ZeroTransform(stage=3)])(X)
+    torch.testing.assert_close(tz.compile(deepcopy(module), 3)(X), module(X))
+
+
+def test_errors_of_the_user_pass() -> None:
+    class Raises(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise NotImplementedError("not yet")
+
+    with pytest.raises(NotImplementedError, match="^not yet$"):
+        thunder.jit(Raises(4, 4), transforms=[tz.ZeroTransform(stage=3)])(X)
+
+
 @pytest.mark.parametrize(
     "make",
     [lambda module: tz.compile(module, 3), lambda module: thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)])],

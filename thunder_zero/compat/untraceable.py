@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import getfile
+from pathlib import Path
 from traceback import walk_tb
 
 import torch
@@ -16,8 +18,11 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._pytree import is_namedtuple_instance
 
+import thunder
+from thunder.core.interpreter import InterpreterError
 from thunder.core.jit_ext import build_value_from_wrapped
 
+THUNDER = Path(getfile(thunder)).parent
 EPILOGUE = "thunder.epilogue"  # begins the file names of generated code that builds what forward returns
 
 
@@ -120,6 +125,14 @@ UNTRACEABLE: tuple[Part, ...] = (
         "use the module before torch.jit.script",
     ),
 )
+
+
+def not_traced(error: Exception) -> str | None:
+    """What Thunder's front end said it cannot do; None of an error that it did not raise."""
+    if not isinstance(error, NotImplementedError | InterpreterError):
+        return None
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return str(error).partition("\n")[0].rstrip(".") if Path(frame.f_code.co_filename).is_relative_to(THUNDER) else None
 
 
 def not_returned(error: Exception) -> str | None:
