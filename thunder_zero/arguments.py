@@ -60,7 +60,6 @@ class Arguments(TypedDict, total=False):
     cpu_offload: bool
     broadcast_from: int | None
     check_gradients: bool
-    trust_optimizer: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from thunder_zero.comm.small_collectives import full_tensor, gather_object_on_ra
 from thunder_zero.runtime.dtensors import local
 from thunder_zero.runtime.optimizers import StepsWhole, parameters_of
 from thunder_zero.runtime.parts import part_of
-from thunder_zero.runtime.registry import owners_of, shard_instead_of
+from thunder_zero.runtime.registry import owner_of, owners_of, replaced
 from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State
 
@@ -126,8 +126,8 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
         return state_dict  # torch refuses it right after this hook
     states = dict(state_dict["state"])
     alike = _alike((states.get(index, {}), param) for index, param in zip(indices, params, strict=True))
-    for index, owner, param in zip(indices, owners_of(params), params, strict=True):
-        if owner is None or index not in states:
+    for index, param in zip(indices, params, strict=True):
+        if (owner := owner_of(param)) is None or index not in states:
             continue
         if not isinstance(optimizer, StepsWhole):
             states[index] = _parts(owner[1].path, states[index], param, alike)
@@ -141,12 +141,12 @@ def step_shards(optimizer: Optimizer) -> None:
     """Replace the parameters that a plain module had, in an optimizer, by its shards, and their states by parts."""
     alike = _alike((values, before) for before, values in optimizer.state.items() if isinstance(before, Tensor))
     for group in optimizer.param_groups:
-        old = group["params"]
-        new = [shard_instead_of(param) for param in old]
-        group["params"] = [param if shard is None else shard for param, shard in zip(old, new, strict=True)]
-        for before, owner, shard in zip(old, owners_of(group["params"]), new, strict=True):
-            if owner is not None and shard is not None and before in optimizer.state:
-                optimizer.state[shard] = _parts(owner[1].path, optimizer.state.pop(before), shard, alike)
+        for at, before in enumerate(group["params"]):
+            if (owner := replaced(before)) is not None:
+                state, param = owner
+                shard = group["params"][at] = state.shards[param.path]
+                if before in optimizer.state:
+                    optimizer.state[shard] = _parts(param.path, optimizer.state.pop(before), shard, alike)
 
 
 def _memory_of(value: Any) -> int | None:

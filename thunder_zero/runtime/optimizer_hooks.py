@@ -46,12 +46,11 @@ def watch(state: State, module: nn.Module) -> None:
 
 def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for param in parameters_of(optimizer):
-        path = registry.replaced_path(param)
-        if path is not None:
+        if (before := registry.replaced(param)) is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__} holds the plain module's parameter {path!r}, which the transform "
-                f"replaced, so its step would be lost; build the optimizer on model.parameters() of the model that "
-                f"thunder.jit or thunder_zero.zero returned"
+                f"{type(optimizer).__name__} holds the plain module's parameter {before[1].path!r}, which the "
+                f"transform replaced, so its step would be lost; build the optimizer on model.parameters() of the "
+                f"model that thunder.jit or thunder_zero.zero returned"
             )
 
 
