@@ -10,7 +10,7 @@ This is the only module that imports Lightning, and ``import thunder_zero`` does
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -243,10 +243,7 @@ class NoBackwardSync:
 
 
 class Forward(nn.Module):
-    """The module inside Fabric's wrapper: calls the sharded model, and lists its shards as parameters.
-
-    A module looks for parameters with ``named_modules``, and would find each twice, as the wrapper refers to the plain
-    module, too. So this hides that one, and yields views of its modules.
+    """The module inside Fabric's wrapper: calls the sharded model.
 
     Args:
         model: the sharded model.
@@ -256,7 +253,7 @@ class Forward(nn.Module):
     def __init__(self, model: ZeroModule, module: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._current_forward = partial(vars(module).get, "forward")  # and not the module itself, which would be listed
+        self._current_forward = partial(vars(module).get, "forward")  # and not the module itself, a submodule then
         self._own_forward = self._current_forward()
 
     @torch.compiler.disable  # Fabric applies torch.compile to this if it was applied to the module
@@ -273,32 +270,6 @@ class Forward(nn.Module):
                 f"into forward"
             )
         return self.model(*args, **kwargs)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """This module, and views of the plain module's modules with shards as parameters."""
-        memo = set() if memo is None else memo
-        if self in memo:
-            return
-        plain = self.model.plain
-        memo.update((self, self.model, *plain.modules()))
-        yield prefix, self
-        root = f"{prefix}.model" if prefix else "model"
-        for path, module in plain.named_modules(remove_duplicate=remove_duplicate):
-            yield f"{root}.{path}" if path else root, view(module, path, self.model)
-
-
-def view(module: nn.Module, path: str, model: ZeroModule) -> nn.Module:
-    """A copy of one of the plain module's submodules, of the same class, with the model's shards and buffers."""
-
-    def own(names: Mapping[str, Tensor | None], get: Any) -> dict[str, Any]:
-        return {name: None if old is None else get(f"{path}.{name}" if path else name) for name, old in names.items()}
-
-    parameters, buffers = own(module._parameters, model.get_parameter), own(module._buffers, model.get_buffer)
-    copy: nn.Module = object.__new__(type(module))
-    vars(copy).update({**vars(module), "_parameters": parameters, "_buffers": buffers})
-    return copy
 
 
 def zero_module(model: nn.Module) -> ZeroModule:
