@@ -161,7 +161,7 @@ class _Run:
     def left(self, at: int) -> dict[str, Any]:
         """The numbers and tensors of the state of a stand-in, and of its group, by readable names."""
         group = hyper_parameters(self._optimizer.param_groups[self.kinds[at].group])
-        values = {"the state": self._optimizer.state.get(self._params[at], {}), "the group's": group}
+        values = {"the state": self._optimizer.state.get(self._params[at], {}), "the group": group}
         leaves = ((of, *leaf) for of, value in values.items() for leaf in tree_flatten_with_path(value)[0])
         return {of + keystr(path): value for of, path, value in leaves if isinstance(value, Tensor | int | float)}
 
