@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
+from torch.utils._pytree import tree_iter
 
 from thunder_zero.plan import Plan
 
@@ -72,7 +73,7 @@ class Placeholder(nn.Parameter):
                 return args[0]
             if attribute == "__get__" and name == "grad" and _traced.get():
                 return None
-            held = next(_placeholders((args, kwargs)))
+            held = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Placeholder))
             raise ValuesNeeded(
                 f"{f'.{name}' if attribute else resolve_name(func) or name} cannot use parameter {held.path!r}: "
                 f"thunder_zero sharded it, its values are in the shards, and only what is compiled of the model's "
@@ -167,14 +168,3 @@ def _name(func: Callable[..., Any]) -> tuple[str, str | None]:
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return func.__self__.__name__, func.__name__  # type: ignore[attr-defined]
     return func.__name__, None
-
-
-def _placeholders(tree: Any) -> Iterator[Placeholder]:
-    """Those in the arguments of a function of torch, which are nested in tuples, lists and dicts."""
-    if isinstance(tree, Placeholder):
-        yield tree
-    elif isinstance(tree, Mapping):
-        yield from _placeholders(tuple(tree.values()))
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _placeholders(item)

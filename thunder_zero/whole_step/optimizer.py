@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thunder_zero.comm.places import Place, doing
-from thunder_zero.runtime.optimizers import StepsWhole, exact, hyper_parameters, parameters_of
+from thunder_zero.runtime.optimizers import StepsWhole, hyper_parameters, parameters_of
 from thunder_zero.runtime.state import State
 from thunder_zero.whole_step.agreement import begin, raise_on_all
 from thunder_zero.whole_step.exchange import FromOwners, Member, ToOwners
@@ -302,17 +302,6 @@ class Whole(Closed):
         leaving.wait()
         take_options(self.param_groups, after)
         return failure
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned on this rank, in the dtypes that were saved.
-
-        Raises:
-            ValueError: it has a state of a parameter that another rank owns, or other groups.
-        """
-        super().load_state_dict(state_dict)
-        for number, shard in enumerate(parameters_of(self)):
-            if shard in self.state:
-                self.state[shard] = exact(self.state[shard], state_dict["state"][number])
 
     def __repr__(self) -> str:
         """The groups, then each rank's share of the work, and the parameters that it owns."""
