@@ -33,7 +33,7 @@ from thunder_zero.runtime.full_state_dict import (
     shard_optimizer_state_dict,
     step_shards,
 )
-from thunder_zero.runtime.parts import part_of
+from thunder_zero.runtime.parts import parts_of
 from thunder_zero.transform import ZeroTransform
 from thunder_zero.zero_module import ZeroModule
 
@@ -219,15 +219,7 @@ class ZeroStrategy(DDPStrategy):
         if not isinstance(module, Forward):
             super().load_module_state_dict(module, state_dict, strict)
             return
-        own = module.model.state_dict()
-        for name, value in state_dict.items():
-            if name in own and isinstance(value, Tensor) and value.shape != own[name].shape:
-                raise ValueError(
-                    f"{name!r} has shape {tuple(value.shape)} in the state dict and {tuple(own[name].shape)} in the "
-                    f"model; give the state dict of this model"
-                )
-        parts = {name: part_of(value, own[name]) if name in own else value for name, value in state_dict.items()}
-        module.model.load_state_dict(parts, strict)
+        module.model.load_state_dict(parts_of(state_dict, module.model.state_dict()), strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's full state dict on rank 0, on the CPU, and an empty one on other ranks; a collective."""

@@ -23,7 +23,6 @@ from thunder_zero.refusals import PARTS, require_untransformed
 from thunder_zero.runtime import optimizer_hooks
 from thunder_zero.runtime.backward_guard import refuse_function_transforms
 from thunder_zero.runtime.calls import Calls
-from thunder_zero.runtime.full_state_dict import to_full, to_parts
 from thunder_zero.runtime.initial_values import Sources, Values, initial_values
 from thunder_zero.runtime.state import State
 from thunder_zero.zero_module import ZeroModule, adopt
@@ -142,18 +141,6 @@ class ZeroTransform(ProgramTransform):
         self._guard(model, output)
         if self.policy.cpu_offload:
             self._state.copies.wait()
-
-    def transform_state_dict_for_submodule(
-        self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
-        """This rank's part of a plain module's state dict."""
-        return to_parts(self._state, submodule_name, state_dict)
-
-    def reverse_transform_state_dict_for_submodule(
-        self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Full parameters of a sharded model's state dict; a collective."""
-        return to_full(self._state, state_dict)
 
     def _guard(self, model: ThunderModule, output: Any) -> None:
         """Make the backward of what a program returned raise where it would be wrong."""

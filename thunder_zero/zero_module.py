@@ -14,6 +14,8 @@ from thunder_zero.compat.untraceable import not_returned
 from thunder_zero.compiled import Compiled, Traces
 from thunder_zero.refusals import PARTS, require_traceable
 from thunder_zero.runtime.backward_guard import guard
+from thunder_zero.runtime.full_state_dict import full_state_dict
+from thunder_zero.runtime.parts import parts_of
 from thunder_zero.runtime.placeholders import Places, set_tensor
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.runtime.state import State
@@ -65,15 +67,18 @@ class ZeroModule(ShardedModel, ThunderModule):
             ValueError: a parameter has another shape.
         """
         self._state.require_own_values("load a state dict")
-        tensors = chain(self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False))
-        known = {name for name, _ in tensors}
-        if unexpected := [name for name in state_dict if name not in known]:
+        own = self.state_dict()
+        if unexpected := [name for name in state_dict if name not in own]:
             raise RuntimeError(
                 f"Error(s) in loading state_dict for {type(self.plain).__name__}: Unexpected key(s) in state_dict: "
-                f"{', '.join(map(repr, unexpected))}; leave them out, or call torch's set_model_state_dict, which also "
-                f"loads extra states, and skips other names if strict=False"
+                f"{', '.join(map(repr, unexpected))}; leave them out, or call torch's set_model_state_dict, which "
+                f"skips other names if strict=False"
             )
-        super().load_original_state_dict(state_dict)
+        self.load_state_dict(parts_of(state_dict, own), strict=False)
+
+    def original_state_dict(self, **options: Any) -> dict[str, Any]:
+        """:func:`thunder_zero.full_state_dict`, by Thunder's name."""
+        return full_state_dict(self)
 
     # The tree, the names and the state dict are the plain module's: torch's tools walk them.
 
