@@ -15,7 +15,7 @@ from thunder_zero.runtime.optimizers import hyper_parameters, names_of
 from thunder_zero.runtime.registry import owner_of, replaced
 from thunder_zero.runtime.state import State
 from thunder_zero.whole_step.exchange import Member
-from thunder_zero.whole_step.owners import Piece, WorkOf, assign
+from thunder_zero.whole_step.owners import Piece, assign, work_of_shape
 from thunder_zero.whole_step.probe import Found, tried
 from thunder_zero.whole_step.stepper import Given, Groups, Make, Members, blank, copied, made
 
@@ -187,20 +187,19 @@ def moves_with_parameters_only(kind: str, name: str) -> str:
     )
 
 
-def members_of(groups: Groups, offset: int, state: State, work_of: WorkOf, loads: Sequence[int]) -> list[list[Member]]:
+def members_of(groups: Groups, offset: int, state: State, loads: Sequence[int]) -> list[list[Member]]:
     """The trained parameters of these groups in buckets, with their owners.
 
     Args:
         groups: of shards.
         offset: the number of the first of these groups.
         state: the model's.
-        work_of: the work of a whole parameter, by its shape.
         loads: the work that each rank has already.
     """
     plan = state.plan
     found = [(of, shard, offset + at, name) for of, shard, at, name in _entries(groups) if shard.requires_grad]
     pieces = [
-        Piece(number, work_of(param.shape), prod(param.shape) * param.dtype.itemsize, param.dtype)
+        Piece(number, work_of_shape(param.shape), prod(param.shape) * param.dtype.itemsize, param.dtype)
         for number, (param, *_) in enumerate(found)
     ]
     return [

@@ -23,7 +23,7 @@ from thunder_zero.whole_step.members import (
     require_maker,
 )
 from thunder_zero.whole_step.options import OF_BASE, changed, in_words, look_of
-from thunder_zero.whole_step.owners import work_function
+from thunder_zero.whole_step.owners import work_of_shape
 from thunder_zero.whole_step.probe import Found
 from thunder_zero.whole_step.stepper import Bucket, Given, Groups, Make, copied, parameters_in
 
@@ -169,7 +169,6 @@ class Whole(Closed):
         self._given: list[frozenset[str]] = [frozenset(hyper_parameters(group)) for group in groups]
         like, found = self._tried(groups, self._given)
         self._moving, self._moves_all, self.kind = found.moving, found.moves_all, type(like).__name__
-        self._work_of = work_function(self.kind)
         made = zip(groups, like.param_groups, strict=True)
         super().__init__([{**hyper_parameters(of), **parameters_in(group)} for group, of in made], like.defaults)
         self._give_owners(self.param_groups)
@@ -208,9 +207,9 @@ class Whole(Closed):
         plan, offset = self.model.plan, len(self.param_groups) - len(groups)
         loads = [0] * plan.world_size
         for member in self.members:
-            loads[member.owner] += self._work_of(member.param.shape)
+            loads[member.owner] += work_of_shape(member.param.shape)
         named = "param_names" in groups[0]
-        for members in members_of(groups, offset, self.model, self._work_of, loads):
+        for members in members_of(groups, offset, self.model, loads):
             self.members += members
             self._owners |= {id(member.shard): member.owner for member in members}
             self._buckets.append(Bucket(self._make, self._options, members, plan.rank, named=named))
@@ -306,7 +305,7 @@ class Whole(Closed):
     def __repr__(self) -> str:
         """The groups, then each rank's share of the work, and the parameters that it owns."""
         lines = [super().__repr__(), f"{self.kind} of whole parameters of {self.model.name}"]
-        works = {of.param.path: self._work_of(of.param.shape) for of in self.members}
+        works = {of.param.path: work_of_shape(of.param.shape) for of in self.members}
         for rank in range(self.model.plan.world_size):
             mine = [of.param.path for of in self.members if of.owner == rank]
             share = sum(map(works.__getitem__, mine)) / max(sum(works.values()), 1)
