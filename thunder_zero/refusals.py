@@ -76,9 +76,8 @@ def require_untransformed(model: ThunderModule, transform: UsedOnce) -> None:
     """
     module: nn.Module = model._model
     name = type(module).__name__
-    for sentence in chain(
-        _other_wrappers(module, name), _other_transforms(model, transform, name), _state(module, name)
-    ):
+    why_not = chain(_other_transforms(model, transform, name), _other_wrappers(module, name), _state(module, name))
+    for sentence in why_not:
         raise RuntimeError(sentence)
     if transform.used:
         raise RuntimeError(
