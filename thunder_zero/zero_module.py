@@ -116,7 +116,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._places.traced():
+        with self._places.traced(self._state.placeholders):
             try:
                 return self._run(*args, **kwargs)
             finally:
@@ -181,7 +181,7 @@ def adopt(model: ThunderModule, kind: type[ZeroModule], state: State) -> None:
     model.__class__ = kind
     model._state = state
     model._non_persistent_buffers_set = model._model._non_persistent_buffers_set  # torch's state dicts ask the root
-    model._places = Places(model._model, state.plan, state.shards, state.placeholders)
+    model._places = Places(model._model, state.plan, state.shards)
 
 
 def entries_of(jitted: ThunderModule, compiled: Compiled) -> list[tuple[Compiled, Any]]:
