@@ -283,5 +283,6 @@ def _seed(device: torch.device, number: int) -> None:
 def _next(device: torch.device) -> set[tuple[str, float]]:
     """The number that each generator draws next, with whose it is."""
     drawn = {name: module.random() for name, module in _generators().items()}
-    drawn |= {f"torch's on the {kind}": torch.rand((), device=kind).item() for kind in {"cpu", device.type}}
+    places = {torch.device("cpu"), device}
+    drawn |= {f"torch's on the {place.type}": torch.rand((), device=place).item() for place in places}
     return set(drawn.items())
