@@ -63,7 +63,6 @@ class Arguments(TypedDict, total=False):
     cpu_offload: bool
     broadcast_from: int | None
     check_gradients: bool
-    trust_optimizer: bool
 
 
 @dataclass(frozen=True, slots=True)

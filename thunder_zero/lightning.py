@@ -10,7 +10,7 @@ This is the only module that imports Lightning, and ``import thunder_zero`` does
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -33,7 +33,7 @@ from thunder_zero.runtime.full_state_dict import (
     shard_optimizer_state_dict,
     step_shards,
 )
-from thunder_zero.runtime.parts import part_of
+from thunder_zero.runtime.parts import parts_of
 from thunder_zero.transform import ZeroTransform
 from thunder_zero.zero_module import ZeroModule
 
@@ -219,15 +219,7 @@ class ZeroStrategy(DDPStrategy):
         if not isinstance(module, Forward):
             super().load_module_state_dict(module, state_dict, strict)
             return
-        own = module.model.state_dict()
-        for name, value in state_dict.items():
-            if name in own and isinstance(value, Tensor) and value.shape != own[name].shape:
-                raise ValueError(
-                    f"{name!r} has shape {tuple(value.shape)} in the state dict and {tuple(own[name].shape)} in the "
-                    f"model; give the state dict of this model"
-                )
-        parts = {name: part_of(value, own[name]) if name in own else value for name, value in state_dict.items()}
-        module.model.load_state_dict(parts, strict)
+        module.model.load_state_dict(parts_of(state_dict, module.model.state_dict()), strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's full state dict on rank 0, on the CPU, and an empty one on other ranks; a collective."""
@@ -243,10 +235,7 @@ class NoBackwardSync:
 
 
 class Forward(nn.Module):
-    """The module inside Fabric's wrapper: calls the sharded model, and lists its shards as parameters.
-
-    A module looks for parameters with ``named_modules``, and would find each twice, as the wrapper refers to the plain
-    module, too. So this hides that one, and yields views of its modules.
+    """The module inside Fabric's wrapper: calls the sharded model.
 
     Args:
         model: the sharded model.
@@ -256,7 +245,7 @@ class Forward(nn.Module):
     def __init__(self, model: ZeroModule, module: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._current_forward = partial(vars(module).get, "forward")  # and not the module itself, which would be listed
+        self._current_forward = partial(vars(module).get, "forward")  # and not the module itself, a submodule then
         self._own_forward = self._current_forward()
 
     @torch.compiler.disable  # Fabric applies torch.compile to this if it was applied to the module
@@ -273,32 +262,6 @@ class Forward(nn.Module):
                 f"into forward"
             )
         return self.model(*args, **kwargs)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """This module, and views of the plain module's modules with shards as parameters."""
-        memo = set() if memo is None else memo
-        if self in memo:
-            return
-        plain = self.model.plain
-        memo.update((self, self.model, *plain.modules()))
-        yield prefix, self
-        root = f"{prefix}.model" if prefix else "model"
-        for path, module in plain.named_modules(remove_duplicate=remove_duplicate):
-            yield f"{root}.{path}" if path else root, view(module, path, self.model)
-
-
-def view(module: nn.Module, path: str, model: ZeroModule) -> nn.Module:
-    """A copy of one of the plain module's submodules, of the same class, with the model's shards and buffers."""
-
-    def own(names: Mapping[str, Tensor | None], get: Any) -> dict[str, Any]:
-        return {name: None if old is None else get(f"{path}.{name}" if path else name) for name, old in names.items()}
-
-    parameters, buffers = own(module._parameters, model.get_parameter), own(module._buffers, model.get_buffer)
-    copy: nn.Module = object.__new__(type(module))
-    vars(copy).update({**vars(module), "_parameters": parameters, "_buffers": buffers})
-    return copy
 
 
 def zero_module(model: nn.Module) -> ZeroModule:

@@ -57,7 +57,6 @@ SWITCHES = (
     "gather_once_per_accumulation",
     "cpu_offload",
     "check_gradients",
-    "trust_optimizer",
 )
 
 
@@ -113,9 +112,6 @@ class Policy:
         check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
             optimizer sees it (default False; costs one pass and one small collective a backward). A gradient scaler
             would skip such a step instead: do not combine the two.
-        trust_optimizer: ``tz.whole`` takes your word that an optimizer steps every parameter alone, and draws what all
-            copies of the model draw. Ranks step different parameters, so one that couples them (Prodigy) then trains
-            something else (default False: it is tried on stand-ins, and refused if it couples, or cannot be tried).
 
     Raises:
         ValueError: a field is out of its range.
@@ -140,7 +136,6 @@ class Policy:
     cpu_offload: bool = False
     broadcast_from: int | None = None
     check_gradients: bool = False
-    trust_optimizer: bool = False
 
     def __post_init__(self) -> None:
         if not is_count(self.stage) or self.stage >= len(STAGES):

@@ -15,7 +15,7 @@ from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.comm.places import doing
 from thunder_zero.compat.casts import cast_borders, cast_inputs
 from thunder_zero.compat.found_inf import share_found_inf
-from thunder_zero.placement import held, hiding, hooks_inside, pairs, place_buffers, place_others, place_parameters
+from thunder_zero.placement import Check, intact, place_buffers, place_others, place_parameters, require_intact
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.program_transform import ProgramTransform
@@ -23,9 +23,7 @@ from thunder_zero.refusals import PARTS, require_untransformed
 from thunder_zero.runtime import optimizer_hooks
 from thunder_zero.runtime.backward_guard import refuse_function_transforms
 from thunder_zero.runtime.calls import Calls
-from thunder_zero.runtime.full_state_dict import to_full, to_parts
 from thunder_zero.runtime.initial_values import Sources, Values, initial_values
-from thunder_zero.runtime.intact import Intact
 from thunder_zero.runtime.state import State
 from thunder_zero.zero_module import ZeroModule, adopt
 
@@ -59,7 +57,7 @@ class ZeroTransform(ProgramTransform):
         self._given = check_arguments(policy, **arguments)
         self.used = False  # whether it already shards a module
         self._state: State  # transform_module sets the two
-        self._intact: Intact
+        self._intact: list[Check]
 
     def __repr__(self) -> str:
         return f"ZeroTransform({self.policy})"
@@ -98,8 +96,7 @@ class ZeroTransform(ProgramTransform):
         self.used = True
         cast_borders(plain, self.policy.mixed_precision)
         self._adopt(model)
-        places = held(model), hiding(model), pairs(model), hooks_inside(model)
-        self._intact = Intact(self._state, *places)
+        self._intact = intact(model, self._state)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
 
@@ -133,7 +130,7 @@ class ZeroTransform(ProgramTransform):
         model._places.require_at_rest()
         self._state.require_not_lent()
         self._state.transport.drain()  # ends the collectives of a failed step
-        self._intact.require()
+        require_intact(self._intact)
         self._state.agree_on_stale()
         return cast_inputs(type(model._model).__name__, args, kwargs, self.policy.mixed_precision)
 
@@ -144,18 +141,6 @@ class ZeroTransform(ProgramTransform):
         self._guard(model, output)
         if self.policy.cpu_offload:
             self._state.copies.wait()
-
-    def transform_state_dict_for_submodule(
-        self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
-        """This rank's part of a plain module's state dict."""
-        return to_parts(self._state, submodule_name, state_dict)
-
-    def reverse_transform_state_dict_for_submodule(
-        self, model: ThunderModule, submodule_name: str, state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Full parameters of a sharded model's state dict; a collective."""
-        return to_full(self._state, state_dict)
 
     def _guard(self, model: ThunderModule, output: Any) -> None:
         """Make the backward of what a program returned raise where it would be wrong."""

@@ -15,6 +15,8 @@ from thunder_zero.compilations import Compilations, terminal_of
 from thunder_zero.compiled import Compiled, Traces
 from thunder_zero.refusals import PARTS, require_traceable
 from thunder_zero.runtime.backward_guard import guard
+from thunder_zero.runtime.full_state_dict import full_state_dict
+from thunder_zero.runtime.parts import parts_of
 from thunder_zero.runtime.placeholders import Places, set_tensor
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.runtime.state import State
@@ -67,15 +69,18 @@ class ZeroModule(ShardedModel, ThunderModule):
             ValueError: a parameter has another shape.
         """
         self._state.require_own_values("load a state dict")
-        tensors = chain(self.named_parameters(remove_duplicate=False), self.named_buffers(remove_duplicate=False))
-        known = {name for name, _ in tensors}
-        if unexpected := [name for name in state_dict if name not in known]:
+        own = self.state_dict()
+        if unexpected := [name for name in state_dict if name not in own]:
             raise RuntimeError(
                 f"Error(s) in loading state_dict for {type(self.plain).__name__}: Unexpected key(s) in state_dict: "
-                f"{', '.join(map(repr, unexpected))}; leave them out, or call torch's set_model_state_dict, which also "
-                f"loads extra states, and skips other names if strict=False"
+                f"{', '.join(map(repr, unexpected))}; leave them out, or call torch's set_model_state_dict, which "
+                f"skips other names if strict=False"
             )
-        super().load_original_state_dict(state_dict)
+        self.load_state_dict(parts_of(state_dict, own), strict=False)
+
+    def original_state_dict(self, **options: Any) -> dict[str, Any]:
+        """:func:`thunder_zero.full_state_dict`, by Thunder's name."""
+        return full_state_dict(self)
 
     # The tree, the names and the state dict are the plain module's: torch's tools walk them.
 
@@ -113,7 +118,8 @@ class ZeroModule(ShardedModel, ThunderModule):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._places.traced(), self._compilations.watched(self._programs_made, args, kwargs):
+        watched = self._compilations.watched(self._programs_made, args, kwargs)
+        with self._places.traced(self._state.placeholders), watched:
             try:
                 return self._run(*args, **kwargs)
             finally:
@@ -136,8 +142,8 @@ class ZeroModule(ShardedModel, ThunderModule):
             if (why := not_traced(error)) is None:
                 raise
             raise NotImplementedError(
-                f"Thunder cannot trace {name}: {why}; thunder_zero.compile(module, ...) trains it: dynamo captures it, and "
-                f"runs what fits into no graph as Python"
+                f"Thunder cannot trace {name}: {why}; thunder_zero.compile(module, ...) trains it: dynamo captures it, "
+                f"and runs what fits into no graph as Python"
             ) from error
 
     def set_buffer(self, name: str, value: Tensor) -> None:
@@ -191,7 +197,7 @@ def adopt(model: ThunderModule, kind: type[ZeroModule], state: State, progress: 
     model._non_persistent_buffers_set = model._model._non_persistent_buffers_set  # torch's state dicts ask the root
     plain, terminal = model._model, terminal_of(progress, state.group.rank())
     model._compilations = Compilations(type(plain).__name__, plain.forward, terminal)
-    model._places = Places(model._model, state.plan, state.shards, state.placeholders)
+    model._places = Places(plain, state.plan, state.shards)
 
 
 def entries_of(jitted: ThunderModule, compiled: Compiled) -> list[tuple[Compiled, Any]]:

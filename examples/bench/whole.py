@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import thunder_zero as tz  # before thunder
 from examples.bench.model import Size, loss_of, make_batch, make_model
-from thunder_zero.whole_step.owners import Piece, assign, work_of_products
+from thunder_zero.whole_step.owners import Piece, assign, work_of_shape
 
 import thunder
 
@@ -112,7 +112,7 @@ def orthogonalising(shapes: list[tuple[int, ...]]) -> int:
 
 def flops_of_busiest(shapes: list[tuple[int, ...]], ranks: int) -> int:
     """Those of the rank with the most."""
-    pieces = [Piece(at, work_of_products(shape), 4 * shape[0] * shape[1]) for at, shape in enumerate(shapes)]
+    pieces = [Piece(at, work_of_shape(shape), 4 * shape[0] * shape[1]) for at, shape in enumerate(shapes)]
     owned: list[list[tuple[int, ...]]] = [[] for _ in range(ranks)]
     for bucket in assign(pieces, ranks, SMALL):
         for number, owner in zip(bucket.numbers, bucket.owners, strict=True):

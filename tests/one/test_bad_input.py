@@ -62,7 +62,6 @@ FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "gather_per_unit": (("no",), "True or False"),
     "gather_last_units_once": ((1,), "True or False"),
     "check_gradients": ((None,), "True or False"),
-    "trust_optimizer": (("Muon",), "True or False"),
     "times": ((0.5,), "thunder_zero.schedule.Times, as measure_times makes them, or None"),
     "unit_of": (("blocks",), "a function"),
 }

@@ -97,17 +97,18 @@ def test_floats_are_cast_and_tensors_aligned(runs: Path, tmp_path: Path, command
     assert data_bytes(tmp_path / "start") == data_bytes(tmp_path / "right")  # readers cast, so their values say nothing
 
 
-NO_TENSORS = " as a safetensors file: "
+INDEX = "model.safetensors.index.json"
+DAMAGED = " is no safetensors file, or damaged ("
 GARBAGE = [
-    ("in.safetensors", b"no tensors, no tensors", f"in.safetensors{NO_TENSORS}"),
-    ("in.safetensors", save(weights(), {"aliases": "{"}), f"in.safetensors{NO_TENSORS}"),
-    ("in.safetensors", save(weights(), {"aliases": "[]"}), f"in.safetensors{NO_TENSORS}"),
-    ("in.pt", b"PK", f"in.pt{NO_TENSORS}"),
-    ("in.json", b"[1]", "in.json is not an index of safetensors files (TypeError"),
-    ("in.json", b"{", "in.json is not an index of safetensors files (JSONDecodeError"),
-    ("in.json", b'{"weight_map": {"no": "good.safetensors"}}', f"good.safetensors{NO_TENSORS}"),
-    ("in.json", b'{"weight_map": {"no": "none.safetensors"}}', "No such file or directory: "),
-    ("folder/in", b"", "folder has neither model.safetensors.index.json nor model.safetensors; pass the file"),
+    ("in.safetensors", b"no tensors, no tensors", f"in.safetensors{DAMAGED}"),
+    ("in.safetensors", save(weights(), {"aliases": "{"}), "in.safetensors names its tied weights in '{'"),
+    ("in.safetensors", save(weights(), {"aliases": "[]"}), "in.safetensors names its tied weights in '[]'"),
+    ("in.pt", b"PK", f"in.pt{DAMAGED}"),
+    (INDEX, b"[1]", f"{INDEX} is no index of safetensors files"),
+    (INDEX, b"{", f"{INDEX} is no index of safetensors files"),
+    (INDEX, b'{"weight_map": {"no": "good.safetensors"}}', "good.safetensors has 'no', which it does not"),
+    (INDEX, b'{"weight_map": {"no": "none.safetensors"}}', "none.safetensors does not exist, and the index names it"),
+    ("folder/in", b"", "folder has no safetensors file"),
 ]
 
 
@@ -120,7 +121,7 @@ def test_garbage_is_one_sentence(tmp_path: Path, command: Command) -> None:
         assert (code, out, err.count("\n")) == (1, "", 1), (name, content)
         assert err.startswith("thunder-zero: "), err
         assert sentence in err, (sentence, err)
-        assert "; pass " in err or "No such file" in err, err
+        assert "; " in err, err
     assert not (tmp_path / "start").exists()
 
 

@@ -240,7 +240,7 @@ def test_errors_of_the_user_pass() -> None:
         def forward(self, x: Tensor) -> Tensor:
             raise NotImplementedError("not yet")
 
-    with pytest.raises(NotImplementedError, match="^not yet$"):
+    with pytest.raises(NotImplementedError, match=r"^not yet$"):
         thunder.jit(Raises(4, 4), transforms=[tz.ZeroTransform(stage=3)])(X)
 
 

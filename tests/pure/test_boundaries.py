@@ -119,7 +119,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("tools/planner/",IMPORT, NOT,     NOT,     DATA | rooms("schedule compiled tools/report tools/devices "
                                                                  "tools/cost tools/interpreted tools/forecast "
                                                                  "tools/from_file")),
-    Room("tools/convert/",IMPORT, IMPORT,  NOT,     DATA | rooms("checkpoint tools/report")),
+    Room("tools/convert/",IMPORT, IMPORT,  NOT,     DATA | rooms("checkpoint runtime tools/report")),
     Room("tools/doctor.py",IMPORT,IMPORT,  IMPORT,  rooms("compat policy runtime transform")),
     Room("tools/cli.py",  NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
                                                           "tools/doctor tools/dry_run tools/from_file "

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunder_zero.whole_step.owners import Piece, assign, work_function, work_of_elements, work_of_products
+from thunder_zero.whole_step.owners import Piece, assign, work_of_shape
 
 BLOCK = ((768, 2304), (768, 768), (768, 3072), (3072, 768))  # a GPT's matrices
-GPT = [Piece(number, work_of_products(shape), 4 * prod(shape)) for number, shape in enumerate(BLOCK * 12)]
+GPT = [Piece(number, work_of_shape(shape), 4 * prod(shape)) for number, shape in enumerate(BLOCK * 12)]
 
 
 @given(
@@ -56,8 +56,6 @@ def test_the_largest_goes_first_and_later_parameters_go_to_idle_ranks() -> None:
     assert more.owners == (0,)
 
 
-def test_work_is_of_products_or_of_elements() -> None:
+def test_work_is_of_products() -> None:
     works = {(4, 6): 4 * 6 * 4, (8, 2, 3, 3): 8 * 18 * 8, (5,): 5, (): 1, (0, 3): 0}
-    assert {shape: work_of_products(shape) for shape in works} == works
-    assert work_of_elements((5,)) == 5
-    assert (work_function("Muon"), work_function("Adafactor")) == (work_of_products, work_of_elements)
+    assert {shape: work_of_shape(shape) for shape in works} == works

@@ -76,7 +76,7 @@ class Tied(nn.Module):
 
 def float32_states(rank: int, world_size: int, root: Path) -> None:
     """Of bfloat16 parameters: after a load, and after one that was refused."""
-    model = sharded(fresh(Mlp).bfloat16(), tz.Policy(stage=3, trust_optimizer=True))
+    model = sharded(fresh(Mlp).bfloat16(), tz.Policy(stage=3))
     optimizer = Momentum(model.parameters())
     stepped(model, optimizer)
     stubborn = torch.amp.GradScaler("cpu")

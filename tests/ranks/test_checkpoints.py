@@ -373,7 +373,7 @@ def refused_values(path: Path, rank: int, model: Any, optimizer: Any) -> None:
 
 
 def refused_saves(rank: int, world_size: int, root: Path) -> None:
-    model = sharded(fresh(Mlp), tz.Policy(stage=2, trust_optimizer=True))
+    model = sharded(fresh(Mlp), tz.Policy(stage=2))
     optimizer = adamw(model)
     stepped(model, optimizer)
     tz.save(root / "good", model, optimizer)

@@ -67,7 +67,7 @@ class Run:
 
 
 def saved(rank: int, world_size: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    odd = sharded(fresh(Odd), tz.Policy(stage=2, ignored=("own",), trust_optimizer=True))
+    odd = sharded(fresh(Odd), tz.Policy(stage=2, ignored=("own",)))
     counting = Counting(odd.parameters(), 0.1, momentum=0.9)
     model = sharded(fresh(Small), 3)
     optimizer = adamw(model, lr=0.1)

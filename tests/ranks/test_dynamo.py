@@ -25,6 +25,7 @@ from tests.harness.errors import raised
 from tests.harness.loops import deferred_steps
 from tests.harness.models import Halves, Zoo, count_sends, fresh
 from tests.harness.ranks import RanksPool
+from thunder_zero import compilations
 from thunder_zero.dynamo import module as dynamo_module
 
 pytestmark = pytest.mark.slow
@@ -199,7 +200,8 @@ class Words(nn.Module):
 def changes(rank: int, world_size: int) -> None:
     """New lengths, then new numbers, until the model refuses one."""
     with (
-        mock.patch.multiple(dynamo_module, MOST_PROGRAMS=3, WARN_AFTER=2),
+        mock.patch.object(dynamo_module, "MOST_PROGRAMS", 3),
+        mock.patch.object(compilations, "WARN_AFTER", 2),
         warnings.catch_warnings(record=True) as seen,
     ):
         warnings.simplefilter("always")
@@ -215,7 +217,7 @@ def changes(rank: int, world_size: int) -> None:
             warned = [str(each.message) for each in seen if "compiled 2 times" in str(each.message)]
             if what == "lengths":
                 (words,) = warned
-                assert "Words was compiled 2 times: input L['tokens'] had 2 shapes" in words, words
+                assert "Words was compiled 2 times: input tokens had 2 shapes" in words, words
                 assert "the last of them (2, 1), (2, 2), and each costs a compilation; pad it" in words, words
                 assert "input L['tokens'] had 3 shapes, the last of them (2, 1), (2, 2), (2, 3)" in said, said
             else:

@@ -249,7 +249,7 @@ def misuse_strategies(rank: int, world_size: int) -> None:
         assert thunder.compile_data(zero_module(model)).cache_option.name == "SAME_INPUT"
         words = ("jit_options (cache), but the module is already jitted", "give Fabric the plain module")
         says(lambda: fabric.setup(thunder.jit(Net())), "TypeError", *words)
-    with fabric_on(rank, world_size, trust_optimizer=True) as fabric:
+    with fabric_on(rank, world_size) as fabric:
         jitted = thunder.jit(fresh(Net))
         model = fabric.setup(jitted)
         assert all(isinstance(param, DTensor) for param in jitted.parameters()), "full weights stay"

@@ -123,7 +123,7 @@ def load_all(rank: int, world_size: int, root: Path) -> None:
         tz.load(root / folder, model, optimizer)
         assert_goes_on(model, optimizer, name)
     says(lambda: tz.load(root / "Adafactor", model, optimizer), "the checkpoint's optimizer is Adafactor, this one is")
-    by_rows = sharded(Mlp(), tz.Policy(stage=3, trust_optimizer=True))
+    by_rows = sharded(Mlp(), tz.Policy(stage=3))
     rows = optim.AdamW(by_rows.parameters(), lr=RATE)
     tz.load(root / "AdamW", by_rows, rows)
     stepped(by_rows, rows, AFTER)

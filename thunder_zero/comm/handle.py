@@ -19,6 +19,17 @@ class Waitable(Protocol):
         """Wait for its end; returns one tensor for each parameter."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WaitsBy:
+    """A handle that waits by a function: for another handle, with what comes before or after.
+
+    Attributes:
+        wait: the function, to be called once.
+    """
+
+    wait: Callable[[], tuple[Tensor, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class BucketPart:
     """A part of a bucket that finishes independently.

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from thunder_zero.comm import places
-from thunder_zero.comm.handle import Result, Waitable
+from thunder_zero.comm.handle import Result, Waitable, WaitsBy
 from thunder_zero.comm.lost_ranks import at_place
 from thunder_zero.comm.places import Meeting, Place
 from thunder_zero.comm.transport import Mail, Transport
@@ -110,17 +110,13 @@ class Placed:
         return self._there
 
     def _confirmed(self, handle: Waitable) -> Waitable:
-        return handle if self._meeting is None else _Confirmed(handle, self._meeting)
+        """A handle that compares places before it waits."""
+        if (meeting := self._meeting) is None:
+            return handle
 
+        def wait() -> tuple[Tensor, ...]:
+            meeting.confirm()
+            with at_place(meeting.place.text):
+                return handle.wait()
 
-class _Confirmed:
-    """A handle that compares places before it waits."""
-
-    def __init__(self, handle: Waitable, meeting: Meeting) -> None:
-        self._handle, self._meeting = handle, meeting
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """See :meth:`thunder_zero.comm.handle.Handle.wait`."""
-        self._meeting.confirm()
-        with at_place(self._meeting.place.text):
-            return self._handle.wait()
+        return WaitsBy(wait)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from thunder_zero.comm.handle import Result, Waitable
+from thunder_zero.comm.handle import Result, Waitable, WaitsBy
 from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.transport import Mail, Transport
 from thunder_zero.plan import Param, Plan
@@ -106,27 +106,17 @@ class Staging:
         self._inner.drain()
 
     def _put_back(self, handle: Waitable, params: Sequence[Param]) -> Waitable:
-        return PutBack(handle, [(rest_device(param, self._plan, self._device), param.dtype) for param in params])
+        """The handle of means that are cast and copied to the dtypes and devices of the shards. A copy to host memory
+        may still run when it has been waited for: ``Calls.land`` waits for all of them."""
+        places = [(rest_device(param, self._plan, self._device), param.dtype) for param in params]
 
+        @torch.inference_mode(False)
+        @torch.no_grad()
+        def wait() -> tuple[Tensor, ...]:
+            means = zip(handle.wait(), places, strict=True)
+            return tuple(mean.to(dtype).to(device, non_blocking=True) for mean, (device, dtype) in means)
 
-class PutBack:
-    """The handle of means that are cast and copied to the dtypes and devices of the shards.
-
-    A copy to host memory may still run when ``wait`` returns: ``Calls.land`` waits for all of them.
-    """
-
-    def __init__(self, handle: Waitable, places: Sequence[tuple[torch.device, torch.dtype]]) -> None:
-        self._handle = handle
-        self._places = places
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def wait(self) -> tuple[Tensor, ...]:
-        """The means."""
-        return tuple(
-            mean.to(dtype).to(device, non_blocking=True)
-            for mean, (device, dtype) in zip(self._handle.wait(), self._places, strict=True)
-        )
+        return WaitsBy(wait)
 
 
 def _cast_for_reduction(grads: Sequence[Tensor], params: Sequence[Param]) -> list[Tensor]:

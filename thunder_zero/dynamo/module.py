@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat import dynamo
 from thunder_zero.compat.automatic import register
-from thunder_zero.compilations import too_many, warn_of_changes
+from thunder_zero.compilations import too_many
 from thunder_zero.compiled import Compiled
 from thunder_zero.dynamo.acquire import NoSymbol, acquire, interpreted
 from thunder_zero.dynamo.captured import (
@@ -179,7 +179,6 @@ class DynamoModule(ZeroModule):
         register(graph)
         name = self._name()
         self._graphs.shapes.setdefault(name, []).append(shapes_of(graph, inputs))
-        warn_of_changes(type(self.plain).__name__, self._graphs.shapes[name])
         new = Captured(graph, name, looks(graph), written(graph), detached(graph))
         same = (old for old in self._graphs.captured if new.looks and old.looks == new.looks and old.name == name)
         if (old := next(same, None)) is not None:

@@ -96,27 +96,17 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     collective.
 
     Each row of a sharded parameter counts on the rank that has it, in one copy of the model; a replicated parameter
-    counts once. torch's own function hangs for an infinite ``norm_type`` where a rank has no rows.
+    counts on rank 0. torch's own function hangs for an infinite ``norm_type`` where a rank has no rows.
     """
-    grads: dict[bool, list[Tensor]] = {True: [], False: []}  # sharded, replicated
-    has_gradient = False
-    for param in state.plan.params:
-        grad = state.shards[param.path].grad
-        if grad is not None:
-            has_gradient = True
-            rows = local(grad)
-            if rows.numel() or not param.sharded:  # the largest value of no rows is not defined
-                grads[param.sharded].append(rows)
-    norms = [get_total_norm(grads[sharded], norm_type) for sharded in (True, False)]
+    grads = {param: state.shards[param.path].grad for param in state.plan.params}
+    there = {param: local(grad) for param, grad in grads.items() if grad is not None}
+    counted = [rows for param, rows in there.items() if rows.numel() and (param.sharded or state.plan.rank == 0)]
     dtype = torch.float32  # or more, and the same on ranks that have no gradient
     for param in state.plan.params:
         dtype = torch.promote_types(dtype, param.dtype.to_real())
-    mine, everywhere = (norm.to(state.device, dtype) for norm in norms)
-    status = READY if has_gradient else NO_GRADIENT
-    if state.accumulation.paths:
-        status = OPEN
+    mine = get_total_norm(counted, norm_type).to(state.device, dtype)
+    status = OPEN if state.accumulation.paths else READY if there else NO_GRADIENT
     message = torch.stack([mine, torch.full_like(mine, status)])
-    norms_of_all, statuses = torch.stack(all_gather_tensor(message, state.group)).unbind(1)
-    parts = torch.stack([norms_of_all[rank] for rank in state.ranks.first_copy])  # the other copies have the same
-    norm: Tensor = torch.linalg.vector_norm(torch.cat([parts, everywhere[None]]), norm_type)
+    norms, statuses = torch.stack(all_gather_tensor(message, state.group)).unbind(1)
+    norm: Tensor = torch.linalg.vector_norm(norms[list(state.ranks.first_copy)], norm_type)  # the others have the same
     return norm, [int(status) for status in statuses.tolist()]

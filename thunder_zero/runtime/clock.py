@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.small_collectives import all_gather_object
 
 if TYPE_CHECKING:
@@ -88,22 +88,16 @@ class Clock:
 
     def watched(self, handle: Waitable, path: str, *, gather: bool) -> Waitable:
         """The handle; one that notes its wait, while the clock runs."""
-        return handle if self._waits is None else _Watched(handle, path, gather, self, self._waits)
+        if (waits := self._waits) is None:
+            return handle
 
+        def wait() -> tuple[Tensor, ...]:
+            called = self.now()
+            results = handle.wait()
+            waits.append(Waited(path, gather, called, self.now()))
+            return results
 
-class _Watched:
-    """A handle whose wait is noted."""
-
-    def __init__(self, handle: Waitable, path: str, gather: bool, clock: Clock, waits: list[Waited]) -> None:
-        self._handle, self._path, self._gather = handle, path, gather
-        self._clock, self._waits = clock, waits
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """See :meth:`thunder_zero.comm.handle.Handle.wait`."""
-        called = self._clock.now()
-        results = self._handle.wait()
-        self._waits.append(Waited(self._path, self._gather, called, self._clock.now()))
-        return results
+        return WaitsBy(wait)
 
 
 Seconds = dict[str, float]

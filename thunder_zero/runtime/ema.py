@@ -74,6 +74,8 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, every: int = 1) -> None:
+        if not is_count(every) or every == 0:
+            raise ValueError(f"every is {every!r}; give a number of updates, 1 or more")
         self.decay, self.every = decay, every
         sharded = sharded_model(model)
         self.counts, self.state = Counts(), sharded.state
@@ -101,17 +103,6 @@ class EMA:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
             raise ValueError(f"decay is {decay!r}; give a number, 0 or more and less than 1, such as 0.999")
         self._decay = float(decay)
-
-    @property
-    def every(self) -> int:
-        """Average in every so many calls of ``update``; may be set between updates, on all ranks alike."""
-        return self._every
-
-    @every.setter
-    def every(self, every: int) -> None:
-        if not is_count(every) or every == 0:
-            raise ValueError(f"every is {every!r}; give a number of updates, 1 or more")
-        self._every = every
 
     @torch.no_grad()
     def update(self) -> None:
@@ -155,13 +146,14 @@ class EMA:
             with all_or_none(self.state.group, "EMA.applied"):
                 self._require_applicable()
             require_same([self.fact("the EMA")], self.state.group)
-        kept = self._swap_in()
+        kept: dict[str, Tensor] = {}
+        self._swap(kept)
         self.state.averaged = frozenset(id(self._params[name]) for name in self.averages)
         try:
             yield
         finally:
             self.state.averaged = frozenset()
-            self._swap_out(kept)
+            self._swap(kept)
 
     def fact(self, name: str) -> Fact:
         """What ranks have to agree on, under this name."""
@@ -183,30 +175,16 @@ class EMA:
             )
 
     @torch.no_grad()
-    def _swap_in(self) -> dict[str, Tensor]:
-        """Give parameters their averages; returns the values of those of another dtype than their average."""
-        kept: dict[str, Tensor] = {}
+    def _swap(self, kept: dict[str, Tensor]) -> None:
+        """Exchange parameters and averages; ``kept`` holds values of parameters of another dtype than their average."""
         for name, average in self.averages.items():
             param = self._params[name]
             before = param.detach().clone()
-            param.copy_(average)  # raises the shard's version, by which ZeRO-1 sees it
+            param.copy_(kept.pop(name, average))  # raises the shard's version, by which ZeRO-1 sees it
             if average.dtype is param.dtype:
                 average.copy_(before)
             else:
                 kept[name] = before
-        return kept
-
-    @torch.no_grad()
-    def _swap_out(self, kept: dict[str, Tensor]) -> None:
-        """Give parameters and averages back what they had."""
-        for name, average in self.averages.items():
-            param = self._params[name]
-            if name in kept:
-                param.copy_(kept.pop(name))
-            else:
-                before = param.detach().clone()
-                param.copy_(average)
-                average.copy_(before)
 
 
 def _copy(param: Tensor) -> Tensor:

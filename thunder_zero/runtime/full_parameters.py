@@ -15,7 +15,7 @@ from thunder_zero.compat.casts import without_casts
 from thunder_zero.marks import parameter_like
 from thunder_zero.plan import Param
 from thunder_zero.rows import own_rows
-from thunder_zero.runtime.placeholders import set_tensor
+from thunder_zero.runtime.placeholders import Places
 from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.runtime.state import State
 
@@ -91,19 +91,10 @@ def _lent(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -> Ite
     """Inside the block the plain module has these parameters, or placeholders, instead of shards."""
     state.lent = True
     try:
-        with without_casts(module):
-            for param in state.plan.params:
-                _set(module, param, full.get(param.path, state.placeholders[param.path]))
+        with without_casts(module), Places(module, state.plan, state.shards).holding({**state.placeholders, **full}):
             yield
     finally:
-        for param in state.plan.params:
-            _set(module, param, state.shards[param.path])
         state.lent = False
-
-
-def _set(module: nn.Module, param: Param, value: nn.Parameter) -> None:
-    for name in param.names:
-        set_tensor(module, name, value)
 
 
 def _value(module: nn.Module, param: Param, before: Tensor) -> Tensor:

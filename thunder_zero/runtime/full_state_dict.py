@@ -1,7 +1,4 @@
-"""Full state dicts of models and optimizers, and back, where torch's functions do not reach.
-
-``tz.full_state_dict``; ``to_parts`` and ``to_full`` serve Thunder's hooks, the functions on optimizers serve Fabric.
-"""
+"""``tz.full_state_dict``; full state dicts of optimizers, and back, for Fabric."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from thunder_zero.comm.small_collectives import full_tensor, gather_object_on_ra
 from thunder_zero.runtime.dtensors import local
 from thunder_zero.runtime.optimizers import StepsWhole, parameters_of
 from thunder_zero.runtime.parts import part_of
-from thunder_zero.runtime.registry import owners_of, shard_instead_of
+from thunder_zero.runtime.registry import owner_of, owners_of, replaced
 from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State
 
@@ -42,47 +39,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     sharded = sharded_model(model)
     parts: dict[str, Any] = get_model_state_dict(sharded)  # as DTensors: torch would gather them unannounced
-    group = sharded.state.group
-    found = {name: full_tensor(value, group) if isinstance(value, DTensor) else value for name, value in parts.items()}
+    found = _in_full(parts, sharded.state)
     own = {_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return {name: value.clone() if _memory_of(value) in own else value for name, value in found.items()}
-
-
-@torch.no_grad()
-def to_parts(state: State, prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay the full parameters of one submodule's state dict out as the model's are.
-
-    Args:
-        state: the model's state. Its ZeRO-1 buffers are refreshed in the next forward.
-        prefix: the submodule's path; "" for the root.
-        values: full parameters and buffers by their names in the submodule.
-
-    Raises:
-        ValueError: a parameter has another shape.
-    """
-    parts = dict(values)
-    for name, value in values.items():
-        path = f"{prefix}.{name}" if prefix else name
-        param = state.plan.by_name.get(path)
-        if param is None:
-            continue
-        if tuple(value.shape) != param.shape:
-            raise ValueError(
-                f"parameter {path!r} has shape {tuple(value.shape)} in the state dict and {param.shape} in the model; "
-                f"load the state dict of this model"
-            )
-        # Cast here: Thunder would replace the shard by a tensor of another dtype.
-        parts[name] = part_of(value.to(param.dtype), state.shards[param.path])
-        state.mark_stale([param.path])
-    return parts
-
-
-@torch.no_grad()
-def to_full(state: State, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a state dict in full; a collective."""
-    return {
-        name: full_tensor(value, state.group) if isinstance(value, DTensor) else value for name, value in values.items()
-    }
 
 
 @torch.no_grad()
@@ -104,7 +63,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str
             of_ranks = gather_object_on_rank_0(_on_cpu(values), owner[0].group)
             full = next((values for values in of_ranks if values), {})
         else:
-            full = to_full(owner[0], values)
+            full = _in_full(values, owner[0])
         if wanted and full:
             states[number] = _on_cpu(full)
         del full  # before the next is gathered
@@ -126,8 +85,8 @@ def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any])
         return state_dict  # torch refuses it right after this hook
     states = dict(state_dict["state"])
     alike = _alike((states.get(index, {}), param) for index, param in zip(indices, params, strict=True))
-    for index, owner, param in zip(indices, owners_of(params), params, strict=True):
-        if owner is None or index not in states:
+    for index, param in zip(indices, params, strict=True):
+        if (owner := owner_of(param)) is None or index not in states:
             continue
         if not isinstance(optimizer, StepsWhole):
             states[index] = _parts(owner[1].path, states[index], param, alike)
@@ -141,12 +100,19 @@ def step_shards(optimizer: Optimizer) -> None:
     """Replace the parameters that a plain module had, in an optimizer, by its shards, and their states by parts."""
     alike = _alike((values, before) for before, values in optimizer.state.items() if isinstance(before, Tensor))
     for group in optimizer.param_groups:
-        old = group["params"]
-        new = [shard_instead_of(param) for param in old]
-        group["params"] = [param if shard is None else shard for param, shard in zip(old, new, strict=True)]
-        for before, owner, shard in zip(old, owners_of(group["params"]), new, strict=True):
-            if owner is not None and shard is not None and before in optimizer.state:
-                optimizer.state[shard] = _parts(owner[1].path, optimizer.state.pop(before), shard, alike)
+        for at, before in enumerate(group["params"]):
+            if (owner := replaced(before)) is not None:
+                state, param = owner
+                shard = group["params"][at] = state.shards[param.path]
+                if before in optimizer.state:
+                    optimizer.state[shard] = _parts(param.path, optimizer.state.pop(before), shard, alike)
+
+
+def _in_full(values: Mapping[str, Any], state: State) -> dict[str, Any]:
+    """The values of a state dict, DTensors gathered; a collective."""
+    return {
+        name: full_tensor(value, state.group) if isinstance(value, DTensor) else value for name, value in values.items()
+    }
 
 
 def _memory_of(value: Any) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.transport import Transport
 from thunder_zero.plan import Param
 from thunder_zero.runtime.digests import digests_of
@@ -57,9 +57,17 @@ class HeldOver:
                 self._digests.update(zip((params[at].path for at in missing), digests_of(rows).unbind(), strict=True))
         if last:
             self.drop(found)
-            return Joined(found, handle, None)
-        self._versions.note(found)
-        return Joined(found, handle, self._held)
+        else:
+            self._versions.note(found)
+
+        def wait() -> tuple[Tensor, ...]:
+            arrived = iter(() if handle is None else handle.wait())
+            full = {path: next(arrived) if held is None else held for path, held in found.items()}
+            if not last:
+                self._held.update(full)
+            return tuple(full.values())
+
+        return WaitsBy(wait)
 
     def drop(self, paths: Iterable[str]) -> None:
         """Let go of these parameters."""
@@ -69,20 +77,3 @@ class HeldOver:
     def clear(self) -> None:
         """Let go of all parameters."""
         self._held.clear()
-
-
-class Joined:
-    """Handle of parameters, some of them held over; if ``held`` is given, the others are added to it."""
-
-    def __init__(
-        self, found: dict[str, Tensor | None], handle: Waitable | None, held: dict[str, Tensor] | None
-    ) -> None:
-        self._found, self._handle, self._held = found, handle, held
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """The full, unpadded parameters."""
-        arrived = iter(() if self._handle is None else self._handle.wait())
-        full = {path: next(arrived) if found is None else found for path, found in self._found.items()}
-        if self._held is not None:
-            self._held.update(full)
-        return tuple(full.values())

@@ -37,7 +37,7 @@ def watch(state: State, module: nn.Module) -> None:
     global _hooked
     registry.register(state, module)
     if not _hooked:
-        for hook in (_refuse_replaced, _refuse_open, _refuse_averaged):
+        for hook in (_refuse_replaced, _refuse_early):
             register_optimizer_step_pre_hook(hook)
         register_optimizer_step_post_hook(_note_step)
         on_failed_steps(_explain)
@@ -46,30 +46,24 @@ def watch(state: State, module: nn.Module) -> None:
 
 def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for param in parameters_of(optimizer):
-        path = registry.replaced_path(param)
-        if path is not None:
+        if (before := registry.replaced(param)) is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__} holds the plain module's parameter {path!r}, which the transform "
-                f"replaced, so its step would be lost; build the optimizer on model.parameters() of the model that "
-                f"thunder.jit or thunder_zero.zero returned"
+                f"{type(optimizer).__name__} holds the plain module's parameter {before[1].path!r}, which the "
+                f"transform replaced, so its step would be lost; build the optimizer on model.parameters() of the "
+                f"model that thunder.jit or thunder_zero.zero returned"
             )
 
 
-def _refuse_open(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _refuse_early(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    kind, stepped = type(optimizer).__name__, parameters_of(optimizer)
     for state in registry.states():
-        if path := state.open_accumulation(parameters_of(optimizer)):
+        if path := state.open_accumulation(stepped):
             raise RuntimeError(
-                f"{type(optimizer).__name__} cannot step: no_sync still holds unreduced gradients of parameter "
-                f"{path!r}; run forward and backward of the last micro-batch outside of no_sync, or drop them with "
-                f"model.zero_grad()"
+                f"{kind} cannot step: no_sync still holds unreduced gradients of parameter {path!r}; run forward and "
+                f"backward of the last micro-batch outside of no_sync, or drop them with model.zero_grad()"
             )
-
-
-def _refuse_averaged(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = {id(param) for param in parameters_of(optimizer)}
-    for state in registry.states():
-        if not state.averaged.isdisjoint(stepped):
-            state.require_own_values(f"step {type(optimizer).__name__}")
+        if not state.averaged.isdisjoint(map(id, stepped)):
+            state.require_own_values(f"step {kind}")
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

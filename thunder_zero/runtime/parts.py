@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -20,6 +23,29 @@ def part_of(full: Tensor, param: Tensor) -> Tensor:
     for dimension, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
         rows = rows.narrow(dimension, offset, size)
     return dtensor_like(rows.to(local(param).device, copy=True).contiguous(), param, full.shape)
+
+
+def parts_of(full: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict of full tensors as this rank's of the same model has them.
+
+    Args:
+        full: by name; names that ``own`` does not have stay as they are.
+        own: this rank's.
+
+    Raises:
+        ValueError: a tensor has another shape.
+    """
+    parts = dict(full)
+    for name, value in full.items():
+        if not isinstance(like := own.get(name), Tensor):
+            continue
+        if value.shape != like.shape:
+            raise ValueError(
+                f"{name!r} has shape {tuple(value.shape)} in the state dict and {tuple(like.shape)} in the model; load "
+                f"the state dict of this model"
+            )
+        parts[name] = part_of(value, like)
+    return parts
 
 
 def dtensor_like(rows: Tensor, param: DTensor, shape: torch.Size) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import resolve_name
+from torch.utils._pytree import tree_iter
 
 from thunder_zero.plan import Plan
 
@@ -72,7 +73,7 @@ class Placeholder(nn.Parameter):
                 return args[0]
             if attribute == "__get__" and name == "grad" and _traced.get():
                 return None
-            held = next(_placeholders((args, kwargs)))
+            held = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Placeholder))
             raise ValuesNeeded(
                 f"{f'.{name}' if attribute else resolve_name(func) or name} cannot use parameter {held.path!r}: "
                 f"thunder_zero sharded it, its values are in the shards, and only what is compiled of the model's "
@@ -100,24 +101,31 @@ def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torc
 
 
 class Places:
-    """Where a module has its parameters: the shards at rest, placeholders while forward runs.
+    """Where a module has its parameters: the shards at rest, others for a while.
 
     Args:
         module: the plain module.
         plan: of its parameters.
         shards: by path.
-        placeholders: by path.
     """
 
-    def __init__(
-        self, module: nn.Module, plan: Plan, shards: Mapping[str, Tensor], placeholders: Mapping[str, Tensor]
-    ) -> None:
-        self._name, self._are_traced = type(module).__name__, False
-        self._places: list[tuple[MutableMapping[str, Any], str, Tensor, Tensor]] = []
+    def __init__(self, module: nn.Module, plan: Plan, shards: Mapping[str, Tensor]) -> None:
+        self._name, self._are_traced, self._shards = type(module).__name__, False, shards
+        self._places: list[tuple[MutableMapping[str, Any], str, str]] = []
         for name, param in plan.by_name.items():
             parent, _, attribute = name.rpartition(".")
-            holder = module.get_submodule(parent)._parameters
-            self._places.append((holder, attribute, shards[param.path], placeholders[param.path]))
+            self._places.append((module.get_submodule(parent)._parameters, attribute, param.path))
+
+    @contextmanager
+    def holding(self, others: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside the block the module has these, by path."""
+        try:
+            for holder, key, path in self._places:
+                holder[key] = others[path]
+            yield
+        finally:
+            for holder, key, path in self._places:
+                holder[key] = self._shards[path]
 
     def require_at_rest(self) -> None:
         """Raise while forward runs.
@@ -132,17 +140,13 @@ class Places:
             )
 
     @contextmanager
-    def traced(self) -> Iterator[None]:
-        """Inside the block, the module has placeholders; in every call, since dynamo guards which objects it has."""
+    def traced(self, placeholders: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside the block the module has placeholders; in every call, since dynamo guards which objects it has."""
         self._are_traced = True
-        for holder, key, _, placeholder in self._places:
-            holder[key] = placeholder
         try:
-            with traced():
+            with self.holding(placeholders), traced():
                 yield
         finally:
-            for holder, key, shard, _ in self._places:
-                holder[key] = shard
             self._are_traced = False
 
 
@@ -167,14 +171,3 @@ def _name(func: Callable[..., Any]) -> tuple[str, str | None]:
     if func.__name__ in ("__get__", "__set__", "__delete__"):
         return func.__self__.__name__, func.__name__  # type: ignore[attr-defined]
     return func.__name__, None
-
-
-def _placeholders(tree: Any) -> Iterator[Placeholder]:
-    """Those in the arguments of a function of torch, which are nested in tuples, lists and dicts."""
-    if isinstance(tree, Placeholder):
-        yield tree
-    elif isinstance(tree, Mapping):
-        yield from _placeholders(tuple(tree.values()))
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _placeholders(item)

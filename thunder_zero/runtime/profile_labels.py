@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
-from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.plan import Plan
 from thunder_zero.schedule.labels import launch_label, unit_label, wait_label
 from thunder_zero.schedule.timeline import Kind
@@ -37,7 +37,20 @@ class Labels:
 
     def watched(self, handle: Waitable, kind: Kind, paths: Sequence[str]) -> Waitable:
         """The handle; one whose wait is labelled, if a profiler runs."""
-        return _Labelled(handle, kind, paths, self) if profiler._is_profiler_enabled else handle
+        if not profiler._is_profiler_enabled:
+            return handle
+        unit = self._plan.by_name[paths[0]].unit
+
+        def wait() -> tuple[Tensor, ...]:
+            if kind is Kind.GATHER and (self._open is None or self._unit != unit):
+                self.end()
+            with record_function(wait_label(kind, paths)):
+                results = handle.wait()
+            if kind is Kind.GATHER:
+                self.begin(unit)
+            return results
+
+        return WaitsBy(wait)
 
     def begin(self, unit: str) -> None:
         """The unit computes from here on."""
@@ -61,29 +74,3 @@ class Labels:
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None
-
-    def unit_of(self, path: str) -> str:
-        """The unit of a parameter."""
-        return self._plan.by_name[path].unit
-
-    def is_open(self, unit: str) -> bool:
-        """Whether this unit computes."""
-        return self._open is not None and self._unit == unit
-
-
-class _Labelled:
-    """A handle whose wait is labelled."""
-
-    def __init__(self, handle: Waitable, kind: Kind, paths: Sequence[str], labels: Labels) -> None:
-        self._handle, self._kind, self._paths, self._labels = handle, kind, paths, labels
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """See :meth:`thunder_zero.comm.handle.Handle.wait`."""
-        unit = self._labels.unit_of(self._paths[0])
-        if self._kind is Kind.GATHER and not self._labels.is_open(unit):
-            self._labels.end()
-        with record_function(wait_label(self._kind, self._paths)):
-            results = self._handle.wait()
-        if self._kind is Kind.GATHER:
-            self._labels.begin(unit)
-        return results

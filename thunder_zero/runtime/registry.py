@@ -1,12 +1,10 @@
-"""Finds the sharded model of a shard, or of an original parameter.
-
-Weak tables: they keep no model and no tensor alive.
-"""
+"""Finds the sharded model of a shard, or of the parameter that it replaced; keeps none alive."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -16,24 +14,25 @@ from thunder_zero.compat.exit import at_exit
 from thunder_zero.plan import Param
 from thunder_zero.runtime.state import State
 
+
+class Entry(NamedTuple):
+    """A shard, or a parameter that a plain module had before the transform: its model, its path there."""
+
+    state: weakref.ref[State]
+    path: str
+    is_shard: bool
+
+
 _states: weakref.WeakSet[State] = weakref.WeakSet()
-# a plain module's parameter before the transform -> (path, state)
-_replaced = WeakTensorKeyDictionary()
-# shard -> its path
-_shards = WeakTensorKeyDictionary()
+_entries = WeakTensorKeyDictionary()
 
 
 def register(state: State, module: nn.Module) -> None:
-    """Enter a model's tensors.
-
-    Args:
-        state: the model's.
-        module: the plain module, which still has its own parameters.
-    """
+    """Enter a model's tensors; the plain module still has its own parameters."""
     _states.add(state)
     for path, shard in state.shards.items():
-        _replaced[module.get_parameter(path)] = (path, weakref.ref(state))
-        _shards[shard] = path
+        _entries[module.get_parameter(path)] = Entry(weakref.ref(state), path, is_shard=False)
+        _entries[shard] = Entry(weakref.ref(state), path, is_shard=True)
 
 
 def _leave_groups() -> None:
@@ -55,27 +54,27 @@ def states() -> list[State]:
     return list(_states)
 
 
-def replaced_path(param: Tensor) -> str | None:
-    """The path of a plain module's parameter that a shard took the place of; None of any other tensor."""
-    path, state = _replaced.get(param, (None, None))
-    return None if state is None or state() is None else path
-
-
 def is_transformed(param: nn.Parameter) -> bool:
     """Whether the parameter is a shard: its module was transformed before, by a model that may be gone."""
-    return param in _shards
+    return param in _entries and _entries[param].is_shard
 
 
-def shard_instead_of(param: Tensor) -> nn.Parameter | None:
-    """The shard of a plain module's parameter, given the parameter as it was before the transform; None for any other
-    tensor."""
-    path, state = _replaced.get(param, (None, None))
-    owner = None if state is None else state()
-    return None if owner is None else owner.shards[path]
+def owner_of(param: Tensor) -> tuple[State, Param] | None:
+    """The model and the parameter that this is the shard of; None for any other tensor."""
+    return _found(param, is_shard=True)
 
 
 def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
-    """The model and the parameter that each of these is the shard of; None for any other tensor."""
-    owned = {id(shard): (state, path) for state in _states for path, shard in state.shards.items()}
-    found = [owned.get(id(param)) for param in params]
-    return [None if owner is None else (owner[0], owner[0].plan.by_name[owner[1]]) for owner in found]
+    """:func:`owner_of` each of these."""
+    return list(map(owner_of, params))
+
+
+def replaced(param: Tensor) -> tuple[State, Param] | None:
+    """The model, and the parameter that this was before the transform; None for any other tensor."""
+    return _found(param, is_shard=False)
+
+
+def _found(param: Tensor, *, is_shard: bool) -> tuple[State, Param] | None:
+    entry: Entry | None = _entries.get(param)
+    state = None if entry is None or entry.is_shard is not is_shard else entry.state()
+    return None if entry is None or state is None else (state, state.plan.by_name[entry.path])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.transport import Transport
 from thunder_zero.plan import Param
 from thunder_zero.runtime.digests import digests_of
@@ -119,20 +119,11 @@ class ResidentParameters:
             )
             self._stale.difference_update(paths)  # not before: if the launch fails, the rows are still out of date
         full = tuple(buffer[: param.shape[0]] for buffer, param in zip(buffers, params, strict=True))
-        return Refreshed(full, refresh, lambda: self._versions.note(paths))
 
+        def wait() -> tuple[Tensor, ...]:
+            if refresh is not None:
+                refresh.wait()
+                self._versions.note(paths)
+            return full
 
-class Refreshed:
-    """The handle of resident parameters, some of which may be refreshed in place."""
-
-    def __init__(self, full: tuple[Tensor, ...], refresh: Waitable | None, refreshed: Callable[[], None]) -> None:
-        self._full = full
-        self._refresh = refresh
-        self._refreshed = refreshed
-
-    def wait(self) -> tuple[Tensor, ...]:
-        """The full, unpadded parameters, as views of their buffers."""
-        if self._refresh is not None:
-            self._refresh.wait()
-            self._refreshed()
-        return self._full
+        return WaitsBy(wait)

@@ -9,7 +9,7 @@ comes before the first line that reads each of them::
 
 A tied parameter is one parameter: its names share one synchronise, so autodiff sums its gradient, which is reduced
 once. The prologue takes the rows of what the optimizer steps, DTensors of the full shape, and checks none of those:
-before each forward, ``runtime/intact.py`` has::
+before each forward, ``placement.py`` has::
 
     (t0, t1) = zero_rows((t_w, t_b), ('w', 'b'))
 """

@@ -11,7 +11,7 @@ from thunder_zero.comm.small_collectives import all_reduce_sum
 from thunder_zero.runtime.optimizers import hyper_parameters
 from thunder_zero.runtime.state import State
 from thunder_zero.whole_step.exchange import Member
-from thunder_zero.whole_step.words import in_words
+from thunder_zero.whole_step.options import in_words
 
 FIRST = "build the same optimizer, with the same groups, on every rank"
 LATER = (

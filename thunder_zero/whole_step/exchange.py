@@ -33,12 +33,16 @@ class Member:
 
     Attributes:
         param: its entry in the plan.
-        shard: what the model has of it.
+        shard: what the model has of it, and the key of its states.
+        group: the number of its group.
+        name: its name in the group, if the group has names.
         owner: the rank of the copy of the model that steps it.
     """
 
     param: Param
     shard: Tensor
+    group: int
+    name: str | None
     owner: int
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from inspect import Parameter, signature
 from math import prod
 from typing import Any
@@ -11,20 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thunder_zero.plan import Param
 from thunder_zero.runtime.optimizers import hyper_parameters, names_of
-from thunder_zero.runtime.registry import owners_of, replaced_path
+from thunder_zero.runtime.registry import owner_of, replaced
 from thunder_zero.runtime.state import State
 from thunder_zero.whole_step.exchange import Member
-from thunder_zero.whole_step.owners import Piece, WorkOf, assign
+from thunder_zero.whole_step.owners import Piece, assign, work_of_shape
 from thunder_zero.whole_step.probe import Found, tried
-from thunder_zero.whole_step.sentences import (
-    cannot_be_tried,
-    copies_draw,
-    couples_parameters,
-    described_shortly,
-    moves_with_parameters_only,
-    steps_no_empty_group,
-)
 from thunder_zero.whole_step.stepper import Given, Groups, Make, Members, blank, copied, made
 
 
@@ -43,7 +35,7 @@ def require_maker(make: object) -> None:
     """
     if isinstance(make, Optimizer) or not callable(make):
         raise TypeError(
-            f"tz.whole was given {described_shortly(make)} to make optimizers with; give the class itself and then the "
+            f"tz.whole was given a {type(make).__name__} to make optimizers with; give the class itself and then the "
             f"parameters, as in tz.whole(torch.optim.Muon, params, lr=1e-3)"
         )
 
@@ -69,10 +61,11 @@ def model_of(shards: Sequence[Tensor], state: State | None = None) -> State:
     Raises:
         ValueError: a parameter that is not a sharded model's, or of another one; no parameter.
     """
-    for shard, owner in zip(shards, owners_of(shards), strict=True):
+    for shard in shards:
+        owner = owner_of(shard)
         if owner is None:
-            path = replaced_path(shard)
-            what = f"the plain module's {path!r}" if path is not None else f"of shape {tuple(shard.shape)}"
+            before = replaced(shard)
+            what = f"the plain module's {before[1].path!r}" if before else f"of shape {tuple(shard.shape)}"
             raise ValueError(
                 f"tz.whole was given a parameter ({what}) that is not one of a sharded model's: take them from "
                 f"model.parameters() of the model that thunder.jit or thunder_zero.zero returned, and give those that "
@@ -89,21 +82,6 @@ def model_of(shards: Sequence[Tensor], state: State | None = None) -> State:
     return state
 
 
-@dataclass(frozen=True, eq=False)
-class Ordinary:
-    """What is known of the optimizer that each rank steps on a part of the parameters.
-
-    Attributes:
-        like: one over parameters of full shapes, which take no memory.
-        moving: the options of groups that its own steps change.
-        moves_all: it moves parameters without a gradient, too.
-    """
-
-    like: Optimizer
-    moving: frozenset[str]
-    moves_all: bool
-
-
 def ordinary(
     make: Make,
     groups: Groups,
@@ -111,7 +89,9 @@ def ordinary(
     options: Mapping[str, Any],
     state: State,
     moving: Collection[str] = (),
-) -> Ordinary:
+    *,
+    trusted: bool,
+) -> tuple[Optimizer, Found]:
     """Make the ordinary optimizer, and try it, on every rank alike: all get the same defaults, and the same errors.
 
     Args:
@@ -121,6 +101,10 @@ def ordinary(
         options: of ``make``.
         state: the model's.
         moving: the options of groups that its steps have changed: a new one has its own, if nobody gave them.
+        trusted: it steps every parameter alone, whatever is found.
+
+    Returns:
+        One over parameters of full shapes, which take no memory; what was found.
 
     Raises:
         TypeError: not an optimizer.
@@ -138,22 +122,21 @@ def ordinary(
         own = [copied(dict(group)) for group in of_groups]  # steps may change tensors in place
         return made(make, copied(dict(options)), own, given, members, named="param_names" in groups[0])
 
-    like = make_on(kept, _blanks(groups))
+    like = make_on(kept, [(of, name, blank(param, shard)) for param, shard, of, name in _entries(groups)])
     _require_steppable(like)
     found = tried(make_on, like, state.device)
-    _require_apart(type(like).__name__, found, state)
-    return Ordinary(like, found.moving, found.moves_all)
+    _require_apart(type(like).__name__, found, state, trusted)
+    return like, found
 
 
-def _blanks(groups: Groups) -> Members:
-    """Parameters like the shards in groups, of full shapes."""
-    found = []
-    for number, group in enumerate(groups):
-        shards = group["params"]
-        for name, shard, owner in zip(names_of(group), shards, owners_of(shards), strict=True):
-            assert owner is not None, "a parameter of the model"
-            found.append((number, name, blank(owner[1], shard)))
-    return found
+def _entries(groups: Groups) -> list[tuple[Param, Tensor, int, str | None]]:
+    """Of each shard in groups its entry in the plan, itself, the number of its group, and its name there."""
+    return [
+        (owner[1], shard, number, name)
+        for number, group in enumerate(groups)
+        for name, shard in zip(names_of(group), group["params"], strict=True)
+        if (owner := owner_of(shard)) is not None
+    ]
 
 
 def _require_steppable(like: Optimizer) -> None:
@@ -161,51 +144,65 @@ def _require_steppable(like: Optimizer) -> None:
     for of in signature(like.step).parameters.values():
         if of.default is not Parameter.empty or of.kind is not Parameter.POSITIONAL_OR_KEYWORD:
             continue
-        if of.name == "closure":
-            raise ValueError(
-                f"{kind} evaluates the loss several times in a step, by a closure, and tz.whole has one gradient a "
-                f"step; use an optimizer whose step needs no closure"
-            )
         raise ValueError(
-            f"a step of {kind} needs the argument {of.name!r}, and tz.whole has none to give; use an optimizer whose "
-            f"step needs no argument"
+            f"a step of {kind} needs the argument {of.name!r}, such as a closure that evaluates the loss, and tz.whole "
+            f"has one gradient a step; use an optimizer whose step needs no argument"
         )
 
 
-def _require_apart(kind: str, found: Found, state: State) -> None:
+def _require_apart(kind: str, found: Found, state: State, trusted: bool) -> None:
     """Refuse what cannot be stepped in parts. Of most groups, most ranks own no parameter in most buckets."""
     plan = state.plan
-    trusted = plan.policy.trust_optimizer
     if found.couples and plan.world_size > 1 and not trusted:
-        raise RuntimeError(couples_parameters(kind, found.couples))
+        raise RuntimeError(
+            f"{kind} couples parameters (beside other stand-ins {found.couples}), and each rank steps only some of "
+            f"them; use an optimizer that steps every parameter alone, or model.parameters() without tz.whole if torch "
+            f"steps it there"
+        )
     if found.fails_empty and found.fails_empty != found.unknown:
-        raise ValueError(steps_no_empty_group(kind, found.fails_empty))
+        raise ValueError(
+            f"{kind} cannot step groups without parameters ({found.fails_empty}), and a rank has such a group if "
+            f"others own all of its parameters; use a class that skips them"
+        )
     if found.moving_if_any:
         raise ValueError(moves_with_parameters_only(kind, min(found.moving_if_any)))
     if found.draws and plan.replicas > 1 and not trusted:
-        raise RuntimeError(copies_draw(kind, found.draws, plan.replicas))
+        raise RuntimeError(
+            f"{kind} draws random numbers ({found.draws}), and the {plan.replicas} copies of the model would draw "
+            f"other ones and drift apart; use an optimizer that draws none, or a mesh of one copy"
+        )
     if found.unknown and plan.ranks > 1 and not trusted:
-        raise RuntimeError(cannot_be_tried(kind, found.unknown))
+        raise RuntimeError(
+            f"{kind} may couple parameters, and cannot be tried on stand-ins ({found.unknown}), and each rank steps "
+            f"only some of them; give tz.whole trust_optimizer=True if it steps every parameter alone"
+        )
 
 
-def members_of(groups: Groups, state: State, work_of: WorkOf, loads: Sequence[int]) -> list[list[Member]]:
+def moves_with_parameters_only(kind: str, name: str) -> str:
+    """It changes an option only in groups with parameters or gradients, which are on some ranks."""
+    return (
+        f"{kind} changes {name!r} of a group only where it has parameters of the group to step, and ranks step "
+        f"different ones, so each would have another value; let its step change it in every group, or keep it in the "
+        f"states of parameters"
+    )
+
+
+def members_of(groups: Groups, offset: int, state: State, loads: Sequence[int]) -> list[list[Member]]:
     """The trained parameters of these groups in buckets, with their owners.
 
     Args:
         groups: of shards.
+        offset: the number of the first of these groups.
         state: the model's.
-        work_of: the work of a whole parameter, by its shape.
         loads: the work that each rank has already.
     """
     plan = state.plan
-    shards = [shard for group in groups for shard in group["params"] if shard.requires_grad]
-    params = [owner[1] for owner in owners_of(shards) if owner is not None]
+    found = [(of, shard, offset + at, name) for of, shard, at, name in _entries(groups) if shard.requires_grad]
     pieces = [
-        Piece(number, work_of(param.shape), prod(param.shape) * param.dtype.itemsize, param.dtype)
-        for number, param in enumerate(params)
+        Piece(number, work_of_shape(param.shape), prod(param.shape) * param.dtype.itemsize, param.dtype)
+        for number, (param, *_) in enumerate(found)
     ]
-    buckets = assign(pieces, plan.world_size, plan.sizes.bucket_bytes, loads)
     return [
-        [Member(params[at], shards[at], owner) for at, owner in zip(bucket.numbers, bucket.owners, strict=True)]
-        for bucket in buckets
+        [Member(*found[at], owner) for at, owner in zip(bucket.numbers, bucket.owners, strict=True)]
+        for bucket in assign(pieces, plan.world_size, plan.sizes.bucket_bytes, loads)
     ] or [[]]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,26 +10,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thunder_zero.comm.places import Place, doing
-from thunder_zero.runtime.optimizers import StepsWhole, exact, hyper_parameters, names_of, parameters_of
+from thunder_zero.runtime.optimizers import StepsWhole, hyper_parameters, parameters_of
 from thunder_zero.runtime.state import State
 from thunder_zero.whole_step.agreement import begin, raise_on_all
 from thunder_zero.whole_step.exchange import FromOwners, Member, ToOwners
-from thunder_zero.whole_step.members import listed, members_of, model_of, ordinary, require_maker
-from thunder_zero.whole_step.owners import work_function
-from thunder_zero.whole_step.sentences import (
-    changed_by_hand,
-    later_group,
+from thunder_zero.whole_step.members import (
+    listed,
+    members_of,
+    model_of,
     moves_with_parameters_only,
-    no_attribute,
-    not_copied,
-    not_set,
-    shares,
+    ordinary,
+    require_maker,
 )
-from thunder_zero.whole_step.stepper import Make, Owned, Stepper, copied, parameters_in
-from thunder_zero.whole_step.words import OF_BASE, changed, in_words, look_of
+from thunder_zero.whole_step.options import OF_BASE, changed, in_words, look_of
+from thunder_zero.whole_step.owners import work_of_shape
+from thunder_zero.whole_step.probe import Found
+from thunder_zero.whole_step.stepper import Bucket, Given, Groups, Make, copied, parameters_in
 
 
-def whole(optimizer: Make, params: Iterable[Any], /, **options: Any) -> Whole:
+def whole(optimizer: Make, params: Iterable[Any], /, *, trust_optimizer: bool = False, **options: Any) -> Whole:
     """Step whole parameters with an optimizer that is not elementwise, such as Muon, Shampoo or Adafactor.
 
     Each parameter has one owner among the ranks that share it. In ``step`` the rows of the parameter and of its
@@ -48,6 +46,7 @@ def whole(optimizer: Make, params: Iterable[Any], /, **options: Any) -> Whole:
     Args:
         optimizer: an optimizer's class, or a function that makes one of parameter groups and options.
         params: parameters of one sharded model, named ones, or groups of them, as for any optimizer of torch.
+        trust_optimizer: take your word that it steps every parameter alone, and draws what all copies draw.
         options: of the optimizer.
 
     Returns:
@@ -58,11 +57,11 @@ def whole(optimizer: Make, params: Iterable[Any], /, **options: Any) -> Whole:
     Raises:
         TypeError: ``optimizer`` makes no ``torch.optim.Optimizer``.
         ValueError: a parameter of no sharded model, or of another one; an optimizer that needs a closure.
-        RuntimeError: unless the transform has ``trust_optimizer=True``: the optimizer couples parameters, cannot be
-            tried, or draws random numbers where the model has several copies.
+        RuntimeError: unless ``trust_optimizer``: the optimizer couples parameters, cannot be tried, or draws random
+            numbers where the model has several copies.
         Exception: raised by the optimizer, such as for a parameter that is no matrix.
     """
-    return Whole(optimizer, params, options)
+    return Whole(optimizer, params, options, trust_optimizer)
 
 
 def take_options(groups: Sequence[dict[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
@@ -73,16 +72,6 @@ def take_options(groups: Sequence[dict[str, Any]], after: Sequence[Mapping[str, 
                 own.copy_(value)  # a user or a scheduler may have it
             else:
                 group[key] = value
-
-
-def require_same_options(words: Sequence[Mapping[str, str]], others: Sequence[Mapping[str, str]], kind: str) -> None:
-    """Groups have the same options, in words, after the steps of two buckets.
-
-    Raises:
-        RuntimeError: they have not.
-    """
-    if differ := changed(words, others):
-        raise RuntimeError(moves_with_parameters_only(kind, min(differ)))
 
 
 def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -107,35 +96,23 @@ def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None
             )
 
 
-@dataclass(frozen=True, eq=False)
-class Travelling:
-    """The parameters of a bucket, and what steps those of them that this rank owns."""
-
-    members: tuple[Member, ...]
-    stepper: Stepper
-
-    def of_paths(self, paths: Collection[str]) -> list[Member]:
-        """The parameters of these paths."""
-        return [member for member in self.members if member.param.path in paths]
-
-
 class Closed(StepsWhole):
-    """Refuses what would reach only a part of the ordinary optimizers, and so none: their attributes, copies.
-
-    Attributes:
-        kind: the name of their class.
-    """
+    """Refuses what would reach only a part of the ordinary optimizers: their attributes, copies."""
 
     kind = "..."  # while it is not known
-    _foreign: frozenset[str] = frozenset()  # the attributes that they alone have
+    _foreign: frozenset[str] = frozenset()  # the attributes that the ordinary optimizer alone has
 
     def __getattr__(self, name: str) -> Any:
         """Called for what a ``torch.optim.Optimizer`` does not have.
 
         Raises:
-            AttributeError: always; naming the class whose attribute it may be.
+            AttributeError: always.
         """
-        raise AttributeError(no_attribute(name, self.kind, self._foreign))
+        raise AttributeError(
+            f"tz.whole({self.kind}) has no {name!r}: it has what torch.optim.Optimizer has, as each rank steps "
+            f"{self.kind} on a part of the parameters; put {self.kind} on model.parameters() itself if torch steps it "
+            f"there"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of this object.
@@ -144,7 +121,11 @@ class Closed(StepsWhole):
             AttributeError: the ordinary optimizer has it, which would not see it.
         """
         if name in self._foreign:
-            raise AttributeError(not_set(name, self.kind))
+            raise AttributeError(
+                f"tz.whole({self.kind}) cannot set {name!r}, which {self.kind} has: each rank steps {self.kind} on a "
+                f"part of the parameters, and would not see it; give tz.whole a function that makes {self.kind} and "
+                f"sets it"
+            )
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,7 +134,10 @@ class Closed(StepsWhole):
         Raises:
             TypeError: always.
         """
-        raise TypeError(not_copied(self.kind))
+        raise TypeError(
+            f"tz.whole({self.kind}) cannot be copied or pickled, as it belongs to a model; save it with tz.save, or "
+            f"its state_dict()"
+        )
 
 
 class Whole(Closed):
@@ -163,6 +147,7 @@ class Whole(Closed):
         make: makes the ordinary optimizer.
         params: of one sharded model.
         options: of ``make``.
+        trusted: take it, whatever trials find.
 
     Attributes:
         kind: the name of the ordinary optimizer's class.
@@ -170,25 +155,24 @@ class Whole(Closed):
         members: the parameters that it trains, in the order in which they travel.
     """
 
-    def __init__(self, make: Make, params: Iterable[Any], options: Mapping[str, Any]) -> None:
+    def __init__(self, make: Make, params: Iterable[Any], options: Mapping[str, Any], trusted: bool) -> None:
         require_maker(make)
-        self._make, self._options = make, dict(options)
-        self._buckets: list[Travelling] = []
+        self._make, self._options, self._trusted = make, dict(options), trusted
+        self._buckets: list[Bucket] = []
         self._steps = 0
         self._is_compared = False
-        self._made: frozenset[Travelling] = frozenset()  # buckets whose optimizers all owners have made
+        self._made: frozenset[Bucket] = frozenset()  # buckets whose optimizers all owners have made
         self.members: list[Member] = []
         self._owners: dict[int, int] = {}  # by the shard's id
         groups = listed(params)
         self.model: State = model_of([shard for group in groups for shard in group["params"]])
         self._given: list[frozenset[str]] = [frozenset(hyper_parameters(group)) for group in groups]
-        found = ordinary(make, groups, self._given, self._options, self.model)
-        self._moving, self._moves_all, self.kind = found.moving, found.moves_all, type(found.like).__name__
-        self._work_of = work_function(self.kind)
-        made = zip(groups, found.like.param_groups, strict=True)
-        super().__init__([{**hyper_parameters(of), **parameters_in(group)} for group, of in made], found.like.defaults)
+        like, found = self._tried(groups, self._given)
+        self._moving, self._moves_all, self.kind = found.moving, found.moves_all, type(like).__name__
+        made = zip(groups, like.param_groups, strict=True)
+        super().__init__([{**hyper_parameters(of), **parameters_in(group)} for group, of in made], like.defaults)
         self._give_owners(self.param_groups)
-        self._foreign = frozenset(dir(found.like)).difference(OF_BASE, dir(self))
+        self._foreign = frozenset(dir(like)).difference(OF_BASE, dir(self))
         self.register_load_state_dict_pre_hook(require_own_states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -201,34 +185,34 @@ class Whole(Closed):
         if not self._buckets:  # torch's constructor calls this
             super().add_param_group(param_group)
             return
-        if counts := self._buckets[0].stepper.moved_attributes():
-            raise RuntimeError(later_group(self.kind, counts))
+        if counts := self._buckets[0].moved_attributes():
+            raise RuntimeError(
+                f"steps of {self.kind} change its {', '.join(map(repr, counts))}, which begins anew for parameters "
+                f"that are added after a step; give tz.whole all groups before the first step, or make another "
+                f"optimizer of the new ones"
+            )
         groups = listed([param_group])
         model_of(groups[0]["params"], self.model)
         given = [frozenset(hyper_parameters(groups[0]))]
-        (of,) = ordinary(self._make, groups, given, self._options, self.model).like.param_groups
-        super().add_param_group({**hyper_parameters(of), **parameters_in(groups[0])})
+        like, _ = self._tried(groups, given)
+        super().add_param_group({**hyper_parameters(like.param_groups[0]), **parameters_in(groups[0])})
         self._given += given
         self._give_owners(self.param_groups[-1:])
+
+    def _tried(self, groups: Groups, given: Given, moving: frozenset[str] = frozenset()) -> tuple[Optimizer, Found]:
+        return ordinary(self._make, groups, given, self._options, self.model, moving, trusted=self._trusted)
 
     def _give_owners(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Give owners to the parameters of the last groups."""
         plan, offset = self.model.plan, len(self.param_groups) - len(groups)
         loads = [0] * plan.world_size
         for member in self.members:
-            loads[member.owner] += self._work_of(member.param.shape)
-        for bucket in members_of(groups, self.model, self._work_of, loads):
-            self.members += bucket
-            self._owners |= {id(member.shard): member.owner for member in bucket}
-            mine = {id(member.shard): member.param for member in bucket if member.owner == plan.rank}
-            owned = [
-                Owned(mine[id(shard)], shard, offset + number, name)
-                for number, group in enumerate(groups)
-                for shard, name in zip(group["params"], names_of(group), strict=True)
-                if id(shard) in mine
-            ]
-            stepper = Stepper(self._make, self._options, owned, named="param_names" in groups[0])
-            self._buckets.append(Travelling(tuple(bucket), stepper))
+            loads[member.owner] += work_of_shape(member.param.shape)
+        named = "param_names" in groups[0]
+        for members in members_of(groups, offset, self.model, loads):
+            self.members += members
+            self._owners |= {id(member.shard): member.owner for member in members}
+            self._buckets.append(Bucket(self._make, self._options, members, plan.rank, named=named))
         self._is_compared = False
         self._listed = tuple(map(id, parameters_of(self)))
         self._look = look_of(self.param_groups, self._moving) if offset == 0 else []
@@ -251,7 +235,10 @@ class Whole(Closed):
                 f"tz.whole({self.kind}).step was given a closure, and evaluates no loss; call backward, then step()"
             )
         if self._listed != tuple(map(id, parameters_of(self))):
-            raise RuntimeError(changed_by_hand(self.kind))
+            raise RuntimeError(
+                f"the parameters in the groups of tz.whole({self.kind}) were changed by hand; use add_param_group, or "
+                f"make a new optimizer of other parameters"
+            )
         self._steps += 1
         what = f"step number {self._steps} of tz.whole({self.kind}) of {self.model.name}"
         with doing(what):
@@ -271,7 +258,7 @@ class Whole(Closed):
             RuntimeError: the optimizer couples parameters now.
         """
         if self._look != look_of(self.param_groups, self._moving):
-            found = ordinary(self._make, self.param_groups, self._given, self._options, self.model, self._moving)
+            _, found = self._tried(self.param_groups, self._given, self._moving)
             self._moving, self._moves_all = self._moving | found.moving, found.moves_all
             self._look = look_of(self.param_groups, self._moving)
 
@@ -286,7 +273,7 @@ class Whole(Closed):
         groups = after = [hyper_parameters(group) for group in self.param_groups]
         buckets, words = self._buckets, list[dict[str, str]]()
 
-        def send(bucket: Travelling) -> ToOwners:
+        def send(bucket: Bucket) -> ToOwners:
             # while owners make their optimizers those may keep the values
             everything = self._moves_all or bucket not in self._made
             return ToOwners(self.model, bucket.members if everything else bucket.of_paths(paths), paths, at_hand)
@@ -299,9 +286,10 @@ class Whole(Closed):
             updated = {path: value.param for path, value in values.items()}
             if failure is None:
                 try:
-                    updated, after = bucket.stepper.step(values, copied(groups), self._given, self.state)
+                    updated, after = bucket.step(values, copied(groups), self._given, self.state)
                     before, words = words, list(map(in_words, after))
-                    require_same_options(before or words, words, self.kind)
+                    if differ := changed(before or words, words):
+                        raise RuntimeError(moves_with_parameters_only(self.kind, min(differ)))
                 except Exception as error:
                     failure = error
             del values
@@ -314,18 +302,12 @@ class Whole(Closed):
         take_options(self.param_groups, after)
         return failure
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned on this rank, in the dtypes that were saved.
-
-        Raises:
-            ValueError: it has a state of a parameter that another rank owns, or other groups.
-        """
-        super().load_state_dict(state_dict)
-        for number, shard in enumerate(parameters_of(self)):
-            if shard in self.state:
-                self.state[shard] = exact(self.state[shard], state_dict["state"][number])
-
     def __repr__(self) -> str:
-        """The groups, then what each rank owns."""
-        title = f"{self.kind} of whole parameters of {self.model.name}"
-        return "\n".join([super().__repr__(), title, *shares(self.members, self._work_of, self.model.plan.world_size)])
+        """The groups, then each rank's share of the work, and the parameters that it owns."""
+        lines = [super().__repr__(), f"{self.kind} of whole parameters of {self.model.name}"]
+        works = {of.param.path: work_of_shape(of.param.shape) for of in self.members}
+        for rank in range(self.model.plan.world_size):
+            mine = [of.param.path for of in self.members if of.owner == rank]
+            share = sum(map(works.__getitem__, mine)) / max(sum(works.values()), 1)
+            lines.append(f"    rank {rank} owns {share:.0%} of the work: {', '.join(mine) or 'nothing'}")
+        return "\n".join(lines)

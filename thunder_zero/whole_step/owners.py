@@ -9,10 +9,9 @@ The same on every rank, since it depends on shapes and world size only::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-
-WorkOf = Callable[[tuple[int, ...]], int]
+from math import prod
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +44,12 @@ class Bucket:
     owners: tuple[int, ...]
 
 
-def work_of_products(shape: tuple[int, ...]) -> int:
+def work_of_shape(shape: tuple[int, ...]) -> int:
     """The work of an optimizer that multiplies matrices of the gradient's sides, as orthogonalising does: the elements
-    times the smaller side. Other dimensions than the first count as one side."""
-    elements = work_of_elements(shape)
+    times the smaller side. Other dimensions than the first count as one side. It balances an optimizer that passes over
+    the elements as well, where matrices have one smaller side, a model's width."""
+    elements = prod(shape)
     return elements * max(1, min(shape[0], elements // shape[0])) if len(shape) > 1 and elements else elements
-
-
-def work_of_elements(shape: tuple[int, ...]) -> int:
-    """The work of an optimizer that passes over the elements."""
-    elements = 1
-    for size in shape:
-        elements *= size
-    return elements
-
-
-# Optimizers that only pass over elements, by class name; all others are taken to multiply the gradient's sides.
-PASSES_OVER_ELEMENTS = frozenset(
-    (
-        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"),
-        *("Adafactor", "AdaFactor", "CAME", "Lamb", "LARS", "Lion", "NovoGrad", "StableAdamW"),
-    )
-)
-
-
-def work_function(kind: str) -> WorkOf:
-    """The work of an optimizer on a parameter, by the name of its class."""
-    return work_of_elements if kind in PASSES_OVER_ELEMENTS else work_of_products
 
 
 def assign(pieces: Sequence[Piece], ranks: int, bucket_bytes: int, before: Sequence[int] = ()) -> tuple[Bucket, ...]:

@@ -7,7 +7,6 @@ reference, and its hyper-parameters are copied from there before each step.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,31 +16,13 @@ from torch.optim import Optimizer
 from thunder_zero.marks import marked, parameter_like
 from thunder_zero.plan import Param
 from thunder_zero.runtime.optimizers import hyper_parameters, without_hooks
-from thunder_zero.whole_step.exchange import Values
-from thunder_zero.whole_step.sentences import makes_no_optimizer, makes_own_groups
-from thunder_zero.whole_step.words import attributes_of, in_words
+from thunder_zero.whole_step.exchange import Member, Values
+from thunder_zero.whole_step.options import attributes_of, in_words
 
 Make = Callable[..., Optimizer]  # as torch's classes: called with parameters or groups, and options
 Groups = Sequence[Mapping[str, Any]]
 Given = Sequence[Collection[str]]  # of each group the options that the user gave; schedulers and classes add others
 Members = Sequence[tuple[int, str | None, Tensor]]  # the number of a group, a name if groups have names, a parameter
-
-
-@dataclass(frozen=True, eq=False)
-class Owned:
-    """A parameter that this rank owns.
-
-    Attributes:
-        param: its entry in the plan.
-        shard: the key of its states.
-        group: the number of its group.
-        name: its name in the group, if the group has names.
-    """
-
-    param: Param
-    shard: Tensor
-    group: int
-    name: str | None = None
 
 
 def copied(value: Any) -> Any:
@@ -55,22 +36,20 @@ def copied(value: Any) -> Any:
     return value
 
 
-def only(group: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """The options of a group that the user gave, as they are now: constructors may refuse others."""
-    return {key: group[key] for key in given if key in group}
-
-
 def parameters_in(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's parameters, as an optimizer's constructor takes them: with their names, if they have any."""
     params = group["params"]
     return {"params": list(zip(group["param_names"], params, strict=True)) if "param_names" in group else list(params)}
 
 
-def members_in(number: int, members: Members, *, named: bool) -> dict[str, Any]:
-    """The parameters of a group, which may be none; with their names if groups have names."""
-    own = [(name, param) for group, name, param in members if group == number]
+def as_given(
+    group: Mapping[str, Any], given: Collection[str], number: int, members: Members, *, named: bool
+) -> dict[str, Any]:
+    """A group as a constructor takes it, of those members that are of this number: with the options that the user gave,
+    as they are now, since constructors may refuse others; with names if groups have names."""
+    own = [(name, param) for of, name, param in members if of == number]
     names = {"param_names": [name for name, _ in own]} if named else {}
-    return {"params": [param for _, param in own], **names}
+    return {"params": [param for _, param in own], **names, **{key: group[key] for key in given if key in group}}
 
 
 def made(
@@ -92,12 +71,19 @@ def made(
         ValueError: it makes other groups.
         Exception: raised by ``make``.
     """
-    taken = [only(group, keys) for group, keys in zip(groups, given, strict=True)]
-    optimizer = make([{**members_in(at, members, named=named), **group} for at, group in enumerate(taken)], **options)
+    of_groups = range(len(groups))
+    optimizer = make([as_given(groups[at], given[at], at, members, named=named) for at in of_groups], **options)
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(makes_no_optimizer(make, optimizer))
+        raise TypeError(
+            f"tz.whole was given {make!r:.80}, which makes a {type(optimizer).__name__}; give a class of "
+            f"torch.optim.Optimizer"
+        )
     if len(optimizer.param_groups) != len(groups):
-        raise ValueError(makes_own_groups(type(optimizer).__name__, len(optimizer.param_groups), len(groups)))
+        raise ValueError(
+            f"{type(optimizer).__name__} makes {len(optimizer.param_groups)} groups of the {len(groups)} that it was "
+            f"given, so tz.whole cannot tell their parameters apart; give tz.whole each of its groups, or each of the "
+            f"optimizers that it combines"
+        )
     for own, group in zip(optimizer.param_groups, groups, strict=True):
         own.update(group)
     return optimizer
@@ -108,21 +94,29 @@ def blank(param: Param, shard: Tensor) -> nn.Parameter:
     return parameter_like(shard, torch.zeros((), dtype=param.dtype, device=shard.device).expand(param.shape))
 
 
-class Stepper:
-    """The ordinary optimizer of one bucket on one rank; it is made in the first step, when there are values.
+class Bucket:
+    """Parameters that travel together, and the ordinary optimizer of those that this rank owns; it is made in the first
+    step, when there are values.
 
     Args:
         make: makes it.
         options: of ``make``.
-        owned: the bucket's parameters that this rank owns.
+        members: the parameters.
+        rank: this one.
         named: groups have the names of their parameters.
     """
 
-    def __init__(self, make: Make, options: Mapping[str, Any], owned: Sequence[Owned], *, named: bool) -> None:
-        self._make, self._options, self._owned, self._named = make, options, owned, named
-        self._params = [blank(of.param, of.shard) for of in owned]
+    def __init__(
+        self, make: Make, options: Mapping[str, Any], members: Sequence[Member], rank: int, *, named: bool
+    ) -> None:
+        self.members, self._make, self._options, self._named = members, make, options, named
+        self._owned = [(of, blank(of.param, of.shard)) for of in members if of.owner == rank]
         self._optimizer: Optimizer | None = None
         self._attributes: dict[str, str] = {}
+
+    def of_paths(self, paths: Collection[str]) -> list[Member]:
+        """The parameters of these paths."""
+        return [member for member in self.members if member.param.path in paths]
 
     def step(
         self, values: Mapping[str, Values], groups: Groups, given: Given, states: MutableMapping[Any, Any]
@@ -138,7 +132,7 @@ class Stepper:
         Returns:
             The updated parameters by path, and the groups' hyper-parameters after the step.
         """
-        for of, param in zip(self._owned, self._params, strict=True):
+        for of, param in self._owned:
             if (found := values.get(of.param.path)) is not None:
                 param.data, param.grad = found.param, found.grad
             marked(param, of.shard)
@@ -148,11 +142,10 @@ class Stepper:
             with without_hooks():  # they belong to the optimizer over the shards
                 optimizer.step()
             self._take_states(optimizer, states)
-            pairs = zip(self._owned, self._params, strict=True)
-            updated = {of.param.path: param.data for of, param in pairs if of.param.path in values}
+            updated = {of.param.path: param.data for of, param in self._owned if of.param.path in values}
             return updated, [hyper_parameters(group) for group in optimizer.param_groups]
         finally:
-            for of, param in zip(self._owned, self._params, strict=True):
+            for of, param in self._owned:
                 param.grad = None
                 param.data = blank(of.param, of.shard).data
 
@@ -163,29 +156,27 @@ class Stepper:
 
     def _with_groups(self, groups: Groups, given: Given, states: MutableMapping[Any, Any]) -> Optimizer:
         """The optimizer with these hyper-parameters."""
-        pairs = zip(self._owned, self._params, strict=True)
-        members = [(of.group, of.name, param) for of, param in pairs]
+        members = [(of.group, of.name, param) for of, param in self._owned]
         if self._optimizer is None:
             self._optimizer = made(self._make, self._options, groups, given, members, named=self._named)
             self._attributes = in_words(attributes_of(self._optimizer))
-            for of, param in zip(self._owned, self._params, strict=True):
+            for of, param in self._owned:
                 if param in self._optimizer.state:  # made with the parameter, and perhaps loaded since
                     states.setdefault(of.shard, self._optimizer.state[param])
         for at in range(len(self._optimizer.param_groups), len(groups)):
-            of_group = members_in(at, members, named=self._named)
-            self._optimizer.add_param_group({**of_group, **only(groups[at], given[at])})
+            self._optimizer.add_param_group(as_given(groups[at], given[at], at, members, named=self._named))
         for own, group in zip(self._optimizer.param_groups, groups, strict=True):
             own.update(group)
         return self._optimizer
 
     def _give_states(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
-        for of, param in zip(self._owned, self._params, strict=True):
+        for of, param in self._owned:
             if of.shard in states:
                 optimizer.state[param] = states[of.shard]
             else:
                 optimizer.state.pop(param, None)
 
     def _take_states(self, optimizer: Optimizer, states: MutableMapping[Any, Any]) -> None:
-        shards: dict[Any, Tensor] = {param: of.shard for of, param in zip(self._owned, self._params, strict=True)}
+        shards: dict[Any, Tensor] = {param: of.shard for of, param in self._owned}
         for key, state in optimizer.state.items():
             states[shards.get(key, key)] = state

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -88,20 +87,14 @@ class PlainModel:
         """The rank that gives its values to all (``policy.broadcast_from``)."""
         return self.plan.policy.broadcast_from
 
+    def travels(self, tensor: Tensor) -> bool:
+        """Whether one rank sends the tensor's values to all: not those that the policy ignores."""
+        is_ignored = isinstance(tensor, nn.Parameter) and self.param_of(tensor) is None
+        return self.sender is not None and not is_ignored
 
-class ValueSource(Protocol):
-    """Gives tensors their values."""
-
-    def has(self, tensor: Tensor) -> bool:
-        """Whether this source has the tensor's values."""
-
-    def full(self, tensor: Tensor) -> Tensor:
-        """The tensor's values in full, on any device. Asked once a tensor, in the order of ``PlainModel.names``."""
-
-
-def full_of(tensor: Tensor, sources: Sequence[ValueSource]) -> Tensor:
-    """The tensor's values in full, from the first source that has them."""
-    return next(source for source in sources if source.has(tensor)).full(tensor)
+    def arrives(self, tensor: Tensor) -> bool:
+        """Whether another rank sends the tensor's values to this one."""
+        return self.travels(tensor) and self.sender != self.ranks.everyone.rank()
 
 
 def names_of(module: nn.Module) -> dict[Tensor, list[str]]:

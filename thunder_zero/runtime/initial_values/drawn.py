@@ -19,7 +19,7 @@ from thunder_zero.runtime.initial_values.module_turn import Turn, address, child
 
 
 class Drawn:
-    """A source: tensors on the meta device that no other source has.
+    """Tensors on the meta device that nothing else gives values.
 
     Args:
         model: the module.

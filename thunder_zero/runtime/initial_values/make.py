@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
 from thunder_zero.plan import Plan
-from thunder_zero.runtime.initial_values.broadcast import Broadcast, arrives
 from thunder_zero.runtime.initial_values.compare import Cuts
-from thunder_zero.runtime.initial_values.data import Other, PlainModel, Sources, Values, ValueSource, full_of, names_of
+from thunder_zero.runtime.initial_values.data import Other, PlainModel, Sources, Values, names_of
 from thunder_zero.runtime.initial_values.drawn import Drawn
 from thunder_zero.runtime.initial_values.drawn_so_far import DrawnValues
-from thunder_zero.runtime.initial_values.existing import Existing
 from thunder_zero.runtime.initial_values.failures import Failures
 from thunder_zero.runtime.initial_values.read import Read
+
+FullOf = Callable[[Tensor], Tensor]  # a tensor's values in full, on any device; asked once, in the module's order
 
 
 def initial_values(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, sources: Sources) -> Values:
@@ -37,7 +37,7 @@ def initial_values(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.de
     cuts = Cuts(model, are_read=sources.weights is not None)
     drawn_values = DrawnValues(model, cuts)
     read = Read(model, sources.weights, failures)
-    missing = {t for t in model.names if t.is_meta and not arrives(t, model) and not read.has(t)}
+    missing = {t for t in model.names if t.is_meta and not model.arrives(t) and not read.has(t)}
     drawn = Drawn(model, missing, drawn_values, all_draw=sources.weights is None)
     with agree.all_or_none(group):
         read.require_names()
@@ -48,9 +48,14 @@ def initial_values(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.de
     with agree.all_or_none(group):
         failures.raise_first()
         drawn.require_written()
-    own: tuple[ValueSource, ...] = (read, drawn, Existing(model))
-    sent = () if model.sender is None else (Broadcast(model, model.sender, own),)
-    values = _collected(model, (*sent, *own), drawn_values, cuts)
+
+    def own(tensor: Tensor) -> Tensor:
+        """The values that this rank has, in full."""
+        if read.has(tensor):
+            return read.full(tensor)
+        return drawn.full(tensor) if drawn.has(tensor) else _existing(tensor, model)
+
+    values = _collected(model, lambda tensor: _full(tensor, model, own), drawn_values, cuts)
     with agree.all_or_none(group):
         failures.raise_first()
     cuts.compare()
@@ -71,18 +76,37 @@ def _seen(argument: object) -> str:
     return "None" if argument is None else "something"
 
 
-def _collected(model: PlainModel, sources: Sequence[ValueSource], drawn: DrawnValues, cuts: Cuts) -> Values:
+def _existing(tensor: Tensor, model: PlainModel) -> Tensor:
+    """A tensor on a real device; of a planned parameter its data."""
+    return tensor if model.param_of(tensor) is None else tensor.detach()
+
+
+def _full(tensor: Tensor, model: PlainModel, own: FullOf) -> Tensor:
+    """Values in full: this rank's own, or those that rank ``policy.broadcast_from`` sends to all; a collective then."""
+    if model.sender is None or not model.travels(tensor):
+        return own(tensor)
+    if not model.arrives(tensor):
+        full = own(tensor)
+    elif tensor.is_meta:
+        full = torch.empty_like(tensor, device=model.device, requires_grad=False)
+    else:
+        full = _existing(tensor, model)
+    agree.broadcast(full, model.sender, model.ranks.everyone, model.device)
+    return full
+
+
+def _collected(model: PlainModel, full_of: FullOf, drawn: DrawnValues, cuts: Cuts) -> Values:
     """All values, one tensor at a time, so that one full tensor at most is alive; a collective, if one rank sends."""
     at_rest: dict[str, Tensor] = {}
     others = []
     for tensor, names in model.names.items():
         param = model.param_of(tensor)
         if param is None:
-            full = full_of(tensor, sources)
+            full = full_of(tensor)
             if full is not tensor:
                 others.append(Other(names, tensor, full.to(model.device if tensor.is_meta else tensor.device)))
         elif drawn.has(tensor) and drawn.is_cut(tensor):
             at_rest[param.path] = drawn.take(tensor)
         else:
-            at_rest[param.path] = cuts.cut(full_of(tensor, sources), param.path)
+            at_rest[param.path] = cuts.cut(full_of(tensor), param.path)
     return Values({param.path: at_rest[param.path] for param in model.plan.params}, others)

@@ -12,7 +12,7 @@ from thunder_zero.runtime.initial_values.failures import Failures
 
 
 class Read:
-    """A source: the tensors that are in the plain module's state dict, if ``weights`` is given."""
+    """The tensors that are in the plain module's state dict, if ``weights`` is given."""
 
     def __init__(self, model: PlainModel, weights: Mapping[str, Tensor] | None, failures: Failures) -> None:
         self._model = model

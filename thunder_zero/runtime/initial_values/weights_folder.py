@@ -19,38 +19,41 @@ class SafetensorsWeights(Mapping[str, Tensor]):
         path: a folder, as Hugging Face's ``save_pretrained`` writes it: the files that its index names, or else all of
             its safetensors files; or one such file, or an index.
 
+    Attributes:
+        files: where each tensor is, by its name.
+
     Raises:
         FileNotFoundError: there is nothing at ``path``, or a file that the index names is missing.
         ValueError: a folder without safetensors files; a damaged file or index; files that have the same name.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file_of: dict[str, Path] = {}
+        self.files: dict[str, Path] = {}
         for file, names in _names_by_file(path):
             for name in names:
-                if name in self._file_of:
+                if name in self.files:
                     raise ValueError(
-                        f"{self._file_of[name].name} and {file.name} in {file.parent} both have {name!r}; give one of "
+                        f"{self.files[name].name} and {file.name} in {file.parent} both have {name!r}; give one of "
                         f"the files, or an index"
                     )
-                self._file_of[name] = file
+                self.files[name] = file
 
     def __getitem__(self, name: str) -> Tensor:
-        file = self._file_of[name]
+        file = self.files[name]
         with safe_open(file, "pt") as tensors:
             value: Tensor = tensors.get_tensor(name)
         return value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self.files)
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self.files)
 
 
 def _names_by_file(path: Path) -> Iterator[tuple[Path, Iterable[str]]]:
     if not path.exists():
-        raise FileNotFoundError(f"weights names {path}, which does not exist; give a folder of safetensors files")
+        raise FileNotFoundError(f"{path} does not exist; give a folder of safetensors files")
     if path.is_file() and not path.name.endswith(INDEX):
         yield path, _names_in(path)
         return
@@ -63,7 +66,7 @@ def _names_by_file(path: Path) -> Iterator[tuple[Path, Iterable[str]]]:
     files = sorted(path.glob(f"*{SUFFIX}"))
     if not files:
         raise ValueError(
-            f"{path} has no safetensors file; for files of torch.save give torch.load(file, mmap=True) as weights"
+            f"{path} has no safetensors file; give the weights in files of torch.save as torch.load(file, mmap=True)"
         )
     for file in files:
         yield file, _names_in(file)

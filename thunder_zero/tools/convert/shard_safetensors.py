@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -24,11 +22,10 @@ from thunder_zero.checkpoint import folder
 from thunder_zero.checkpoint.contents import MODEL
 from thunder_zero.checkpoint.dcp_write import KeyPath, key_of, write_metadata, write_plan
 from thunder_zero.checkpoint.manifest import Manifest
-from thunder_zero.checkpoint.safetensors_file import INDEX_SUFFIX, SUFFIX
+from thunder_zero.checkpoint.safetensors_file import SUFFIX
 from thunder_zero.checkpoint.tensor_to_write import dtype_to_write
+from thunder_zero.runtime.initial_values.weights_folder import SafetensorsWeights
 from thunder_zero.tools.report.progress import show_progress
-
-PASS = f"pass a {SUFFIX} file, or an index model{SUFFIX}{INDEX_SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -40,18 +37,19 @@ class FileTensor:
         shape: of the whole tensor.
         dtype: in the checkpoint.
         aliases: its other names (tied weights).
-        file: the open file.
+        file: where it is.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     aliases: tuple[str, ...]
-    file: Any
+    file: Path
 
     def read_rows(self, start: int, stop: int) -> Tensor:
         """Read these rows; all of a tensor without dimensions."""
-        value: Tensor = self.file.get_slice(self.name)[start:stop] if self.shape else self.file.get_tensor(self.name)
+        with safe_open(self.file, framework="pt") as file:
+            value: Tensor = file.get_slice(self.name)[start:stop] if self.shape else file.get_tensor(self.name)
         return value.to(self.dtype)
 
 
@@ -70,8 +68,9 @@ def shard_safetensors(
     >>> tz.tools.shard_safetensors("model.safetensors", "runs/start", ranks=8, dtype="float32")
 
     Args:
-        source: the file; or the index of several (``model.safetensors.index.json``); or a folder with either under
-            the name ``model.safetensors``. Other names of tied weights are read from ``aliases`` in the metadata.
+        source: the file; or the index of several (``model.safetensors.index.json``); or a folder with
+            ``model.safetensors``, an index, or other files. Other names of tied weights are read from ``aliases`` in
+            the metadata.
         checkpoint: the folder to write.
         ranks: number of files, one for the rows of each rank.
         dtype: of the floating-point tensors, such as ``"bfloat16"`` (default None: as in the source).
@@ -80,21 +79,21 @@ def shard_safetensors(
         The folder.
 
     Raises:
-        ValueError: ``ranks``, ``dtype`` or the name ``checkpoint`` is invalid; ``source`` is not a safetensors file.
+        ValueError: ``ranks``, ``dtype`` or the name ``checkpoint`` is invalid; ``source`` has no safetensors file, or a
+            damaged one.
         OSError: a file cannot be read or written.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; pass the number of files, 1 or more")
     to = float_dtype("dtype", dtype)
     path = Path(checkpoint)
-    with ExitStack() as files:
-        tensors = _find_tensors(Path(source), to, files)
-        folder.prepare(path)
-        try:
-            _write(path, tensors, ranks)
-        except BaseException:
-            folder.abandon(path)
-            raise
+    tensors = _find_tensors(Path(source), to)
+    folder.prepare(path)
+    try:
+        _write(path, tensors, ranks)
+    except BaseException:
+        folder.abandon(path)
+        raise
     return path
 
 
@@ -148,57 +147,22 @@ def _items(key: str, tensor: FileTensor, ranks: int, rank: int) -> Iterator[Writ
     yield WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def _find_tensors(path: Path, dtype: torch.dtype | None, files: ExitStack) -> list[FileTensor]:
-    """The tensors of a file, of the files that an index names, or of a folder; leaves the files open."""
-    path = _find_in(path) if path.is_dir() else path
-    if path.suffix != ".json":
-        return _of_file(path, None, dtype, files)
-    return [tensor for file, names in _read_index(path).items() for tensor in _of_file(file, names, dtype, files)]
+def _find_tensors(path: Path, dtype: torch.dtype | None) -> list[FileTensor]:
+    """The tensors of a file, of the files that an index names, or of a folder."""
+    alone = path / f"model{SUFFIX}"  # which may have the optimizer's file beside it
+    files = SafetensorsWeights(alone if alone.is_file() else path).files
+    return [_of_file(name, file, dtype) for name, file in files.items()]
 
 
-def _find_in(parent: Path) -> Path:
-    """The index or the file in a folder, as Hugging Face names them."""
-    for name in (f"model{SUFFIX}{INDEX_SUFFIX}", f"model{SUFFIX}"):
-        if (parent / name).is_file():
-            return parent / name
-    raise ValueError(
-        f"{parent} has neither model{SUFFIX}{INDEX_SUFFIX} nor model{SUFFIX}; pass the file itself, or its index"
-    )
-
-
-def _read_index(index: Path) -> dict[Path, list[str]]:
-    """The names of the tensors in each file, from an index."""
-    found: dict[Path, list[str]] = {}
+def _of_file(name: str, path: Path, dtype: torch.dtype | None) -> FileTensor:
+    with safe_open(path, framework="pt") as file:
+        shape = tuple(file.get_slice(name).get_shape())
+        found = (file.get_slice(name)[:0] if shape else file.get_tensor(name)).dtype
+        text = (file.metadata() or {}).get("aliases", "{}")
     try:
-        for name, file in json.loads(index.read_bytes())["weight_map"].items():
-            found.setdefault(index.parent / file, []).append(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of safetensors files ({error!r}); {PASS}") from None
-    return found
-
-
-def _of_file(path: Path, names: list[str] | None, dtype: torch.dtype | None, files: ExitStack) -> list[FileTensor]:
-    """The tensors of one file: all, or those with these names."""
-    with _explain_read_error(path):
-        file = files.enter_context(safe_open(path, framework="pt"))
-        aliases: dict[str, str] = json.loads((file.metadata() or {}).get("aliases", "{}"))
-        tensors = []
-        for name in file.keys() if names is None else names:
-            shape = tuple(file.get_slice(name).get_shape())
-            found = (file.get_slice(name)[:0] if shape else file.get_tensor(name)).dtype
-            also = tuple(alias for alias, first in aliases.items() if first == name)
-            tensors.append(FileTensor(name, shape, dtype_to_write(found, dtype), also, file))
-    return tensors
-
-
-@contextmanager
-def _explain_read_error(path: Path) -> Iterator[None]:
-    """Reword an error inside of the block as one sentence.
-
-    Raises:
-        ValueError: the file is damaged, not a safetensors file, or does not contain a tensor.
-    """
-    try:
-        yield
-    except (SafetensorError, ValueError, AttributeError) as error:
-        raise ValueError(f"cannot read {path} as a safetensors file: {error}; {PASS}") from None
+        also = tuple(alias for alias, first in json.loads(text).items() if first == name)
+    except (ValueError, AttributeError):
+        raise ValueError(
+            f"{path} names its tied weights in {text!r:.80}, which is no JSON object; fetch it again"
+        ) from None
+    return FileTensor(name, shape, dtype_to_write(found, dtype), also, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -11,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 OF_BASE = frozenset(vars(Optimizer([nn.Parameter(torch.zeros(1))], {})))  # attributes that every optimizer has
 VALUES = (Number, str, bytes, type(None), Enum, torch.dtype, torch.device)
 CODE = (FunctionType, BuiltinFunctionType, MethodType, type)
 MANY = 1000  # elements of a tensor that is told by its shape alone
-
-Words = Mapping[str, str]
 
 
 def in_words(values: Mapping[str, Any], *, amounts: bool = True) -> dict[str, str]:
@@ -28,7 +28,7 @@ def in_words(values: Mapping[str, Any], *, amounts: bool = True) -> dict[str, st
         values: by name.
         amounts: tell floating-point numbers apart; otherwise only zero from others.
     """
-    return {name: _word(value, amounts) for name, value in values.items()}
+    return {name: repr(tree_map(partial(_told, amounts), value)) for name, value in values.items()}
 
 
 def look_of(groups: Sequence[Mapping[str, Any]], moving: Collection[str]) -> list[dict[str, str]]:
@@ -43,26 +43,22 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if name not in OF_BASE}
 
 
-def changed(before: Sequence[Words], after: Sequence[Words]) -> set[str]:
+def changed(before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]) -> set[str]:
     """The names of what differs, or is there only before or after, in one of several mappings."""
     pairs = zip(before, after, strict=True)
     return {name for old, new in pairs for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
 
 
-def _word(value: Any, amounts: bool) -> str:
-    if isinstance(value, float) and not amounts:
-        return repr(bool(value))
-    if isinstance(value, VALUES):
-        return repr(value)
+def _told(amounts: bool, value: Any) -> Any:
+    """What a value that is no collection is told by; its ``repr`` counts."""
+    if isinstance(value, Tensor) and value.numel() <= MANY and not value.requires_grad:
+        return tree_map(partial(_told, amounts), value.tolist())
     if isinstance(value, Tensor):
-        told = value.numel() <= MANY and not value.requires_grad
-        return _word(value.tolist(), amounts) if told else f"a tensor of shape {tuple(value.shape)}"
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, float) and not amounts:
+        return bool(value)
     if isinstance(value, CODE):
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, set | frozenset):
-        return f"({', '.join(sorted(_word(one, amounts) for one in value))})"
-    if isinstance(value, list | tuple):
-        return f"({', '.join(_word(one, amounts) for one in value)})"
-    if isinstance(value, Mapping):
-        return f"({', '.join(f'{key!r}: {_word(inner, amounts)}' for key, inner in value.items())})"
-    return f"a {type(value).__name__}"
+        return sorted(map(repr, value))
+    return value if isinstance(value, VALUES) else f"a {type(value).__name__}"
