@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from io import StringIO
@@ -69,7 +69,7 @@ def test_a_graph_becomes_the_program_that_thunder_would_interpret() -> None:
         model = tz.compile(deepcopy(module), 3)
         left, right, number = model(X)
     assert run.call_count == 0
-    with mock.patch.object(graphs, "acquire", side_effect=direct.NoSymbol("a test")):
+    with interpreted():
         other = tz.compile(deepcopy(module), 3)
         expected = other(X)
     assert (number, torch.equal(left, expected[0]), torch.equal(right, expected[1])) == (3, True, True)
@@ -186,34 +186,70 @@ def test_tensors_made_in_inference_mode_are_taken() -> None:
         torch.testing.assert_close(model(X + 1), module(X + 1))
 
 
-def test_random_numbers_are_drawn_once_for_both_halves() -> None:
-    class Drops(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+# What is mended or refused in Thunder's traces, whether a graph is evaluated or interpreted
 
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(lambda y: dropout(self.layer(y), 0.5), x, use_reentrant=False)
 
-    model = tz.compile(fresh(Drops), 3)
+@pytest.fixture(params=["evaluated", "interpreted"])
+def path(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How a graph becomes a trace."""
+    with nullcontext() if request.param == "evaluated" else interpreted():
+        yield request.param
+
+
+def interpreted() -> Any:
+    return mock.patch.object(graphs, "acquire", side_effect=direct.NoSymbol("a test"))
+
+
+class Layer(nn.Module):
+    """A linear layer, and what a function makes of it."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.then = nn.Linear(4, 4), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return self.then(y)
+
+
+def test_random_numbers_are_drawn_once_for_both_halves(path: str) -> None:
+    model = tz.compile(Layer(lambda y: checkpoint(lambda z: dropout(z, 0.5) * 2, y, use_reentrant=False)), 3)
     out = model(X)
     out.sum().backward()
     kept = (out != 0).float().sum(0)
-    got = dict(model.named_parameters())["layer.bias"].grad.full_tensor()
-    torch.testing.assert_close(got, 2 * kept)
+    torch.testing.assert_close(model.plain.layer.bias.grad.full_tensor(), 4 * kept)
     with pytest.raises(RuntimeError, match="draws its random numbers again"):
-        tz.compile(fresh(Gumbel), 3)(X)
+        tz.compile(Layer(gumbel_softmax), 3)(X)
 
 
-class Gumbel(nn.Module):
-    """Draws by an operator whose gradient, in Thunder, would draw again."""
+def test_gradients_that_thunder_loses_are_refused(path: str) -> None:
+    def writes(y: Tensor) -> Tensor:
+        y[:, :2].mul_(2)
+        return y
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
+    for lossy in (writes, lambda y: torch.hstack([y, y])):
+        with pytest.raises(RuntimeError, match="gradient"):
+            tz.compile(Layer(lossy), 3)(X)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return gumbel_softmax(self.layer(x))
+
+def test_mixed_precision_casts_at_the_borders(path: str) -> None:
+    precision = tz.MixedPrecision(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    module = Layer(torch.tanh)
+    model = tz.compile(deepcopy(module), 3, mixed_precision=precision)
+    out = model(X)
+    assert out.dtype is torch.float32
+    assert "bfloat16" in str(tz.traces_of(model).forward)
+    expected = deepcopy(module).bfloat16()(X.bfloat16()).float()
+    torch.testing.assert_close(out, expected)
+
+
+def test_reentrant_checkpoints_are_refused_or_right(path: str) -> None:
+    """Dynamo captures them as it does the others."""
+    module = Layer(lambda y: checkpoint(torch.tanh, y, use_reentrant=True))
+    model = tz.compile(deepcopy(module), 3)
+    model(X).sum().backward()
+    module(X).sum().backward()
+    torch.testing.assert_close(model.plain.layer.weight.grad.full_tensor(), module.layer.weight.grad)
 
 
 # What a compilation says
