@@ -71,15 +71,17 @@ def test_a_manifest_comes_back_or_is_refused() -> None:
 def test_faults_are_named(tmp_path: Path) -> None:
     """Sizes are also compared without reading."""
     path, files, read = tmp_path / "a.distcp", written().files, list[int]()
-    assert manifest.find_faults(tmp_path, files) == ["a.distcp is missing"]
-    assert manifest.find_wrong_sizes(tmp_path, files) == ["a.distcp is missing"]
+    sizes, contents = (partial(manifest.require_no_faults, tmp_path, files, contents=reads) for reads in (False, True))
+    for check in (sizes, contents):
+        says(check, " is damaged: a.distcp is missing; use another checkpoint")
     path.write_bytes(CONTENT[:-1])
-    assert manifest.find_faults(tmp_path, files) == ["a.distcp has 13 bytes, it was saved with 14"]
+    for check in (sizes, contents):
+        says(check, " is damaged: a.distcp has 13 bytes, it was saved with 14; use another checkpoint")
     path.write_bytes(b"W" + CONTENT[1:])
-    assert manifest.find_faults(tmp_path, files) == ["a.distcp was changed: its SHA-256 differs"]
-    assert manifest.find_wrong_sizes(tmp_path, files) == []
+    says(contents, " is damaged: a.distcp was changed: its SHA-256 differs; use another checkpoint")
+    sizes()
     path.write_bytes(CONTENT)
-    assert manifest.find_faults(tmp_path, files, read.append) == []
+    contents(done=read.append)
     assert sum(read) == len(CONTENT)  # the progress bar's bytes
 
 
