@@ -18,7 +18,7 @@ import thunder_zero as tz
 from tests.harness.models import Mlp
 from thunder_zero.checkpoint import folder
 from thunder_zero.checkpoint.contents import Contents
-from thunder_zero.checkpoint.dcp_write import write_entries
+from thunder_zero.checkpoint.dcp_write import WritePlanner, write_planned
 from thunder_zero.checkpoint.save import entries_of, finish_checkpoint
 from thunder_zero.layout import is_sharded, row_range
 from thunder_zero.runtime.sharded_model import sharded_model
@@ -132,5 +132,5 @@ def save_simulated(path: Path, ranks: Sequence[Simulated]) -> None:
     parts = []
     for number, rank in enumerate(ranks):
         entries, _ = entries_of(rank.held, [rank.optimizer], {"position": 100 + number})
-        parts.append(write_entries(folder.staging_of(path), number, entries))
+        parts.append(write_planned(folder.staging_of(path), number, WritePlanner(entries)))
     finish_checkpoint(path, parts, None)

@@ -25,7 +25,7 @@ from tests.harness.checkpoints import Simulated, mesh_of, part_of, save_simulate
 from tests.harness.errors import raised, says
 from thunder_zero.checkpoint import manifest
 from thunder_zero.checkpoint.dcp_read import read_entries, read_metadata
-from thunder_zero.checkpoint.dcp_write import write_entries, write_metadata
+from thunder_zero.checkpoint.dcp_write import WritePlanner, write_metadata, write_planned
 from thunder_zero.checkpoint.manifest import File
 from thunder_zero.checkpoint.read import read_checkpoint
 from thunder_zero.tools import cli
@@ -230,7 +230,7 @@ def test_nothing_that_is_read_runs(tmp_path: Path) -> None:
     value = io.BytesIO()
     torch.save(Command(done), value)
     (tmp_path / "a").mkdir()
-    part = write_entries(tmp_path / "a", 0, {("rank0", "extra"): value.getvalue()})
+    part = write_planned(tmp_path / "a", 0, WritePlanner({("rank0", "extra"): value.getvalue()}))
     write_metadata(tmp_path / "a", [part])
     says(
         lambda: read_entries(tmp_path / "a", read_metadata(tmp_path / "a"), ["rank0.extra"]),
@@ -242,8 +242,8 @@ def test_nothing_that_is_read_runs(tmp_path: Path) -> None:
 
 def test_rows_that_are_in_no_file(tmp_path: Path) -> None:
     rows = part_of(torch.ones(4, 3), mesh_of(0, 2))
-    part = write_entries(tmp_path, 0, {("w",): rows})
-    none = write_entries(tmp_path, 1, {})
+    part = write_planned(tmp_path, 0, WritePlanner({("w",): rows}))
+    none = write_planned(tmp_path, 1, WritePlanner({}))
     says(lambda: write_metadata(tmp_path, [part, none]), "key:w invalid fill tensor-volume: 12 chunks-volume: 6")
     write_metadata(tmp_path, [part])
     metadata = read_metadata(tmp_path)

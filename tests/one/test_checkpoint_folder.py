@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +28,7 @@ def written(number: int = 1) -> Manifest:
 def save(path: Path) -> None:
     folder.prepare(path)
     (folder.staging_of(path) / "a.distcp").write_bytes(CONTENT)
-    folder.publish(path, written(folder.next_number(path)))
+    folder.publish(path, 2, written().files)
 
 
 def names(root: Path) -> list[str]:
@@ -91,7 +90,7 @@ def test_faults_are_named(tmp_path: Path) -> None:
 def test_latest_moves_if_it_is_asked_to(tmp_path: Path) -> None:
     save(tmp_path / "a")
     folder.prepare(tmp_path / "b")
-    folder.publish(tmp_path / "b", replace(written(), files=()), latest=False)
+    folder.publish(tmp_path / "b", 1, (), latest=False)
     assert folder.locate(tmp_path / "latest") == tmp_path / "a"
 
 
@@ -179,7 +178,7 @@ def test_what_cannot_be_saved_at_is_refused(tmp_path: Path) -> None:
 def test_files_that_rank_0_does_not_see(tmp_path: Path) -> None:
     folder.prepare(tmp_path / "a")
     says(
-        lambda: folder.publish(tmp_path / "a", replace(written(), ranks=3)),
+        lambda: folder.publish(tmp_path / "a", 3, written().files),
         "rank 0 does not see a.distcp in ",
         "all ranks",
     )

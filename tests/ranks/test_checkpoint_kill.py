@@ -180,7 +180,7 @@ def look(root: Path, save: Save, said: str) -> tuple[float, dict[str, float]]:
     path = root / save.name
     folder.prepare(path)  # the save again, as after a restart
     (folder.staging_of(path) / "a").touch()
-    folder.publish(path, manifest.Manifest(folder.next_number(path), 1, ()))
+    folder.publish(path, 1, ())
     folder.prune(path, 1)
     assert sorted(at.name for at in root.iterdir()) == sorted([save.name, "latest"])
     return latest, visible

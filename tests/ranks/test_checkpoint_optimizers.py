@@ -21,7 +21,7 @@ from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.checkpoint import folder, load
 from thunder_zero.checkpoint.contents import pickled
-from thunder_zero.checkpoint.dcp_write import write_entries
+from thunder_zero.checkpoint.dcp_write import WritePlanner, write_planned
 from thunder_zero.checkpoint.save import finish_checkpoint
 
 
@@ -201,7 +201,7 @@ def moving(rank: int, world_size: int, root: Path) -> None:
         dist.barrier()
         if rank == 0:  # as another job would, under the same name
             folder.prepare(where)
-            part = write_entries(folder.staging_of(where), 0, {("rank0", "extra"): pickled("it", {})})
+            part = write_planned(folder.staging_of(where), 0, WritePlanner({("rank0", "extra"): pickled("it", {})}))
             finish_checkpoint(where, [part], None)
         dist.barrier()
         return read_checkpoint(where, *args)

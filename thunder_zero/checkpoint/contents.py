@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from thunder_zero.checkpoint.dcp_write import KeyPath
+from thunder_zero.checkpoint.dcp_write import Entries, KeyPath
 from thunder_zero.runtime.ema import EMA
 from thunder_zero.runtime.optimizers import parameters_of
 from thunder_zero.runtime.registry import owners_of
@@ -31,7 +31,6 @@ EMAS = "ema"  # averages of parameters, by the name of their extra
 COUNTS = "_counts"  # those of an EMA, next to its averages
 EXTRA_STATE = "_extra_state"  # the end of the name of a module's extra state; other values that hooks add are not saved
 RANK_KEY = re.compile(r"rank(\d{1,6})\.(.*)", re.DOTALL)
-Values = dict[KeyPath, Tensor | bytes | KeyPath]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +76,9 @@ class Contents:
         at, size = self.in_copy
         return self.writes and (is_cut(value) or number % size == at)
 
-    def entries(self) -> Values:
+    def entries(self) -> Entries:
         """What this rank writes of it."""
-        values: Values = {}
+        values: Entries = {}
         for number, (name, param) in enumerate(self.params.items()):
             if self.is_mine(number, param):
                 values[*self.root, name] = param.detach()
@@ -139,14 +138,14 @@ def _extra_state(module: nn.Module) -> Stateful:
     return cast(Stateful, SimpleNamespace(state_dict=module.get_extra_state, load_state_dict=module.set_extra_state))
 
 
-def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Values:
+def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
     """What this rank writes of its extras: averages by rows, the others in one value.
 
     Raises:
         TypeError: an extra is a model.
         ValueError: ``torch.load(weights_only=True)`` does not read it, or it is an optimizer of shards.
     """
-    entries, states = Values(), dict[str, Any]()
+    entries, states = Entries(), dict[str, Any]()
     for name, value in extra.items():
         if isinstance(value, ShardedModel):
             raise TypeError(f"the extra {name!r} is a model; save it as a checkpoint of its own")
@@ -186,7 +185,7 @@ def pickled(what: str, value: Any) -> bytes:
     return stream.getvalue()
 
 
-def is_cut(value: object) -> bool:
+def is_cut(value: object) -> TypeGuard[DTensor]:
     """Whether each rank has a part of a value."""
     return isinstance(value, DTensor) and any(isinstance(placement, Shard) for placement in value.placements)
 

@@ -29,7 +29,7 @@ from thunder_zero.checkpoint.manifest import File
 KeyPath = tuple[str | int, ...]  # into the nested state dict, such as ("model", "embed.weight")
 # What a rank writes, by path: tensors; DTensors, of which it writes its part; pickled values; and the path of another
 # value that this is a further name of (tied weights), which is written once, the same on every rank.
-Entries = Mapping[KeyPath, Tensor | bytes | KeyPath]
+Entries = dict[KeyPath, Tensor | bytes | KeyPath]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +86,12 @@ def key_of(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def write_entries(folder: Path, rank: int, entries: Entries) -> Part:
-    """Write a rank's entries to a file of its own, and flush it to disk.
+def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
+    """Write what a planner plans for a rank to a file of its own, and flush it to disk.
 
     Raises:
         OSError: the file cannot be written.
     """
-    return write_part(folder, rank, WritePlanner(entries))
-
-
-def write_part(folder: Path, rank: int, planner: WritePlanner) -> Part:
-    """Write what a planner plans. Raises as :func:`write_entries`."""
     plan, places, path = planner.create_local_plan(), dict[MetadataIndex, _StorageInfo](), folder / f"__{rank}_0.distcp"
     if not plan.items:
         return Part(plan, places, planner.aliases, ())

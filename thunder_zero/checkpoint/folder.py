@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from thunder_zero.checkpoint import manifest, owner
-from thunder_zero.checkpoint.manifest import Manifest
+from thunder_zero.checkpoint.manifest import File, Manifest
 
 LATEST = "latest"
 CHECKPOINTS_UNCHANGED = "no part of this checkpoint is visible, earlier ones are unchanged"
@@ -126,31 +126,28 @@ def prepare(path: Path) -> None:
         owner.write(staging)
 
 
-def next_number(path: Path) -> int:
-    """A number above those of all checkpoints in the same folder."""
-    return 1 + max((found.number for found in list_checkpoints(path.parent).values()), default=0)
-
-
-def publish(path: Path, written: Manifest, *, latest: bool = True) -> None:
+def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = True) -> None:
     """Check that all files exist, add the manifest, and make the checkpoint visible in one rename.
 
     Args:
         path: the checkpoint.
-        written: its manifest.
+        ranks: how many wrote it.
+        files: all that they wrote.
         latest: whether to move the link ``latest`` to it.
 
     Raises:
         OSError: rank 0 does not see a file of another rank, or the disk is full.
     """
     staging = staging_of(path)
-    for file in written.files:
+    for file in files:
         if not (staging / file.name).is_file():
             raise OSError(
                 f"rank 0 does not see {file.name} in {staging}, which another rank wrote; save to a file system that "
                 f"all ranks share"
             )
+    number = 1 + max((found.number for found in list_checkpoints(path.parent).values()), default=0)
     with explain_write_error(manifest.NAME), (staging / manifest.NAME).open("x") as stream:
-        stream.write(manifest.to_text(written))
+        stream.write(manifest.to_text(Manifest(number, ranks, files)))
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(staging)

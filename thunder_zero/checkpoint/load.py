@@ -84,7 +84,7 @@ def load(
         error_of_last(state)  # which the next save raises
         require_at_rest(state, "load", extra)
         _require_stateful(extra)
-    where, written = find_checkpoint(Path(path), state.group, verify_files=verify_files)
+    where, written = _find_checkpoint(Path(path), state.group, verify_files=verify_files)
     averages = [contents.averages(name, ema) for name, ema in extra.items() if isinstance(ema, EMA)]
     with all_or_none(state.group, "to load"):
         with _refuse_replaced(where, written):
@@ -96,16 +96,9 @@ def load(
     return loaded
 
 
-def find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool) -> tuple[Path, Manifest | None]:
+def _find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool) -> tuple[Path, Manifest | None]:
     """The folder that rank 0 finds, for all ranks (a link may move meanwhile); and, with
-    ``verify_files``, its manifest, after the files were compared with it. A collective.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: it is damaged.
-        OSError: a rank does not see it.
-        RuntimeError: another rank refused.
-    """
+    ``verify_files``, its manifest, after the files were compared with it. A collective."""
     where, written = path, None
     with all_or_none(group, "to load"):
         if group.rank() == 0:
@@ -151,7 +144,8 @@ def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> d
     """The extras that this rank saved; if another number of ranks saved, those that all of them saved alike."""
     if len(of_rank) == ranks:
         return dict(of_rank[rank])
-    return {name: value for name, value in (of_rank[0] if of_rank else {}).items() if _is_alike(name, of_rank)}
+    own, *others = ({name: pickled(name, value) for name, value in extras.items()} for extras in of_rank or ({},))
+    return {name: of_rank[0][name] for name in own if all(other.get(name) == own[name] for other in others)}
 
 
 def load_extras(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
@@ -171,11 +165,6 @@ def load_extras(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
                 f"that saved; leave it out, and take what you need from Loaded.of_rank"
             )
     return [(extra[name], partial(extra[name].load_state_dict, loaded.own[name])) for name in names]
-
-
-def _is_alike(name: str, of_rank: Sequence[Mapping[str, Any]]) -> bool:
-    first = pickled(name, of_rank[0][name])
-    return all(name in extras and pickled(name, extras[name]) == first for extras in of_rank[1:])
 
 
 @torch.no_grad()

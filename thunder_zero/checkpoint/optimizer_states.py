@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from thunder_zero.checkpoint.contents import GROUPS, OPTIM, STATE, Contents, Values, is_cut, require_same_names, written
+from thunder_zero.checkpoint.contents import GROUPS, OPTIM, STATE, Contents, is_cut, require_same_names, written
 from thunder_zero.checkpoint.dcp_read import read_entries
+from thunder_zero.checkpoint.dcp_write import Entries
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
 from thunder_zero.comm.agree import Fact
 from thunder_zero.runtime.dtensors import local
@@ -47,13 +48,6 @@ class Named:
     number: int | None
     states: Mapping[str, Any]
     owner: int | None
-
-
-def optimizer_list(optimizers: Optimizers | None) -> list[Optimizer]:
-    """One optimizer, several or None, as a list."""
-    if optimizers is None:
-        return []
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
 def named_groups(contents: Contents, optimizers: Sequence[Optimizer]) -> list[list[Named]]:
@@ -95,17 +89,24 @@ def named_groups(contents: Contents, optimizers: Sequence[Optimizer]) -> list[li
 # To write
 
 
-def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Named]]) -> Values:
-    """What this rank writes of the optimizers, whose groups are numbered consecutively.
+def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tuple[Entries, list[Fact]]:
+    """What this rank writes of the optimizers, whose groups are numbered consecutively; and which states ranks share of
+    each parameter, for them to compare: one that a rank lacks is not saved.
 
     Raises:
         ValueError: a state has a dot in its name, or is neither a part nor one value; a hyper-parameter cannot be
-            saved.
+            saved; a parameter or a state is not the model's.
     """
-    values: Values = {}
+    values, facts, groups = Entries(), list[Fact](), named_groups(contents, optimizers)
     for named in chain(*groups):
+        what, shown = f"the optimizer's state of parameter {named.name!r}", list[str]()
         for key, value in named.states.items():
             values |= _state_entry(contents, named, key, value)
+            shown.append(f"{key} by rows" if is_cut(value) else str(key))
+        if named.owner is not None:
+            facts.append(Fact(what, f"whole, on rank {named.owner}", "build the same optimizer on every rank"))
+        elif named.number is not None:
+            facts.append(Fact(what, ", ".join(shown) or "none", "step the optimizer on every rank"))
     if contents.rank == 0:
         saved = [group for optimizer in optimizers for group in optimizer.param_groups]
         for number, (group, members) in enumerate(zip(saved, groups, strict=True)):
@@ -113,23 +114,10 @@ def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer], group
                 what = f"hyper-parameter {key!r} of parameter group {number}"
                 values[OPTIM, GROUPS, number, key] = written(what, value)
         values[OPTIMIZER_CLASSES,] = written(OPTIMIZER_CLASSES, [class_name(optimizer) for optimizer in optimizers])
-    return values
+    return values, facts
 
 
-def state_facts(groups: Iterable[Iterable[Named]]) -> list[Fact]:
-    """The states of each parameter that ranks share, for the ranks to compare: one that a rank lacks is not saved."""
-    facts = []
-    for named in chain(*groups):
-        what = f"the optimizer's state of parameter {named.name!r}"
-        if named.owner is not None:
-            facts.append(Fact(what, f"whole, on rank {named.owner}", "build the same optimizer on every rank"))
-        elif named.number is not None:
-            shown = ", ".join(f"{key} by rows" if is_cut(value) else str(key) for key, value in named.states.items())
-            facts.append(Fact(what, shown or "none", "step the optimizer on every rank"))
-    return facts
-
-
-def _state_entry(contents: Contents, named: Named, key: str, value: Any) -> Values:
+def _state_entry(contents: Contents, named: Named, key: str, value: Any) -> Entries:
     """What this rank writes of a state: its part, of which the other ranks have theirs; all, if it is in turn."""
     what, param = f"the optimizer's state {key!r} of parameter {named.name!r}", named.tensor
     path = (OPTIM, STATE, named.name, key)
@@ -145,8 +133,7 @@ def _state_entry(contents: Contents, named: Named, key: str, value: Any) -> Valu
         )
     if named.number is None:
         return {(contents.rank_prefix, *path): written(what, value)}
-    is_part = isinstance(value, DTensor) and (value.shape, value.placements) == (param.shape, _placements(param))
-    if is_cut(param) and isinstance(value, Tensor) and value.numel() != 1 and not is_part:
+    if is_cut(param) and isinstance(value, Tensor) and value.numel() != 1 and not _is_alike(value, param):
         raise ValueError(
             f"cannot save {what}: it has shape {tuple(value.shape)}, and is neither one number nor cut like the "
             f"parameter, of shape {tuple(param.shape)}; save optimizer.state_dict() on each rank instead"
@@ -154,8 +141,8 @@ def _state_entry(contents: Contents, named: Named, key: str, value: Any) -> Valu
     return {path: written(what, value)} if contents.is_mine(named.number, value) else {}
 
 
-def _placements(value: object) -> object:
-    return value.placements if isinstance(value, DTensor) else None
+def _is_alike(value: Tensor, param: DTensor) -> bool:
+    return isinstance(value, DTensor) and (value.shape, value.placements) == (param.shape, param.placements)
 
 
 # Read
@@ -293,10 +280,7 @@ def _has_shape(found: Any, named: Named) -> bool:
 
 def _as_state(value: Any, named: Named, like_parameter: bool) -> Any:
     """A state as the optimizer has it: a DTensor, if it is cut like one or has more than one number."""
-    param = named.tensor
-    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or named.owner is not None:
+    param, kept = named.tensor, named.owner is not None or not isinstance(value, Tensor)
+    if kept or not isinstance(param, DTensor) or (value.numel() == 1 and not like_parameter):
         return value
-    if not like_parameter and value.numel() == 1:
-        return value
-    rows = value.to(local(param).device)
-    return dtensor_like(rows, param, param.shape if like_parameter else value.shape)
+    return dtensor_like(value.to(local(param).device), param, param.shape if like_parameter else value.shape)

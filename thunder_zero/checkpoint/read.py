@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,28 +30,25 @@ from thunder_zero.checkpoint.optimizer_states import read_state_dicts
 from thunder_zero.runtime.dtensors import local
 from thunder_zero.runtime.optimizers import load_exactly
 
-# Those of torch's tutorials, Fabric, Trainer, Accelerate, torchtune and, at the top without a name, torchtitan.
-MODEL_ROOTS = (MODEL, "app.model", "state_dict", "model_state_dict", "state.model", "")
-OPTIM_ROOTS = (OPTIM, "optimizer", "app.optim", "app.optimizer", "optimizer_0", "optimizer_state_dict")
+# Where tools put them: torch's tutorials, Fabric, Trainer, Accelerate, torchtune and, at the top, torchtitan.
+ROOTS = {
+    "model": (MODEL, "app.model", "state_dict", "model_state_dict", "state.model", ""),
+    "optimizer": (OPTIM, "optimizer", "app.optim", "app.optimizer", "optimizer_0", "optimizer_state_dict"),
+}
+NO_MODEL = f"save it as {{{MODEL!r}: get_model_state_dict(...)}}, or load a checkpoint of this model"
+NO_OPTIMIZER = f"load without one, or save it as {{{OPTIM!r}: get_optimizer_state_dict(...)}}"
 BUILD = "build the model as it was saved"
 
 
 States = Sequence[tuple[Any, Callable[[], object]]]  # what has a state, and the call that loads it, which may raise
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """What was read of a checkpoint, in new memory.
+class Read(NamedTuple):
+    """What was read of a checkpoint, in new memory."""
 
-    Attributes:
-        tensors: this rank's part of the tensors of a model and of averages, each with its new values.
-        states: of modules, averages and optimizers.
-        of_rank: the extras of each rank that saved, by name.
-    """
-
-    tensors: Sequence[tuple[Tensor, Tensor]]
-    states: States
-    of_rank: tuple[Mapping[str, Any], ...]
+    tensors: Sequence[tuple[Tensor, Tensor]]  # this rank's part of those of a model and of averages, with new values
+    states: States  # of modules, averages and optimizers
+    of_rank: tuple[Mapping[str, Any], ...]  # the extras of each rank that saved, by name
 
 
 def read_checkpoint(
@@ -85,13 +81,10 @@ def read_checkpoint(
             raise ValueError(
                 f"the checkpoint has another model: {key!r} and {alias!r} are tied here, and differ in it; {BUILD}"
             )
-    loads = [
-        (thing, partial(thing.load_state_dict, values[key]))
-        for key, thing in here.items()
-        if not isinstance(thing, Tensor | str)
-    ]
+    stateful = [(key, thing) for key, thing in here.items() if not isinstance(thing, Tensor | str)]
+    loads = [(thing, partial(thing.load_state_dict, values[key])) for key, thing in stateful]
     if optimizers:
-        dicts = read_state_dicts(folder, metadata, contents[0], optimizers, optimizer_prefix(stored))
+        dicts = read_state_dicts(folder, metadata, contents[0], optimizers, _optimizer_prefix(stored))
         loads += [(one, partial(load_exactly, one, saved)) for one, saved in zip(optimizers, dicts, strict=True)]
     of_rank = tuple(values[extras[rank]] for rank in sorted(extras))
     if not all(isinstance(own, dict) for own in of_rank):
@@ -99,40 +92,27 @@ def read_checkpoint(
     return Read([(local(tensor.detach()), values[key]) for key, tensor in tensors.items()], loads, of_rank)
 
 
-def model_prefix(names: Collection[str], keys: Collection[str]) -> str:
-    """How the keys of a model's tensors begin: the root with most of these names.
+def _prefix(what: str, fits: Callable[[str], int], found: Collection[str], action: str) -> str:
+    """How the keys of a model or an optimizer begin: the usual root that fits best."""
+    best = max((f"{root}." if root else "" for root in ROOTS[what]), key=fits)
+    if fits(best):
+        return best
+    shown = ", ".join(repr(root) for root in ROOTS[what] if root)
+    raise ValueError(f"the checkpoint has no {what} under {shown}: it has {listed(sorted(found))}; {action}")
 
-    Raises:
-        ValueError: there is no model under any of the usual names.
-    """
 
+def _model_prefix(names: Collection[str], keys: Collection[str]) -> str:
     def fits(prefix: str) -> int:  # one that has other names is of another model
         return 2 * sum(prefix + name in keys for name in names) + any(prefix and key.startswith(prefix) for key in keys)
 
-    action = f"save it as {{{MODEL!r}: get_model_state_dict(...)}}, or load a checkpoint of this model"
-    return _prefix("model", MODEL_ROOTS, fits, keys, action)
+    return _prefix("model", fits, keys, NO_MODEL)
 
 
-def optimizer_prefix(keys: Collection[str]) -> str:
-    """How the keys of an optimizer's values begin.
-
-    Raises:
-        ValueError: there is no optimizer under any of the usual names.
-    """
-
+def _optimizer_prefix(keys: Collection[str]) -> str:
     def fits(prefix: str) -> int:
         return any(key.startswith((f"{prefix}{GROUPS}.", f"{prefix}{STATE}.")) for key in keys)
 
-    action = f"load without one, or save it as {{{OPTIM!r}: get_optimizer_state_dict(...)}}"
-    return _prefix("optimizer", OPTIM_ROOTS, fits, {key.partition(".")[0] for key in keys}, action)
-
-
-def _prefix(what: str, roots: Sequence[str], fits: Callable[[str], int], found: Collection[str], action: str) -> str:
-    best = max((f"{root}." if root else "" for root in roots), key=fits)
-    if fits(best):
-        return best
-    shown = ", ".join(repr(root) for root in roots if root)
-    raise ValueError(f"the checkpoint has no {what} under {shown}: it has {listed(sorted(found))}; {action}")
+    return _prefix("optimizer", fits, {key.partition(".")[0] for key in keys}, NO_OPTIMIZER)
 
 
 def _matched(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +123,7 @@ def _matched(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: a name, a shape or a dtype differs.
     """
     root, what = f"{key_of(contents.root)}.", contents.what
-    prefix = model_prefix([*contents.params, *contents.buffers], stored) if contents.root == (MODEL,) else root
+    prefix = _model_prefix([*contents.params, *contents.buffers], stored) if contents.root == (MODEL,) else root
     own = f"{contents.rank_prefix}.{root}"
     if not any(key.startswith(prefix) for key in stored):
         raise ValueError(f"the checkpoint has no {what}; leave it out of extra, or load another checkpoint")

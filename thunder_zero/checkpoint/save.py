@@ -21,15 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint import dcp_write, folder
-from thunder_zero.checkpoint.contents import Contents, Values, contents_of, extra_entries
-from thunder_zero.checkpoint.dcp_write import Entries, Part
-from thunder_zero.checkpoint.manifest import Manifest
+from thunder_zero.checkpoint.contents import Contents, contents_of, extra_entries
+from thunder_zero.checkpoint.dcp_write import Entries, Part, WritePlanner
 from thunder_zero.checkpoint.optimizer_states import (
     Optimizers,
-    named_groups,
     optimizer_entries,
-    optimizer_list,
-    state_facts,
 )
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.group import group_like
@@ -116,7 +112,8 @@ def agreed(
             raise TypeError(
                 f"extra is {extra!r}; pass a mapping from names to values, such as {{'scheduler': scheduler}}"
             )
-        contents, optimizers = contents_of(sharded), optimizer_list(optimizer)
+        contents = contents_of(sharded)
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     arguments = {
         f"the path to {action}": path,
         "the list of names in extra": sorted(extra),
@@ -151,17 +148,16 @@ def require_at_rest(state: State, action: str, extra: Mapping[str, Any]) -> None
 
 def entries_of(
     contents: Contents, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]
-) -> tuple[Values, list[Fact]]:
+) -> tuple[Entries, list[Fact]]:
     """What this rank writes, and what of it ranks have to agree on.
 
     Raises:
         TypeError: an extra is a model.
         ValueError: an extra or an optimizer's state cannot be saved.
     """
-    groups = named_groups(contents, optimizers)
-    entries = contents.entries() | extra_entries(contents, extra) | optimizer_entries(contents, optimizers, groups)
-    emas = [(name, ema) for name, ema in extra.items() if isinstance(ema, EMA)]
-    return entries, [*state_facts(groups), *(ema.fact(f"the extra {name!r}, an EMA,") for name, ema in emas)]
+    values, facts = optimizer_entries(contents, optimizers)
+    facts += [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
+    return contents.entries() | extra_entries(contents, extra) | values, facts
 
 
 @torch.no_grad()
@@ -179,7 +175,7 @@ def write_checkpoint(path: Path, entries: Entries, max_to_keep: int | None, grou
             if rank == 0:
                 folder.prepare(path)
         with all_or_none(group, "to save"):
-            part = dcp_write.write_entries(folder.staging_of(path), rank, entries)
+            part = dcp_write.write_planned(folder.staging_of(path), rank, WritePlanner(entries))
         parts = gather_object_on_rank_0(part, group)
         with all_or_none(group, "to save"):
             if rank == 0:
@@ -194,7 +190,7 @@ def write_checkpoint(path: Path, entries: Entries, max_to_keep: int | None, grou
 def finish_checkpoint(path: Path, parts: Sequence[Part], max_to_keep: int | None) -> None:
     """Write the metadata of all ranks' parts, publish the checkpoint, and delete older ones; on rank 0."""
     files = dcp_write.write_metadata(folder.staging_of(path), parts)
-    folder.publish(path, Manifest(folder.next_number(path), len(parts), files))
+    folder.publish(path, len(parts), files)
     if max_to_keep is not None:
         folder.prune(path, max_to_keep)
 

@@ -21,8 +21,7 @@ from thunder_zero import layout
 from thunder_zero.amounts import float_dtype
 from thunder_zero.checkpoint import folder
 from thunder_zero.checkpoint.contents import MODEL
-from thunder_zero.checkpoint.dcp_write import KeyPath, WritePlanner, key_of, write_metadata, write_part
-from thunder_zero.checkpoint.manifest import Manifest
+from thunder_zero.checkpoint.dcp_write import Entries, WritePlanner, key_of, write_metadata, write_planned
 from thunder_zero.checkpoint.whole_files import INDEX_SUFFIX, SUFFIX, dtype_to_write
 from thunder_zero.tools.report.progress import show_progress
 
@@ -100,9 +99,7 @@ class FromFiles(WritePlanner):
     """Plans the rows of one of several ranks; reads those of an item right before they are written."""
 
     def __init__(self, tensors: Sequence[FileTensor], ranks: int, rank: int, done: Callable[[int], None]) -> None:
-        keys: dict[KeyPath, Tensor | bytes | KeyPath] = {
-            (MODEL, tensor.name): torch.empty(tensor.shape, device="meta") for tensor in tensors
-        }
+        keys: Entries = {(MODEL, tensor.name): torch.empty(tensor.shape, device="meta") for tensor in tensors}
         keys |= {(MODEL, alias): (MODEL, tensor.name) for tensor in tensors for alias in tensor.aliases}
         super().__init__(keys)
         self._tensors = {key_of((MODEL, tensor.name)): tensor for tensor in tensors}
@@ -128,9 +125,9 @@ def _write(path: Path, tensors: list[FileTensor], ranks: int) -> None:
     staging = folder.staging_of(path)
     total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
     with show_progress(f"write {path.name}", total) as done:
-        parts = [write_part(staging, rank, FromFiles(tensors, ranks, rank, done)) for rank in range(ranks)]
+        parts = [write_planned(staging, rank, FromFiles(tensors, ranks, rank, done)) for rank in range(ranks)]
     files = write_metadata(staging, parts)
-    folder.publish(path, Manifest(folder.next_number(path), ranks, files), latest=False)
+    folder.publish(path, ranks, files, latest=False)
 
 
 def _items(key: str, tensor: FileTensor, ranks: int, rank: int) -> Iterator[WriteItem]:
