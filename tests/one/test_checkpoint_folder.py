@@ -38,7 +38,7 @@ def names(root: Path) -> list[str]:
 def note_of_this_process(tmp_path: Path) -> dict[str, Any]:
     owner.write(tmp_path)
     note: dict[str, Any] = json.loads((tmp_path / owner.NAME).read_text())
-    owner.erase(tmp_path)
+    (tmp_path / owner.NAME).unlink()
     return note
 
 

@@ -163,7 +163,7 @@ def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = T
         sync_folder(path.parent)
     if _replaced(path).is_dir():
         remove(_replaced(path))
-    owner.erase(path)
+    (path / owner.NAME).unlink(missing_ok=True)
 
 
 def prune(path: Path, max_to_keep: int) -> None:

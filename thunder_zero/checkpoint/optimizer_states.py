@@ -36,16 +36,16 @@ class Named:
 
     Attributes:
         name: its first name in the model's state dict.
-        tensor: the parameter.
         number: its place among the model's parameters; None if it is ignored: each rank has its own.
+        tensor: the parameter.
         states: its states by name, as far as this rank has them.
         owner: the rank of its copy of the model that alone has its states, and in full (``tz.whole``); None if each
             rank has its part of them.
     """
 
     name: str
-    tensor: Tensor
     number: int | None
+    tensor: Tensor
     states: Mapping[str, Any]
     owner: int | None
 
@@ -60,26 +60,24 @@ def named_groups(contents: Contents, optimizers: Sequence[Optimizer]) -> list[li
     known |= {id(tensor): (name, number) for number, (name, tensor) in enumerate(contents.params.items())}
     groups: list[list[Named]] = []
     for optimizer in optimizers:
-        kind, stepped = class_name(optimizer), set[int]()
         for group in optimizer.param_groups:
             groups.append([])
             for tensor in group["params"]:
                 if id(tensor) not in known:
                     raise ValueError(
-                        f"{kind} has a parameter of shape {tuple(tensor.shape)} that is not one of this model's; build "
-                        f"the optimizer on model.parameters()"
+                        f"{class_name(optimizer)} has a parameter of shape {tuple(tensor.shape)} that is not one of "
+                        f"this model's; build the optimizer on model.parameters()"
                     )
                 owner = optimizer.owner_of(tensor) if isinstance(optimizer, StepsWhole) else None
-                name, number = known[id(tensor)]
-                groups[-1].append(Named(name, tensor, number, optimizer.state.get(tensor, {}), owner))
-                stepped.add(id(tensor))
-        for key in optimizer.state:
-            if id(key) not in stepped:
-                what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
-                raise ValueError(
-                    f"{kind} has a state for {what}, which is not one of its parameters, so the state has no name to "
-                    f"be saved under; remove it from optimizer.state and save it as an extra"
-                )
+                groups[-1].append(Named(*known[id(tensor)], tensor, optimizer.state.get(tensor, {}), owner))
+    stepped = {id(named.tensor) for named in chain(*groups)}
+    for stepper, key in ((one, key) for one in optimizers for key in one.state):
+        if id(key) not in stepped:
+            what = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+            raise ValueError(
+                f"{class_name(stepper)} has a state for {what}, which is not one of its parameters, so the state has "
+                f"no name to be saved under; remove it from optimizer.state and save it as an extra"
+            )
     for name, count in Counter(named.name for named in chain(*groups)).items():
         if count > 1:
             raise ValueError(f"parameter {name!r} is in {count} optimizers; give each parameter to one of them")

@@ -30,15 +30,6 @@ def write(folder: Path) -> None:
         (folder / NAME).write_text(json.dumps(note))
 
 
-def erase(folder: Path) -> None:
-    """Take back the note.
-
-    Raises:
-        OSError: the file cannot be deleted.
-    """
-    (folder / NAME).unlink(missing_ok=True)
-
-
 def is_alive(folder: Path) -> bool | None:
     """Whether the owner of a folder lives; None if nobody is noted, or a process of another machine."""
     try:
