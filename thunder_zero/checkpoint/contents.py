@@ -70,23 +70,28 @@ class Contents:
         """The first part of the keys of values that belong to this rank alone."""
         return f"rank{self.rank}"
 
-    def is_mine(self, number: int, value: object) -> bool:
-        """Whether this rank writes its part of a value of the parameter of this number: ranks take turns with what all
-        of them have."""
+    def share(self, what: str, path: KeyPath, value: Any, turn: int | None) -> Entries:
+        """What this rank writes of a value: its part, if it is cut; all, if this is the rank whose turn it is among
+        those that have the same; all under its own path, if each rank has another (None).
+
+        Raises:
+            ValueError: as :func:`written`.
+        """
+        if turn is None:
+            return {(self.rank_prefix, *path): written(what, value)}
         at, size = self.in_copy
-        return self.writes and (is_cut(value) or number % size == at)
+        is_mine = self.writes and (is_cut(value) or turn % size == at)
+        return {path: written(what, value)} if is_mine else {}
 
     def entries(self) -> Entries:
         """What this rank writes of it."""
-        values: Entries = {}
-        for number, (name, param) in enumerate(self.params.items()):
-            if self.is_mine(number, param):
-                values[*self.root, name] = param.detach()
-        values |= {(self.rank_prefix, *self.root, name): tensor.detach() for name, tensor in self.ignored.items()}
-        if self.rank == 0:
-            values |= {(*self.root, name): tensor.detach() for name, tensor in self.buffers.items()}
-            values |= {(*self.root, name): written(name, value) for name, (value, _) in self.states.items()}
-        return values | {(*self.root, alias): (*self.root, name) for alias, name in self.aliases.items()}
+        states = {name: value for name, (value, _) in self.states.items()}
+        apart, of_rank_0 = self.ignored.items(), (*self.buffers.items(), *states.items())
+        turns = [*enumerate(self.params.items()), *((None, one) for one in apart), *((0, one) for one in of_rank_0)]
+        entries: Entries = {(*self.root, alias): (*self.root, name) for alias, name in self.aliases.items()}
+        for turn, (name, value) in turns:
+            entries |= self.share(name, (*self.root, name), value, turn)
+        return entries
 
     def averages(self, name: str, ema: EMA) -> Contents:
         """The averages of an EMA that is saved under a name, as contents of a model without buffers."""
@@ -159,7 +164,7 @@ def extra_entries(contents: Contents, extra: Mapping[str, Any]) -> Entries:
             continue
         states[name] = value.state_dict() if isinstance(value, Stateful) else value
         written(f"the extra {name!r}", states[name])
-    return entries | {(contents.rank_prefix, EXTRA): written(EXTRA, states)}
+    return entries | contents.share(EXTRA, (EXTRA,), states, None)
 
 
 def written(what: str, value: Any) -> Tensor | bytes:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from thunder_zero.checkpoint.contents import GROUPS, OPTIM, STATE, Contents, is_cut, require_same_names, written
+from thunder_zero.checkpoint.contents import GROUPS, OPTIM, STATE, Contents, is_cut, require_same_names
 from thunder_zero.checkpoint.dcp_read import read_entries
 from thunder_zero.checkpoint.dcp_write import Entries
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
@@ -105,14 +105,13 @@ def optimizer_entries(contents: Contents, optimizers: Sequence[Optimizer]) -> tu
             facts.append(Fact(what, f"whole, on rank {named.owner}", "build the same optimizer on every rank"))
         elif named.number is not None:
             facts.append(Fact(what, ", ".join(shown) or "none", "step the optimizer on every rank"))
-    if contents.rank == 0:
-        saved = [group for optimizer in optimizers for group in optimizer.param_groups]
-        for number, (group, members) in enumerate(zip(saved, groups, strict=True)):
-            for key, value in {**group, "params": [named.name for named in members]}.items():
-                what = f"hyper-parameter {key!r} of parameter group {number}"
-                values[OPTIM, GROUPS, number, key] = written(what, value)
-        values[OPTIMIZER_CLASSES,] = written(OPTIMIZER_CLASSES, [class_name(optimizer) for optimizer in optimizers])
-    return values, facts
+    saved = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for at, (group, members) in enumerate(zip(saved, groups, strict=True)):
+        for key, value in {**group, "params": [named.name for named in members]}.items():
+            what = f"hyper-parameter {key!r} of parameter group {at}"
+            values |= contents.share(what, (OPTIM, GROUPS, at, key), value, 0)
+    classes = [class_name(optimizer) for optimizer in optimizers]
+    return values | contents.share(OPTIMIZER_CLASSES, (OPTIMIZER_CLASSES,), classes, 0), facts
 
 
 def _state_entry(contents: Contents, named: Named, key: str, value: Any) -> Entries:
@@ -122,21 +121,18 @@ def _state_entry(contents: Contents, named: Named, key: str, value: Any) -> Entr
     if not isinstance(key, str) or "." in key:
         raise ValueError(f"cannot save {what}: the name of a state must be a string without dots; rename it")
     if named.owner is not None:
-        mine = contents.writes and named.owner == contents.in_copy[0]
-        return {path: written(what, value)} if mine else {}
+        return contents.share(what, path, value, named.owner)
     if not isinstance(value, Tensor | bool | int | float | str | None):
         raise ValueError(
             f"cannot save {what}: values of type {type(value).__name__} cannot be merged across ranks; save it as an "
             f"extra"
         )
-    if named.number is None:
-        return {(contents.rank_prefix, *path): written(what, value)}
     if is_cut(param) and isinstance(value, Tensor) and value.numel() != 1 and not _is_alike(value, param):
         raise ValueError(
             f"cannot save {what}: it has shape {tuple(value.shape)}, and is neither one number nor cut like the "
             f"parameter, of shape {tuple(param.shape)}; save optimizer.state_dict() on each rank instead"
         )
-    return {path: written(what, value)} if contents.is_mine(named.number, value) else {}
+    return contents.share(what, path, value, named.number)
 
 
 def _is_alike(value: Tensor, param: DTensor) -> bool:
