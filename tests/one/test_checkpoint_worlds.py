@@ -141,6 +141,11 @@ def test_no_padding_and_no_copy_is_written(saved: Saved, right: dict[str, Tensor
         if index.fqn == "model.head.weight":
             twin = places[type(index)("model.embed.weight", index.offset)]
             assert (place.relative_path, place.offset) == (twin.relative_path, twin.offset)
+    for file in saved(world, stage).glob("*.distcp"):
+        of_file = {
+            place.offset: place.length for place in metadata.storage_data.values() if place.relative_path == file.name
+        }
+        assert sum(of_file.values()) == file.stat().st_size, "something is written twice"
     assert stored["optim.state.embed.weight.exp_avg"].size == (9, 5)
     assert manifest.read(saved(world, stage)).ranks == world
 
