@@ -58,10 +58,10 @@ def test_a_manifest_comes_back_or_is_refused() -> None:
         changed = bytearray(text.encode())
         changed[number] ^= 1
         says(partial(manifest.from_text, changed.decode()), "ValueError: manifest.json is damaged")
-    later = json.loads(text) | {"format": 2}
+    later = json.loads(text) | {"format": 3}
     del later["sha256"]
     later["sha256"] = sha256(json.dumps(later, sort_keys=True).encode()).hexdigest()
-    words = "has format 2, this thunder_zero reads format 1; use the thunder_zero that saved it"
+    words = "has format 3, this thunder_zero reads format 2; use the thunder_zero that saved it"
     says(lambda: manifest.from_text(json.dumps(later)), words)
     for none in ("", "[1]", "{}", "{"):
         says(partial(manifest.from_text, none), "is damaged: it is not a manifest ", "; use another checkpoint")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 HASHED_AT_ONCE_BYTES = 1 << 20
 USE_ANOTHER = "use another checkpoint"
 

@@ -95,12 +95,8 @@ def save(
 def agreed(
     action: str, path: Path, model: nn.Module, optimizer: Optimizers | None, extra: Mapping[str, Any], **others: object
 ) -> tuple[Contents, list[Optimizer]]:
-    """What this rank has of the model, and the optimizers as a list, once all ranks give the same; a collective.
-
-    Args:
-        action: completes "the path to", such as "save at".
-        path, model, optimizer, extra: the arguments.
-        others: further arguments, by name.
+    """What this rank has of the model, and the optimizers as a list, once all ranks give the same for an action such as
+    "save at", with other arguments by name; a collective.
 
     Raises:
         TypeError: ``model`` has no ZeroTransform; ``extra`` is not a mapping from names.
