@@ -17,10 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 import thunder_zero as tz
 from tests.harness.models import Mlp
 from thunder_zero.checkpoint import folder
-from thunder_zero.checkpoint.contents import Contents, named_groups
-from thunder_zero.checkpoint.dcp_write import write_entries
-from thunder_zero.checkpoint.save import entries_of
-from thunder_zero.checkpoint.write import finish_checkpoint
+from thunder_zero.checkpoint.contents import Contents
+from thunder_zero.checkpoint.dcp_write import WritePlanner, write_planned
+from thunder_zero.checkpoint.save import entries_of, finish_checkpoint
 from thunder_zero.layout import is_sharded, row_range
 from thunder_zero.runtime.sharded_model import sharded_model
 
@@ -128,11 +127,10 @@ def simulated_ranks(
 
 
 def save_simulated(path: Path, ranks: Sequence[Simulated]) -> None:
-    """What :func:`thunder_zero.checkpoint.write.write_checkpoint` does, for all ranks; each has an extra."""
+    """What :func:`thunder_zero.checkpoint.save.write_checkpoint` does, for all ranks; each has an extra."""
     folder.prepare(path)
     parts = []
     for number, rank in enumerate(ranks):
-        groups = named_groups(rank.held, rank.optimizer)
-        entries = entries_of(rank.held, [rank.optimizer], groups, {"position": 100 + number})
-        parts.append(write_entries(folder.staging_of(path), number, entries))
+        entries, _ = entries_of(rank.held, [rank.optimizer], {"position": 100 + number})
+        parts.append(write_planned(folder.staging_of(path), number, WritePlanner(entries)))
     finish_checkpoint(path, parts, None)

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,12 +23,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from tests.harness.checkpoints import Simulated, mesh_of, part_of, save_simulated, simulated_ranks
 from tests.harness.errors import raised, says
-from thunder_zero.checkpoint import dcp_write, manifest
+from thunder_zero.checkpoint import manifest
 from thunder_zero.checkpoint.dcp_read import read_entries, read_metadata
-from thunder_zero.checkpoint.dcp_write import Entries, write_entries, write_metadata
-from thunder_zero.checkpoint.extras import read_extras
-from thunder_zero.checkpoint.load import read_checkpoint
+from thunder_zero.checkpoint.dcp_write import WritePlanner, write_metadata, write_planned
 from thunder_zero.checkpoint.manifest import File
+from thunder_zero.checkpoint.read import read_checkpoint
 from thunder_zero.tools import cli
 
 WEIGHT, BIAS, MOMENTUM = "model.weight", "model.bias", "optim.state.weight.momentum_buffer"
@@ -87,8 +85,11 @@ def new_key(metadata: Metadata, key: str) -> None:
 
 LR = "optim.param_groups.0.lr"
 IN_METADATA: dict[str, tuple[Change, str]] = {
-    "no entries": (lambda of: bad_type(of, state_dict_metadata=None), "list of entries is not a dict"),
-    "no places": (lambda of: bad_type(of, storage_data=[1]), "list of places in files is not a dict"),
+    "no entries": (
+        lambda of: bad_type(of, state_dict_metadata=None),
+        "its list of entries, or of places in",
+    ),
+    "no places": (lambda of: bad_type(of, storage_data=[1]), "its list of entries, or of places in"),
     "an entry": (lambda of: of.state_dict_metadata.update({WEIGHT: 5}), "model.weight is a int"),  # type: ignore[dict-item]
     "a name": (lambda of: of.state_dict_metadata.update({5: entry(of)}), "an entry that is named 5"),  # type: ignore[dict-item]
     "a shape": (lambda of: bad_type(entry(of), size="43"), "the shape of model.weight is '43'"),
@@ -111,9 +112,11 @@ IN_METADATA: dict[str, tuple[Change, str]] = {
     "overlapping places": (lambda of: bad_type(place_of(of, WEIGHT), offset=1), f"entries overlap in {FILE} at byte"),
     "a short place": (lambda of: bad_type(place_of(of, WEIGHT), length=5), "model.weight has 24 bytes, its place 5"),
     **{
-        f"a file at {name!r}": (partial(move, name), "outside of the folder")
-        for name in ("../x", "/etc/passwd", "a/../../x", "", "a\0b", 5)
+        f"a file at {name!r}": (partial(move, name), f"is damaged: the file name {name!r} leads out of it")
+        for name in ("../x", "/etc/passwd", "a/../../x")
     },
+    **{f"a file at {name!r}": (partial(move, name), f" in {name!r})") for name in ("a\0b", 5)},
+    "a file without a name": (partial(move, ""), "is missing, its .metadata needs"),
     "a stored dtype": (
         lambda of: bad_type(entry(of, MOMENTUM).properties, dtype=torch.int32),
         "has shape (2, 3) and dtype torch.float32 in its file, (2, 3) and torch.int32 in .metadata",
@@ -139,8 +142,8 @@ def load(path: Path) -> str:
     rank = two_ranks()[0]
 
     def verified() -> None:
-        manifest.require_no_faults(path, manifest.find_faults(path, manifest.read(path).files))
-        read_checkpoint(path, read_metadata(path), rank.held, nn.Module(), [rank.optimizer], 2)
+        manifest.require_no_faults(path, manifest.read(path).files)
+        read_checkpoint(path, read_metadata(path), [rank.held], [rank.optimizer])
 
     return raised(verified)
 
@@ -173,8 +176,7 @@ def test_places_that_the_files_do_not_have(good: Path, tmp_path: Path, capsys: p
     (linked / FILE).rename(tmp_path / "elsewhere")
     (linked / FILE).symlink_to(tmp_path / "elsewhere")
     assert f"{FILE} is not a file, but a link or something else" in load(linked)
-    unverified = partial(read_checkpoint, linked, read_metadata(linked), two_ranks()[0].held, nn.Module(), [], 0)
-    says(unverified, "leads out of it; use another checkpoint")
+    says(lambda: read_metadata(linked), "leads out of it; use another checkpoint")
 
 
 def test_parameter_groups_that_are_none(good: Path, tmp_path: Path) -> None:
@@ -227,11 +229,11 @@ def test_nothing_that_is_read_runs(tmp_path: Path) -> None:
         says(lambda: read_metadata(tmp_path), f".metadata is damaged {words}", LAST)
     value = io.BytesIO()
     torch.save(Command(done), value)
-    entries = Entries({("rank0", "extra", "bad"): value.getvalue()}, {})
-    part = write_entries(tmp_path / "a", 0, entries)
+    (tmp_path / "a").mkdir()
+    part = write_planned(tmp_path / "a", 0, WritePlanner({("rank0", "extra"): value.getvalue()}))
     write_metadata(tmp_path / "a", [part])
     says(
-        lambda: read_extras(tmp_path / "a", read_metadata(tmp_path / "a")),
+        lambda: read_entries(tmp_path / "a", read_metadata(tmp_path / "a"), ["rank0.extra"]),
         "is damaged (Weights only load failed",
         "; use another",
     )
@@ -240,11 +242,10 @@ def test_nothing_that_is_read_runs(tmp_path: Path) -> None:
 
 def test_rows_that_are_in_no_file(tmp_path: Path) -> None:
     rows = part_of(torch.ones(4, 3), mesh_of(0, 2))
-    part = write_entries(tmp_path, 0, Entries({("w",): rows}, {}))
-    too_few = "w is incomplete: its shape (4, 3) needs 12 elements, the ranks wrote 6"
-    says(lambda: write_metadata(tmp_path, [part]), too_few)
-    with mock.patch.object(dcp_write, "_require_all_rows"):  # another tool's
-        write_metadata(tmp_path, [part])
+    part = write_planned(tmp_path, 0, WritePlanner({("w",): rows}))
+    none = write_planned(tmp_path, 1, WritePlanner({}))
+    says(lambda: write_metadata(tmp_path, [part, none]), "key:w invalid fill tensor-volume: 12 chunks-volume: 6")
+    write_metadata(tmp_path, [part])
     metadata = read_metadata(tmp_path)
     missing = "is incomplete: rows of w are missing; use another checkpoint"
     for parts in ({}, {"w": part_of(torch.ones(4, 3), mesh_of(1, 2))}, {"w": part_of(torch.ones(4, 3), mesh_of(1, 3))}):

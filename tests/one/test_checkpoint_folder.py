@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +28,7 @@ def written(number: int = 1) -> Manifest:
 def save(path: Path) -> None:
     folder.prepare(path)
     (folder.staging_of(path) / "a.distcp").write_bytes(CONTENT)
-    folder.publish(path, written(folder.next_number(path)))
+    folder.publish(path, 2, written().files)
 
 
 def names(root: Path) -> list[str]:
@@ -39,7 +38,7 @@ def names(root: Path) -> list[str]:
 def note_of_this_process(tmp_path: Path) -> dict[str, Any]:
     owner.write(tmp_path)
     note: dict[str, Any] = json.loads((tmp_path / owner.NAME).read_text())
-    owner.erase(tmp_path)
+    (tmp_path / owner.NAME).unlink()
     return note
 
 
@@ -59,10 +58,10 @@ def test_a_manifest_comes_back_or_is_refused() -> None:
         changed = bytearray(text.encode())
         changed[number] ^= 1
         says(partial(manifest.from_text, changed.decode()), "ValueError: manifest.json is damaged")
-    later = json.loads(text) | {"format": 2}
+    later = json.loads(text) | {"format": 3}
     del later["sha256"]
     later["sha256"] = sha256(json.dumps(later, sort_keys=True).encode()).hexdigest()
-    words = "has format 2, this thunder_zero reads format 1; use the thunder_zero that saved it"
+    words = "has format 3, this thunder_zero reads format 2; use the thunder_zero that saved it"
     says(lambda: manifest.from_text(json.dumps(later)), words)
     for none in ("", "[1]", "{}", "{"):
         says(partial(manifest.from_text, none), "is damaged: it is not a manifest ", "; use another checkpoint")
@@ -71,15 +70,17 @@ def test_a_manifest_comes_back_or_is_refused() -> None:
 def test_faults_are_named(tmp_path: Path) -> None:
     """Sizes are also compared without reading."""
     path, files, read = tmp_path / "a.distcp", written().files, list[int]()
-    assert manifest.find_faults(tmp_path, files) == ["a.distcp is missing"]
-    assert manifest.find_wrong_sizes(tmp_path, files) == ["a.distcp is missing"]
+    sizes, contents = (partial(manifest.require_no_faults, tmp_path, files, contents=reads) for reads in (False, True))
+    for check in (sizes, contents):
+        says(check, " is damaged: a.distcp is missing; use another checkpoint")
     path.write_bytes(CONTENT[:-1])
-    assert manifest.find_faults(tmp_path, files) == ["a.distcp has 13 bytes, it was saved with 14"]
+    for check in (sizes, contents):
+        says(check, " is damaged: a.distcp has 13 bytes, it was saved with 14; use another checkpoint")
     path.write_bytes(b"W" + CONTENT[1:])
-    assert manifest.find_faults(tmp_path, files) == ["a.distcp was changed: its SHA-256 differs"]
-    assert manifest.find_wrong_sizes(tmp_path, files) == []
+    says(contents, " is damaged: a.distcp was changed: its SHA-256 differs; use another checkpoint")
+    sizes()
     path.write_bytes(CONTENT)
-    assert manifest.find_faults(tmp_path, files, read.append) == []
+    contents(done=read.append)
     assert sum(read) == len(CONTENT)  # the progress bar's bytes
 
 
@@ -89,7 +90,7 @@ def test_faults_are_named(tmp_path: Path) -> None:
 def test_latest_moves_if_it_is_asked_to(tmp_path: Path) -> None:
     save(tmp_path / "a")
     folder.prepare(tmp_path / "b")
-    folder.publish(tmp_path / "b", replace(written(), files=()), latest=False)
+    folder.publish(tmp_path / "b", 1, (), latest=False)
     assert folder.locate(tmp_path / "latest") == tmp_path / "a"
 
 
@@ -177,7 +178,7 @@ def test_what_cannot_be_saved_at_is_refused(tmp_path: Path) -> None:
 def test_files_that_rank_0_does_not_see(tmp_path: Path) -> None:
     folder.prepare(tmp_path / "a")
     says(
-        lambda: folder.publish(tmp_path / "a", replace(written(), ranks=3)),
+        lambda: folder.publish(tmp_path / "a", 3, written().files),
         "rank 0 does not see a.distcp in ",
         "all ranks",
     )

@@ -24,8 +24,8 @@ from tests.harness.tiers import deep, slow
 from thunder_zero.checkpoint import manifest
 from thunder_zero.checkpoint.contents import is_cut, split_rank_prefix
 from thunder_zero.checkpoint.dcp_read import read_metadata
-from thunder_zero.checkpoint.extras import own_extras, read_extras, require_extras
-from thunder_zero.checkpoint.load import read_checkpoint
+from thunder_zero.checkpoint.load import Loaded, load_extras, own_extras
+from thunder_zero.checkpoint.read import read_checkpoint
 from thunder_zero.runtime.dtensors import local
 
 WORLDS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)
@@ -73,11 +73,11 @@ def put_together(ranks: Sequence[Simulated], module: nn.Module) -> None:
 @torch.no_grad()
 def load(path: Path, ranks: Sequence[Simulated]) -> None:
     for number, rank in enumerate(ranks):
-        assert manifest.find_faults(path, manifest.read(path).files[number :: len(ranks)]) == []
-        tensors, states, _ = read_checkpoint(path, read_metadata(path), rank.held, nn.Module(), [rank.optimizer], 0)
-        for _, give in states:
+        manifest.require_no_faults(path, manifest.read(path).files[number :: len(ranks)])
+        read = read_checkpoint(path, read_metadata(path), [rank.held], [rank.optimizer])
+        for _, give in read.states:
             give()
-        for target, value in tensors:
+        for target, value in read.tensors:
             target.copy_(value)
 
 
@@ -141,12 +141,18 @@ def test_no_padding_and_no_copy_is_written(saved: Saved, right: dict[str, Tensor
         if index.fqn == "model.head.weight":
             twin = places[type(index)("model.embed.weight", index.offset)]
             assert (place.relative_path, place.offset) == (twin.relative_path, twin.offset)
+    for file in saved(world, stage).glob("*.distcp"):
+        of_file = {
+            place.offset: place.length for place in metadata.storage_data.values() if place.relative_path == file.name
+        }
+        assert sum(of_file.values()) == file.stat().st_size, "something is written twice"
     assert stored["optim.state.embed.weight.exp_avg"].size == (9, 5)
     assert manifest.read(saved(world, stage)).ranks == world
 
 
 def test_the_extras_of_each_rank(saved: Saved) -> None:
-    extras = read_extras(saved(3, 3), read_metadata(saved(3, 3)))
+    (rank, *_) = simulated_ranks(fresh(Small), 3, 3, adamw)
+    extras = read_checkpoint(saved(3, 3), read_metadata(saved(3, 3)), [rank.held], []).of_rank
     assert extras == ({"position": 100}, {"position": 101}, {"position": 102})
     assert split_rank_prefix("rank12.extra.any\nname") == (12, "extra.any\nname")
     assert own_extras(extras, 1, 3) == {"position": 101}
@@ -155,5 +161,6 @@ def test_the_extras_of_each_rank(saved: Saved) -> None:
     assert own_extras(alike, 4, 5) == {"epoch": 4}
     assert own_extras((), 0, 1) == {}
     differs = "'position' on 2 ranks: it differs between the 3 ranks that saved"
-    says(lambda: require_extras(["position"], {}, extras, 2), differs)
-    says(lambda: require_extras(["rng"], extras[0], extras, 3), "no extra 'rng': it has ['position']; leave it out of")
+    says(lambda: load_extras({"position": None}, Loaded({}, extras), 2), differs)
+    unknown = "no extra 'rng': it has ['position']; leave it out of"
+    says(lambda: load_extras({"rng": None}, Loaded(extras[0], extras), 3), unknown)

@@ -30,9 +30,10 @@ import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import CAN_FORK, call_alone
 from tests.harness.tiers import slow
-from thunder_zero.checkpoint import background, folder, manifest
+from thunder_zero.checkpoint import folder, manifest
+from thunder_zero.checkpoint import save as saving
 from thunder_zero.checkpoint.dcp_read import read_entries, read_metadata
-from thunder_zero.checkpoint.hashed_file import HashedFile
+from thunder_zero.checkpoint.dcp_write import HashedFile
 from thunder_zero.comm import group
 
 WORLD = 2
@@ -86,7 +87,7 @@ class Moments:
         with (
             mock.patch.object(HashedFile, "write", half),
             mock.patch.object(os, "fsync", lambda handle: (self.one(FLUSH), flush(handle))),
-            mock.patch.object(background, "group_like", lambda *args: (self.one(GROUP), make_group(*args))[1]),
+            mock.patch.object(saving, "group_like", lambda *args: (self.one(GROUP), make_group(*args))[1]),
             mock.patch.object(group, "LONGEST_WAIT_FOR_ADDRESS", timedelta(seconds=5)),
         ):
             self.armed = True
@@ -146,13 +147,13 @@ def save_on_ranks(root: Path, value: float, save: Save, deadly: str | int | None
 
 def value_of(at: Path) -> float:
     """The one value of everything in a checkpoint that is whole."""
-    wrong = manifest.find_faults(at, manifest.read(at).files)
-    assert not wrong, wrong
+    manifest.require_no_faults(at, manifest.read(at).files)
     metadata = read_metadata(at)
     stored = metadata.state_dict_metadata.items()
     tensors = [key for key, of in stored if isinstance(of, TensorStorageMetadata)]
-    read = read_entries(at, metadata, [*tensors, "rank0.extra.value", "rank1.extra.value"])
-    found = {float(number) for value in read.values() for number in torch.as_tensor(value).flatten()}
+    read = read_entries(at, metadata, [*tensors, "rank0.extra", "rank1.extra"])
+    values = [value["value"] if isinstance(value, dict) else value for value in read.values()]
+    found = {float(number) for value in values for number in torch.as_tensor(value).flatten()}
     assert len(found) == 1, f"{at} mixes several saves: {found}"
     return found.pop()
 
@@ -179,7 +180,7 @@ def look(root: Path, save: Save, said: str) -> tuple[float, dict[str, float]]:
     path = root / save.name
     folder.prepare(path)  # the save again, as after a restart
     (folder.staging_of(path) / "a").touch()
-    folder.publish(path, manifest.Manifest(folder.next_number(path), 1, ()))
+    folder.publish(path, 1, ())
     folder.prune(path, 1)
     assert sorted(at.name for at in root.iterdir()) == sorted([save.name, "latest"])
     return latest, visible

@@ -20,9 +20,9 @@ from tests.harness.errors import says
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from thunder_zero.checkpoint import folder, load
-from thunder_zero.checkpoint.contents import pickle_value
-from thunder_zero.checkpoint.dcp_write import Entries, write_entries
-from thunder_zero.checkpoint.write import finish_checkpoint
+from thunder_zero.checkpoint.contents import pickled
+from thunder_zero.checkpoint.dcp_write import WritePlanner, write_planned
+from thunder_zero.checkpoint.save import finish_checkpoint
 
 
 class Momentum(torch.optim.Optimizer):
@@ -137,7 +137,7 @@ def own_state(rank: int, world_size: int, root: Path) -> None:
 def ties(rank: int, world_size: int, root: Path) -> None:
     apart, tied = sharded(fresh(Tied, False), 3), sharded(fresh(Tied, True), 3)
     tz.save(root / "apart", apart)
-    unlike = "'embed.weight' and 'head.weight' are tied here, and differ in it; build the model"
+    unlike = "'model.embed.weight' and 'model.head.weight' are tied here, and differ in it; build the model"
     says(lambda: tz.load(root / "apart", tied), unlike)
     with torch.no_grad():
         apart.get_parameter("head.weight").copy_(apart.get_parameter("embed.weight"))
@@ -195,18 +195,18 @@ def moving(rank: int, world_size: int, root: Path) -> None:
     with mock.patch.object(folder, "locate", return_value=root / f"step-{1 + rank}"):
         tz.load(root / "latest", model)
     assert same(tz.full_state_dict(model), ones) == []
-    read_model = load.read_model  # type: ignore[attr-defined]
+    read_checkpoint = load.read_checkpoint  # type: ignore[attr-defined]
 
     def slow(where: Path, *args: Any) -> Any:
         dist.barrier()
         if rank == 0:  # as another job would, under the same name
             folder.prepare(where)
-            part = write_entries(folder.staging_of(where), 0, Entries({("rank0", "extra", "a"): pickle_value(1)}, {}))
+            part = write_planned(folder.staging_of(where), 0, WritePlanner({("rank0", "extra"): pickled("it", {})}))
             finish_checkpoint(where, [part], None)
         dist.barrier()
-        return read_model(where, *args)
+        return read_checkpoint(where, *args)
 
-    with mock.patch.object(load, "read_model", slow):
+    with mock.patch.object(load, "read_checkpoint", slow):
         says(lambda: tz.load(root / "step-2", model), "another save replaced or deleted")
     assert same(tz.full_state_dict(model), ones) == []
 

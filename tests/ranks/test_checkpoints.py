@@ -39,7 +39,7 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from thunder_zero.checkpoint import manifest
 from thunder_zero.checkpoint.dcp_read import read_metadata
-from thunder_zero.checkpoint.hashed_file import HashedFile
+from thunder_zero.checkpoint.dcp_write import HashedFile
 from thunder_zero.comm.lost_ranks import CPU, timeout_of
 
 import thunder
@@ -391,7 +391,7 @@ def test_a_save_that_fails_says_why_on_every_rank_and_leaves_what_was_there(
 ) -> None:
     ranks_pool.run(2, refused_saves, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "good", "latest"]
-    assert manifest.find_faults(tmp_path / "good", manifest.read(tmp_path / "good").files) == []
+    manifest.require_no_faults(tmp_path / "good", manifest.read(tmp_path / "good").files)
 
 
 # Asynchronous saves

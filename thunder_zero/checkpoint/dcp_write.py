@@ -1,112 +1,75 @@
 """Writes files of ``torch.distributed.checkpoint`` (DCP), each with its SHA-256.
 
-DCP's planner cuts DTensors and its writer writes; any reader of its format reads them. ``dcp.save`` is not called: who
-writes what follows from the model, so this needs no process group, and one message from each rank is enough.
+DCP's planner cuts DTensors and checks that ranks wrote all of them; any reader of its format reads the files. Its
+writer is not called: it hashes nothing. Who writes what follows from the model, so this needs no process group, and one
+message from each rank is enough.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from thunder_zero.checkpoint.folder import explain_write_error
-from thunder_zero.checkpoint.hashed_file import HashedFile
 from thunder_zero.checkpoint.manifest import File
 
 KeyPath = tuple[str | int, ...]  # into the nested state dict, such as ("model", "embed.weight")
-
-
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """What a rank writes.
-
-    Attributes:
-        values: by path: tensors, DTensors, of which this rank writes its part, and pickled values.
-        aliases: further paths of values (tied weights), which are written once; the same on every rank.
-    """
-
-    values: Mapping[KeyPath, Tensor | bytes]
-    aliases: Mapping[KeyPath, KeyPath]
-
-    def __or__(self, other: Entries) -> Entries:
-        """Those of both."""
-        return Entries({**self.values, **other.values}, {**self.aliases, **other.aliases})
-
-    def on_cpu(self) -> Entries:
-        """Copies, which training does not change."""
-        values = self.values.items()
-        copies = {path: value.to("cpu", copy=True) if isinstance(value, Tensor) else value for path, value in values}
-        return replace(self, values=copies)
-
-    @property
-    def paths(self) -> dict[str, KeyPath]:
-        """The paths of all values by their names in the files."""
-        return {key_of(path): path for path in (*self.values, *self.aliases)}
+# What a rank writes, by path: tensors; DTensors, of which it writes its part; pickled values; and the path of another
+# value that this is a further name of (tied weights), which is written once, the same on every rank.
+Entries = dict[KeyPath, Tensor | bytes | KeyPath]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's part of a checkpoint: DCP's plan of it, where its items were written, their paths, and the files."""
+    """One rank's part of a checkpoint: DCP's plan of it, where its items were written, further names, its files."""
 
     plan: SavePlan
-    results: Sequence[WriteResult]
-    paths: Mapping[str, KeyPath]
+    places: Mapping[MetadataIndex, _StorageInfo]
     aliases: Mapping[str, str]
     files: tuple[File, ...]
 
 
-class HashedFiles(FileSystem):
-    """DCP's file system; hashes each file and remembers it by name."""
+class HashedFile(io.BufferedWriter):
+    """A new file; hashes what is written to it, so that a disk that stores other bytes is detected."""
 
-    def __init__(self) -> None:
-        self.written: dict[str, File] = {}
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "x"))
+        self._digest = hashlib.sha256()
 
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Create a file to write."""
-        name = Path(path).name
-        with explain_write_error(name), Path(path).open("xb") as stream:
-            hashed = HashedFile(stream)
-            yield hashed
-            self.written[name] = hashed.seal(name)
+    def write(self, data: Any) -> int:
+        """Write all of it."""
+        self._digest.update(data)
+        return super().write(data)
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file that was written."""
-        super().rename(path, new_path)
-        file = self.written.pop(Path(path).name)
-        self.written[Path(new_path).name] = replace(file, name=Path(new_path).name)
-
-
-class Writer(FileSystemWriter):
-    """DCP's writer, on hashed files."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=False)  # HashedFile.seal does
-        self.fs = self.files = HashedFiles()
-
-    def storage_meta(self) -> StorageMeta | None:
-        """None: it would name the folder, which is renamed later."""
-        return None
+    def seal(self, path: Path) -> File:
+        """Flush it to disk; its description for the manifest."""
+        self.flush()
+        os.fsync(self.fileno())
+        return File(path.name, self.tell(), self._digest.hexdigest())
 
 
 class WritePlanner(DefaultSavePlanner):
-    """DCP's planner, for values that are pickled already."""
+    """DCP's planner, for values that are pickled already, and for aliases."""
 
-    def __init__(self, values: Mapping[KeyPath, Tensor | bytes]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.set_up_planner({key_of(path): value for path, value in values.items()})
+    def __init__(self, entries: Entries) -> None:
+        super().__init__()
+        self.mappings = {key_of(path): path for path in entries}
+        self.state_dict = {key_of(path): value for path, value in entries.items() if not isinstance(value, tuple)}
+        self.aliases = {key_of(path): key_of(of) for path, of in entries.items() if isinstance(of, tuple)}
+        self.is_coordinator = False
 
     def create_local_plan(self) -> SavePlan:
         """What this rank writes: parts without rows are left out."""
@@ -115,7 +78,7 @@ class WritePlanner(DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """The tensor or the bytes to write."""
-        return io.BytesIO(object) if write_item.type == WriteItemType.BYTE_IO else object
+        return object
 
 
 def key_of(path: KeyPath) -> str:
@@ -123,35 +86,26 @@ def key_of(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def write_entries(folder: Path, rank: int, entries: Entries) -> Part:
-    """Write a rank's entries to a file of its own, and flush it to disk.
+def write_planned(folder: Path, rank: int, planner: WritePlanner) -> Part:
+    """Write what a planner plans for a rank to a file of its own, and flush it to disk.
 
     Raises:
         OSError: the file cannot be written.
     """
-    planner = WritePlanner(entries.values)
-    aliases = {key_of(alias): key_of(path) for alias, path in entries.aliases.items()}
-    return write_plan(folder, rank, planner.create_local_plan(), planner, entries.paths, aliases)
-
-
-def write_plan(
-    folder: Path,
-    rank: int,
-    plan: SavePlan,
-    planner: SavePlanner,
-    paths: Mapping[str, KeyPath],
-    aliases: Mapping[str, str],
-) -> Part:
-    """Write what DCP's plan lists, with the values of its planner, as the file of this rank.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    writer = Writer(folder)
-    writer.set_up_storage_writer(is_coordinator=rank == 0)
-    plan = writer.prepare_global_plan([*[SavePlan([])] * rank, writer.prepare_local_plan(plan)])[rank]  # names the file
-    results = writer.write_data(plan, planner).value() if plan.items else []
-    return Part(plan, results, paths, aliases, tuple(writer.files.written.values()))
+    plan, places, path = planner.create_local_plan(), dict[MetadataIndex, _StorageInfo](), folder / f"__{rank}_0.distcp"
+    if not plan.items:
+        return Part(plan, places, planner.aliases, ())
+    with explain_write_error(path.name), HashedFile(path) as stream:
+        for item in plan.items:
+            value, start = planner.resolve_data(item), stream.tell()
+            if isinstance(value, Tensor):
+                value = value.detach().cpu()
+                has_more = value.untyped_storage().nbytes() != value.nbytes  # which torch would save, too
+                torch.save(value.clone() if has_more else value, stream)
+            else:
+                stream.write(value)
+            places[item.index] = _StorageInfo(path.name, start, stream.tell() - start)
+        return Part(plan, places, planner.aliases, (stream.seal(path),))
 
 
 def write_metadata(folder: Path, parts: Sequence[Part]) -> tuple[File, ...]:
@@ -159,30 +113,17 @@ def write_metadata(folder: Path, parts: Sequence[Part]) -> tuple[File, ...]:
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: no rank wrote some rows of a tensor.
+        ValueError: the ranks did not write each element of a tensor once.
     """
-    _, metadata = create_default_global_save_plan([part.plan for part in parts])
-    described = metadata.state_dict_metadata
-    for key, stored in described.items():
-        if isinstance(stored, TensorStorageMetadata):
-            _require_all_rows(key, stored)
-    results = [result for part in parts for result in part.results]
+    _, metadata = DefaultSavePlanner().create_global_plan([part.plan for part in parts])
+    places = {index: place for part in parts for index, place in part.places.items()}
     for alias, key in {alias: key for part in parts for alias, key in part.aliases.items()}.items():
-        described[alias] = described[key]
-        named = [result for result in results if result.index.fqn == key]
-        results += [replace(result, index=replace(result.index, fqn=alias)) for result in named]
-    metadata.planner_data = {key: path for part in parts for key, path in part.paths.items()}
-    writer = Writer(folder)
-    writer.finish(metadata, [results])
-    return (*(file for part in parts for file in part.files), *writer.files.written.values())
-
-
-def _require_all_rows(key: str, stored: TensorStorageMetadata) -> None:
-    written, needed = sum(chunk.sizes.numel() for chunk in stored.chunks), stored.size.numel()
-    if written != needed:
-        raise ValueError(
-            f"{key} is incomplete: its shape {tuple(stored.size)} needs {needed} elements, the ranks wrote {written}"
-        )
+        metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
+        places |= {replace(index, fqn=alias): place for index, place in places.items() if index.fqn == key}
+    metadata.storage_data, path = places, folder / ".metadata"
+    with explain_write_error(path.name), HashedFile(path) as stream:
+        pickle.dump(metadata, stream)
+        return (*(file for part in parts for file in part.files), stream.seal(path))
 
 
 def _is_empty(item: WriteItem) -> bool:

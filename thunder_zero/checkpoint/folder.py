@@ -21,8 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from thunder_zero.checkpoint import manifest, owner
-from thunder_zero.checkpoint.manifest import Manifest
-from thunder_zero.checkpoint.owner import Life
+from thunder_zero.checkpoint.manifest import File, Manifest
 
 LATEST = "latest"
 CHECKPOINTS_UNCHANGED = "no part of this checkpoint is visible, earlier ones are unchanged"
@@ -80,8 +79,11 @@ def explain_write_error(what: str, unchanged: str = CHECKPOINTS_UNCHANGED) -> It
     """
     try:
         yield
-    except OSError as error:
-        reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
+    except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, OSError) else error.__context__  # torch.save's own, of a file that it cut
+        if not isinstance(cause, OSError):
+            raise
+        reason = "the disk is full" if cause.errno == errno.ENOSPC else cause.strerror
         raise OSError(f"cannot write {what}: {reason}; {unchanged}") from error
 
 
@@ -124,31 +126,28 @@ def prepare(path: Path) -> None:
         owner.write(staging)
 
 
-def next_number(path: Path) -> int:
-    """A number above those of all checkpoints in the same folder."""
-    return 1 + max((found.number for found in list_checkpoints(path.parent).values()), default=0)
-
-
-def publish(path: Path, written: Manifest, *, latest: bool = True) -> None:
+def publish(path: Path, ranks: int, files: tuple[File, ...], *, latest: bool = True) -> None:
     """Check that all files exist, add the manifest, and make the checkpoint visible in one rename.
 
     Args:
         path: the checkpoint.
-        written: its manifest.
+        ranks: how many wrote it.
+        files: all that they wrote.
         latest: whether to move the link ``latest`` to it.
 
     Raises:
         OSError: rank 0 does not see a file of another rank, or the disk is full.
     """
     staging = staging_of(path)
-    for file in written.files:
+    for file in files:
         if not (staging / file.name).is_file():
             raise OSError(
                 f"rank 0 does not see {file.name} in {staging}, which another rank wrote; save to a file system that "
                 f"all ranks share"
             )
+    number = 1 + max((found.number for found in list_checkpoints(path.parent).values()), default=0)
     with explain_write_error(manifest.NAME), (staging / manifest.NAME).open("x") as stream:
-        stream.write(manifest.to_text(written))
+        stream.write(manifest.to_text(Manifest(number, ranks, files)))
         stream.flush()
         os.fsync(stream.fileno())
     sync_folder(staging)
@@ -157,33 +156,25 @@ def publish(path: Path, written: Manifest, *, latest: bool = True) -> None:
     os.rename(staging, path)
     sync_folder(path.parent)
     if latest:
-        move_latest(path)
+        moving = path.parent / f".{LATEST}.moving"
+        moving.unlink(missing_ok=True)
+        moving.symlink_to(path.name)
+        os.replace(moving, path.parent / LATEST)
+        sync_folder(path.parent)
     if _replaced(path).is_dir():
         remove(_replaced(path))
-    owner.erase(path)
-
-
-def move_latest(path: Path) -> None:
-    """Move the link ``latest`` to this checkpoint, in one rename."""
-    moving = path.parent / f".{LATEST}.moving"
-    moving.unlink(missing_ok=True)
-    moving.symlink_to(path.name)
-    os.replace(moving, path.parent / LATEST)
-    sync_folder(path.parent)
+    (path / owner.NAME).unlink(missing_ok=True)
 
 
 def prune(path: Path, max_to_keep: int) -> None:
     """Delete all but the last ``max_to_keep`` checkpoints whose names differ from this one's in their last number only,
     and what saves of such names left, unless their process is alive. Never fails: it warns."""
     parent, series = path.parent, _series(path.name)
-    _clear_dead(parent)
+    _clear_dead(parent, series)
     try:
-        for left in parent.glob(".*.saving"):
-            if _series(left.name[1:].removesuffix(".saving")) == series and owner.life(left) is not Life.ALIVE:
-                _delete(left)
         alike = {folder: found for folder, found in list_checkpoints(parent).items() if _series(folder.name) == series}
         for left in parent.glob(".*.replaced"):
-            if _series(left.name[1:].removesuffix(".replaced")) == series:  # died between the two renames of a save
+            if _series(left.stem[1:]) == series:  # died between the two renames of a save
                 alike[left] = manifest.read(left)
         for folder in sorted(alike, key=lambda folder: alike[folder].number)[:-max_to_keep]:
             remove(folder)
@@ -204,14 +195,16 @@ def remove(folder: Path) -> None:
     _delete(doomed)
 
 
-def _clear_dead(parent: Path) -> None:
+def _clear_dead(parent: Path, series: str | None = None) -> None:
     """Delete what is surely dead, of any name: folders that were being deleted, or whose process is dead, and
-    checkpoints that were replaced. Never fails: it is no part of this save."""
+    checkpoints that were replaced; in a series also folders whose process may be dead. Never fails: it is no part of
+    this save."""
     for left in (*parent.glob(".*.removed"), *parent.glob(".*.saving")):
-        if left.suffix == ".removed" or owner.life(left) is Life.DEAD:
+        alive = left.suffix == ".saving" and owner.is_alive(left)
+        if alive is False or (alive is None and _series(left.stem[1:]) == series):
             shutil.rmtree(left, ignore_errors=True)
     for left in parent.glob(".*.replaced"):
-        replacement, doomed = parent / left.name[1:].removesuffix(".replaced"), parent / f"{left.name}.removed"
+        replacement, doomed = parent / left.stem[1:], parent / f"{left.name}.removed"
         if replacement in list_checkpoints(parent):
             with suppress(OSError):
                 os.rename(left, doomed)

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint import folder, manifest
-from thunder_zero.checkpoint.agreed import agreed, require_at_rest
-from thunder_zero.checkpoint.averages import emas_of, read_averages, require_own, without_emas
-from thunder_zero.checkpoint.background import wait_for_last
-from thunder_zero.checkpoint.commit import OwnState, Pairs, States, write_all_or_none
-from thunder_zero.checkpoint.contents import Contents, Optimizers
-from thunder_zero.checkpoint.dcp_check import require_files
+from thunder_zero.checkpoint.contents import pickled
 from thunder_zero.checkpoint.dcp_read import read_metadata
-from thunder_zero.checkpoint.extras import NO_EXTRAS, own_extras, read_extras, require_extras, require_stateful
 from thunder_zero.checkpoint.manifest import Manifest
-from thunder_zero.checkpoint.read_model import read_model
-from thunder_zero.checkpoint.read_optimizers import read_optimizers
+from thunder_zero.checkpoint.optimizer_states import Optimizers
+from thunder_zero.checkpoint.read import States, read_checkpoint
+from thunder_zero.checkpoint.save import NO_EXTRAS, agreed, error_of_last, require_at_rest
 from thunder_zero.comm.agree import all_or_none
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.runtime.ema import EMA
-from thunder_zero.runtime.optimizers import load_exactly
 from thunder_zero.runtime.sharded_model import is_place, sharded_model
-from thunder_zero.runtime.state import State
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,72 +78,27 @@ def load(
         ValueError: it is damaged, or of another model or optimizer; an extra is not in it, or differs between ranks.
         RuntimeError: another rank refused; ranks differ; ``no_sync`` holds gradients; inside ``EMA.applied``.
     """
-    sharded, emas, others = sharded_model(model), emas_of(extra), without_emas(extra)
-    group = sharded.state.group
+    state = sharded_model(model).state
     contents, optimizers = agreed("load from", Path(path), model, optimizer, extra, verify_files=verify_files)
-    with all_or_none(group, "to load"):
-        _require_ready(sharded.state, others, emas)
-    where, written = find_checkpoint(Path(path), group, verify_files=verify_files)
-    with all_or_none(group, "to load"):
-        with refuse_replaced(where, written):
-            metadata, ranks = read_metadata(where), written.ranks if written else 0
-            tensors, states, of_rank = read_checkpoint(where, metadata, contents, sharded.plain, optimizers, ranks)
-            averages, counts = read_averages(where, contents, metadata, emas)
-        loaded = Loaded(own_extras(of_rank, group.rank(), group.size()), of_rank)
-        require_extras(list(others), loaded.own, of_rank, group.size())
-    of_extras = [(thing, partial(thing.load_state_dict, loaded.own[name])) for name, thing in others.items()]
-    write_all_or_none([*tensors, *averages], [*of_extras, *states, *counts], group)
-    sharded.state.mark_stale(sharded.state.shards)
+    with all_or_none(state.group, "to load"):
+        error_of_last(state)  # which the next save raises
+        require_at_rest(state, "load", extra)
+        _require_stateful(extra)
+    where, written = _find_checkpoint(Path(path), state.group, verify_files=verify_files)
+    averages = [contents.averages(name, ema) for name, ema in extra.items() if isinstance(ema, EMA)]
+    with all_or_none(state.group, "to load"):
+        with _refuse_replaced(where, written):
+            read = read_checkpoint(where, read_metadata(where), [contents, *averages], optimizers)
+        loaded = Loaded(own_extras(read.of_rank, contents.rank, contents.ranks), read.of_rank)
+        of_extras = load_extras(extra, loaded, contents.ranks)
+    _write_all_or_none(read.tensors, [*of_extras, *read.states], state.group)
+    state.mark_stale(state.shards)
     return loaded
 
 
-def read_checkpoint(
-    folder: Path, metadata: Metadata, contents: Contents, plain: nn.Module, optimizers: Sequence[Optimizer], ranks: int
-) -> tuple[Pairs, States, tuple[dict[str, Any], ...]]:
-    """This rank's part of a checkpoint in new memory: of the model's tensors, the states of its modules and optimizers
-    with the calls that load them, and the extras of each rank; changes nothing.
-
-    Args:
-        folder: the checkpoint's.
-        metadata: DCP's description of it.
-        contents: this rank's part of the model.
-        plain: the plain module, whose submodules take their extra states.
-        optimizers: those to load.
-        ranks: how many saved, if known, or 0.
-
-    Raises:
-        ValueError: it is of another model or another optimizer, or damaged.
-    """
-    require_files(folder, metadata)
-    of_rank = read_extras(folder, metadata, ranks)
-    tensors, found = read_model(folder, metadata, contents)
-    states: list[tuple[Any, Callable[[], object]]] = []
-    for name, value in found.items():
-        module = OwnState(plain.get_submodule(name.rpartition(".")[0]))
-        states.append((module, partial(module.load_state_dict, value)))
-    if optimizers:
-        state_dicts = read_optimizers(folder, metadata, contents, optimizers)
-        states += [(of, partial(load_exactly, of, saved)) for of, saved in zip(optimizers, state_dicts, strict=True)]
-    return tensors, states, of_rank
-
-
-def _require_ready(state: State, extra: Mapping[str, object], emas: Mapping[str, EMA]) -> None:
-    require_own(emas, state)
-    wait_for_last(state)
-    require_at_rest(state, "load")
-    require_stateful(extra)
-
-
-def find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool) -> tuple[Path, Manifest | None]:
+def _find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool) -> tuple[Path, Manifest | None]:
     """The folder that rank 0 finds, for all ranks (a link may move meanwhile); and, with
-    ``verify_files``, its manifest, after the files were compared with it. A collective.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: it is damaged.
-        OSError: a rank does not see it.
-        RuntimeError: another rank refused.
-    """
+    ``verify_files``, its manifest, after the files were compared with it. A collective."""
     where, written = path, None
     with all_or_none(group, "to load"):
         if group.rank() == 0:
@@ -161,28 +110,92 @@ def find_checkpoint(path: Path, group: dist.ProcessGroup, *, verify_files: bool)
             raise OSError(
                 f"rank 0 found {where}, this rank does not see it; load from a file system that all ranks share"
             )
-        with refuse_replaced(where, written):
+        with _refuse_replaced(where, written):
             if written is not None:
-                files = written.files[group.rank() :: group.size()]
-                manifest.require_no_faults(where, manifest.find_faults(where, files))
+                manifest.require_no_faults(where, written.files[group.rank() :: group.size()])
     return where, written
 
 
 @contextmanager
-def refuse_replaced(where: Path, written: Manifest | None) -> Iterator[None]:
-    """Raise if another save replaced the checkpoint during the block, whatever else the block raised.
-
-    Raises:
-        ValueError: it was replaced.
-    """
+def _refuse_replaced(where: Path, written: Manifest | None) -> Iterator[None]:
+    """Raise if another save replaced the checkpoint during the block, whatever else the block raised."""
+    failure = None
     try:
         yield
     except Exception as error:
-        _require_not_replaced(where, written, error)
-        raise
-    _require_not_replaced(where, written, None)
-
-
-def _require_not_replaced(where: Path, written: Manifest | None, cause: Exception | None) -> None:
+        failure = error
     if written is not None and not folder.is_unchanged(where, written):
-        raise ValueError(f"another save replaced or deleted {where} while it was read; load again") from cause
+        raise ValueError(f"another save replaced or deleted {where} while it was read; load again") from failure
+    if failure is not None:
+        raise failure
+
+
+def _require_stateful(extra: Mapping[str, object]) -> None:
+    """Raise unless each extra can take what was saved under its name."""
+    for name, thing in extra.items():
+        if not isinstance(thing, Stateful | EMA):
+            raise TypeError(
+                f"cannot load into the extra {name!r}: an object of type {type(thing).__name__} has no state_dict and "
+                f"load_state_dict; leave it out, and read it from Loaded.own"
+            )
+
+
+def own_extras(of_rank: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> dict[str, Any]:
+    """The extras that this rank saved; if another number of ranks saved, those that all of them saved alike."""
+    if len(of_rank) == ranks:
+        return dict(of_rank[rank])
+    own, *others = ({name: pickled(name, value) for name, value in extras.items()} for extras in of_rank or ({},))
+    return {name: of_rank[0][name] for name in own if all(other.get(name) == own[name] for other in others)}
+
+
+def load_extras(extra: Mapping[str, Any], loaded: Loaded, ranks: int) -> States:
+    """The extras but EMAs, with the calls that load them on this rank.
+
+    Raises:
+        ValueError: nobody saved one; another number of ranks saved, and their values differ.
+    """
+    names = [name for name, thing in extra.items() if not isinstance(thing, EMA)]
+    for name in names:
+        if not any(name in extras for extras in loaded.of_rank):
+            known = sorted(set().union(*loaded.of_rank))
+            raise ValueError(f"the checkpoint has no extra {name!r}: it has {known}; leave it out of extra")
+        if name not in loaded.own:
+            raise ValueError(
+                f"cannot load the extra {name!r} on {ranks} ranks: it differs between the {len(loaded.of_rank)} ranks "
+                f"that saved; leave it out, and take what you need from Loaded.of_rank"
+            )
+    return [(extra[name], partial(extra[name].load_state_dict, loaded.own[name])) for name in names]
+
+
+@torch.no_grad()
+def _write_all_or_none(tensors: Sequence[tuple[Tensor, Tensor]], states: States, group: dist.ProcessGroup) -> None:
+    """Write all values, or none, if loading a state raises on any rank; a collective."""
+    with all_or_none(group, "to load"):
+        before = _restored([thing for thing, _ in states])
+    with before:
+        with all_or_none(group, "to load"):
+            for _, give in states:
+                give()
+        before.pop_all()
+    for target, value in tensors:
+        target.copy_(value)
+
+
+def _restored(things: Sequence[Any]) -> ExitStack:
+    """A context that restores the present states of objects at its end, unless its ``pop_all`` was called.
+
+    An object that refuses its old state keeps the one that it has. Optimizers' states are not copied: loading replaces
+    their tensors, and leaves the old ones unchanged.
+    """
+    stack = ExitStack()
+    for thing in things:
+        if isinstance(thing, Optimizer):
+            stack.callback(vars(thing).update, state=thing.state, param_groups=thing.param_groups)
+        else:
+            stack.callback(_restore, thing, copy.deepcopy(thing.state_dict()))
+    return stack
+
+
+def _restore(thing: Stateful, before: Any) -> None:
+    with suppress(Exception):
+        thing.load_state_dict(before)

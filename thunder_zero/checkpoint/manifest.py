@@ -8,26 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 HASHED_AT_ONCE_BYTES = 1 << 20
 USE_ANOTHER = "use another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a checkpoint.
-
-    Attributes:
-        name: within the checkpoint's folder.
-        size: in bytes.
-        sha256: of its content, 64 hex digits.
-    """
+    """A file of a checkpoint: its name in the folder, its size in bytes, the SHA-256 of its content in hex digits."""
 
     name: str
     size: int
@@ -59,26 +53,20 @@ def from_text(text: str) -> Manifest:
     """Parse a manifest.
 
     Raises:
-        ValueError: it is not a manifest, of a later version, or changed.
+        ValueError: it is not a manifest, of another version, or changed.
     """
     try:
         document = json.loads(text)
-        intact = document.pop("sha256") == _digest(document)
+        if document.pop("sha256") != _digest(document):
+            raise ValueError("its contents do not match its SHA-256")
+        if document["format"] == FORMAT:
+            return _manifest(document)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{NAME} is damaged: it is not a manifest ({error!r}); {USE_ANOTHER}") from None
-    if not intact:
-        raise ValueError(f"{NAME} is damaged: its contents do not match its SHA-256; {USE_ANOTHER}")
-    if document.get("format") != FORMAT:
-        raise ValueError(
-            f"{NAME} has format {document.get('format')}, this thunder_zero reads format {FORMAT}; use the "
-            f"thunder_zero that saved it"
-        )
-    try:
-        found = Manifest(document["number"], document["ranks"], tuple(File(**file) for file in document["files"]))
-        _require_types(found)
-        return found
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{NAME} is damaged: it is not a manifest ({error!r}); {USE_ANOTHER}") from None
+    raise ValueError(
+        f"{NAME} has format {document['format']}, this thunder_zero reads format {FORMAT}; use the thunder_zero that "
+        f"saved it"
+    )
 
 
 def read(folder: Path) -> Manifest:
@@ -95,70 +83,54 @@ def read(folder: Path) -> Manifest:
         raise ValueError(f"cannot read {folder}: {error}") from None
 
 
-def read_if_present(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None if another tool wrote it.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    try:
-        return read(folder)
-    except FileNotFoundError:
-        return None
-
-
 def require_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint whose files are to be verified.
 
     Raises:
         ValueError: there is none, or it is damaged.
     """
-    if (written := read_if_present(folder)) is not None:
-        return written
-    raise ValueError(
-        f"cannot verify {folder}: it has no {NAME}, so it is damaged, or another tool wrote it; pass "
-        f"verify_files=False (--no-verify) to read another tool's checkpoint"
-    )
+    try:
+        return read(folder)
+    except FileNotFoundError:
+        raise ValueError(
+            f"cannot verify {folder}: it has no {NAME}, so it is damaged, or another tool wrote it; pass "
+            f"verify_files=False (--no-verify) to read another tool's checkpoint"
+        ) from None
 
 
-def require_no_faults(folder: Path, faults: Sequence[str]) -> None:
-    """Raise if :func:`find_faults` or :func:`find_wrong_sizes` found any.
-
-    Raises:
-        ValueError: files are missing, or were cut or changed.
-    """
-    if faults:
-        raise ValueError(f"{folder} is damaged: {'; '.join(faults)}; {USE_ANOTHER}")
-
-
-def find_faults(folder: Path, files: Iterable[File], done: Callable[[int], None] = lambda count: None) -> list[str]:
-    """A sentence for each of these files that is not as it was saved; reads all of them.
+def require_no_faults(
+    folder: Path, files: Iterable[File], *, contents: bool = True, done: Callable[[int], None] = lambda count: None
+) -> None:
+    """Raise if any of these files is not as it was saved.
 
     Args:
         folder: the checkpoint's.
         files: the files to check.
+        contents: False compares sizes alone, and reads none of them.
         done: called with the bytes read since the last call.
+
+    Raises:
+        ValueError: files are missing, or were cut or changed.
     """
-    return [fault for file in files if (fault := _fault(folder / file.name, file, done)) is not None]
+    found = [
+        fault
+        for file in files
+        if (fault := _wrong_size(folder / file.name, file) or (contents and _changed(folder / file.name, file, done)))
+    ]
+    if found:
+        raise ValueError(f"{folder} is damaged: {'; '.join(found)}; {USE_ANOTHER}")
 
 
-def find_wrong_sizes(folder: Path, files: Iterable[File]) -> list[str]:
-    """A sentence for each of these files that is missing or has another size; reads none of them."""
-    return [fault for file in files if (fault := _wrong_size(folder / file.name, file)) is not None]
-
-
-def _fault(path: Path, file: File, done: Callable[[int], None]) -> str | None:
-    if wrong := _wrong_size(path, file):
-        return wrong
+def _changed(path: Path, file: File, done: Callable[[int], None]) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        digest = hashlib.sha256()
         while block := stream.read(HASHED_AT_ONCE_BYTES):
             digest.update(block)
             done(len(block))
-    return None if digest.hexdigest() == file.sha256 else f"{file.name} was changed: its SHA-256 differs"
+    return "" if digest.hexdigest() == file.sha256 else f"{file.name} was changed: its SHA-256 differs"
 
 
-def _wrong_size(path: Path, file: File) -> str | None:
+def _wrong_size(path: Path, file: File) -> str:
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -166,19 +138,19 @@ def _wrong_size(path: Path, file: File) -> str | None:
     if not stat.S_ISREG(status.st_mode):
         return f"{file.name} is not a file, but a link or something else"
     size = status.st_size
-    return None if size == file.size else f"{file.name} has {size:,} bytes, it was saved with {file.size:,}"
+    return "" if size == file.size else f"{file.name} has {size:,} bytes, it was saved with {file.size:,}"
 
 
-def _require_types(found: Manifest) -> None:
-    """Raise TypeError unless a manifest's fields have their types, and its files are in the checkpoint's folder."""
+def _manifest(document: Mapping[str, Any]) -> Manifest:
+    """The manifest, whose fields have their types, and whose files are in the checkpoint's folder."""
+    found = Manifest(document["number"], document["ranks"], tuple(File(**file) for file in document["files"]))
     numbers = [found.number, found.ranks, *(file.size for file in found.files)]
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise TypeError("a number in it is no number")
-    for file in found.files:
-        if not isinstance(file.sha256, str) or not isinstance(file.name, str):
-            raise TypeError("a file's name or SHA-256 is no string")
-        if Path(file.name).name != file.name or "\0" in file.name:
-            raise TypeError(f"the file {file.name!r} is not in the folder")
+    for name, sha256 in ((file.name, file.sha256) for file in found.files):
+        if not isinstance(sha256, str) or not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise TypeError(f"{name!r} is not the name of a file in the folder, or {sha256!r} no SHA-256")
+    return found
 
 
 def _digest(body: Mapping[str, Any]) -> str:

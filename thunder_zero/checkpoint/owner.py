@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from enum import Enum, auto
+from contextlib import suppress
 from pathlib import Path
 
 NAME = "owner.json"
@@ -17,14 +17,6 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACE = Path("/proc/self/ns/pid")
 STATE, START = 0, 19  # fields of /proc/<pid>/stat after the command's name
 ENDED = ("Z", "X")  # states of a process that is dead, but still listed
-
-
-class Life(Enum):
-    """What is known of the process that writes a folder."""
-
-    ALIVE = auto()
-    DEAD = auto()
-    UNKNOWN = auto()
 
 
 def write(folder: Path) -> None:
@@ -38,35 +30,24 @@ def write(folder: Path) -> None:
         (folder / NAME).write_text(json.dumps(note))
 
 
-def erase(folder: Path) -> None:
-    """Take back the note.
-
-    Raises:
-        OSError: the file cannot be deleted.
-    """
-    (folder / NAME).unlink(missing_ok=True)
-
-
-def life(folder: Path) -> Life:
-    """Whether the owner of a folder lives; unknown if nobody is noted, or a process of another machine."""
+def is_alive(folder: Path) -> bool | None:
+    """Whether the owner of a folder lives; None if nobody is noted, or a process of another machine."""
     try:
         note = json.loads((folder / NAME).read_text())
         place, pid, start = note["place"], int(note["pid"]), str(note["start"])
     except (OSError, ValueError, LookupError, TypeError):
-        return Life.UNKNOWN
+        return None
     if place != _place() or pid < 1:
-        return Life.UNKNOWN
+        return None
     try:
-        os.kill(pid, 0)  # sends nothing; /proc may hide the processes of other users
-    except ProcessLookupError:
-        return Life.DEAD
-    except OSError:
-        pass
-    try:
+        with suppress(PermissionError):
+            os.kill(pid, 0)  # sends nothing; /proc may hide the processes of other users
         stat = _stat(pid)
+    except ProcessLookupError:
+        return False
     except OSError:
-        return Life.ALIVE
-    return Life.DEAD if stat[START] != start or stat[STATE] in ENDED else Life.ALIVE
+        return True
+    return stat[START] == start and stat[STATE] not in ENDED
 
 
 def _place() -> str | None:

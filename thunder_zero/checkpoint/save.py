@@ -1,35 +1,42 @@
-"""``tz.save``: checks that all ranks save the same, then writes now, or in a thread."""
+"""``tz.save``: checks that all ranks save the same, then writes now, or in a thread.
+
+The thread uses a process group of its own, since its collectives must not meet training's.
+"""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thunder_zero.checkpoint.agreed import agreed, require_at_rest
-from thunder_zero.checkpoint.averages import average_facts, emas_of, require_own
-from thunder_zero.checkpoint.background import background_saves, raise_error_of_last
-from thunder_zero.checkpoint.contents import (
-    Contents,
-    Named,
+from thunder_zero.checkpoint import dcp_write, folder
+from thunder_zero.checkpoint.contents import Contents, contents_of, extra_entries
+from thunder_zero.checkpoint.dcp_write import Entries, Part, WritePlanner
+from thunder_zero.checkpoint.optimizer_states import (
     Optimizers,
-    all_named_groups,
-    model_entries,
     optimizer_entries,
-    state_facts,
 )
-from thunder_zero.checkpoint.dcp_write import Entries
-from thunder_zero.checkpoint.extras import NO_EXTRAS, extra_entries
-from thunder_zero.checkpoint.write import write_checkpoint
-from thunder_zero.comm.agree import all_or_none, require_same
+from thunder_zero.comm.agree import Fact, all_or_none, require_same
+from thunder_zero.comm.group import group_like
+from thunder_zero.comm.small_collectives import gather_object_on_rank_0
 from thunder_zero.policy import is_count
+from thunder_zero.runtime.ema import EMA
 from thunder_zero.runtime.sharded_model import is_place, sharded_model
 from thunder_zero.runtime.state import State
+
+NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
+_saves: WeakKeyDictionary[State, BackgroundSaves] = WeakKeyDictionary()
 
 
 @is_place("tz.save")
@@ -74,45 +81,155 @@ def save(
     state, more = sharded_model(model).state, {"max_to_keep": max_to_keep, "wait": wait}
     contents, optimizers = agreed("save at", Path(path), model, optimizer, extra, **more)
     with all_or_none(state.group, "to save"):
-        _require_ready(state, max_to_keep, extra)
-        groups = all_named_groups(contents, optimizers)
-        entries = entries_of(contents, optimizers, groups, extra)
-        facts = state_facts(groups) + average_facts(emas_of(extra))
+        if (error := error_of_last(state)) is not None:  # it may have failed on one rank alone
+            _saves[state].last = None
+            raise RuntimeError(f"the previous asynchronous save failed: {error}; call save again") from error
+        if max_to_keep is not None and (not is_count(max_to_keep) or max_to_keep == 0):
+            raise ValueError(f"max_to_keep is {max_to_keep!r}; pass how many to keep, 1 or more, or None for all")
+        require_at_rest(state, "save", extra)
+        entries, facts = entries_of(contents, optimizers, extra)
     require_same(facts, state.group)
-    return (_write_now if wait else _write_in_thread)(Path(path), entries, max_to_keep, state)
+    return (_save_now if wait else _save_in_thread)(state, Path(path), entries, max_to_keep)
+
+
+def agreed(
+    action: str, path: Path, model: nn.Module, optimizer: Optimizers | None, extra: Mapping[str, Any], **others: object
+) -> tuple[Contents, list[Optimizer]]:
+    """What this rank has of the model, and the optimizers as a list, once all ranks give the same for an action such as
+    "save at", with other arguments by name; a collective.
+
+    Raises:
+        TypeError: ``model`` has no ZeroTransform; ``extra`` is not a mapping from names.
+        RuntimeError: another rank refused; an argument differs.
+    """
+    sharded = sharded_model(model)
+    with all_or_none(sharded.state.group, f"to {action.split()[0]}"):
+        if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+            raise TypeError(
+                f"extra is {extra!r}; pass a mapping from names to values, such as {{'scheduler': scheduler}}"
+            )
+        contents = contents_of(sharded)
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    arguments = {
+        f"the path to {action}": path,
+        "the list of names in extra": sorted(extra),
+        "the number of optimizers": len(optimizers),
+        **others,
+    }
+    facts = [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
+    require_same(facts, sharded.state.group)
+    return contents, optimizers
+
+
+def require_at_rest(state: State, action: str, extra: Mapping[str, Any]) -> None:
+    """Raise in the middle of an accumulation, if the parameters are averages, or if an EMA is of another model.
+
+    Raises:
+        RuntimeError: ``no_sync`` holds gradients; inside ``EMA.applied``.
+        ValueError: an EMA is of another model.
+    """
+    state.require_own_values(action)
+    if state.open_accumulation(state.shards.values()):
+        raise RuntimeError(
+            f"cannot {action}: no_sync still holds unreduced gradients of the current weights; run the last "
+            f"micro-batch outside no_sync and call optimizer.step(), or drop them with model.zero_grad()"
+        )
+    for name, ema in extra.items():
+        if isinstance(ema, EMA) and ema.state is not state:
+            raise ValueError(
+                f"the extra {name!r} is an EMA of {ema.state.name}, and the model is {state.name}; pass the model that "
+                f"it averages"
+            )
 
 
 def entries_of(
-    contents: Contents, optimizers: Sequence[Optimizer], groups: Sequence[Sequence[Named]], extra: Mapping[str, Any]
-) -> Entries:
-    """What this rank writes.
+    contents: Contents, optimizers: Sequence[Optimizer], extra: Mapping[str, Any]
+) -> tuple[Entries, list[Fact]]:
+    """What this rank writes, and what of it ranks have to agree on.
 
     Raises:
         TypeError: an extra is a model.
         ValueError: an extra or an optimizer's state cannot be saved.
     """
-    of_model, of_extras = model_entries(contents), extra_entries(contents, extra)
-    return of_model | of_extras | optimizer_entries(contents, optimizers, groups)
+    values, facts = optimizer_entries(contents, optimizers)
+    facts += [ema.fact(f"the extra {name!r}, an EMA,") for name, ema in extra.items() if isinstance(ema, EMA)]
+    return contents.entries() | extra_entries(contents, extra) | values, facts
 
 
-def _write_now(path: Path, entries: Entries, max_to_keep: int | None, state: State) -> Future[Path]:
-    """Write the entries; a collective."""
+@torch.no_grad()
+def write_checkpoint(path: Path, entries: Entries, max_to_keep: int | None, group: dist.ProcessGroup) -> Path:
+    """Write these entries of this rank, and publish the checkpoint once all ranks have written; a collective.
+
+    Raises:
+        ValueError: no checkpoint can have this name, or rows are missing.
+        OSError: a file cannot be written, or rank 0 does not see it.
+        RuntimeError: another rank failed.
+    """
+    rank = group.rank()
+    try:
+        with all_or_none(group, "to save"):
+            if rank == 0:
+                folder.prepare(path)
+        with all_or_none(group, "to save"):
+            part = dcp_write.write_planned(folder.staging_of(path), rank, WritePlanner(entries))
+        parts = gather_object_on_rank_0(part, group)
+        with all_or_none(group, "to save"):
+            if rank == 0:
+                finish_checkpoint(path, parts, max_to_keep)
+    except BaseException:
+        if rank == 0:
+            folder.abandon(path)
+        raise
+    return path
+
+
+def finish_checkpoint(path: Path, parts: Sequence[Part], max_to_keep: int | None) -> None:
+    """Write the metadata of all ranks' parts, publish the checkpoint, and delete older ones; on rank 0."""
+    files = dcp_write.write_metadata(folder.staging_of(path), parts)
+    folder.publish(path, len(parts), files)
+    if max_to_keep is not None:
+        folder.prune(path, max_to_keep)
+
+
+class BackgroundSaves:
+    """A model's asynchronous saves, one after the other: their thread, their process group, and the last of them."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.last: Future[Path] | None = None
+        self._group = group_like(group, device)
+        # A new thread's current CUDA device is the first one: what it did on it would take memory there.
+        choose = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "thunder_zero-save", choose)
+
+    def start(self, path: Path, entries: Entries, max_to_keep: int | None) -> Future[Path]:
+        """Save in the thread; warn of an error at once, and raise it from the next save, too."""
+        self.last = self._thread.submit(write_checkpoint, path, entries, max_to_keep, self._group)
+        self.last.add_done_callback(_warn_of_error)
+        return self.last
+
+
+def _save_now(state: State, path: Path, entries: Entries, max_to_keep: int | None) -> Future[Path]:
     done: Future[Path] = Future()
     done.set_result(write_checkpoint(path, entries, max_to_keep, state.group))
     return done
 
 
-def _write_in_thread(path: Path, entries: Entries, max_to_keep: int | None, state: State) -> Future[Path]:
-    """Write copies of the entries in a thread; a collective."""
-    saves = background_saves(state)
+def _save_in_thread(state: State, path: Path, entries: Entries, max_to_keep: int | None) -> Future[Path]:
+    """Write copies of the entries, which training does not change; a collective."""
+    if state not in _saves:
+        _saves[state] = BackgroundSaves(state.group, state.device)
+    found = entries.items()
     with all_or_none(state.group, "to save"):
-        copies = entries.on_cpu()
-    return saves.start(path, copies, max_to_keep)
+        copies = {path: value.to("cpu", copy=True) if isinstance(value, Tensor) else value for path, value in found}
+    return _saves[state].start(path, copies, max_to_keep)
 
 
-def _require_ready(state: State, max_to_keep: int | None, extra: Mapping[str, Any]) -> None:
-    raise_error_of_last(state)  # it may have failed on one rank alone
-    if max_to_keep is not None and (not is_count(max_to_keep) or max_to_keep == 0):
-        raise ValueError(f"max_to_keep is {max_to_keep!r}; pass how many to keep, 1 or more, or None for all")
-    require_at_rest(state, "save")
-    require_own(emas_of(extra), state)
+def error_of_last(state: State) -> BaseException | None:
+    """Wait for an asynchronous save of a model that is running; its error, if it failed."""
+    last = _saves[state].last if state in _saves else None
+    return None if last is None else last.exception()
+
+
+def _warn_of_error(saved: Future[Path]) -> None:
+    if (error := saved.exception()) is not None:
+        warnings.warn(f"an asynchronous save failed: {error}; the next save raises this error", stacklevel=2)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from thunder_zero.amounts import name_of
-from thunder_zero.checkpoint.safetensors_file import SUFFIX
+from thunder_zero.checkpoint.whole_files import SUFFIX
 from thunder_zero.marks import parameter_like
 
 WEIGHTS = f"model{SUFFIX}"

@@ -14,11 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thunder_zero.amounts import bytes_of, float_dtype
-from thunder_zero.checkpoint.atomic_files import FILES_UNCHANGED, create_together
 from thunder_zero.checkpoint.folder import explain_write_error
-from thunder_zero.checkpoint.safetensors_file import require_storable
-from thunder_zero.checkpoint.safetensors_parts import reading_order, remove_older, write_parts
-from thunder_zero.checkpoint.tensor_to_write import TensorToWrite, dtype_to_write
+from thunder_zero.checkpoint.whole_files import (
+    FILES_UNCHANGED,
+    TensorToWrite,
+    create_together,
+    dtype_to_write,
+    remove_older,
+    require_storable,
+    split_into_files,
+    write_parts,
+)
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.hugging_face.own_files import WEIGHTS, own_files
@@ -59,7 +65,8 @@ class Folder:
     @property
     def reads(self) -> list[str]:
         """The state dict's names in the order in which tensors are written."""
-        return [one.key for file in self.weights for one in reading_order(file.tensors, file.max_bytes)]
+        files = [members for file in self.weights for members in split_into_files(file.tensors, file.max_bytes)]
+        return [one.key for members in files for one in members]
 
 
 @is_place("tz.save_pretrained")

@@ -14,13 +14,18 @@ import torch
 from torch import Tensor
 
 from thunder_zero.amounts import bytes_of, float_dtype
-from thunder_zero.checkpoint.atomic_files import Create, create_together
 from thunder_zero.checkpoint.contents import EMAS, GROUPS, MODEL, OPTIM, STATE, listed
-from thunder_zero.checkpoint.dcp_check import require_files
-from thunder_zero.checkpoint.read_optimizers import groups_of
-from thunder_zero.checkpoint.safetensors_file import SUFFIX
-from thunder_zero.checkpoint.safetensors_parts import is_made_here, remove_older, write_parts
-from thunder_zero.checkpoint.tensor_to_write import ReadTensor, TensorToWrite
+from thunder_zero.checkpoint.optimizer_states import groups_of
+from thunder_zero.checkpoint.whole_files import (
+    SUFFIX,
+    Create,
+    ReadTensor,
+    TensorToWrite,
+    create_together,
+    is_made_here,
+    remove_older,
+    write_parts,
+)
 from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
 from thunder_zero.tools.report.progress import show_progress
 
@@ -128,7 +133,6 @@ def _limit(out: Path, max_file_bytes: int | str | None) -> int | None:
 
 
 def _find_contents(source: OpenCheckpoint, dtype: torch.dtype | None, optimizer: bool, ema: str | None) -> Contents:
-    require_files(source.path, source.metadata)
     model = source.tensors_to_write(f"{MODEL}.", dtype)
     if not model:
         raise ValueError(f"{source.path} has no model; pass a checkpoint that thunder_zero.save wrote")

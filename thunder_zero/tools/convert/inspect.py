@@ -10,7 +10,6 @@ from rich.table import Table
 
 from thunder_zero.amounts import name_of
 from thunder_zero.checkpoint import folder, manifest
-from thunder_zero.checkpoint.dcp_check import require_files
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
 from thunder_zero.tools.report.trace_printer import WIDTH
@@ -28,11 +27,10 @@ def inspect(path: Path, *, verify_files: bool = False) -> None:
         ValueError: it is damaged, or has no manifest to verify it with.
     """
     path = folder.locate(path)
-    written = manifest.read_if_present(path)
-    wrong = manifest.find_wrong_sizes(path, written.files) if written else []
+    written = manifest.read(path) if (path / manifest.NAME).is_file() else None
+    if written is not None:
+        manifest.require_no_faults(path, written.files, contents=False)
     source = open_checkpoint(path, verify_files=verify_files)
-    manifest.require_no_faults(path, wrong)
-    require_files(path, source.metadata)
     if verify_files:
         source.require_readable()
     console = Console(width=None if sys.stdout.isatty() else WIDTH)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.contents import MODEL, OPTIM, STATE, split_rank_prefix
 from thunder_zero.checkpoint.dcp_read import places_by_key, read_entries, read_metadata
-from thunder_zero.checkpoint.tensor_to_write import TensorToWrite, dtype_to_write
+from thunder_zero.checkpoint.whole_files import TensorToWrite, dtype_to_write
 from thunder_zero.tools.report.progress import show_progress
 
 
@@ -111,6 +111,5 @@ def open_checkpoint(path: Path, *, verify_files: bool) -> OpenCheckpoint:
     if verify_files:
         files = manifest.require_manifest(path).files
         with show_progress(f"verify {path.name}", sum(file.size for file in files)) as done:
-            faults = manifest.find_faults(path, files, done)
-        manifest.require_no_faults(path, faults)
+            manifest.require_no_faults(path, files, done=done)
     return OpenCheckpoint(path, read_metadata(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
@@ -20,10 +19,8 @@ from thunder_zero import layout
 from thunder_zero.amounts import float_dtype
 from thunder_zero.checkpoint import folder
 from thunder_zero.checkpoint.contents import MODEL
-from thunder_zero.checkpoint.dcp_write import KeyPath, key_of, write_metadata, write_plan
-from thunder_zero.checkpoint.manifest import Manifest
-from thunder_zero.checkpoint.safetensors_file import SUFFIX
-from thunder_zero.checkpoint.tensor_to_write import dtype_to_write
+from thunder_zero.checkpoint.dcp_write import Entries, WritePlanner, key_of, write_metadata, write_planned
+from thunder_zero.checkpoint.whole_files import SUFFIX, dtype_to_write
 from thunder_zero.runtime.initial_values.weights_folder import SafetensorsWeights
 from thunder_zero.tools.report.progress import show_progress
 
@@ -97,12 +94,21 @@ def shard_safetensors(
     return path
 
 
-class FromFiles(DefaultSavePlanner):
-    """DCP's planner; reads the rows of an item right before they are written."""
+class FromFiles(WritePlanner):
+    """Plans the rows of one of several ranks; reads those of an item right before they are written."""
 
-    def __init__(self, tensors: Mapping[str, FileTensor], done: Callable[[int], None]) -> None:
-        super().__init__()
-        self._tensors, self._done = tensors, done
+    def __init__(self, tensors: Sequence[FileTensor], ranks: int, rank: int, done: Callable[[int], None]) -> None:
+        keys: Entries = {(MODEL, tensor.name): torch.empty(tensor.shape, device="meta") for tensor in tensors}
+        keys |= {(MODEL, alias): (MODEL, tensor.name) for tensor in tensors for alias in tensor.aliases}
+        super().__init__(keys)
+        self._tensors = {key_of((MODEL, tensor.name)): tensor for tensor in tensors}
+        self._ranks, self._rank, self._done = ranks, rank, done
+
+    def create_local_plan(self) -> SavePlan:
+        """The rows that this rank writes."""
+        found = self._tensors.items()
+        items = [item for key, tensor in found for item in _items(key, tensor, self._ranks, self._rank)]
+        return SavePlan(items, planner_data=self.mappings)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The rows of an item."""
@@ -115,19 +121,12 @@ class FromFiles(DefaultSavePlanner):
 
 
 def _write(path: Path, tensors: list[FileTensor], ranks: int) -> None:
-    by_key = {key_of((MODEL, tensor.name)): tensor for tensor in tensors}
-    names = {name: tensor.name for tensor in tensors for name in (tensor.name, *tensor.aliases)}
-    paths: dict[str, KeyPath] = {key_of((MODEL, name)): (MODEL, name) for name in names}
-    aliases = {key_of((MODEL, name)): key_of((MODEL, first)) for name, first in names.items() if name != first}
     staging = folder.staging_of(path)
     total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
     with show_progress(f"write {path.name}", total) as done:
-        planner, parts = FromFiles(by_key, done), []
-        for rank in range(ranks):
-            items = [item for key, tensor in by_key.items() for item in _items(key, tensor, ranks, rank)]
-            parts.append(write_plan(staging, rank, SavePlan(items), planner, paths, aliases))
+        parts = [write_planned(staging, rank, FromFiles(tensors, ranks, rank, done)) for rank in range(ranks)]
     files = write_metadata(staging, parts)
-    folder.publish(path, Manifest(folder.next_number(path), ranks, files), latest=False)
+    folder.publish(path, ranks, files, latest=False)
 
 
 def _items(key: str, tensor: FileTensor, ranks: int, rank: int) -> Iterator[WriteItem]:

@@ -1,0 +1,161 @@
+"""Reads a checkpoint for this rank, once its names, shapes and dtypes are those of the model here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from thunder_zero.checkpoint.contents import (
+    EXTRA,
+    GROUPS,
+    MODEL,
+    OPTIM,
+    STATE,
+    Contents,
+    listed,
+    require_same_names,
+    split_rank_prefix,
+)
+from thunder_zero.checkpoint.dcp_read import places_by_key, read_entries
+from thunder_zero.checkpoint.dcp_write import key_of
+from thunder_zero.checkpoint.manifest import USE_ANOTHER
+from thunder_zero.checkpoint.optimizer_states import read_state_dicts
+from thunder_zero.runtime.dtensors import local
+from thunder_zero.runtime.optimizers import load_exactly
+
+# Where tools put them: torch's tutorials, Fabric, Trainer, Accelerate, torchtune and, at the top, torchtitan.
+ROOTS = {
+    "model": (MODEL, "app.model", "state_dict", "model_state_dict", "state.model", ""),
+    "optimizer": (OPTIM, "optimizer", "app.optim", "app.optimizer", "optimizer_0", "optimizer_state_dict"),
+}
+NO_MODEL = f"save it as {{{MODEL!r}: get_model_state_dict(...)}}, or load a checkpoint of this model"
+NO_OPTIMIZER = f"load without one, or save it as {{{OPTIM!r}: get_optimizer_state_dict(...)}}"
+BUILD = "build the model as it was saved"
+
+
+States = Sequence[tuple[Any, Callable[[], object]]]  # what has a state, and the call that loads it, which may raise
+
+
+class Read(NamedTuple):
+    """What was read of a checkpoint, in new memory."""
+
+    tensors: Sequence[tuple[Tensor, Tensor]]  # this rank's part of those of a model and of averages, with new values
+    states: States  # of modules, averages and optimizers
+    of_rank: tuple[Mapping[str, Any], ...]  # the extras of each rank that saved, by name
+
+
+def read_checkpoint(
+    folder: Path, metadata: Metadata, contents: Sequence[Contents], optimizers: Sequence[Optimizer]
+) -> Read:
+    """Read this rank's part of a checkpoint; changes nothing.
+
+    Args:
+        folder: the checkpoint's.
+        metadata: DCP's description of it.
+        contents: of the model, then of its averages.
+        optimizers: those to load.
+
+    Raises:
+        ValueError: it is of another model or another optimizer, or damaged.
+    """
+    stored, places = metadata.state_dict_metadata, places_by_key(metadata)
+    _require_as_many_ranks(contents[0].ranks, stored)
+    here = {key: thing for of in contents for key, thing in _matched(of, stored).items()}
+    tensors = {key: tensor for key, tensor in here.items() if isinstance(tensor, Tensor)}
+    twins = {alias: key for alias, key in here.items() if isinstance(key, str)}
+    # Those that another tool wrote twice, or that were not tied.
+    apart = {alias: key for alias, key in twins.items() if places.get(alias) != places.get(key)}
+    extras = {split[0]: key for key in stored if (split := split_rank_prefix(key)) and split[1] == EXTRA}
+    parts = tensors | {alias: tensors[key] for alias, key in twins.items()}
+    keys = [key for key in here if key not in twins]
+    values = read_entries(folder, metadata, [*keys, *apart, *extras.values()], parts)
+    for alias, key in apart.items():
+        if not torch.equal(values[key].view(-1).view(torch.uint8), values[alias].view(-1).view(torch.uint8)):
+            raise ValueError(
+                f"the checkpoint has another model: {key!r} and {alias!r} are tied here, and differ in it; {BUILD}"
+            )
+    stateful = [(key, thing) for key, thing in here.items() if not isinstance(thing, Tensor | str)]
+    loads = [(thing, partial(thing.load_state_dict, values[key])) for key, thing in stateful]
+    if optimizers:
+        dicts = read_state_dicts(folder, metadata, contents[0], optimizers, _optimizer_prefix(stored))
+        loads += [(one, partial(load_exactly, one, saved)) for one, saved in zip(optimizers, dicts, strict=True)]
+    of_rank = tuple(values[extras[rank]] for rank in sorted(extras))
+    if not all(isinstance(own, dict) for own in of_rank):
+        raise ValueError(f"{folder} is damaged: the extras of a rank are no dict; {USE_ANOTHER}")
+    return Read([(local(tensor.detach()), values[key]) for key, tensor in tensors.items()], loads, of_rank)
+
+
+def _prefix(what: str, fits: Callable[[str], int], found: Collection[str], action: str) -> str:
+    """How the keys of a model or an optimizer begin: the usual root that fits best."""
+    best = max((f"{root}." if root else "" for root in ROOTS[what]), key=fits)
+    if fits(best):
+        return best
+    shown = ", ".join(repr(root) for root in ROOTS[what] if root)
+    raise ValueError(f"the checkpoint has no {what} under {shown}: it has {listed(sorted(found))}; {action}")
+
+
+def _model_prefix(names: Collection[str], keys: Collection[str]) -> str:
+    def fits(prefix: str) -> int:  # one that has other names is of another model
+        return 2 * sum(prefix + name in keys for name in names) + any(prefix and key.startswith(prefix) for key in keys)
+
+    return _prefix("model", fits, keys, NO_MODEL)
+
+
+def _optimizer_prefix(keys: Collection[str]) -> str:
+    def fits(prefix: str) -> int:
+        return any(key.startswith((f"{prefix}{GROUPS}.", f"{prefix}{STATE}.")) for key in keys)
+
+    return _prefix("optimizer", fits, {key.partition(".")[0] for key in keys}, NO_OPTIMIZER)
+
+
+def _matched(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint has of a model or of averages, by key: the tensor here; the key of the first name of a tied
+    one; what loads a state.
+
+    Raises:
+        ValueError: a name, a shape or a dtype differs.
+    """
+    root, what = f"{key_of(contents.root)}.", contents.what
+    prefix = _model_prefix([*contents.params, *contents.buffers], stored) if contents.root == (MODEL,) else root
+    own = f"{contents.rank_prefix}.{root}"
+    if not any(key.startswith(prefix) for key in stored):
+        raise ValueError(f"the checkpoint has no {what}; leave it out of extra, or load another checkpoint")
+    here: dict[str, Any] = {prefix + name: tensor for name, tensor in {**contents.params, **contents.buffers}.items()}
+    for name, tensor in contents.ignored.items():  # FSDP2's are as the others
+        shared = own + name not in stored and prefix + name in stored
+        here[prefix + name if shared else own + name] = tensor
+    here |= {prefix + alias: prefix + name for alias, name in contents.aliases.items()}
+    here |= {prefix + name: thing for name, (_, thing) in contents.states.items()}
+    begins = (prefix, own) if prefix else own  # the top has anything else, too
+    saved = [key for key in stored if key in here or key.startswith(begins)]
+    require_same_names(f"the checkpoint has another {what}", saved, here, BUILD)
+    for key, thing in here.items():
+        tensor, found = here[thing] if isinstance(thing, str) else thing, stored[key]
+        if not isinstance(tensor, Tensor):
+            continue
+        if not isinstance(found, TensorStorageMetadata):
+            raise ValueError(f"the checkpoint has another {what}: {key} is not a tensor in it; {BUILD}")
+        if found.size != tensor.shape or found.properties.dtype != tensor.dtype:
+            raise ValueError(
+                f"the checkpoint has another {what}: {key} has shape {tuple(found.size)} and dtype "
+                f"{found.properties.dtype} in it, shape {tuple(tensor.shape)} and dtype {tensor.dtype} here; {BUILD}"
+            )
+    return here
+
+
+def _require_as_many_ranks(here: int, stored: Mapping[str, Any]) -> None:
+    """Raise if ranks saved values of their own, and another number of ranks loads them."""
+    split = [split_rank_prefix(key) or (0, "") for key in stored]
+    ranks = {rank for rank, rest in split if rest.startswith((f"{MODEL}.", f"{OPTIM}."))}
+    if ranks and ranks != set(range(here)):
+        raise ValueError(
+            f"cannot load on {here} ranks: the checkpoint has values of ignored parameters from each of {len(ranks)} "
+            f"ranks; load it on {len(ranks)} ranks"
+        )
