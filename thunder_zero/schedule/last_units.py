@@ -15,11 +15,12 @@ from itertools import groupby
 
 from thunder_zero.plan import Plan
 from thunder_zero.schedule.bucket import bucket
-from thunder_zero.schedule.cone import cone, needed_again, regathered
+from thunder_zero.schedule.derived import needed_in_backward, regathered
 from thunder_zero.schedule.free import free
+from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.prefetch import prefetch
 from thunder_zero.schedule.regather import regather
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.schedule.units import runs, touches
 
 
@@ -73,9 +74,8 @@ def _affecting_the_peak(timeline: Timeline) -> list[Op]:
     The peak is computed several times, so that a shorter timeline pays off. Reductions take time from gathers where
     these are timed.
     """
-    inside = cone(timeline)
     waited = {name for op in timeline.ops if op.kind is Kind.WAIT for name in op.writes}
-    feeding: set[str] = set()  # constants that the cone reads
+    feeding: set[str] = set()  # constants that derived values are made from
     touched: set[str] = set()  # values of a unit that backward reads first, where it gathers all of the unit
     if recomputed := timeline.plan.recomputed:
         found = touches(timeline, runs(timeline))
@@ -85,8 +85,8 @@ def _affecting_the_peak(timeline: Timeline) -> list[Op]:
     for op in reversed(timeline.ops[:-1]):
         if op.kind is not Kind.COMPUTE and not reductions.isdisjoint((*op.reads, *op.writes)):
             continue
-        makes = not feeding.isdisjoint(op.writes) or any(name in inside for name in op.writes)
-        reads = any(name in inside or name in waited or name in touched for name in op.reads)
+        makes = not feeding.isdisjoint(op.writes) or any(name in timeline.derived for name in op.writes)
+        reads = any(name in timeline.derived or name in waited or name in touched for name in op.reads)
         if op.kind is not Kind.COMPUTE or makes or reads or not touched.isdisjoint(op.writes):
             ops.append(op)
         if makes:
@@ -113,8 +113,7 @@ def _runs_from_last(timeline: Timeline) -> list[frozenset[str]]:
     Each with all its parameters: a fuser may make backward compute from parameters that it would not read otherwise (a
     bias). The root unit comes in several runs: its head in the first, its embedding in the last.
     """
-    chain = {name: at for name, at in regathered(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
-    needed = needed_again(timeline, chain)
+    needed = needed_in_backward(timeline, regathered(timeline))
     gathers = [op for op in reversed(timeline.ops) if op.kind is Kind.GATHER and not op.backward]
     runs = [list(run) for _, run in groupby(gathers, key=lambda op: timeline.params_of(op)[0].unit)]
     return [

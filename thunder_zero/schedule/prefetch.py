@@ -45,7 +45,7 @@ from itertools import accumulate
 from math import inf
 
 from thunder_zero.plan import Plan
-from thunder_zero.schedule.cone import cone
+from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
@@ -180,16 +180,15 @@ def _gathered_in_forward(timeline: Timeline, border: int) -> dict[str, Op]:
     """
     if border == 0 or not any(op.kind is Kind.GATHER for op in timeline.ops[border:]):
         return {}
-    inside = cone(timeline)
-    found: dict[str, Op] = {}
-    for op in timeline.ops[:border]:
-        if timeline.ends(op, Kind.GATHER):
-            params = zip(op.writes, timeline.params_of(op), strict=True)
-            names = [name for name, param in params if param.gathered_once and not param.resident]
-            found.update(dict.fromkeys(names, timeline.launches[op.reads[0]]))
-        elif read := [name for name in op.reads if name in found]:
-            found.update((name, found[read[0]]) for name in op.writes if name in inside)
-    return found
+    launches = {
+        name: timeline.launches[op.reads[0]]
+        for op in timeline.ops[:border]
+        if timeline.ends(op, Kind.GATHER)
+        for name, param in zip(op.writes, timeline.params_of(op), strict=True)
+        if param.gathered_once and not param.resident
+    }
+    made_from = gathered_from(timeline)
+    return {name: launches[of] for name, all_of in made_from.items() for of in all_of[::-1] if of in launches}
 
 
 def _ended(timeline: Timeline, uses: Sequence[_Use]) -> list[int]:

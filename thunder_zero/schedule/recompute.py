@@ -30,11 +30,12 @@ from functools import cached_property
 from itertools import takewhile
 
 from thunder_zero.plan import ROOT
-from thunder_zero.schedule.cone import cone, last_reads, regathered
 from thunder_zero.schedule.copies import copies, reads_renamed
+from thunder_zero.schedule.derived import gathered_from, regathered
+from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.min_cut import cheapest_to_keep
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
-from thunder_zero.schedule.units import NOT_AGAIN, Segments, is_vector, segments
+from thunder_zero.schedule.units import NOT_RECOMPUTED, Segments, is_vector, segments
 
 
 def recompute(timeline: Timeline) -> Timeline:
@@ -58,8 +59,8 @@ def recompute(timeline: Timeline) -> Timeline:
 def saved_bytes(timeline: Timeline) -> int:
     """Bytes that forward computes or gathers and backward reads: of each memory once, without parameters that backward
     gathers again, or must (``repair_fusion.py``)."""
-    again = regathered(timeline, cone(timeline))
-    forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in again}
+    anew = regathered(timeline)
+    forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in anew}
     read = {name for op in timeline.ops[:-1] if op.backward for name in op.reads}
     return sum(map(timeline.nbytes, {timeline.memory(name) for name in read & forward}))
 
@@ -88,26 +89,18 @@ class _Halves:
         return Segments((), frozenset())
 
     @cached_property
-    def gathered(self) -> dict[str, frozenset[str]]:
-        """The values of forward's cone, each with the gathered parameters (values) that it is computed from."""
-        ops, found = self.timeline.ops, dict[str, frozenset[str]]()
-        for name, at in self._cone.items():
-            if ops[at].backward:
-                break
-            if ops[at].kind is Kind.WAIT:
-                found[name] = frozenset((name,))
-            else:
-                found[name] = frozenset[str]().union(*(found.get(read, frozenset()) for read in ops[at].reads))
-        return found
+    def gathered(self) -> dict[str, tuple[str, ...]]:
+        """The derived values of forward, each with the gathered parameters (values) that it is made from."""
+        return {name: of for name, of in self._made_from.items() if name in self.writer}
 
     @cached_property
-    def _cone(self) -> dict[str, int]:
-        return cone(self.timeline)
+    def _made_from(self) -> dict[str, tuple[str, ...]]:
+        return gathered_from(self.timeline)
 
     @cached_property
     def there(self) -> dict[str, range]:
         """The gathered parameters (values of forward), each with the positions where backward has it anyway."""
-        last = last_reads(self.timeline, self._cone)
+        last = last_reads(self.timeline, self._made_from)
         end = len(self.timeline.ops)
         found: dict[str, range] = {}
         by_path: defaultdict[str, list[str]] = defaultdict(list)
@@ -167,7 +160,7 @@ class _Halves:
             and op.repeatable
             and (
                 (op.cheap and self.timeline.plan.policy.recompute != "none")
-                or (unit != ROOT and op.work not in NOT_AGAIN)
+                or (unit != ROOT and op.work not in NOT_RECOMPUTED)
                 or op.source[0] in self.copied
             )
             and self.overwritten.isdisjoint(op.reads)
@@ -175,7 +168,7 @@ class _Halves:
         )
 
     def may_read(self, name: str) -> bool:
-        """Whether backward has a value of forward's cone anyway, or can compute it again from what it has."""
+        """Whether backward has a derived value of forward anyway, or can compute it again from what it has."""
         at = self.writer[name]
         if any(self.there[full].stop <= len(self.forward) for full in self.gathered[name]):
             return False
@@ -199,7 +192,7 @@ def _chain(halves: _Halves, refused: set[int]) -> dict[str, int]:
 
 
 def _is_computed(halves: _Halves, name: str, computed: set[str], nodes: Mapping[str, int]) -> bool:
-    if name in halves.gathered:  # of the cone: what backward reads is there, the rest can be computed
+    if name in halves.gathered:  # derived: what backward reads is there, the rest can be computed
         return name not in halves.read and halves.timeline.ops[halves.writer[name]].kind is Kind.COMPUTE
     memory = halves.timeline.memory(name)
     return memory in computed or (memory in nodes and memory != name)  # a view of what is saved, which costs nothing

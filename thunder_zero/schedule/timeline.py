@@ -156,6 +156,25 @@ class Timeline:
         return frozenset(name for name in self.replicated if self.plan.by_name[self.inputs[name] or ""].is_cast)
 
     @cached_property
+    def derived(self) -> dict[str, int]:
+        """The values that depend on parameters alone (``derived.py``), each with the position of its writer."""
+        found: dict[str, int] = {}
+        without_data = set(self.replicated)  # derived values, and constants
+        for at, op in enumerate(self.ops):
+            if op.kind is Kind.COMPUTE:
+                if not op.repeatable or not without_data.issuperset(op.reads):
+                    continue
+                is_derived = not found.keys().isdisjoint(op.reads) or not self.cast.isdisjoint(op.reads)
+            elif self.ends(op, Kind.GATHER):
+                is_derived = True
+            else:
+                continue
+            without_data.update(op.writes)
+            if is_derived:
+                found.update(dict.fromkeys(op.writes, at))
+        return found
+
+    @cached_property
     def border(self) -> int:
         """The number of operations of forward, without the return: backward's come after them."""
         return sum(not op.backward for op in self.ops[:-1])
@@ -223,22 +242,6 @@ class Timeline:
         """Bytes of the full parameters, or of the full gradients, that an operation handles."""
         of_gradients = op.kind in (Kind.REDUCE, Kind.DEFER) or self.ends(op, Kind.REDUCE)
         return sum(param.grad_bytes if of_gradients else param.full_bytes for param in self.params_of(op))
-
-
-def gathered_bytes(timeline: Timeline) -> tuple[int, ...]:
-    """Bytes of gathered parameters alive after each operation.
-
-    A gathered parameter occupies its full bytes from the launch of its gather, where the buffer is allocated, to its
-    FREE. Resident parameters (ZeRO-1: sharded, but full at rest) do not count. On backends whose collectives send
-    chunks of one size (NCCL), a parameter whose rows W does not divide takes up to W - 1 rows more. Parameters that an
-    accumulation holds over (``policy.gather_once_per_accumulation``) stay after the step, and are not counted then.
-    """
-    alive, counts = 0, []
-    for op in timeline.ops:
-        full = sum(param.full_bytes for param in timeline.params_of(op) if not param.resident)
-        alive += full if op.kind is Kind.GATHER else -full if op.kind is Kind.FREE else 0
-        counts.append(alive)
-    return tuple(counts)
 
 
 def overwritten(timeline: Timeline) -> frozenset[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from thunder_zero.schedule.cone import cone
 from thunder_zero.schedule.fault import fault
 from thunder_zero.schedule.sink_waits import gathers_ahead
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
@@ -41,7 +40,7 @@ def _check_ahead(timeline: Timeline) -> None:
     gathered for backward."""
     if timeline.plan.policy.times is not None:
         return
-    prefetch, inside = timeline.plan.sizes.prefetch, cone(timeline)
+    prefetch = timeline.plan.sizes.prefetch
     unit_of: dict[str, str] = {}  # of values that are computed from gathered parameters alone
     in_flight: Counter[str] = Counter()  # gathers by unit
     begun: set[str] = set()  # units that compute, or did
@@ -67,7 +66,7 @@ def _check_ahead(timeline: Timeline) -> None:
         for unit in units:
             latest = unit
             begun.add(unit)
-            unit_of.update((name, unit) for name in op.writes if name in inside)
+            unit_of.update((name, unit) for name in op.writes if name in timeline.derived)
             in_flight[unit] -= ends
             if in_flight[unit] <= 0:
                 del in_flight[unit]

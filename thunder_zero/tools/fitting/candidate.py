@@ -9,10 +9,9 @@ from functools import cached_property
 from thunder_zero.amounts import itemsize
 from thunder_zero.plan import ROOT, Plan
 from thunder_zero.policy import Policy, is_count
-from thunder_zero.schedule.cone import cone
+from thunder_zero.schedule.lifetimes import alive_bytes, lifetimes
 from thunder_zero.schedule.passes import PASSES
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
-from thunder_zero.tools.fitting.alive import alive_bytes, lifetimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +122,11 @@ class Candidate:
     @cached_property
     def left(self) -> dict[str, int]:
         """For each unit, the bytes that forward has left for its backward."""
-        born, last = lifetimes(self.timeline)
         unit_at = {at: unit for unit, positions in self.segments.items() for at in positions}
         counts: Counter[str] = Counter()
-        for memory, at in born.items():
-            if at < self.timeline.border <= last[memory]:
-                counts[unit_at[last[memory]]] += self.timeline.nbytes(memory)
+        for memory, life in lifetimes(self.timeline).items():
+            if life.start < self.timeline.border < life.stop:
+                counts[unit_at[life[-1]]] += self.timeline.nbytes(memory)
         return {unit: counts[unit] for unit in self.units}
 
     def costs_of(self, unit: str) -> float:
@@ -158,10 +156,9 @@ class Candidate:
 
     @cached_property
     def _flops_again(self) -> tuple[int, ...]:
-        inside = cone(self.timeline)
         return tuple(
             flops_to_repeat(op, self.timeline)
-            if op.again and op.kind is Kind.COMPUTE and op.writes[0] not in inside
+            if op.again and op.kind is Kind.COMPUTE and op.writes[0] not in self.timeline.derived
             else 0
             for op in self.timeline.ops
         )
