@@ -18,8 +18,7 @@ from thunder_zero.compiled import Compiled
 from thunder_zero.plan import Plan
 from thunder_zero.refusals import require_traceable
 from thunder_zero.schedule import verify
-from thunder_zero.schedule.fault import ScheduleError
-from thunder_zero.schedule.timeline import Kind, Timeline
+from thunder_zero.schedule.timeline import Kind, ScheduleError, Timeline
 from thunder_zero.traces.enter import with_enter
 from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.traces.insert import insert_synchronize, module_inputs, take_rows

@@ -71,9 +71,9 @@ class Use:
     """A computation of forward, ``y <- x, w``, and its two in backward, ``gx <- gy, w`` and ``gw <- gy, x``.
 
     ``steps`` lie between the parameter and the computation: "view" of the last value, "pair" makes two values at once,
-    "constant" reads a constant too, a path reads that parameter too, "random" is not derived from parameters alone. ``needed``: backward
-    reads the last value, through a view made in backward if ``view_in_backward``. ``random`` puts a random operation
-    after the computation; ``returned`` makes the last value of the steps an output of forward.
+    "constant" reads a constant too, a path reads that parameter too, "random" depends on more than parameters.
+    ``needed``: backward reads the last value, through a view made in backward if ``view_in_backward``. ``random`` puts
+    a random operation after the computation; ``returned`` makes the last value of the steps an output of forward.
     """
 
     path: str

@@ -70,7 +70,7 @@ class _Repair:
         launch = self.timeline.launches[forward.reads[0]]
         handle = f"{launch.writes[0]}_{at}_repaired"
         self.values[handle] = self.values[f"{name}_repaired"] = self.timeline.values[name]
-        alone = replace(launch, params=(path,), backward=True, again=True)
+        alone = replace(launch, params=(path,), backward=True, repeated=True)
         self.add(replace(alone, reads=(launch.reads[at],), writes=(handle,)))
         self.add(replace(alone, kind=Kind.WAIT, reads=(handle,), writes=(f"{name}_repaired",)))
         return f"{name}_repaired"
@@ -78,6 +78,6 @@ class _Repair:
     def _computed(self, name: str, op: Op) -> str:
         self.names.update((out, f"{out}_repaired") for out in op.writes)
         writes = tuple(f"{out}_repaired" for out in op.writes)
-        self.add(replace(op, writes=writes, backward=True, again=True))
+        self.add(replace(op, writes=writes, backward=True, repeated=True))
         self.values.update((f"{out}_repaired", self.timeline.values[out].copied(self.names)) for out in op.writes)
         return f"{name}_repaired"

@@ -1,4 +1,4 @@
-"""Values derived from parameters alone: what they are made from, and which of them backward makes anew.
+"""Values derived from parameters alone: what they are made from, and which backward makes again.
 
 In: a timeline, whose :attr:`Timeline.derived` has the derived values. Out: names of values, or a timeline::
 

@@ -14,31 +14,33 @@ from dataclasses import replace
 from itertools import groupby
 
 from thunder_zero.plan import Plan
-from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.derived import needed_in_backward, regathered
-from thunder_zero.schedule.free import free
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.prefetch import prefetch
-from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.schedule.units import runs, touches
 
 
-def gather_last_units_once(timeline: Timeline) -> Timeline:
-    """Gathers the last units of forward once for both halves, as many as do not raise the peak of gathered bytes."""
+def with_last_units_once(timeline: Timeline, scheduled: Callable[[Timeline], Timeline]) -> Timeline:
+    """Plans to gather the last units of forward once, as many as do not raise the peak of gathered bytes.
+
+    Args:
+        timeline: before any pass.
+        scheduled: places and frees its gathers.
+    """
     if not timeline.plan.policy.gather_last_units_once:
         return timeline
     short = timeline.with_ops(_affecting_the_peak(timeline))
-    bound = _peak(short)
+
+    def peak(plan: Plan) -> int:
+        return max(gathered_bytes(scheduled(replace(short, plan=plan))), default=0)
+
+    bound = peak(short.plan)
     runs = _runs_from_last(short)
 
-    def plan(number: int) -> Plan:
-        return _gathering_once(timeline.plan, runs[:number])
-
     def fits(number: int) -> bool:
-        return _peak(replace(short, plan=plan(number))) <= bound
+        return peak(_gathering_once(timeline.plan, runs[:number])) <= bound
 
-    return replace(timeline, plan=plan(largest(fits, len(runs))))
+    return replace(timeline, plan=_gathering_once(timeline.plan, runs[: largest(fits, len(runs))]))
 
 
 def _gathering_once(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:
@@ -100,11 +102,6 @@ def _without_effect(timeline: Timeline, touched: Collection[str]) -> set[str]:
         return set()
     kinds = (Kind.REDUCE, Kind.DEFER)
     return {op.writes[0] for op in timeline.ops if op.kind in kinds and not any(name in touched for name in op.reads)}
-
-
-def _peak(timeline: Timeline) -> int:
-    """The peak of gathered bytes if the timeline were scheduled with its present plan."""
-    return max(gathered_bytes(free(prefetch(bucket(regather(timeline))))), default=0)
 
 
 def _runs_from_last(timeline: Timeline) -> list[frozenset[str]]:

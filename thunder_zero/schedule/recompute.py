@@ -59,8 +59,8 @@ def recompute(timeline: Timeline) -> Timeline:
 def saved_bytes(timeline: Timeline) -> int:
     """Bytes that forward computes or gathers and backward reads: of each memory once, without parameters that backward
     gathers again, or must (``repair_fusion.py``)."""
-    anew = regathered(timeline)
-    forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in anew}
+    dropped = regathered(timeline)
+    forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in dropped}
     read = {name for op in timeline.ops[:-1] if op.backward for name in op.reads}
     return sum(map(timeline.nbytes, {timeline.memory(name) for name in read & forward}))
 
@@ -149,7 +149,7 @@ class _Halves:
     @cached_property
     def copied(self) -> frozenset[int]:
         """Lines of forward that backward computes again anyway."""
-        return frozenset(op.source[0] for op in self.timeline.ops if op.backward and op.again and op.source)
+        return frozenset(op.source[0] for op in self.timeline.ops if op.backward and op.repeated and op.source)
 
     def may_repeat(self, at: int) -> bool:
         """Whether the operation of forward at a position may be computed again in backward."""
@@ -186,8 +186,8 @@ def _chain(halves: _Halves, refused: set[int]) -> dict[str, int]:
         if memory in outputs and memory in halves.writer and memory not in wanted:
             nbytes[at] = endless  # the caller may overwrite its outputs, so save none that backward did not read
     parents = [None if made is None else {number[memory] for memory in made} for made in map(made_from.get, nodes)]
-    _, again = cheapest_to_keep(nbytes, parents, {number[memory] for memory in wanted})
-    computed = {nodes[at] for at in again}
+    _, recomputed = cheapest_to_keep(nbytes, parents, {number[memory] for memory in wanted})
+    computed = {nodes[at] for at in recomputed}
     return {name: at for name, at in halves.writer.items() if _is_computed(halves, name, computed, number)}
 
 
@@ -265,7 +265,7 @@ class _Placement:
         if self.halves.timeline.ends(op, Kind.GATHER):
             for path, name in zip(op.params, op.writes, strict=True):
                 self.names.update(dict.fromkeys(self.full[path], name))
-        elif op.again and op.kind is Kind.COMPUTE:
+        elif op.repeated and op.kind is Kind.COMPUTE:
             originals = self.lines[op.source[0]]
             if originals[0] in self.names:
                 self.dropped.update((name, self.names[of]) for of, name in zip(originals, op.writes, strict=True))

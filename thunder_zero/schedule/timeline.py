@@ -47,6 +47,7 @@ class Kind(StrEnum):
 
 
 LAUNCHES = (Kind.GATHER, Kind.REDUCE)
+MOST_NAMES = 8  # of an operation, in an error
 
 
 class Work(StrEnum):
@@ -85,7 +86,7 @@ class Op:
             nothing in place), so that backward may compute it again.
         cheap: COMPUTE only: whether it is repeatable at little cost: views, pointwise work, reductions of rows.
         updates: COMPUTE only: values whose memory it overwrites, or may share with what is overwritten.
-        again: whether it is a copy that gathers or computes again what forward freed, or did not save.
+        repeated: whether it is a copy that gathers or computes again what forward freed, or did not save.
         source: positions of its lines in the lifted trace; several after bucketing. FREE: ().
         work: COMPUTE only: its class of work.
         flops: COMPUTE only: FLOPs of its products, attention and convolutions; everything else counts 0.
@@ -97,7 +98,7 @@ class Op:
     params: tuple[str, ...] = ()
     backward: bool = False
     repeatable: bool = False
-    again: bool = False
+    repeated: bool = False
     source: tuple[int, ...] = ()
     work: Work = Work.NONE
     cheap: bool = False
@@ -188,6 +189,10 @@ class Timeline:
         """Whether an operation is the WAIT that ends a launch of this kind (GATHER or REDUCE)."""
         return op.kind is Kind.WAIT and op.reads[0] in self.launches and self.launches[op.reads[0]].kind is kind
 
+    def recomputes(self, op: Op) -> bool:
+        """Whether an operation computes again what forward did not save, apart from derived values."""
+        return op.kind is Kind.COMPUTE and op.repeated and self.derived.keys().isdisjoint(op.writes)
+
     def memory(self, name: str) -> str:
         """The value whose memory a value views, or itself."""
         value = self.values.get(name)
@@ -252,3 +257,15 @@ def overwritten(timeline: Timeline) -> frozenset[str]:
             shares.update(dict.fromkeys(op.writes, shares.get(op.reads[0], op.reads[0])))
     gone = {shares.get(name, name) for op in timeline.ops for name in op.updates}
     return frozenset(gone.union(name for name, first in shares.items() if first in gone))
+
+
+class ScheduleError(Exception):
+    """A timeline breaks a rule. The message names the operation, its parameters and the rule, in one sentence."""
+
+
+def fault(timeline: Timeline, at: int, rule: str) -> ScheduleError:
+    """The error for an operation that breaks a rule; ``rule`` goes on after its name."""
+    op = timeline.ops[at]
+    names = op.params or op.writes or op.reads
+    what = ", ".join(names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "..."))
+    return ScheduleError(f"op {at} ({op.kind} {what}) {rule}")

@@ -11,9 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from thunder_zero.schedule.derived import gathered_from, needed_in_backward, regathered
-from thunder_zero.schedule.fault import ScheduleError, fault
 from thunder_zero.schedule.lifetimes import last_reads
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, ScheduleError, Timeline, fault
 from thunder_zero.schedule.units import is_vector
 from thunder_zero.schedule.verify_in_flight import check_in_flight, check_making
 
@@ -238,7 +237,7 @@ def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
 def _check_copies(timeline: Timeline) -> None:
     """Only gathers, their waits and repeatable computations have copies."""
     for at, op in enumerate(timeline.ops):
-        if op.again and not (op.kind is Kind.GATHER or op.repeatable or timeline.ends(op, Kind.GATHER)):
+        if op.repeated and not (op.kind is Kind.GATHER or op.repeatable or timeline.ends(op, Kind.GATHER)):
             raise fault(timeline, at, "is done again, but is neither a gather, its wait nor a repeatable computation")
 
 
@@ -338,7 +337,7 @@ def _check_same(timeline: Timeline, lifted: Timeline) -> None:
             original = originals.get(source)
             if original is None or not _is_copy(part, original):
                 raise fault(timeline, at, f"differs from position {source} of the lifted trace")
-            if op.again:
+            if op.repeated:
                 canonical.update(zip(part.writes, original.writes, strict=True))
             elif source in seen:
                 raise fault(timeline, at, f"runs position {source} of the lifted trace twice")
@@ -374,4 +373,4 @@ def _parts(timeline: Timeline, at: int, op: Op) -> Iterator[Op]:
     for number, (source, path) in enumerate(zip(op.source, op.params, strict=True)):
         reads = op.reads if op.kind is Kind.WAIT else (op.reads[number],)
         writes = (op.writes[number],) if op.kind is Kind.WAIT else op.writes
-        yield Op(op.kind, reads, writes, (path,), op.backward, op.repeatable, op.again, (source,))
+        yield Op(op.kind, reads, writes, (path,), op.backward, op.repeatable, op.repeated, (source,))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from thunder_zero.schedule.fault import fault
 from thunder_zero.schedule.sink_waits import gathers_ahead
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline, fault
 
 
 def check_in_flight(timeline: Timeline) -> None:

@@ -6,9 +6,8 @@ from itertools import accumulate, zip_longest
 
 from thunder_zero.plan import ROOT
 from thunder_zero.schedule.derived import gathered_from
-from thunder_zero.schedule.fault import fault
 from thunder_zero.schedule.lifetimes import last_reads
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, fault, overwritten
 from thunder_zero.schedule.units import NOT_RECOMPUTED, is_vector, segments
 
 
@@ -29,7 +28,7 @@ def check_recompute(timeline: Timeline, before: Timeline) -> None:
 
 
 def _is_recomputed(op: Op) -> bool:
-    return op.kind is Kind.COMPUTE and op.backward and op.again
+    return op.kind is Kind.COMPUTE and op.backward and op.repeated
 
 
 def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
@@ -52,7 +51,7 @@ def _check_computed_again(timeline: Timeline, before: Timeline) -> None:
     whole = {op.source[0]: unit for op, unit in zip(before.ops, unit_at, strict=False) if unit != ROOT and op.source}
     gone = overwritten(timeline)
     for at, op in enumerate(timeline.ops):
-        if not _is_recomputed(op) or any(name in timeline.derived for name in op.writes):
+        if not timeline.recomputes(op):
             continue
         if not ((op.cheap and policy != "none") or (op.source[0] in whole and op.work not in NOT_RECOMPUTED)):
             raise fault(timeline, at, f"does {op.work} work again, which recompute={policy!r} does not allow here")

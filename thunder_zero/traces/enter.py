@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from thunder_zero.schedule.program_name import ProgramName
+from thunder_zero.schedule.names import ProgramName
 from thunder_zero.traces.symbols import ZeroExecutor
 
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx

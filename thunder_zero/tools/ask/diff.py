@@ -122,5 +122,5 @@ def _again(timeline: Timeline) -> list[tuple[Op, str]]:
     return [
         (op, next((unit for unit, end in ends if end >= at), ROOT))
         for at, op in enumerate(timeline.ops)
-        if op.kind is Kind.COMPUTE and op.again and not any(name in timeline.derived for name in op.writes)
+        if timeline.recomputes(op)
     ]

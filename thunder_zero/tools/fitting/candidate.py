@@ -10,7 +10,7 @@ from thunder_zero.amounts import itemsize
 from thunder_zero.plan import ROOT, Plan
 from thunder_zero.policy import Policy, is_count
 from thunder_zero.schedule.lifetimes import alive_bytes, lifetimes
-from thunder_zero.schedule.passes import PASSES
+from thunder_zero.schedule.passes import PASSES, applied
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 
 
@@ -58,10 +58,7 @@ class Candidate:
     @cached_property
     def timeline(self) -> Timeline:
         """The schedule."""
-        timeline = replace(self.lifted, plan=under(self.lifted.plan, self.policy))
-        for step in PASSES:
-            timeline = step(timeline)
-        return timeline
+        return applied(replace(self.lifted, plan=under(self.lifted.plan, self.policy)), PASSES)
 
     @cached_property
     def alive(self) -> tuple[int, ...]:
@@ -156,12 +153,8 @@ class Candidate:
 
     @cached_property
     def _flops_again(self) -> tuple[int, ...]:
-        return tuple(
-            flops_to_repeat(op, self.timeline)
-            if op.again and op.kind is Kind.COMPUTE and op.writes[0] not in self.timeline.derived
-            else 0
-            for op in self.timeline.ops
-        )
+        timeline = self.timeline
+        return tuple(flops_to_repeat(op, timeline) if timeline.recomputes(op) else 0 for op in timeline.ops)
 
 
 def under(plan: Plan, policy: Policy) -> Plan:

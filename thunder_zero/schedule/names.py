@@ -1,8 +1,11 @@
-"""Names the programs of a model, so that ranks compare like with like."""
+"""Names of launches, waits, units and programs: for profiles, forecasts, and what ranks compare."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from thunder_zero.schedule.timeline import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +29,19 @@ class ProgramName:
 
     def __str__(self) -> str:
         return self.half + f" of {self.graph}" * bool(self.graph) + " under no_sync" * (not self.synced)
+
+
+def launch_label(kind: Kind, paths: Sequence[str]) -> str:
+    """``gather blocks.3.norm.weight, 5 more``, or ``reduce ...``."""
+    more = f", {len(paths) - 1} more" if len(paths) > 1 else ""
+    return f"{kind} {paths[0]}{more}"
+
+
+def wait_label(kind: Kind, paths: Sequence[str]) -> str:
+    """``wait for gather blocks.3.norm.weight, 5 more``; ``kind`` is that of the launch."""
+    return f"wait for {launch_label(kind, paths)}"
+
+
+def unit_label(unit: str) -> str:
+    """``unit blocks.3``."""
+    return f"unit {unit}" if unit else "root unit"
