@@ -110,26 +110,23 @@ class ProgramTransform(Transform):
         """Prove the traces that will run, and that all ranks will run the same; let each half say what it is."""
         executor = self.compiled.executor
         if TraceTag.BACKWARD in trace.tags:
-            self._prove(self._forward, trace)
+            self._prove({"forward": self._forward, "backward": trace})
             return with_enter(trace, executor.named("backward"), executor)
         if TraceTag.AUGMENTED_FORWARD in trace.tags:
             require_unwritten(trace, type(self._plain).__name__)
         self._forward = trace
         half = "forward"
         if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
-            self._prove(trace, None)
+            self._prove({"forward without backward": trace})
             half = "forward without backward"
         named = with_enter(trace, executor.named(half), executor)
         self.compiled.programs[named] = executor.program
         return named
 
-    def _prove(self, forward: TraceCtx, backward: TraceCtx | None) -> None:
+    def _prove(self, halves: Mapping[str, TraceCtx]) -> None:
         executor = self.compiled.executor
-        halves = (
-            {"forward without backward": forward} if backward is None else {"forward": forward, "backward": backward}
-        )
         try:
-            prove(forward, backward, executor)
+            prove(*halves.values(), executor=executor)
         except ScheduleError as error:  # tell the other ranks, which would wait for this one
             for half in halves:
                 executor.runtime.agree_on_schedule(executor.named(half), [str(error)])
@@ -149,7 +146,7 @@ def _saves_nothing(forward: TraceCtx) -> bool:
     return TraceTag.AUGMENTED_FORWARD not in forward.tags or not any(forward.bound_symbols[-1].args[1])
 
 
-def prove(forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor) -> None:
+def prove(forward: TraceCtx, backward: TraceCtx | None = None, *, executor: ZeroExecutor) -> None:
     """Prove that the traces that will run are right.
 
     Raises:
