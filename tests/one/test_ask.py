@@ -147,7 +147,7 @@ def test_each_gather_is_where_its_bound_says() -> None:
         ops, found = of.timeline.ops, bounds(of.timeline)
         launches = {op.writes[0]: at for at, op in enumerate(ops) if op.kind is Kind.GATHER}
         assert found.keys() == launches.keys()
-        assert {bound for _, bound in found.values()} - {Bound.HALF}
+        assert {bound for _, bound in found.values()} - {Bound.PHASE}
         for handle, (after, bound) in found.items():
             between = {op.kind for op in ops[after + 1 : launches[handle]] if op.writes or op.kind is not Kind.COMPUTE}
             assert bound is not Bound.EARLIER

@@ -206,7 +206,7 @@ GATHERS: Faults = (
     (lambda t: changed(t, "gather b.w", reads=("t_b.w",)), "must read one value for each of its parameters"),
     (lambda t: changed(t, "gather b.w", reads=("t_b.v", "t_b.w")), "gathers t_b.. as b.., but it is the shard of b.."),
     (lambda t: with_ops(t, 3, *GATHER_REPLICATED), "gathers a replicated parameter"),
-    (second_gather_in_backward, "gathers b.v again after op .*; it needs one gather in each half"),
+    (second_gather_in_backward, "gathers b.v again after op .*; it needs one gather in each phase"),
     (lambda t: reading(t, "reads c0.0_again", {"c0.0_again": "c0.0"}), "reads other|reads forward's c0.0, which"),
     (lambda t: changed(t, "free a.v", params=("z.w",)), "names z.w, which is not a parameter of the plan"),
 )
@@ -243,7 +243,7 @@ LIMITS: Faults = (
 ONLY_BY_LIFTED: Faults = (  # only a comparison with what was lifted finds these
     (lambda t: copied(t, "writes d4", writes=("other",)), "runs position .* of the lifted trace twice"),  # random
     (lambda t: changed(t, "writes y0", source=(2, 3)), "must come from one line of the trace"),
-    (lambda t: moved(changed(t, "writes g", backward=False), "writes g", "backward"), "is in a different half than"),
+    (lambda t: moved(changed(t, "writes g", backward=False), "writes g", "backward"), "is in a different phase than"),
     (lambda t: reading(t, "return", SWAPPED), "reads other values than position"),
     (lambda t: moved(t, "writes mean_c.w", "reduce b.w"), "makes 8 bytes of gradients while 8 bytes are in flight"),
 )

@@ -1,6 +1,6 @@
 """Chooses the last units of forward that stay gathered for backward.
 
-Backward begins with the units that forward ends with. Leaving them gathered between the halves saves a gather each, and
+Backward begins with the units that forward ends with. Leaving them gathered between the phases saves a gather each, and
 needs no more bytes than the peak of the other gathers::
 
     forward   a  b  c  d            peak: three units (one computes, two are under way)

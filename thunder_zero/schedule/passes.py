@@ -29,7 +29,7 @@ def applied(timeline: Timeline, passes: Sequence[Pass]) -> Timeline:
 
 
 def gather_last_units_once(timeline: Timeline) -> Timeline:
-    """Gathers the last units of forward once for both halves, as many as do not raise the peak of gathered bytes."""
+    """Gathers the last units of forward once for both phases, as many as do not raise the peak of gathered bytes."""
     return with_last_units_once(timeline, lambda candidate: applied(candidate, (*GATHERING, free)))
 
 

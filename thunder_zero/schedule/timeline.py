@@ -1,6 +1,6 @@
 """The timeline of a step, one operation a line: frozen data that passes rewrite and reports read.
 
-A timeline holds both halves of a step, forward first::
+A timeline holds both phases of a step, forward first::
 
     gather   fut0 <- t_w            h.0.w        starts an all-gather of shards (a launch)
     wait     w    <- fut0           h.0.w        ends it: the full parameter can be read
@@ -81,7 +81,7 @@ class Op:
             placeholder, which backward returns as the gradient (at run time it is None).
         params: paths of parameters. GATHER, REDUCE and WAIT: those that travel, in the order of ``reads`` of the launch
             and of ``writes`` of the wait; FREE: the one whose memory it frees; DEFER: the one whose gradient it defers.
-        backward: whether it runs in the backward half.
+        backward: whether it runs in the phase of backward.
         repeatable: COMPUTE only: whether running it twice gives the same values and has no side effect (not random,
             nothing in place), so that backward may compute it again.
         cheap: COMPUTE only: whether it is repeatable at little cost: views, pointwise work, reductions of rows.
@@ -127,7 +127,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Operations in the order in which they run, forward half first.
+    """Operations in the order in which they run, forward first.
 
     Attributes:
         ops: the operations; the last one is the return.
@@ -146,15 +146,20 @@ class Timeline:
 
     @cached_property
     def replicated(self) -> frozenset[str]:
-        """Inputs that are replicated parameters. Both halves may read them, so values that depend on them and on
+        """Inputs that are replicated parameters. Both phases may read them, so values that depend on them and on
         gathered parameters alone can be computed again."""
         by_name = self.plan.by_name
         return frozenset(name for name, path in self.inputs.items() if path is not None and not by_name[path].sharded)
 
     @cached_property
     def cast(self) -> frozenset[str]:
-        """Replicated inputs that operations read through a cast copy; each half makes its own."""
+        """Replicated inputs that operations read through a cast copy; each phase makes its own."""
         return frozenset(name for name in self.replicated if self.plan.by_name[self.inputs[name] or ""].is_cast)
+
+    @cached_property
+    def writer(self) -> dict[str, int]:
+        """The position of the operation that writes each value; inputs have none."""
+        return {name: at for at, op in enumerate(self.ops) for name in op.writes}
 
     @cached_property
     def derived(self) -> dict[str, int]:

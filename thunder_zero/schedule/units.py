@@ -94,6 +94,15 @@ def touches(timeline: Timeline, found: list[Run]) -> dict[str, Touch]:
     return first
 
 
+def backward_ends(timeline: Timeline) -> dict[str, int]:
+    """For each unit but the root, where backward launches, or defers, the last of its gradients; in that order."""
+    last: dict[str, int] = {}
+    for at, op in enumerate(timeline.ops):
+        if op.kind in (Kind.REDUCE, Kind.DEFER):
+            last.update((param.unit, at) for param in timeline.params_of(op) if param.unit != ROOT)
+    return dict(sorted(last.items(), key=lambda end: end[1]))
+
+
 @dataclass(frozen=True)
 class Segments:
     """Forward, cut at the borders between runs.

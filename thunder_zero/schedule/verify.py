@@ -161,7 +161,7 @@ def _check_gather(timeline: Timeline, at: int, op: Op, shards: Mapping[str, str]
 
 
 def _check_waits(timeline: Timeline) -> None:
-    """Exactly one wait ends each launch, after it and in the same half, and only waits read handles."""
+    """Exactly one wait ends each launch, after it and in the same phase, and only waits read handles."""
     under_way: dict[str, int] = {}
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.WAIT:
@@ -291,15 +291,15 @@ def _gathered(timeline: Timeline, made_from: Mapping[str, Sequence[str]], free: 
 
 
 def _check_gathered_again(timeline: Timeline) -> None:
-    """A parameter is gathered once in all or once in each half; with ``gather_per_unit``, several times in forward."""
+    """A parameter is gathered once in all or once in each phase; with ``gather_per_unit``, several times in forward."""
     gathered: dict[tuple[str, bool], int] = {}
     for at, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
-            half = (param.path, op.backward and not param.gathered_once)
-            if half in gathered and (op.backward or param.gathered_once or not param.gather_per_unit):
-                why = "is gathered once" if param.gathered_once else "needs one gather in each half"
-                raise fault(timeline, at, f"gathers {param.path} again after op {gathered[half]}; it {why}")
-            gathered[half] = at
+            phase = (param.path, op.backward and not param.gathered_once)
+            if phase in gathered and (op.backward or param.gathered_once or not param.gather_per_unit):
+                why = "is gathered once" if param.gathered_once else "needs one gather in each phase"
+                raise fault(timeline, at, f"gathers {param.path} again after op {gathered[phase]}; it {why}")
+            gathered[phase] = at
 
 
 def _check_gathered_for(timeline: Timeline, lifted: Timeline) -> None:
@@ -317,7 +317,7 @@ def _check_gathered_for(timeline: Timeline, lifted: Timeline) -> None:
 
 
 def _check_saved(timeline: Timeline) -> None:
-    """Backward reads no derived value of forward, unless its parameters are gathered once for both halves."""
+    """Backward reads no derived value of forward, unless its parameters are gathered once for both phases."""
     crossing = regathered(timeline)
     for at, op in enumerate(timeline.ops[:-1]):
         if op.backward and (saved := [name for name in op.reads if name in crossing]):
@@ -342,7 +342,7 @@ def _check_same(timeline: Timeline, lifted: Timeline) -> None:
             elif source in seen:
                 raise fault(timeline, at, f"runs position {source} of the lifted trace twice")
             elif op.backward != original.backward:
-                raise fault(timeline, at, f"is in a different half than position {source} of the lifted trace")
+                raise fault(timeline, at, f"is in a different phase than position {source} of the lifted trace")
             elif op.kind not in LAUNCHES and part.writes != original.writes:
                 raise fault(timeline, at, f"writes other values than position {source} of the lifted trace")
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from thunder_zero.schedule.sink_waits import gathers_ahead
+from thunder_zero.schedule.sink_waits import gathers_ahead, making
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline, fault
 
 
@@ -81,11 +81,7 @@ def check_making(timeline: Timeline) -> None:
         ScheduleError: the first rule that does not hold.
     """
     bound = timeline.plan.sizes.in_flight_bytes
-    written = {name: at for at, op in enumerate(timeline.ops) for name in op.writes}
-    begun: Counter[int] = Counter()
-    for at, op in enumerate(timeline.ops):
-        if op.kind is Kind.REDUCE:
-            begun[min(written.get(name, at) for name in op.reads)] += timeline.full_bytes(op)
+    begun = making(timeline)
     ahead = gathers_ahead(timeline)
     running: dict[str, int] = {}  # handle of a reduction in flight -> reductions that began before it
     made = under_way = reductions = 0

@@ -11,6 +11,7 @@ from thunder_zero.plan import ROOT, Param
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.units import backward_ends
 from thunder_zero.tools.ask.difference import Difference, Figures
 from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.memory import memory
@@ -114,11 +115,7 @@ def _again(timeline: Timeline) -> list[tuple[Op, str]]:
     """Operations that compute forward's values again, without those of parameters alone, each with the unit whose
     backward it is in: that of the next unit whose gradients are complete. The traces do not say which they are, but the
     schedule does, before fusers."""
-    last: dict[str, int] = {}
-    for at, op in enumerate(timeline.ops):
-        if op.kind in (Kind.REDUCE, Kind.DEFER):
-            last.update((param.unit, at) for param in timeline.params_of(op) if param.unit != ROOT)
-    ends = sorted(last.items(), key=lambda end: end[1])
+    ends = backward_ends(timeline).items()
     return [
         (op, next((unit for unit, end in ends if end >= at), ROOT))
         for at, op in enumerate(timeline.ops)

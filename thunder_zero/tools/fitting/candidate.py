@@ -12,6 +12,7 @@ from thunder_zero.policy import Policy, is_count
 from thunder_zero.schedule.lifetimes import alive_bytes, lifetimes
 from thunder_zero.schedule.passes import PASSES, applied
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.schedule.units import backward_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +100,7 @@ class Candidate:
 
     @cached_property
     def _ends(self) -> dict[str, int]:
-        """For each unit, where backward launches, or defers, the last of its gradients; in the order of backward."""
-        last: dict[str, int] = {}
-        for at, op in enumerate(self.timeline.ops):
-            if op.kind in (Kind.REDUCE, Kind.DEFER):
-                last.update((param.unit, at) for param in self.timeline.params_of(op) if param.unit != ROOT)
-        return dict(sorted(last.items(), key=lambda end: end[1]))
+        return backward_ends(self.timeline)
 
     @cached_property
     def segments(self) -> dict[str, range]:
