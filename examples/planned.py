@@ -6,7 +6,8 @@ from math import prod
 
 import thunder_zero as tz  # before thunder
 from thunder_zero import layout
-from thunder_zero.schedule.timeline import Timeline, gathered_bytes
+from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.timeline import Timeline
 
 
 def at_rest(plan: tz.schedule.Plan, values: int) -> dict[str, int]:

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from train_report import Memory, Report, Traffic, print_report, save_curve
 
 import thunder_zero as tz  # before thunder
-from thunder_zero.schedule.timeline import gathered_bytes
+from thunder_zero.schedule.lifetimes import gathered_bytes
 
 import thunder
 

@@ -163,8 +163,12 @@ class Plan:
 
     @cached_property
     def state_bytes(self) -> int:
-        """What rests on the device of the busiest rank: shards, or full parameters where they stay; of those that are
-        trained also the gradients and :data:`STATES` tensors of an optimizer."""
+        """Estimates what rests on the device of the busiest rank: shards, or full parameters where they stay; of those
+        that are trained also the gradients and :data:`STATES` tensors of an optimizer.
+
+        ``tz.tools.memory`` has the truth. This leaves out buffers of the module and an optimizer's numbers of steps,
+        and counts the shards of ZeRO-1 that are views of full parameters once more.
+        """
         total = 0
         for param in self.params:
             rows = layout.shard_shape(param.shape, self.world_size, layout.busiest_rank(self.world_size))

@@ -18,9 +18,8 @@ from thunder_zero.compiled import Compiled
 from thunder_zero.plan import Plan
 from thunder_zero.refusals import require_traceable
 from thunder_zero.schedule import verify
-from thunder_zero.schedule.fault import ScheduleError
-from thunder_zero.schedule.timeline import Kind, Timeline
-from thunder_zero.traces.enter import with_enter
+from thunder_zero.schedule.timeline import ScheduleError
+from thunder_zero.traces.enter import launches_of, with_enter
 from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.traces.insert import insert_synchronize, module_inputs, take_rows
 from thunder_zero.traces.lift import lift_halves
@@ -111,31 +110,29 @@ class ProgramTransform(Transform):
         """Prove the traces that will run, and that all ranks will run the same; let each half say what it is."""
         executor = self.compiled.executor
         if TraceTag.BACKWARD in trace.tags:
-            self._prove(self._forward, trace)
+            self._prove({"forward": self._forward, "backward": trace})
             return with_enter(trace, executor.named("backward"), executor)
         if TraceTag.AUGMENTED_FORWARD in trace.tags:
             require_unwritten(trace, type(self._plain).__name__)
         self._forward = trace
         half = "forward"
         if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
-            self._prove(trace, None)
+            self._prove({"forward without backward": trace})
             half = "forward without backward"
         named = with_enter(trace, executor.named(half), executor)
         self.compiled.programs[named] = executor.program
         return named
 
-    def _prove(self, forward: TraceCtx, backward: TraceCtx | None) -> None:
+    def _prove(self, halves: Mapping[str, TraceCtx]) -> None:
         executor = self.compiled.executor
-        halves = {"forward without backward": False} if backward is None else {"forward": False, "backward": True}
-        programs = {executor.named(name): half for name, half in halves.items()}
         try:
-            timeline = proved_timeline(forward, backward, executor)
+            prove(*halves.values(), executor=executor)
         except ScheduleError as error:  # tell the other ranks, which would wait for this one
-            for program in programs:
-                executor.runtime.agree_on_schedule(program, [str(error)])
+            for half in halves:
+                executor.runtime.agree_on_schedule(executor.named(half), [str(error)])
             raise
-        for program, half in programs.items():
-            executor.runtime.agree_on_schedule(program, collective_lines(timeline, half))
+        for half, trace in halves.items():
+            executor.runtime.agree_on_schedule(executor.named(half), launches_of(trace, executor))
 
 
 def _is_ours() -> bool:
@@ -149,8 +146,8 @@ def _saves_nothing(forward: TraceCtx) -> bool:
     return TraceTag.AUGMENTED_FORWARD not in forward.tags or not any(forward.bound_symbols[-1].args[1])
 
 
-def proved_timeline(forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor) -> Timeline:
-    """The timeline of the traces that will run.
+def prove(forward: TraceCtx, backward: TraceCtx | None = None, *, executor: ZeroExecutor) -> None:
+    """Prove that the traces that will run are right.
 
     Raises:
         ScheduleError: a collective or a free of it is wrong.
@@ -159,17 +156,3 @@ def proved_timeline(forward: TraceCtx, backward: TraceCtx | None, executor: Zero
     if backward is None:
         timeline = replace(timeline, plan=executor.plan)  # forward alone frees everything
     verify.check(timeline, trained=() if backward is None else executor.program.trained)
-    return timeline
-
-
-def schedule_lines(timeline: Timeline, backward: bool) -> list[str]:
-    """What one half does with parameters, in order, such as ``gather h.0.w, h.0.b``."""
-    ops = [op for op in timeline.ops if op.params and op.backward is backward]
-    return [f"{op.kind} {', '.join(op.params)}" for op in ops]
-
-
-def collective_lines(timeline: Timeline, backward: bool) -> list[str]:
-    """The same without frees: ranks compare it. With ``recompute="units"`` the shapes of a rank's inputs decide what it
-    computes again, and so where it frees a bias."""
-    ops = timeline.with_ops(op for op in timeline.ops if op.kind is not Kind.FREE)
-    return schedule_lines(ops, backward)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import thunder_zero as tz
 from tests.harness.models import LENGTH, Gpt
-from thunder_zero.program_transform import schedule_lines
 
 from thunder.executors.torch_compile import torch_compile_ex
 from thunder.extend import add_default_executor
@@ -60,8 +59,9 @@ def main() -> None:
 
 def show(module: nn.Module, x: Tensor, policy: tz.Policy) -> None:
     timeline = tz.trace(module, x, policy=policy, world_size=3).timeline
-    for line in (*schedule_lines(timeline, False), *schedule_lines(timeline, True)):
-        print(f"{type(module).__name__}: {line}")
+    for op in timeline.ops:
+        if op.params:
+            print(f"{type(module).__name__}: {op.kind} {', '.join(op.params)}")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from tests.harness.timelines import in_flight_bytes
 from thunder_zero.plan import make_plan
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.dtensors import local
-from thunder_zero.schedule.timeline import Kind, gathered_bytes
+from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.timeline import Kind
 
 from thunder.executors.torch_compile import torch_compile_ex
 

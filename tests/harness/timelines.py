@@ -71,9 +71,9 @@ class Use:
     """A computation of forward, ``y <- x, w``, and its two in backward, ``gx <- gy, w`` and ``gw <- gy, x``.
 
     ``steps`` lie between the parameter and the computation: "view" of the last value, "pair" makes two values at once,
-    "constant" reads a constant too, a path reads that parameter too, "random" leaves the cone. ``needed``: backward
-    reads the last value, through a view made in backward if ``view_in_backward``. ``random`` puts a random operation
-    after the computation; ``returned`` makes the last value of the steps an output of forward.
+    "constant" reads a constant too, a path reads that parameter too, "random" depends on more than parameters.
+    ``needed``: backward reads the last value, through a view made in backward if ``view_in_backward``. ``random`` puts
+    a random operation after the computation; ``returned`` makes the last value of the steps an output of forward.
     """
 
     path: str
@@ -122,7 +122,7 @@ class Builder:
             self.full[path] = path
         return self.full[path]
 
-    def through_cone(self, number: int, use: Use) -> str:
+    def derived(self, number: int, use: Use) -> str:
         value = self.use(use.path)
         for depth, step in enumerate(use.steps):
             name = f"c{number}.{depth}"
@@ -154,7 +154,7 @@ def lifted(plan: Plan, uses: Sequence[Use], *, training: bool = True) -> Timelin
     x, last = "x", []
     outputs: dict[str, None] = {}
     for number, use in enumerate(uses):
-        value = builder.through_cone(number, use)
+        value = builder.derived(number, use)
         last.append((x, value))
         builder.add(Kind.COMPUTE, (x, value), f"y{number}")
         x = f"y{number}"

@@ -19,8 +19,9 @@ import thunder_zero as tz
 from tests.harness.errors import says
 from thunder_zero.comm.handle import Handle
 from thunder_zero.runtime.profile_labels import Labels, launching
+from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.prefetch import Bound, bounds
-from thunder_zero.schedule.timeline import Kind, Op, gathered_bytes
+from thunder_zero.schedule.timeline import Kind, Op
 from thunder_zero.tools import Device, Link, cli, diff, doctor, estimate
 
 import thunder
@@ -146,7 +147,7 @@ def test_each_gather_is_where_its_bound_says() -> None:
         ops, found = of.timeline.ops, bounds(of.timeline)
         launches = {op.writes[0]: at for at, op in enumerate(ops) if op.kind is Kind.GATHER}
         assert found.keys() == launches.keys()
-        assert {bound for _, bound in found.values()} - {Bound.HALF}
+        assert {bound for _, bound in found.values()} - {Bound.PHASE}
         for handle, (after, bound) in found.items():
             between = {op.kind for op in ops[after + 1 : launches[handle]] if op.writes or op.kind is not Kind.COMPUTE}
             assert bound is not Bound.EARLIER

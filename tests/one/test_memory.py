@@ -22,6 +22,7 @@ import thunder_zero as tz
 from tests.harness.errors import raised, refused
 from tests.harness.tiers import slow
 from tests.harness.traced import traced
+from thunder_zero.schedule.lifetimes import alive_bytes
 from thunder_zero.schedule.timeline import Work
 from thunder_zero.tools import Holds
 from thunder_zero.tools.forecast import figures, replay
@@ -119,6 +120,17 @@ def test_the_figures_agree_with_each_other(stage: int) -> None:
     ]
     reserved = tz.tools.memory(traces_of(stage), reserve=1000)
     assert (reserved.peak, reserved.at_rest) == (memory.peak + 1000, memory.at_rest + 1000)
+
+
+@pytest.mark.parametrize("stage", [3, *slow(0, 1, 2)])
+def test_the_estimates_leave_out_what_they_say(stage: int) -> None:
+    traces = traces_of(stage)
+    bare, memory = tz.tools.memory(traces), tz.tools.memory(traces, optimizer=ADAM)
+    assert bare.peak == bare.at_rest + max(alive_bytes(traces.timeline)) + ACTIVATION  # the input
+    gradients = memory.lines[-1].alive[Holds.REDUCED_GRADIENT]
+    left_out = 3 * 4 + 4 * WIDTH  # each parameter's number of steps, the buffer
+    views = 3 * WEIGHT // 2 if stage == 1 else 0
+    assert memory.at_rest + gradients == traces.plan.state_bytes - views + left_out
 
 
 @pytest.mark.slow

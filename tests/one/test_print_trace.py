@@ -19,7 +19,7 @@ from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.amounts import size
 from thunder_zero.schedule import Kind
-from thunder_zero.schedule.timeline import gathered_bytes
+from thunder_zero.schedule.lifetimes import gathered_bytes
 
 import thunder
 

@@ -32,7 +32,8 @@ from tests.harness.models import (
 )
 from tests.harness.tiers import slow
 from tests.harness.traced import traced
-from thunder_zero.schedule.timeline import Kind, gathered_bytes
+from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.timeline import Kind
 
 from thunder.core import prims
 from thunder.core.proxies import TensorProxy

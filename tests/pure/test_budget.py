@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.harness.timelines import model
 from thunder_zero.policy import Policy
+from thunder_zero.schedule.lifetimes import alive_bytes
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, Op, Value, Work
-from thunder_zero.tools.fitting.alive import alive_bytes
 from thunder_zero.tools.fitting.budget import Choice, cheapest
 from thunder_zero.tools.fitting.candidate import Candidate, flops_to_repeat
 from thunder_zero.tools.fitting.parts import KEPT, PLAIN

@@ -72,7 +72,7 @@ def test_the_figures_of_a_step() -> None:
     values = {name: Value(4, "float32") for name in ("x", "w", "y")}
     product = Op(Kind.COMPUTE, ("x", "w"), ("y",), work=Work.MATMUL, flops=6)
     launch, wait = Op(Kind.GATHER, ("t_w",), ("fut",), ("w",)), Op(Kind.WAIT, ("fut",), ("w",), ("w",))
-    ops = (launch, wait, product, replace(product, again=True))
+    ops = (launch, wait, product, replace(product, repeated=True))
     estimate = step_time(Timeline(ops, values, replace(PLAN, params=(param,))), SECOND)
     assert [cost.seconds for cost in estimate.costs] == [0, 0, 12, 12]
     assert (estimate.seconds, estimate.compute_seconds, estimate.exposed_seconds) == (28, 24, 4)

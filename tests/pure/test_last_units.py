@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tests.harness.timelines import Use, gathered, lines, model, split, timelines, with_policy
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.last_units import largest
+from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.timeline import Kind, Timeline, gathered_bytes
+from thunder_zero.schedule.timeline import Kind, Timeline
 
 UNITS = "a.w b.w c.w d.w e.w"
 UNREAD = Use("e.bias", needed=False)

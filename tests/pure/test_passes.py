@@ -30,11 +30,12 @@ from tests.harness.timelines import (
 from thunder_zero.policy import MiB, Policy
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
+from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.prefetch import prefetch
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.sink_waits import sink_waits
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.times import Times
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def test_what_is_computed_again_of_a_gathered_parameter(uses: list[Use | str], a
     before = model(ALONE, *uses, a_once={"gathered_once": True}, a_scalar={"shape": ()})
     views = {name: replace(value, base="a.w") for name, value in before.values.items() if name.startswith("c")}
     after = regather(before.with_ops(before.ops, views))
-    copies = [line.replace("_again", "") for line in lines(after.with_ops(op for op in after.ops if op.again))]
+    copies = [line.replace("_again", "") for line in lines(after.with_ops(op for op in after.ops if op.repeated))]
     assert copies == ([] if again is None else ["gather a.w", "wait a.w", *split(again)])
     assert after.ops[-1] == before.ops[-1], "forward's outputs are forward's"
     for name in after.values.keys() - before.values.keys():
@@ -250,7 +251,7 @@ def test_a_schedule_is_right(timeline: Timeline, rank: int) -> None:
     assert same_results(after, timeline)
     seen = run(with_rank(timeline, rank))
     assert (seen.ops, seen.plan.params) == (after.ops, after.plan.params), "all ranks schedule alike"
-    computed = [op.source for op in after.ops if op.kind is Kind.COMPUTE and not op.again]
+    computed = [op.source for op in after.ops if op.kind is Kind.COMPUTE and not op.repeated]
     assert computed == [op.source for op in timeline.ops if op.kind is Kind.COMPUTE]
     for one, op in pairwise(op for op in after.ops if op.kind in (Kind.COMPUTE, Kind.REDUCE)):
         assert op.kind is not Kind.REDUCE or one.kind is Kind.REDUCE or op.reads[-1] in one.writes, "a late reduction"

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from tests.harness.timelines import ALONE, in_flight_bytes, lines, model, timed, with_policy, with_rank
 from thunder_zero.policy import MiB, Policy
 from thunder_zero.schedule.bucket import bucket
-from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.prefetch import ended_before, ended_in_time, prefetch
 from thunder_zero.schedule.regather import regather
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, ScheduleError, Timeline
 from thunder_zero.schedule.verify import check_pass
 from thunder_zero.times import Times
 

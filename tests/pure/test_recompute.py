@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from tests.harness.timelines import lines, program, same_results, split, with_policy
 from thunder_zero.policy import Policy
-from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.min_cut import cheapest_to_keep
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.recompute import recompute
-from thunder_zero.schedule.timeline import Kind, Timeline
+from thunder_zero.schedule.timeline import Kind, ScheduleError, Timeline
 from thunder_zero.schedule.units import runs
 from thunder_zero.schedule.verify import check_schedule
 from thunder_zero.schedule.verify_recompute import check_recompute
@@ -33,7 +32,7 @@ def saved(timeline: Timeline) -> set[str]:
 
 def again(timeline: Timeline) -> list[str]:
     """What each computation that is done again writes, as forward calls it."""
-    return [" ".join(op.writes).replace("_again", "") for op in timeline.ops if op.again and op.kind is Kind.COMPUTE]
+    return [" ".join(op.writes).replace("_again", "") for op in timeline.ops if op.repeated and op.kind is Kind.COMPUTE]
 
 
 def gathers_in_backward(timeline: Timeline) -> list[tuple[str, ...]]:
@@ -167,7 +166,7 @@ def with_copy(name: str, before: str) -> Fault:
 
     def plant(timeline: Timeline) -> Timeline:
         (made,) = (op for op in timeline.ops if name in op.writes)
-        copy = replace(made, writes=(f"{name}_copy",), backward=True, again=True)
+        copy = replace(made, writes=(f"{name}_copy",), backward=True, repeated=True)
         (at,) = (at for at, op in enumerate(timeline.ops) if before in op.writes)
         reads = tuple(f"{name}_copy" if read == name else read for read in timeline.ops[at].reads)
         reader = replace(timeline.ops[at], reads=reads)

@@ -9,10 +9,9 @@ import pytest
 from tests.harness.timelines import Use, gathered, model, same_results
 from thunder_zero.compat.repair_fusion import repair_fusion
 from thunder_zero.policy import Policy
-from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.timeline import Kind, Timeline
+from thunder_zero.schedule.timeline import Kind, ScheduleError, Timeline
 from thunder_zero.schedule.verify import check
 
 THREE = Policy(stage=3, gather_last_units_once=False)
@@ -57,5 +56,5 @@ def test_a_view_is_computed_again() -> None:
     broken = broken.with_ops(broken.ops, {"c0.0": replace(broken.values["c0.0"], base="a.w")})
     repaired = repair_fusion(broken)
     check(free(repaired))
-    assert next(op.writes for op in repaired.ops if op.again and op.kind is Kind.COMPUTE) == ("c0.0_repaired",)
+    assert next(op.writes for op in repaired.ops if op.repeated and op.kind is Kind.COMPUTE) == ("c0.0_repaired",)
     assert repaired.values["c0.0_repaired"].base == "a.w_again"

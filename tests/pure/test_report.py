@@ -212,7 +212,7 @@ def test_no_line_of_code_is_too_long(target: str, args: list[str], width: int) -
 
 
 def test_a_timeline_as_text() -> None:
-    again = replace(op("gather f2 <- t_w: h.0.w", backward=True), again=True)
+    again = replace(op("gather f2 <- t_w: h.0.w", backward=True), repeated=True)
     timeline = TIMELINE.with_ops([OPS[0], op("free <- w: h.0.w"), again, op("compute <- y", backward=True)])
     assert [" ".join(line.split()) for line in format_timeline(timeline).splitlines()] == [
         "gather f <- t_w, t_b h.0.w, h.0.b",

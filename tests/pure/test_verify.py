@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from tests.harness.timelines import ALONE, Use, model, same_results, timelines, with_policy
 from thunder_zero.policy import MiB, Policy
-from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
+from thunder_zero.schedule.timeline import Kind, Op, ScheduleError, Timeline, Value
 from thunder_zero.schedule.verify import check, check_pass, check_schedule
 
 USES = (
@@ -119,7 +118,7 @@ def reading(t: Timeline, place: str | int, names: Mapping[str, str]) -> Timeline
 
 def emitted(timeline: Timeline) -> Timeline:
     """A schedule as it is read back from the lines that run: copies have no mark, and forward has a return."""
-    unmarked = timeline.with_ops(replace(op, again=False) for op in timeline.ops)
+    unmarked = timeline.with_ops(replace(op, repeated=False) for op in timeline.ops)
     return with_ops(unmarked, "backward", Op(Kind.COMPUTE, ("y8",)))
 
 
@@ -182,7 +181,7 @@ GATHER_REPLICATED = (
 SHARD = Op(Kind.COMPUTE, (), ("t_c.bias",), source=(999,))
 SWAPPED = {"mean_b.w": "mean_c.w", "mean_c.w": "mean_b.w"}
 SECOND: dict[str, Any] = {"reads": ("h",), "writes": ("x0", "x1")}  # a wait for a second launch
-IN_BACKWARD: dict[str, Any] = {"backward": True, "again": True}
+IN_BACKWARD: dict[str, Any] = {"backward": True, "repeated": True}
 
 ORDER: Faults = (
     (lambda t: moved(t, "wait a.w", 0), "writes fut_a.w after op 0 has read it"),
@@ -207,7 +206,7 @@ GATHERS: Faults = (
     (lambda t: changed(t, "gather b.w", reads=("t_b.w",)), "must read one value for each of its parameters"),
     (lambda t: changed(t, "gather b.w", reads=("t_b.v", "t_b.w")), "gathers t_b.. as b.., but it is the shard of b.."),
     (lambda t: with_ops(t, 3, *GATHER_REPLICATED), "gathers a replicated parameter"),
-    (second_gather_in_backward, "gathers b.v again after op .*; it needs one gather in each half"),
+    (second_gather_in_backward, "gathers b.v again after op .*; it needs one gather in each phase"),
     (lambda t: reading(t, "reads c0.0_again", {"c0.0_again": "c0.0"}), "reads other|reads forward's c0.0, which"),
     (lambda t: changed(t, "free a.v", params=("z.w",)), "names z.w, which is not a parameter of the plan"),
 )
@@ -231,7 +230,7 @@ GRADIENTS: Faults = (
     (lambda t: reading(t, "return", {"mean_b.w": ""}), "reads other|does not read mean_b.w, the gradient of b.w"),
 )
 COPIES: Faults = (
-    (lambda t: changed(t, "reduce b.w", again=True), "is done again, but is neither"),
+    (lambda t: changed(t, "reduce b.w", repeated=True), "is done again, but is neither"),
     (lambda t: reading(t, "writes c0.0_again", {"a.w_again": "a.v_again"}), "reads other|frees a.v_again, but op"),
 )
 LIMITS: Faults = (
@@ -244,7 +243,7 @@ LIMITS: Faults = (
 ONLY_BY_LIFTED: Faults = (  # only a comparison with what was lifted finds these
     (lambda t: copied(t, "writes d4", writes=("other",)), "runs position .* of the lifted trace twice"),  # random
     (lambda t: changed(t, "writes y0", source=(2, 3)), "must come from one line of the trace"),
-    (lambda t: moved(changed(t, "writes g", backward=False), "writes g", "backward"), "is in a different half than"),
+    (lambda t: moved(changed(t, "writes g", backward=False), "writes g", "backward"), "is in a different phase than"),
     (lambda t: reading(t, "return", SWAPPED), "reads other values than position"),
     (lambda t: moved(t, "writes mean_c.w", "reduce b.w"), "makes 8 bytes of gradients while 8 bytes are in flight"),
 )
@@ -322,7 +321,7 @@ def one_change(good: Timeline, data: st.DataObject) -> tuple[str, Op, Timeline]:
         "write": lambda: changed(good, at, writes=one_of(op.writes, names)),
         "params": lambda: changed(good, at, params=one_of(op.params, paths)),
         "half": lambda: changed(good, at, backward=not op.backward),
-        "again": lambda: changed(good, at, again=not op.again),
+        "repeated": lambda: changed(good, at, repeated=not op.repeated),
     }
     how = data.draw(st.sampled_from(list(changes)), label="how")
     return how, op, changes[how]()
@@ -335,7 +334,7 @@ def test_what_passes_computes_what_it_should(timeline: Timeline, data: st.DataOb
     Without what was lifted, too, in a collective, a wait or a free; except which value is the full gradient.
     """
     good = run(timeline)
-    unmarked = good.with_ops(replace(op, again=False) for op in good.ops)
+    unmarked = good.with_ops(replace(op, repeated=False) for op in good.ops)
     trained = {path for path, _ in good.gradients}
     for _ in range(3):
         _, _, bad = one_change(good, data)

@@ -34,7 +34,8 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
 from thunder_zero.policy import RECOMPUTE
 from thunder_zero.runtime.dtensors import local
-from thunder_zero.schedule.timeline import Kind, gathered_bytes
+from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.timeline import Kind
 
 import thunder.torch as ltorch
 

@@ -117,7 +117,7 @@ def require_same_schedule(program: str, lines: Sequence[str], group: dist.Proces
 
     Args:
         program: the name of the program, such as "backward"; it has to agree, too.
-        lines: what this rank starts, ends and frees, in order.
+        lines: what this rank starts, in order; they travel only if digests differ.
         group: the ranks that take part.
 
     Raises:

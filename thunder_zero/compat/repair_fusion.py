@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from thunder_zero.schedule.cone import cone, regathered
+from thunder_zero.schedule.derived import regathered
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value
 
 
 def repair_fusion(timeline: Timeline) -> Timeline:
     """Makes backward read its own gathers; returns the same timeline if it already does."""
-    chain = {name: at for name, at in regathered(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
+    chain = regathered(timeline)
     if not any(read in chain for op in timeline.ops[:-1] if op.backward for read in op.reads):
         return timeline
     ends = (op for op in timeline.ops if op.backward and timeline.ends(op, Kind.GATHER))
@@ -34,10 +34,10 @@ def repair_fusion(timeline: Timeline) -> Timeline:
 
 @dataclass
 class _Repair:
-    """The operations so far. ``names`` maps a value of forward's cone to the copy that backward reads."""
+    """The operations so far. ``names`` maps a derived value of forward to the copy that backward reads."""
 
     timeline: Timeline
-    chain: Mapping[str, int]  # value of forward's cone -> position of its writer
+    chain: Mapping[str, int]  # derived value of forward -> position of its writer
     waits: Mapping[str, Op]  # parameter -> the wait of backward's own gather
     ops: list[Op] = field(default_factory=list)
     done: set[tuple[str, ...]] = field(default_factory=set)  # by what they write
@@ -53,7 +53,7 @@ class _Repair:
         self.done.add(op.writes)
 
     def copy(self, name: str) -> str:
-        """The name of backward's copy of a value of forward's cone; adds the copy if there is none yet."""
+        """The name of backward's copy of a derived value of forward; adds the copy if there is none yet."""
         if name not in self.names:
             op = self.timeline.ops[self.chain[name]]
             self.names[name] = self._gathered(name, op) if op.kind is Kind.WAIT else self._computed(name, op)
@@ -70,7 +70,7 @@ class _Repair:
         launch = self.timeline.launches[forward.reads[0]]
         handle = f"{launch.writes[0]}_{at}_repaired"
         self.values[handle] = self.values[f"{name}_repaired"] = self.timeline.values[name]
-        alone = replace(launch, params=(path,), backward=True, again=True)
+        alone = replace(launch, params=(path,), backward=True, repeated=True)
         self.add(replace(alone, reads=(launch.reads[at],), writes=(handle,)))
         self.add(replace(alone, kind=Kind.WAIT, reads=(handle,), writes=(f"{name}_repaired",)))
         return f"{name}_repaired"
@@ -78,6 +78,6 @@ class _Repair:
     def _computed(self, name: str, op: Op) -> str:
         self.names.update((out, f"{out}_repaired") for out in op.writes)
         writes = tuple(f"{out}_repaired" for out in op.writes)
-        self.add(replace(op, writes=writes, backward=True, again=True))
+        self.add(replace(op, writes=writes, backward=True, repeated=True))
         self.values.update((f"{out}_repaired", self.timeline.values[out].copied(self.names)) for out in op.writes)
         return f"{name}_repaired"

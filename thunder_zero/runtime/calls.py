@@ -13,7 +13,7 @@ from thunder_zero.plan import Param
 from thunder_zero.runtime.dtensors import Rows, has_hooks
 from thunder_zero.runtime.profile_labels import launching
 from thunder_zero.runtime.share import Share
-from thunder_zero.schedule.program_name import ProgramName
+from thunder_zero.schedule.names import ProgramName
 from thunder_zero.schedule.timeline import Kind
 
 

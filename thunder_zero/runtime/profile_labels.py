@@ -11,7 +11,7 @@ from torch.autograd.profiler import record_function
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.plan import Plan
-from thunder_zero.schedule.labels import launch_label, unit_label, wait_label
+from thunder_zero.schedule.names import launch_label, unit_label, wait_label
 from thunder_zero.schedule.timeline import Kind
 
 NOTHING = nullcontext()

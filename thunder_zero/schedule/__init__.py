@@ -7,9 +7,9 @@ module of its own, and ``verify.py`` proves the result after each of them, ``ver
 from thunder_zero.plan import Param as Param
 from thunder_zero.plan import Plan as Plan
 from thunder_zero.plan import make_plan as make_plan
-from thunder_zero.schedule.fault import ScheduleError as ScheduleError
 from thunder_zero.schedule.timeline import Kind as Kind
 from thunder_zero.schedule.timeline import Op as Op
+from thunder_zero.schedule.timeline import ScheduleError as ScheduleError
 from thunder_zero.schedule.timeline import Timeline as Timeline
 from thunder_zero.schedule.verify import check as check
 from thunder_zero.times import Times as Times

@@ -11,7 +11,7 @@ one unit start together, in the place of the last::
     compute ...
 
 A bucket has one dtype, one kind of collective and at most ``Sizes.bucket_bytes`` of full parameters, or holds a single
-parameter. Copies (``again``) travel with copies only.
+parameter. Copies (``Op.repeated``) travel with copies only.
 """
 
 from __future__ import annotations
@@ -61,14 +61,12 @@ class _Open:
 
 def _gather_buckets(timeline: Timeline) -> list[list[int]]:
     buckets = _Open(timeline.plan.sizes.bucket_bytes)
-    written: dict[str, int] = {}
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.GATHER:
             (param,) = timeline.params_of(op)
-            kind = (_dtypes(timeline, op), op.again, param.resident)
-            is_written = all(written.get(read, -1) < buckets.first(kind) for read in op.reads)
+            kind = (_dtypes(timeline, op), op.repeated, param.resident)
+            is_written = all(timeline.writer.get(read, -1) < buckets.first(kind) for read in op.reads)
             buckets.add(at, param.full_bytes, (param.unit, op.backward), kind, may_join=is_written)
-        written.update(dict.fromkeys(op.writes, at))
     return buckets.done
 
 

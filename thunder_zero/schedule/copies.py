@@ -43,7 +43,7 @@ def copies(
             names[name] = _unused(f"{name}_again", values)
             values[names[name]] = values.get(name, NOT_A_TENSOR).copied(names)
         writes = tuple(names[name] for name in op.writes)
-        made.append(replace(reads_renamed(op, names), writes=writes, backward=backward, again=True))
+        made.append(replace(reads_renamed(op, names), writes=writes, backward=backward, repeated=True))
     return made, positions
 
 

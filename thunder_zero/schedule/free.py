@@ -8,8 +8,8 @@
     compute z   <- y                        free    w
                                             compute z   <- y
 
-The last use of a parameter is the last read of it or of any value in its cone, which may be a view of it (``cone.py``).
-If it is gathered again for backward (``regather.py``), each half has a last use; if it is gathered once, backward
+The last use of a parameter is the last read of it or of a value derived from it, which may be a view of it.
+If it is gathered again for backward (``regather.py``), each phase has a last use; if it is gathered once, backward
 mostly has it. Resident and replicated parameters are never freed, nor are values that the return reads.
 """
 
@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from thunder_zero.schedule.cone import cone, last_reads
+from thunder_zero.schedule.derived import gathered_from
+from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
 def free(timeline: Timeline) -> Timeline:
     """Inserts a FREE after the last use of each gathered parameter."""
-    last = last_reads(timeline, cone(timeline))
+    last = last_reads(timeline, gathered_from(timeline))
     end = len(timeline.ops) - 1
     after: defaultdict[int, list[Op]] = defaultdict(list)
     for op in timeline.ops:

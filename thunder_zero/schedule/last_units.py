@@ -1,6 +1,6 @@
 """Chooses the last units of forward that stay gathered for backward.
 
-Backward begins with the units that forward ends with. Leaving them gathered between the halves saves a gather each, and
+Backward begins with the units that forward ends with. Leaving them gathered between the phases saves a gather each, and
 needs no more bytes than the peak of the other gathers::
 
     forward   a  b  c  d            peak: three units (one computes, two are under way)
@@ -14,30 +14,33 @@ from dataclasses import replace
 from itertools import groupby
 
 from thunder_zero.plan import Plan
-from thunder_zero.schedule.bucket import bucket
-from thunder_zero.schedule.cone import cone, needed_again, regathered
-from thunder_zero.schedule.free import free
-from thunder_zero.schedule.prefetch import prefetch
-from thunder_zero.schedule.regather import regather
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
+from thunder_zero.schedule.derived import needed_in_backward, regathered
+from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.schedule.units import runs, touches
 
 
-def gather_last_units_once(timeline: Timeline) -> Timeline:
-    """Gathers the last units of forward once for both halves, as many as do not raise the peak of gathered bytes."""
+def with_last_units_once(timeline: Timeline, scheduled: Callable[[Timeline], Timeline]) -> Timeline:
+    """Plans to gather the last units of forward once, as many as do not raise the peak of gathered bytes.
+
+    Args:
+        timeline: before any pass.
+        scheduled: places and frees its gathers.
+    """
     if not timeline.plan.policy.gather_last_units_once:
         return timeline
     short = timeline.with_ops(_affecting_the_peak(timeline))
-    bound = _peak(short)
+
+    def peak(plan: Plan) -> int:
+        return max(gathered_bytes(scheduled(replace(short, plan=plan))), default=0)
+
+    bound = peak(short.plan)
     runs = _runs_from_last(short)
 
-    def plan(number: int) -> Plan:
-        return _gathering_once(timeline.plan, runs[:number])
-
     def fits(number: int) -> bool:
-        return _peak(replace(short, plan=plan(number))) <= bound
+        return peak(_gathering_once(timeline.plan, runs[:number])) <= bound
 
-    return replace(timeline, plan=plan(largest(fits, len(runs))))
+    return replace(timeline, plan=_gathering_once(timeline.plan, runs[: largest(fits, len(runs))]))
 
 
 def _gathering_once(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:
@@ -73,9 +76,8 @@ def _affecting_the_peak(timeline: Timeline) -> list[Op]:
     The peak is computed several times, so that a shorter timeline pays off. Reductions take time from gathers where
     these are timed.
     """
-    inside = cone(timeline)
     waited = {name for op in timeline.ops if op.kind is Kind.WAIT for name in op.writes}
-    feeding: set[str] = set()  # constants that the cone reads
+    feeding: set[str] = set()  # constants that derived values are made from
     touched: set[str] = set()  # values of a unit that backward reads first, where it gathers all of the unit
     if recomputed := timeline.plan.recomputed:
         found = touches(timeline, runs(timeline))
@@ -85,8 +87,8 @@ def _affecting_the_peak(timeline: Timeline) -> list[Op]:
     for op in reversed(timeline.ops[:-1]):
         if op.kind is not Kind.COMPUTE and not reductions.isdisjoint((*op.reads, *op.writes)):
             continue
-        makes = not feeding.isdisjoint(op.writes) or any(name in inside for name in op.writes)
-        reads = any(name in inside or name in waited or name in touched for name in op.reads)
+        makes = not feeding.isdisjoint(op.writes) or any(name in timeline.derived for name in op.writes)
+        reads = any(name in timeline.derived or name in waited or name in touched for name in op.reads)
         if op.kind is not Kind.COMPUTE or makes or reads or not touched.isdisjoint(op.writes):
             ops.append(op)
         if makes:
@@ -102,19 +104,13 @@ def _without_effect(timeline: Timeline, touched: Collection[str]) -> set[str]:
     return {op.writes[0] for op in timeline.ops if op.kind in kinds and not any(name in touched for name in op.reads)}
 
 
-def _peak(timeline: Timeline) -> int:
-    """The peak of gathered bytes if the timeline were scheduled with its present plan."""
-    return max(gathered_bytes(free(prefetch(bucket(regather(timeline))))), default=0)
-
-
 def _runs_from_last(timeline: Timeline) -> list[frozenset[str]]:
     """The units that backward would gather again, as sets of paths, beginning with the last that forward gathers.
 
     Each with all its parameters: a fuser may make backward compute from parameters that it would not read otherwise (a
     bias). The root unit comes in several runs: its head in the first, its embedding in the last.
     """
-    chain = {name: at for name, at in regathered(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
-    needed = needed_again(timeline, chain)
+    needed = needed_in_backward(timeline, regathered(timeline))
     gathers = [op for op in reversed(timeline.ops) if op.kind is Kind.GATHER and not op.backward]
     runs = [list(run) for _, run in groupby(gathers, key=lambda op: timeline.params_of(op)[0].unit)]
     return [

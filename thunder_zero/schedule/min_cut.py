@@ -30,8 +30,8 @@ def cheapest_to_keep(
         network.push()
     reaches = network.reaching_the_end()
     needed = [number for number in range(len(nbytes)) if 2 * number + 1 in reaches]
-    again = {number for number in needed if 2 * number in reaches and made_from[number] is not None}
-    return set(needed) - again, again
+    recomputed = {number for number in needed if 2 * number in reaches and made_from[number] is not None}
+    return set(needed) - recomputed, recomputed
 
 
 class _Network:

@@ -1,10 +1,15 @@
-"""Runs the passes, pure functions from timeline to timeline, with a proof after each."""
+"""Runs the passes, pure functions from timeline to timeline, with a proof after each.
+
+In: a lifted timeline. Out: its schedule, by :func:`run`; by :func:`applied` without proofs, or after some passes only.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
-from thunder_zero.schedule.last_units import gather_last_units_once
+from thunder_zero.schedule.last_units import with_last_units_once
 from thunder_zero.schedule.prefetch import prefetch
 from thunder_zero.schedule.recompute import recompute
 from thunder_zero.schedule.regather import regather
@@ -13,11 +18,29 @@ from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.schedule.verify import check_pass, check_schedule
 from thunder_zero.schedule.verify_recompute import check_recompute
 
-PASSES = (
-    gather_last_units_once,  # choose the last units that are gathered once, without raising the peak
+Pass = Callable[[Timeline], Timeline]
+
+
+def applied(timeline: Timeline, passes: Sequence[Pass]) -> Timeline:
+    """The timeline after these passes, without a proof."""
+    for step in passes:
+        timeline = step(timeline)
+    return timeline
+
+
+def gather_last_units_once(timeline: Timeline) -> Timeline:
+    """Gathers the last units of forward once for both phases, as many as do not raise the peak of gathered bytes."""
+    return with_last_units_once(timeline, lambda candidate: applied(candidate, (*GATHERING, free)))
+
+
+GATHERING = (
     regather,  # gather again what forward frees: for backward, and for each unit if the policy says so
     bucket,  # merge gathers, and reductions, of one unit and dtype
     prefetch,  # start gathers ahead of their use, within the bytes in flight
+)
+PASSES = (
+    gather_last_units_once,  # choose the last units that are gathered once, without raising the peak
+    *GATHERING,  # no gather moves any more
     sink_waits,  # end reductions late, within the bytes in flight
     recompute,  # compute again in backward what is cheap, rather than save it; no collective moves any more
     free,  # free each gathered parameter after its last use; last, because now uses do not move any more

@@ -1,6 +1,6 @@
 """Starts each gather ahead of its use.
 
-The gathers of a half start in the order of their waits: the first at the start of the half, each other right after the
+The gathers of a phase start in the order of their waits: the first where the phase starts, each other right after the
 wait of an earlier one, so that the computations between two waits stay one region for the fuser::
 
     gather a            gather a
@@ -32,7 +32,7 @@ latest wait after which the gather can still end in time, if the wire carries on
 Reductions that start between two waits take the wire as well, before the gather of the second wait. In backward, a
 parameter that is gathered once counts as gathered ahead, and its first read as the wait.
 
-A gather never starts before its shards are written, nor in the other half.
+A gather never starts before its shards are written, nor in the other phase.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from itertools import accumulate
 from math import inf
 
 from thunder_zero.plan import Plan
-from thunder_zero.schedule.cone import cone
+from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 
 
 def prefetch(timeline: Timeline) -> Timeline:
     """Starts each gather as early as ``Sizes.prefetch`` allows, or as late as ``policy.times`` allow.
 
-    At most ``Sizes.ahead_bytes`` are in flight. The first gather of a half has the wire to itself: others, which
+    At most ``Sizes.ahead_bytes`` are in flight. The first gather of a phase has the wire to itself: others, which
     are needed later, would only delay it.
     """
     ops = timeline.ops
     if _starts_at_use(timeline.plan):
         return timeline
     after: defaultdict[int, list[Op]] = defaultdict(list)  # position -> the gathers that start after it
-    for start, stop in _halves(timeline):
+    for start, stop in _phases(timeline):
         for at, op in _starts(timeline, start, stop):
             after[at].append(op)
     moved = after.pop(-1, [])
@@ -72,7 +72,7 @@ def prefetch(timeline: Timeline) -> Timeline:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """The place where one half first needs a bucket of gathered parameters.
+    """The place where one phase first needs a bucket of gathered parameters.
 
     Attributes:
         at: the position after which other gathers may start: that of the wait, or the one before the first read of a
@@ -91,12 +91,12 @@ class _Use:
 class Bound(StrEnum):
     """What keeps a gather from starting earlier."""
 
-    HALF = "half"  # the half begins
+    PHASE = "phase"  # the phase begins
     USE = "use"  # the policy lets no gather start ahead of its use
     PREFETCH = "prefetch"
     TIMES = "times"
     IN_FLIGHT = "in_flight_bytes"
-    FIRST = "first"  # the first gather of a half has the wire to itself
+    FIRST = "first"  # the first gather of a phase has the wire to itself
     EARLIER = "earlier"  # the gather before it, or the line that writes its shards
 
 
@@ -104,16 +104,16 @@ def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
     """For each gather of a scheduled timeline, by its handle: the position after which it starts, and why not earlier.
 
     The position is that of a wait, or the one before the first read of a bucket that forward gathered; for the first
-    gathers of a half, the one before the half.
+    gathers of a phase, the one before the phase.
     """
     ops = timeline.ops
     found: dict[str, tuple[int, Bound]] = {}
-    for start, stop in _halves(timeline):
+    for start, stop in _phases(timeline):
         uses = _uses(timeline, start, stop)
         for use, by_bound in zip(uses, _bounds(timeline, uses), strict=True):
             ended = max(by_bound.values())
             at = uses[ended - 1].at if ended else start - 1
-            bound = next(bound for bound, count in by_bound.items() if count == ended) if ended else Bound.HALF
+            bound = next(bound for bound, count in by_bound.items() if count == ended) if ended else Bound.PHASE
             if _starts_at_use(timeline.plan):
                 at, bound = use.at, Bound.USE
             elif any(op.kind is Kind.COMPUTE for op in ops[at + 1 : _launched(timeline, use)]):
@@ -123,8 +123,8 @@ def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
     return found
 
 
-def _halves(timeline: Timeline) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The first position of each half, and the one after its last."""
+def _phases(timeline: Timeline) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The first position of each phase, and the one after its last."""
     border = next((at for at, op in enumerate(timeline.ops) if op.backward), len(timeline.ops))
     return (0, border), (border, len(timeline.ops))
 
@@ -139,21 +139,20 @@ def _launched(timeline: Timeline, use: _Use) -> int:
 
 
 def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
-    """The gathers of one half, each with the position after which it starts."""
-    written = {name: at for at in range(start, stop) for name in timeline.ops[at].writes}
+    """The gathers of one phase, each with the position after which it starts."""
     uses = _uses(timeline, start, stop)
     starts: list[tuple[int, Op]] = []
     earliest = start - 1
     for use, ended in zip(uses, _ended(timeline, uses), strict=True):
         if not use.is_gathered_once:
-            shards = max(written.get(read, earliest) for read in use.gather.reads)
+            shards = max(timeline.writer.get(read, earliest) for read in use.gather.reads)
             earliest = max(earliest, shards, uses[ended - 1].at if ended else earliest)
             starts.append((earliest, use.gather))
     return starts
 
 
 def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
-    """The buckets that one half needs, in order."""
+    """The buckets that one phase needs, in order."""
     ahead = _gathered_in_forward(timeline, start)
     seen: set[str] = set()  # handles of buckets that are gathered once
     uses: list[_Use] = []
@@ -174,26 +173,25 @@ def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
 
 
 def _gathered_in_forward(timeline: Timeline, border: int) -> dict[str, Op]:
-    """The parameters that forward gathers for both halves, and the values computed from them alone, with their gathers.
+    """The parameters that forward gathers for both phases, and the values computed from them alone, with their gathers.
 
     Empty for forward, and if backward gathers nothing.
     """
     if border == 0 or not any(op.kind is Kind.GATHER for op in timeline.ops[border:]):
         return {}
-    inside = cone(timeline)
-    found: dict[str, Op] = {}
-    for op in timeline.ops[:border]:
-        if timeline.ends(op, Kind.GATHER):
-            params = zip(op.writes, timeline.params_of(op), strict=True)
-            names = [name for name, param in params if param.gathered_once and not param.resident]
-            found.update(dict.fromkeys(names, timeline.launches[op.reads[0]]))
-        elif read := [name for name in op.reads if name in found]:
-            found.update((name, found[read[0]]) for name in op.writes if name in inside)
-    return found
+    launches = {
+        name: timeline.launches[op.reads[0]]
+        for op in timeline.ops[:border]
+        if timeline.ends(op, Kind.GATHER)
+        for name, param in zip(op.writes, timeline.params_of(op), strict=True)
+        if param.gathered_once and not param.resident
+    }
+    made_from = gathered_from(timeline)
+    return {name: launches[of] for name, all_of in made_from.items() for of in all_of[::-1] if of in launches}
 
 
 def _ended(timeline: Timeline, uses: Sequence[_Use]) -> list[int]:
-    """For each bucket of a half, how many of them must have been used before its gather starts."""
+    """For each bucket of a phase, how many of them must have been used before its gather starts."""
     return [max(by_bound.values()) for by_bound in _bounds(timeline, uses)]
 
 
@@ -207,8 +205,8 @@ def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
     else:
         # A bucket that forward gathered has no wait in backward that could be timed. Its time in forward is used:
         # backward computes longer, so the gathers that follow start rather too early than too late.
-        halves = policy.times.forward, policy.times.backward
-        computed = [halves[use.gather.backward].get(use.gather.params[0], 0.0) for use in uses]
+        phases = policy.times.forward, policy.times.backward
+        computed = [phases[use.gather.backward].get(use.gather.params[0], 0.0) for use in uses]
         name = Bound.TIMES
         ahead = ended_in_time(computed, [use.nbytes / policy.times.bytes_per_second for use in uses])
     return [

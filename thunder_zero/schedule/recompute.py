@@ -30,11 +30,12 @@ from functools import cached_property
 from itertools import takewhile
 
 from thunder_zero.plan import ROOT
-from thunder_zero.schedule.cone import cone, last_reads, regathered
 from thunder_zero.schedule.copies import copies, reads_renamed
+from thunder_zero.schedule.derived import gathered_from, regathered
+from thunder_zero.schedule.lifetimes import last_reads
 from thunder_zero.schedule.min_cut import cheapest_to_keep
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
-from thunder_zero.schedule.units import NOT_AGAIN, Segments, is_vector, segments
+from thunder_zero.schedule.units import NOT_RECOMPUTED, Segments, is_vector, segments
 
 
 def recompute(timeline: Timeline) -> Timeline:
@@ -45,10 +46,10 @@ def recompute(timeline: Timeline) -> Timeline:
         or not timeline.ops[-2].backward
     ):
         return timeline
-    halves = _Halves(timeline)
+    phases = _Phases(timeline)
     refused: set[int] = set()  # positions of operations that would read a parameter that is not there
     while True:
-        placement = _Placement(halves, _chain(halves, refused))
+        placement = _Placement(phases, _chain(phases, refused))
         placement.run()
         if placement.refused <= refused:
             return timeline.with_ops(placement.ops, placement.values)
@@ -58,14 +59,14 @@ def recompute(timeline: Timeline) -> Timeline:
 def saved_bytes(timeline: Timeline) -> int:
     """Bytes that forward computes or gathers and backward reads: of each memory once, without parameters that backward
     gathers again, or must (``repair_fusion.py``)."""
-    again = regathered(timeline, cone(timeline))
-    forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in again}
+    dropped = regathered(timeline)
+    forward = {name for op in timeline.ops if not op.backward for name in op.writes if name not in dropped}
     read = {name for op in timeline.ops[:-1] if op.backward for name in op.reads}
     return sum(map(timeline.nbytes, {timeline.memory(name) for name in read & forward}))
 
 
 @dataclass(frozen=True)
-class _Halves:
+class _Phases:
     """What the pass needs to know of a timeline."""
 
     timeline: Timeline
@@ -88,26 +89,14 @@ class _Halves:
         return Segments((), frozenset())
 
     @cached_property
-    def gathered(self) -> dict[str, frozenset[str]]:
-        """The values of forward's cone, each with the gathered parameters (values) that it is computed from."""
-        ops, found = self.timeline.ops, dict[str, frozenset[str]]()
-        for name, at in self._cone.items():
-            if ops[at].backward:
-                break
-            if ops[at].kind is Kind.WAIT:
-                found[name] = frozenset((name,))
-            else:
-                found[name] = frozenset[str]().union(*(found.get(read, frozenset()) for read in ops[at].reads))
-        return found
-
-    @cached_property
-    def _cone(self) -> dict[str, int]:
-        return cone(self.timeline)
+    def gathered(self) -> dict[str, tuple[str, ...]]:
+        """The derived values, each with the gathered parameters (values) that it is made from."""
+        return gathered_from(self.timeline)
 
     @cached_property
     def there(self) -> dict[str, range]:
         """The gathered parameters (values of forward), each with the positions where backward has it anyway."""
-        last = last_reads(self.timeline, self._cone)
+        last = last_reads(self.timeline, self.gathered)
         end = len(self.timeline.ops)
         found: dict[str, range] = {}
         by_path: defaultdict[str, list[str]] = defaultdict(list)
@@ -156,7 +145,7 @@ class _Halves:
     @cached_property
     def copied(self) -> frozenset[int]:
         """Lines of forward that backward computes again anyway."""
-        return frozenset(op.source[0] for op in self.timeline.ops if op.backward and op.again and op.source)
+        return frozenset(op.source[0] for op in self.timeline.ops if op.backward and op.repeated and op.source)
 
     def may_repeat(self, at: int) -> bool:
         """Whether the operation of forward at a position may be computed again in backward."""
@@ -167,7 +156,7 @@ class _Halves:
             and op.repeatable
             and (
                 (op.cheap and self.timeline.plan.policy.recompute != "none")
-                or (unit != ROOT and op.work not in NOT_AGAIN)
+                or (unit != ROOT and op.work not in NOT_RECOMPUTED)
                 or op.source[0] in self.copied
             )
             and self.overwritten.isdisjoint(op.reads)
@@ -175,48 +164,48 @@ class _Halves:
         )
 
     def may_read(self, name: str) -> bool:
-        """Whether backward has a value of forward's cone anyway, or can compute it again from what it has."""
+        """Whether backward has a derived value of forward anyway, or can compute it again from what it has."""
         at = self.writer[name]
         if any(self.there[full].stop <= len(self.forward) for full in self.gathered[name]):
             return False
         return self.timeline.ops[at].kind is Kind.WAIT or name in self.read or self.may_repeat(at)
 
 
-def _chain(halves: _Halves, refused: set[int]) -> dict[str, int]:
+def _chain(phases: _Phases, refused: set[int]) -> dict[str, int]:
     """The values of forward to compute again where backward needs them, each with the position of its writer."""
-    nodes, made_from, wanted = _graph(halves, refused)
+    nodes, made_from, wanted = _graph(phases, refused)
     number = {memory: at for at, memory in enumerate(nodes)}
-    outputs = {halves.timeline.memory(name) for name in halves.timeline.ops[-1].reads}
-    nbytes = [0 if memory in halves.kept_anyway else halves.timeline.nbytes(memory) for memory in nodes]
+    outputs = {phases.timeline.memory(name) for name in phases.timeline.ops[-1].reads}
+    nbytes = [0 if memory in phases.kept_anyway else phases.timeline.nbytes(memory) for memory in nodes]
     endless = sum(nbytes) + 1
     for at, memory in enumerate(nodes):
-        if memory in outputs and memory in halves.writer and memory not in wanted:
+        if memory in outputs and memory in phases.writer and memory not in wanted:
             nbytes[at] = endless  # the caller may overwrite its outputs, so save none that backward did not read
     parents = [None if made is None else {number[memory] for memory in made} for made in map(made_from.get, nodes)]
-    _, again = cheapest_to_keep(nbytes, parents, {number[memory] for memory in wanted})
-    computed = {nodes[at] for at in again}
-    return {name: at for name, at in halves.writer.items() if _is_computed(halves, name, computed, number)}
+    _, recomputed = cheapest_to_keep(nbytes, parents, {number[memory] for memory in wanted})
+    computed = {nodes[at] for at in recomputed}
+    return {name: at for name, at in phases.writer.items() if _is_computed(phases, name, computed, number)}
 
 
-def _is_computed(halves: _Halves, name: str, computed: set[str], nodes: Mapping[str, int]) -> bool:
-    if name in halves.gathered:  # of the cone: what backward reads is there, the rest can be computed
-        return name not in halves.read and halves.timeline.ops[halves.writer[name]].kind is Kind.COMPUTE
-    memory = halves.timeline.memory(name)
+def _is_computed(phases: _Phases, name: str, computed: set[str], nodes: Mapping[str, int]) -> bool:
+    if name in phases.gathered:  # derived: what backward reads is there, the rest can be computed
+        return name not in phases.read and phases.timeline.ops[phases.writer[name]].kind is Kind.COMPUTE
+    memory = phases.timeline.memory(name)
     return memory in computed or (memory in nodes and memory != name)  # a view of what is saved, which costs nothing
 
 
-def _graph(halves: _Halves, refused: set[int]) -> tuple[list[str], dict[str, set[str] | None], set[str]]:
+def _graph(phases: _Phases, refused: set[int]) -> tuple[list[str], dict[str, set[str] | None], set[str]]:
     """The memory that backward reads, and all memory from which that can be computed again.
 
     Returns:
         All of it in the order of forward; for each, what it is made from, or None; what backward reads.
     """
     wanted = {
-        halves.timeline.memory(name)
-        for name in halves.read
-        if name not in halves.gathered
-        and name not in halves.overwritten
-        and halves.timeline.memory(name) not in halves.gathered
+        phases.timeline.memory(name)
+        for name in phases.read
+        if name not in phases.gathered
+        and name not in phases.overwritten
+        and phases.timeline.memory(name) not in phases.gathered
     }
     made_from: dict[str, set[str] | None] = {}
     todo = list(wanted)
@@ -224,25 +213,25 @@ def _graph(halves: _Halves, refused: set[int]) -> tuple[list[str], dict[str, set
         memory = todo.pop()
         if memory in made_from:
             continue
-        at = halves.writer.get(memory)
+        at = phases.writer.get(memory)
         made_from[memory] = None
-        is_kept = memory in halves.segments.saved or memory in halves.fixed
-        if not is_kept and at is not None and at not in refused and halves.may_repeat(at):
-            reads = halves.timeline.ops[at].reads
-            made_from[memory] = {halves.timeline.memory(read) for read in reads if read not in halves.gathered}
+        is_kept = memory in phases.segments.saved or memory in phases.fixed
+        if not is_kept and at is not None and at not in refused and phases.may_repeat(at):
+            reads = phases.timeline.ops[at].reads
+            made_from[memory] = {phases.timeline.memory(read) for read in reads if read not in phases.gathered}
             todo += made_from[memory] or ()
-    nodes = sorted(made_from, key=lambda memory: (halves.writer.get(memory, -1), memory))
+    nodes = sorted(made_from, key=lambda memory: (phases.writer.get(memory, -1), memory))
     return nodes, made_from, wanted
 
 
 class _Placement:
     """Puts the copies of a chain where backward first needs them."""
 
-    def __init__(self, halves: _Halves, chain: Mapping[str, int]) -> None:
-        self.halves = halves
+    def __init__(self, phases: _Phases, chain: Mapping[str, int]) -> None:
+        self.phases = phases
         self.chain = chain
         self.ops: list[Op] = []
-        self.values = dict(halves.timeline.values)
+        self.values = dict(phases.timeline.values)
         self.refused: set[int] = set()
         self.names: dict[str, str] = {}  # value of forward -> its copy in backward
         self.dropped: dict[str, str] = {}  # copy that another pass made later -> ours
@@ -251,7 +240,7 @@ class _Placement:
 
     def run(self) -> None:
         """Put the copies; ``refused`` has the operations that would read a parameter that is not there."""
-        timeline = self.halves.timeline
+        timeline = self.phases.timeline
         for at, op in enumerate(timeline.ops[:-1]):
             if op.backward:
                 self._backward(at, op)
@@ -263,16 +252,16 @@ class _Placement:
         self.ops.append(op)
         if op.kind is Kind.COMPUTE:
             self.lines.setdefault(op.source[0], op.writes)
-        elif self.halves.timeline.ends(op, Kind.GATHER):
+        elif self.phases.timeline.ends(op, Kind.GATHER):
             for path, name in zip(op.params, op.writes, strict=True):
                 self.full[path].append(name)
 
     def _backward(self, at: int, op: Op) -> None:
         op = reads_renamed(op, self.dropped)
-        if self.halves.timeline.ends(op, Kind.GATHER):
+        if self.phases.timeline.ends(op, Kind.GATHER):
             for path, name in zip(op.params, op.writes, strict=True):
                 self.names.update(dict.fromkeys(self.full[path], name))
-        elif op.again and op.kind is Kind.COMPUTE:
+        elif op.repeated and op.kind is Kind.COMPUTE:
             originals = self.lines[op.source[0]]
             if originals[0] in self.names:
                 self.dropped.update((name, self.names[of]) for of, name in zip(originals, op.writes, strict=True))
@@ -286,13 +275,13 @@ class _Placement:
         self.ops.append(op)
 
     def _copy_reads(self, at: int, op: Op) -> None:
-        halves = self.halves
+        phases = self.phases
         for name in op.reads:
             if name not in self.chain or name in self.names:
                 continue
-            new, positions = copies(halves.timeline, name, self.chain, self.names, self.values, backward=True)
+            new, positions = copies(phases.timeline, name, self.chain, self.names, self.values, backward=True)
             self.ops += new
             for position in positions:
-                reads = halves.timeline.ops[position].reads
-                if any(at not in halves.there[full] for read in reads for full in halves.gathered.get(read, ())):
+                reads = phases.timeline.ops[position].reads
+                if any(at not in phases.there[full] for read in reads for full in phases.gathered.get(read, ())):
                     self.refused.add(position)

@@ -1,7 +1,7 @@
 """Gathers parameters again that forward frees: for backward, and for each unit that uses them.
 
-A parameter that is not gathered once is freed in forward, so no value of its cone (``cone.py``) may cross to backward.
-Backward gathers and computes again the values that it reads, right before the first reader::
+A parameter that is not gathered once is freed in forward, so no value derived from it (``derived.py``) may cross to
+backward. Backward gathers and computes again the values that it reads, right before the first reader::
 
     gather  fut <- t_w                      gather  fut <- t_w
     wait    w   <- fut                      wait    w   <- fut
@@ -22,19 +22,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from thunder_zero.schedule.cone import cone, needed_again, regathered
 from thunder_zero.schedule.copies import copies, reads_renamed
+from thunder_zero.schedule.derived import needed_in_backward, regathered
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.schedule.units import is_vector, runs, touches
 
 
 def regather(timeline: Timeline) -> Timeline:
     """Gathers again, for backward and for each unit of forward, the parameters that are not gathered once."""
-    return _again_in_forward(_again_in_backward(timeline))  # backward first: it copies originals, once for all readers
+    # Backward first: it copies originals, once for all readers.
+    return _regathered_in_forward(_regathered_in_backward(timeline))
 
 
-def _again_in_backward(timeline: Timeline) -> Timeline:
-    chain = {name: at for name, at in regathered(timeline, cone(timeline)).items() if not timeline.ops[at].backward}
+def _regathered_in_backward(timeline: Timeline) -> Timeline:
+    chain = regathered(timeline)
     early = _needed_early(timeline, chain)
     values = dict(timeline.values)
     names: dict[str, str] = {}
@@ -54,7 +55,7 @@ def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, lis
     recomputed = timeline.plan.recomputed
     if not recomputed or not chain:
         return {}
-    needed = needed_again(timeline, chain)
+    needed = needed_in_backward(timeline, chain)
     at = {unit: touch.at for unit, touch in touches(timeline, runs(timeline)).items() if unit in recomputed}
     found: dict[int, list[str]] = {}
     for op in timeline.ops:
@@ -66,7 +67,7 @@ def _needed_early(timeline: Timeline, chain: Mapping[str, int]) -> dict[int, lis
     return found
 
 
-def _again_in_forward(timeline: Timeline) -> Timeline:
+def _regathered_in_forward(timeline: Timeline) -> Timeline:
     if not any(param.gather_per_unit for param in timeline.plan.params) or not (chains := _chains_by_unit(timeline)):
         return timeline
     unit_of = {name: unit for unit, chain in chains.items() for name in chain}
@@ -98,22 +99,17 @@ def _again_in_forward(timeline: Timeline) -> Timeline:
 
 
 def _chains_by_unit(timeline: Timeline) -> dict[str, dict[str, int]]:
-    """For each unit, the values of forward's cone (and handles) that depend on its ``gather_per_unit`` parameters, each
-    with the position of its writer. A value that mixes several units is left out: it is computed once."""
-    inside = regathered(timeline, cone(timeline))
+    """For each unit, forward's values (and handles) that derive from its ``gather_per_unit`` parameters, each with the
+    position of its writer. A value that mixes several units is left out: it is computed once."""
     unit_of: dict[str, str] = {}
     chains: dict[str, dict[str, int]] = {}
-    for at, op in enumerate(timeline.ops):
-        if op.kind is Kind.GATHER:
-            units = {
-                param.unit for param in timeline.params_of(op) if param.gather_per_unit and not param.gathered_once
-            }
-        else:
-            units = {unit_of[read] for read in op.reads if read in unit_of}
-        if len(units) == 1 and not op.backward:
-            (unit,) = units
-            for name in op.writes:
-                if name in inside:
-                    unit_of[name] = unit
-                    chains.setdefault(unit, {})[name] = at
+    for name, at in regathered(timeline).items():
+        op = timeline.ops[at]
+        units = {unit_of[read] for read in op.reads if read in unit_of}
+        for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
+            if param.gather_per_unit and not param.gathered_once:
+                units.add(param.unit)
+        if len(units) == 1:
+            (unit_of[name],) = units
+            chains.setdefault(unit_of[name], {})[name] = at
     return chains

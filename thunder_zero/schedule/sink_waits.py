@@ -29,7 +29,7 @@ computes, its gradients take the room of its parameters one by one::
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 
@@ -38,7 +38,7 @@ def sink_waits(timeline: Timeline) -> Timeline:
     """Moves the waits of reductions as late as their readers and ``Sizes.in_flight_bytes`` allow."""
     bound = timeline.plan.sizes.in_flight_bytes
     last = len(timeline.ops) - 1
-    making, ahead = _making(timeline), gathers_ahead(timeline)
+    makes, ahead = making(timeline), gathers_ahead(timeline)
     made = 0  # bytes of gradients that are made, or being made, and not yet launched
     pending: deque[Op] = deque()  # the waits of reductions in flight, oldest first
     number: dict[str, int] = {}  # reduced gradient -> number of reductions that end before its own
@@ -50,8 +50,8 @@ def sink_waits(timeline: Timeline) -> Timeline:
             number.update(dict.fromkeys(op.writes, ended + len(pending)))
             pending.append(op)
             continue
-        made += making.get(at, 0)
-        grows = at in making or op.kind is Kind.REDUCE
+        made += makes[at]
+        grows = at in makes or op.kind is Kind.REDUCE
         due = max((number[read] for read in op.reads if read in number), default=-1)
         begun, starting = ahead.get(at, (0, 0))
         while pending and (
@@ -74,15 +74,13 @@ def sink_waits(timeline: Timeline) -> Timeline:
     return timeline.with_ops(ops)
 
 
-def _making(timeline: Timeline) -> dict[int, int]:
+def making(timeline: Timeline) -> Counter[int]:
     """The position where the first gradient of each reduction is made, with the bytes of all its gradients."""
-    written = {name: at for at, op in enumerate(timeline.ops) for name in op.writes}
-    making: dict[int, int] = {}
+    found: Counter[int] = Counter()
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.REDUCE:
-            first = min(written.get(read, at) for read in op.reads)
-            making[first] = making.get(first, 0) + timeline.full_bytes(op)
-    return making
+            found[min(timeline.writer.get(read, at) for read in op.reads)] += timeline.full_bytes(op)
+    return found
 
 
 def gathers_ahead(timeline: Timeline) -> dict[int, tuple[int, int]]:

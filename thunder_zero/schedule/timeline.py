@@ -1,6 +1,6 @@
 """The timeline of a step, one operation a line: frozen data that passes rewrite and reports read.
 
-A timeline holds both halves of a step, forward first::
+A timeline holds both phases of a step, forward first::
 
     gather   fut0 <- t_w            h.0.w        starts an all-gather of shards (a launch)
     wait     w    <- fut0           h.0.w        ends it: the full parameter can be read
@@ -47,6 +47,7 @@ class Kind(StrEnum):
 
 
 LAUNCHES = (Kind.GATHER, Kind.REDUCE)
+MOST_NAMES = 8  # of an operation, in an error
 
 
 class Work(StrEnum):
@@ -80,12 +81,12 @@ class Op:
             placeholder, which backward returns as the gradient (at run time it is None).
         params: paths of parameters. GATHER, REDUCE and WAIT: those that travel, in the order of ``reads`` of the launch
             and of ``writes`` of the wait; FREE: the one whose memory it frees; DEFER: the one whose gradient it defers.
-        backward: whether it runs in the backward half.
+        backward: whether it runs in the phase of backward.
         repeatable: COMPUTE only: whether running it twice gives the same values and has no side effect (not random,
             nothing in place), so that backward may compute it again.
         cheap: COMPUTE only: whether it is repeatable at little cost: views, pointwise work, reductions of rows.
         updates: COMPUTE only: values whose memory it overwrites, or may share with what is overwritten.
-        again: whether it is a copy that gathers or computes again what forward freed, or did not save.
+        repeated: whether it is a copy that gathers or computes again what forward freed, or did not save.
         source: positions of its lines in the lifted trace; several after bucketing. FREE: ().
         work: COMPUTE only: its class of work.
         flops: COMPUTE only: FLOPs of its products, attention and convolutions; everything else counts 0.
@@ -97,7 +98,7 @@ class Op:
     params: tuple[str, ...] = ()
     backward: bool = False
     repeatable: bool = False
-    again: bool = False
+    repeated: bool = False
     source: tuple[int, ...] = ()
     work: Work = Work.NONE
     cheap: bool = False
@@ -126,7 +127,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Operations in the order in which they run, forward half first.
+    """Operations in the order in which they run, forward first.
 
     Attributes:
         ops: the operations; the last one is the return.
@@ -145,15 +146,39 @@ class Timeline:
 
     @cached_property
     def replicated(self) -> frozenset[str]:
-        """Inputs that are replicated parameters. Both halves may read them, so values that depend on them and on
+        """Inputs that are replicated parameters. Both phases may read them, so values that depend on them and on
         gathered parameters alone can be computed again."""
         by_name = self.plan.by_name
         return frozenset(name for name, path in self.inputs.items() if path is not None and not by_name[path].sharded)
 
     @cached_property
     def cast(self) -> frozenset[str]:
-        """Replicated inputs that operations read through a cast copy; each half makes its own."""
+        """Replicated inputs that operations read through a cast copy; each phase makes its own."""
         return frozenset(name for name in self.replicated if self.plan.by_name[self.inputs[name] or ""].is_cast)
+
+    @cached_property
+    def writer(self) -> dict[str, int]:
+        """The position of the operation that writes each value; inputs have none."""
+        return {name: at for at, op in enumerate(self.ops) for name in op.writes}
+
+    @cached_property
+    def derived(self) -> dict[str, int]:
+        """The values that depend on parameters alone (``derived.py``), each with the position of its writer."""
+        found: dict[str, int] = {}
+        without_data = set(self.replicated)  # derived values, and constants
+        for at, op in enumerate(self.ops):
+            if op.kind is Kind.COMPUTE:
+                if not op.repeatable or not without_data.issuperset(op.reads):
+                    continue
+                is_derived = not found.keys().isdisjoint(op.reads) or not self.cast.isdisjoint(op.reads)
+            elif self.ends(op, Kind.GATHER):
+                is_derived = True
+            else:
+                continue
+            without_data.update(op.writes)
+            if is_derived:
+                found.update(dict.fromkeys(op.writes, at))
+        return found
 
     @cached_property
     def border(self) -> int:
@@ -168,6 +193,10 @@ class Timeline:
     def ends(self, op: Op, kind: Kind) -> bool:
         """Whether an operation is the WAIT that ends a launch of this kind (GATHER or REDUCE)."""
         return op.kind is Kind.WAIT and op.reads[0] in self.launches and self.launches[op.reads[0]].kind is kind
+
+    def recomputes(self, op: Op) -> bool:
+        """Whether an operation computes again what forward did not save, apart from derived values."""
+        return op.kind is Kind.COMPUTE and op.repeated and self.derived.keys().isdisjoint(op.writes)
 
     def memory(self, name: str) -> str:
         """The value whose memory a value views, or itself."""
@@ -225,22 +254,6 @@ class Timeline:
         return sum(param.grad_bytes if of_gradients else param.full_bytes for param in self.params_of(op))
 
 
-def gathered_bytes(timeline: Timeline) -> tuple[int, ...]:
-    """Bytes of gathered parameters alive after each operation.
-
-    A gathered parameter occupies its full bytes from the launch of its gather, where the buffer is allocated, to its
-    FREE. Resident parameters (ZeRO-1: sharded, but full at rest) do not count. On backends whose collectives send
-    chunks of one size (NCCL), a parameter whose rows W does not divide takes up to W - 1 rows more. Parameters that an
-    accumulation holds over (``policy.gather_once_per_accumulation``) stay after the step, and are not counted then.
-    """
-    alive, counts = 0, []
-    for op in timeline.ops:
-        full = sum(param.full_bytes for param in timeline.params_of(op) if not param.resident)
-        alive += full if op.kind is Kind.GATHER else -full if op.kind is Kind.FREE else 0
-        counts.append(alive)
-    return tuple(counts)
-
-
 def overwritten(timeline: Timeline) -> frozenset[str]:
     """The values whose memory an operation overwrites, or may overwrite: what they were cannot be read later."""
     shares: dict[str, str] = {}  # value -> the first value that may have the same memory
@@ -249,3 +262,15 @@ def overwritten(timeline: Timeline) -> frozenset[str]:
             shares.update(dict.fromkeys(op.writes, shares.get(op.reads[0], op.reads[0])))
     gone = {shares.get(name, name) for op in timeline.ops for name in op.updates}
     return frozenset(gone.union(name for name, first in shares.items() if first in gone))
+
+
+class ScheduleError(Exception):
+    """A timeline breaks a rule. The message names the operation, its parameters and the rule, in one sentence."""
+
+
+def fault(timeline: Timeline, at: int, rule: str) -> ScheduleError:
+    """The error for an operation that breaks a rule; ``rule`` goes on after its name."""
+    op = timeline.ops[at]
+    names = op.params or op.writes or op.reads
+    what = ", ".join(names if len(names) <= MOST_NAMES else (*names[:MOST_NAMES], "..."))
+    return ScheduleError(f"op {at} ({op.kind} {what}) {rule}")

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 
 from thunder_zero.plan import ROOT, Param
-from thunder_zero.schedule.cone import cone, regathered
+from thunder_zero.schedule.derived import regathered
+from thunder_zero.schedule.lifetimes import bytes_alive, lifetimes
 from thunder_zero.schedule.timeline import Kind, Timeline, Work
 
-NOT_AGAIN = {Work.RANDOM, Work.OTHER, Work.NONE}  # work that is never done again, except in the cone
+NOT_RECOMPUTED = {Work.RANDOM, Work.OTHER, Work.NONE}  # work that is never done again, but for derived values
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +83,24 @@ def touches(timeline: Timeline, found: list[Run]) -> dict[str, Touch]:
     one of its parameters that backward gathers again."""
     unit_of = {name: run.unit for run in found for op in timeline.ops[run.first : run.last + 1] for name in op.writes}
     units = _units_of_values(timeline)
-    again = regathered(timeline, cone(timeline))
     number = _numbers(timeline)
-    unit_of |= {name: max(units[name], key=number.__getitem__, default=ROOT) for name in again if name in units}
+    of_parameters = units.keys() & regathered(timeline).keys()
+    unit_of |= {name: max(units[name], key=number.__getitem__, default=ROOT) for name in of_parameters}
     first: dict[str, Touch] = {}
     for at, op in enumerate(timeline.ops[:-1]):
         for name in op.reads if op.backward else ():
             if unit := unit_of.get(name, ROOT):
                 first.setdefault(unit, Touch(at, name))
     return first
+
+
+def backward_ends(timeline: Timeline) -> dict[str, int]:
+    """For each unit but the root, where backward launches, or defers, the last of its gradients; in that order."""
+    last: dict[str, int] = {}
+    for at, op in enumerate(timeline.ops):
+        if op.kind in (Kind.REDUCE, Kind.DEFER):
+            last.update((param.unit, at) for param in timeline.params_of(op) if param.unit != ROOT)
+    return dict(sorted(last.items(), key=lambda end: end[1]))
 
 
 @dataclass(frozen=True)
@@ -109,38 +119,18 @@ class Segments:
 def segments(timeline: Timeline) -> Segments:
     """Cuts forward between units where the fewest bytes are alive; among equals, as early as possible."""
     found = runs(timeline)
-    written, read = _lifetimes(timeline)
-    changes = [0] * (len(timeline.ops) + 1)
-    for memory, at in written.items():
-        changes[at + 1] += timeline.nbytes(memory)
-        changes[read[memory] + 1] -= timeline.nbytes(memory)
-    alive = list(accumulate(changes))  # bytes before each operation
+    derived, border = timeline.derived, timeline.border
+    lives = {memory: life for memory, life in lifetimes(timeline, border).items() if memory not in derived}
+    alive = bytes_alive(timeline, {memory: life[1:] for memory, life in lives.items()})  # before each operation
     cuts = [min(range(a.last + 1, b.first + 1), key=alive.__getitem__) for a, b in pairwise(found)]
-    ends = [*cuts, timeline.border]
+    ends = [*cuts, border]
     unit_at: list[str] = []
     for run, end in zip(found, ends, strict=False):
         unit_at += [run.unit if run.unit in timeline.plan.recomputed else ROOT] * (end - len(unit_at))
     saved = {
         memory
-        for memory, at in written.items()
-        if at < len(unit_at) and unit_at[at] != ROOT and (number := bisect_right(cuts, at)) < len(cuts)
-        if cuts[number] <= read[memory]
+        for memory, life in lives.items()
+        if life.start < len(unit_at) and unit_at[life.start] != ROOT
+        if (number := bisect_right(cuts, life.start)) < len(cuts) and cuts[number] in life
     }
     return Segments(tuple(unit_at), frozenset(saved))
-
-
-def _lifetimes(timeline: Timeline) -> tuple[dict[str, int], dict[str, int]]:
-    """The memory that forward computes, with the position of its writer, and that of the last read in forward."""
-    inside = cone(timeline)
-    written: dict[str, int] = {}
-    read: dict[str, int] = {}
-    for at, op in enumerate(timeline.ops[:-1]):
-        if op.backward:
-            break
-        for name in op.reads:
-            if (memory := timeline.memory(name)) in written:
-                read[memory] = at
-        for name in op.writes if op.kind is Kind.COMPUTE else ():
-            if name not in inside and timeline.memory(name) == name:
-                written[name] = read[name] = at
-    return written, read

@@ -7,12 +7,12 @@ of what is under way at once, ``verify_recompute.py`` those of computing again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from thunder_zero.schedule.cone import cone, last_reads, needed_again, regathered, returned
-from thunder_zero.schedule.fault import ScheduleError, fault
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+from thunder_zero.schedule.derived import gathered_from, needed_in_backward, regathered
+from thunder_zero.schedule.lifetimes import last_reads
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, ScheduleError, Timeline, fault
 from thunder_zero.schedule.units import is_vector
 from thunder_zero.schedule.verify_in_flight import check_in_flight, check_making
 
@@ -46,8 +46,8 @@ def check_pass(timeline: Timeline, lifted: Timeline) -> None:
     _check_communication(timeline)
     _check_same(timeline, lifted)
     _check_results(timeline, [path for path, _ in lifted.gradients])
-    inside = cone(timeline)
-    _check_frees(timeline, inside, last_reads(timeline, inside))
+    made_from = gathered_from(timeline)
+    _check_frees(timeline, made_from, last_reads(timeline, made_from))
 
 
 def check_schedule(timeline: Timeline, lifted: Timeline) -> None:
@@ -79,12 +79,12 @@ def _check_results(timeline: Timeline, trained: Collection[str]) -> None:
 
 
 def _check_lifetimes(timeline: Timeline) -> None:
-    inside = cone(timeline)
-    last = last_reads(timeline, inside)
+    made_from = gathered_from(timeline)
+    last = last_reads(timeline, made_from)
     _check_gathered_again(timeline)
-    _check_saved(timeline, inside)
-    _check_frees(timeline, inside, last)
-    _check_ends(timeline, inside, last)
+    _check_saved(timeline)
+    _check_frees(timeline, made_from, last)
+    _check_ends(timeline, made_from, last)
 
 
 def _check_order(timeline: Timeline) -> None:
@@ -161,7 +161,7 @@ def _check_gather(timeline: Timeline, at: int, op: Op, shards: Mapping[str, str]
 
 
 def _check_waits(timeline: Timeline) -> None:
-    """Exactly one wait ends each launch, after it and in the same half, and only waits read handles."""
+    """Exactly one wait ends each launch, after it and in the same phase, and only waits read handles."""
     under_way: dict[str, int] = {}
     for at, op in enumerate(timeline.ops):
         if op.kind is Kind.WAIT:
@@ -237,17 +237,17 @@ def _check_gradients(timeline: Timeline, trained: Collection[str]) -> None:
 def _check_copies(timeline: Timeline) -> None:
     """Only gathers, their waits and repeatable computations have copies."""
     for at, op in enumerate(timeline.ops):
-        if op.again and not (op.kind is Kind.GATHER or op.repeatable or timeline.ends(op, Kind.GATHER)):
+        if op.repeated and not (op.kind is Kind.GATHER or op.repeatable or timeline.ends(op, Kind.GATHER)):
             raise fault(timeline, at, "is done again, but is neither a gather, its wait nor a repeatable computation")
 
 
-def _check_frees(timeline: Timeline, inside: Mapping[str, int], last: Mapping[str, int]) -> None:
+def _check_frees(timeline: Timeline, made_from: Mapping[str, Sequence[str]], last: Mapping[str, int]) -> None:
     """Each free ends a gathered parameter, once, after the last read of it or of a view of it."""
     freed: dict[str, int] = {}
     for at, op in enumerate(timeline.ops):
         if op.kind is not Kind.FREE:
             continue
-        gathered = _gathered(timeline, inside, op)
+        gathered = _gathered(timeline, made_from, op)
         if gathered is None or timeline.params_of(op)[0].resident:
             raise fault(timeline, at, "frees memory that is not a gathered parameter's")
         if gathered in freed:
@@ -257,7 +257,7 @@ def _check_frees(timeline: Timeline, inside: Mapping[str, int], last: Mapping[st
         freed[gathered] = at
 
 
-def _check_ends(timeline: Timeline, inside: Mapping[str, int], last: Mapping[str, int]) -> None:
+def _check_ends(timeline: Timeline, made_from: Mapping[str, Sequence[str]], last: Mapping[str, int]) -> None:
     """Every gathered parameter is freed right after its last use, unless it is resident or forward returns it."""
     freed: set[str | None] = set()
     before = -1  # position of the latest operation that is not a FREE
@@ -265,11 +265,12 @@ def _check_ends(timeline: Timeline, inside: Mapping[str, int], last: Mapping[str
         if op.kind is not Kind.FREE:
             before = at
             continue
-        gathered = _gathered(timeline, inside, op)
+        gathered = _gathered(timeline, made_from, op)
         if gathered is not None and last[gathered] < before:
             raise fault(timeline, at, f"frees {gathered} too late: op {last[gathered]} was the last to read it")
         freed.add(gathered)
-    escaped = returned(timeline, inside)
+    returns = (op for op in timeline.ops if op.kind is Kind.COMPUTE and not op.writes)
+    escaped = {name for op in returns for read in op.reads for name in made_from.get(read, ())}
     for at, op in enumerate(timeline.ops):
         if not timeline.ends(op, Kind.GATHER):
             continue
@@ -278,42 +279,34 @@ def _check_ends(timeline: Timeline, inside: Mapping[str, int], last: Mapping[str
                 raise fault(timeline, at, f"gathers {param.path} as {name}, which is never freed")
 
 
-def _gathered(timeline: Timeline, inside: Mapping[str, int], free: Op) -> str | None:
+def _gathered(timeline: Timeline, made_from: Mapping[str, Sequence[str]], free: Op) -> str | None:
     """The gathered value whose memory a FREE releases: the one that it reads, or that this was computed from."""
-    needed = list(free.reads) if len(free.reads) == len(free.params) == 1 else []
-    seen: set[str] = set()
-    while needed:
-        name = needed.pop()
-        if name in seen or name not in inside:
-            continue
-        seen.add(name)
-        op = timeline.ops[inside[name]]
-        if op.kind is Kind.WAIT:
-            if op.params[op.writes.index(name)] == free.params[0]:
-                return name
-        else:
-            needed += op.reads
+    if not len(free.reads) == len(free.params) == 1:
+        return None
+    for name in made_from.get(free.reads[0], ()):
+        wait = timeline.ops[timeline.derived[name]]
+        if wait.params[wait.writes.index(name)] == free.params[0]:
+            return name
     return None
 
 
 def _check_gathered_again(timeline: Timeline) -> None:
-    """A parameter is gathered once in all or once in each half; with ``gather_per_unit``, several times in forward."""
+    """A parameter is gathered once in all or once in each phase; with ``gather_per_unit``, several times in forward."""
     gathered: dict[tuple[str, bool], int] = {}
     for at, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
-            half = (param.path, op.backward and not param.gathered_once)
-            if half in gathered and (op.backward or param.gathered_once or not param.gather_per_unit):
-                why = "is gathered once" if param.gathered_once else "needs one gather in each half"
-                raise fault(timeline, at, f"gathers {param.path} again after op {gathered[half]}; it {why}")
-            gathered[half] = at
+            phase = (param.path, op.backward and not param.gathered_once)
+            if phase in gathered and (op.backward or param.gathered_once or not param.gather_per_unit):
+                why = "is gathered once" if param.gathered_once else "needs one gather in each phase"
+                raise fault(timeline, at, f"gathers {param.path} again after op {gathered[phase]}; it {why}")
+            gathered[phase] = at
 
 
 def _check_gathered_for(timeline: Timeline, lifted: Timeline) -> None:
     """Backward gathers what its own operations read, and nothing for the sake of what it computes again, but for biases
     of units if only their borders are saved."""
     before = replace(lifted, plan=timeline.plan)
-    chain = {name: at for name, at in regathered(before, cone(before)).items() if not before.ops[at].backward}
-    needed = needed_again(before, chain)
+    needed = needed_in_backward(before, regathered(before))
     waits = (op for op in before.ops if before.ends(op, Kind.GATHER))
     read = {path for op in waits for path, name in zip(op.params, op.writes, strict=True) if name in needed}
     whole = timeline.plan.recomputed
@@ -323,9 +316,9 @@ def _check_gathered_for(timeline: Timeline, lifted: Timeline) -> None:
                 raise fault(timeline, at, f"gathers {param.path} in backward, which only copies read")
 
 
-def _check_saved(timeline: Timeline, inside: Mapping[str, int]) -> None:
-    """Backward reads no value of forward's cone, unless its parameters are gathered once for both halves."""
-    crossing = {name for name, at in regathered(timeline, inside).items() if not timeline.ops[at].backward}
+def _check_saved(timeline: Timeline) -> None:
+    """Backward reads no derived value of forward, unless its parameters are gathered once for both phases."""
+    crossing = regathered(timeline)
     for at, op in enumerate(timeline.ops[:-1]):
         if op.backward and (saved := [name for name in op.reads if name in crossing]):
             raise fault(
@@ -344,12 +337,12 @@ def _check_same(timeline: Timeline, lifted: Timeline) -> None:
             original = originals.get(source)
             if original is None or not _is_copy(part, original):
                 raise fault(timeline, at, f"differs from position {source} of the lifted trace")
-            if op.again:
+            if op.repeated:
                 canonical.update(zip(part.writes, original.writes, strict=True))
             elif source in seen:
                 raise fault(timeline, at, f"runs position {source} of the lifted trace twice")
             elif op.backward != original.backward:
-                raise fault(timeline, at, f"is in a different half than position {source} of the lifted trace")
+                raise fault(timeline, at, f"is in a different phase than position {source} of the lifted trace")
             elif op.kind not in LAUNCHES and part.writes != original.writes:
                 raise fault(timeline, at, f"writes other values than position {source} of the lifted trace")
             else:
@@ -380,4 +373,4 @@ def _parts(timeline: Timeline, at: int, op: Op) -> Iterator[Op]:
     for number, (source, path) in enumerate(zip(op.source, op.params, strict=True)):
         reads = op.reads if op.kind is Kind.WAIT else (op.reads[number],)
         writes = (op.writes[number],) if op.kind is Kind.WAIT else op.writes
-        yield Op(op.kind, reads, writes, (path,), op.backward, op.repeatable, op.again, (source,))
+        yield Op(op.kind, reads, writes, (path,), op.backward, op.repeatable, op.repeated, (source,))

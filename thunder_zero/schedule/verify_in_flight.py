@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from thunder_zero.schedule.cone import cone
-from thunder_zero.schedule.fault import fault
-from thunder_zero.schedule.sink_waits import gathers_ahead
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
+from thunder_zero.schedule.sink_waits import gathers_ahead, making
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline, fault
 
 
 def check_in_flight(timeline: Timeline) -> None:
@@ -41,7 +39,7 @@ def _check_ahead(timeline: Timeline) -> None:
     gathered for backward."""
     if timeline.plan.policy.times is not None:
         return
-    prefetch, inside = timeline.plan.sizes.prefetch, cone(timeline)
+    prefetch = timeline.plan.sizes.prefetch
     unit_of: dict[str, str] = {}  # of values that are computed from gathered parameters alone
     in_flight: Counter[str] = Counter()  # gathers by unit
     begun: set[str] = set()  # units that compute, or did
@@ -67,7 +65,7 @@ def _check_ahead(timeline: Timeline) -> None:
         for unit in units:
             latest = unit
             begun.add(unit)
-            unit_of.update((name, unit) for name in op.writes if name in inside)
+            unit_of.update((name, unit) for name in op.writes if name in timeline.derived)
             in_flight[unit] -= ends
             if in_flight[unit] <= 0:
                 del in_flight[unit]
@@ -83,11 +81,7 @@ def check_making(timeline: Timeline) -> None:
         ScheduleError: the first rule that does not hold.
     """
     bound = timeline.plan.sizes.in_flight_bytes
-    written = {name: at for at, op in enumerate(timeline.ops) for name in op.writes}
-    begun: Counter[int] = Counter()
-    for at, op in enumerate(timeline.ops):
-        if op.kind is Kind.REDUCE:
-            begun[min(written.get(name, at) for name in op.reads)] += timeline.full_bytes(op)
+    begun = making(timeline)
     ahead = gathers_ahead(timeline)
     running: dict[str, int] = {}  # handle of a reduction in flight -> reductions that began before it
     made = under_way = reductions = 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import accumulate, zip_longest
 
 from thunder_zero.plan import ROOT
-from thunder_zero.schedule.cone import cone, last_reads
-from thunder_zero.schedule.fault import fault
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
-from thunder_zero.schedule.units import NOT_AGAIN, is_vector, segments
+from thunder_zero.schedule.derived import gathered_from
+from thunder_zero.schedule.lifetimes import last_reads
+from thunder_zero.schedule.timeline import Kind, Op, Timeline, fault, overwritten
+from thunder_zero.schedule.units import NOT_RECOMPUTED, is_vector, segments
 
 
 def check_recompute(timeline: Timeline, before: Timeline) -> None:
@@ -28,7 +28,7 @@ def check_recompute(timeline: Timeline, before: Timeline) -> None:
 
 
 def _is_recomputed(op: Op) -> bool:
-    return op.kind is Kind.COMPUTE and op.backward and op.again
+    return op.kind is Kind.COMPUTE and op.backward and op.repeated
 
 
 def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
@@ -44,16 +44,16 @@ def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
 
 
 def _check_computed_again(timeline: Timeline, before: Timeline) -> None:
-    """What backward computes again, apart from the cone, is of a kind that the policy allows for its unit, and reads
+    """What backward computes again, but for derived values, is of a kind that the policy allows for its unit, and reads
     values that nothing overwrites."""
-    policy, inside = timeline.plan.policy.recompute, cone(timeline)
+    policy = timeline.plan.policy.recompute
     unit_at = segments(before).unit_at
     whole = {op.source[0]: unit for op, unit in zip(before.ops, unit_at, strict=False) if unit != ROOT and op.source}
     gone = overwritten(timeline)
     for at, op in enumerate(timeline.ops):
-        if not _is_recomputed(op) or any(name in inside for name in op.writes):
+        if not timeline.recomputes(op):
             continue
-        if not ((op.cheap and policy != "none") or (op.source[0] in whole and op.work not in NOT_AGAIN)):
+        if not ((op.cheap and policy != "none") or (op.source[0] in whole and op.work not in NOT_RECOMPUTED)):
             raise fault(timeline, at, f"does {op.work} work again, which recompute={policy!r} does not allow here")
         if changed := [name for name in op.reads if name in gone]:
             raise fault(timeline, at, f"is computed again from {changed[0]}, whose memory an operation overwrites")
@@ -71,7 +71,7 @@ def _last_reads_by_others(timeline: Timeline) -> dict[str, tuple[int, int]]:
     """For each gathered parameter that is not resident, the position of the last read, and the number of operations
     before it that are no copies. Without biases, if only the borders of units are saved."""
     whole = timeline.plan.recomputed
-    last = last_reads(timeline, cone(timeline))
+    last = last_reads(timeline, gathered_from(timeline))
     before = list(accumulate((not _is_recomputed(op) for op in timeline.ops), initial=0))
     return {
         name: (last[name], before[last[name]])

@@ -41,7 +41,7 @@ def _line(op: Op, lines: Sequence[TraceLine], proxies: dict[str, Proxy], executo
         bsym = _wait(op, proxies, executor)
     else:
         bsym = _launch(op, executor.launches[lines[op.source[0]].bsym.sym.name], proxies, executor)
-    if op.backward and (op.again or op.kind is not Kind.COMPUTE):
+    if op.backward and (op.repeated or op.kind is not Kind.COMPUTE):
         bsym.tags.add(BoundSymbolTag.BACKWARD)
     return bsym
 

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import hashlib
 
-from thunder_zero.schedule.program_name import ProgramName
+from thunder_zero.schedule.names import ProgramName
 from thunder_zero.traces.symbols import ZeroExecutor
 
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace, tracectx
 
 HEX_DIGITS = 8
+
+
+def launches_of(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
+    """What a half sends, in order, such as ``all_gather h.0.w, h.0.b``. Frees and waits are a rank's own matter: the
+    shapes of its inputs may decide what it computes again."""
+    lines = []
+    for bsym in trace.bound_symbols:
+        if (single := executor.launches.get(bsym.sym.name)) is not None:
+            paths = bsym.args[1]
+            what = single.name.removeprefix("zero_")
+            lines.append(f"{what} {paths if isinstance(paths, str) else ', '.join(paths)}")
+    return lines
 
 
 def with_enter(trace: TraceCtx, program: ProgramName, executor: ZeroExecutor) -> TraceCtx:
@@ -20,14 +32,13 @@ def with_enter(trace: TraceCtx, program: ProgramName, executor: ZeroExecutor) ->
 
     Ranks whose halves differ in either would take one message for another. A half without launches gets no line.
     """
-    at = [position for position, bsym in enumerate(trace.bound_symbols) if bsym.sym.name in executor.launches]
-    if not at:
+    at = next((at for at, bsym in enumerate(trace.bound_symbols) if bsym.sym.name in executor.launches), None)
+    if at is None:
         return trace
-    launches = [(trace.bound_symbols[position].sym.name, trace.bound_symbols[position].args[1]) for position in at]
-    digest = hashlib.sha256(repr(launches).encode()).hexdigest()[:HEX_DIGITS]
+    digest = hashlib.sha256("\n".join(launches_of(trace, executor)).encode()).hexdigest()[:HEX_DIGITS]
     new = from_trace(trace)
     with tracectx(new):
         line = executor.enter.bind(str(program), digest, output=None)
-    new.bound_symbols = [*trace.bound_symbols[: at[0]], line, *trace.bound_symbols[at[0] :]]
+    new.bound_symbols = [*trace.bound_symbols[:at], line, *trace.bound_symbols[at:]]
     new.set_provenance(TraceProvenance("Name the half (thunder_zero)"))
     return new

@@ -12,9 +12,8 @@ from math import prod
 from types import NoneType
 from typing import Any, NamedTuple
 
-from thunder_zero.schedule.cone import frees_of_gathered
-from thunder_zero.schedule.fault import ScheduleError
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
+from thunder_zero.schedule.derived import frees_of_gathered
+from thunder_zero.schedule.timeline import Kind, Op, ScheduleError, Timeline, Value, Work
 from thunder_zero.traces.flops import flops_of
 from thunder_zero.traces.program import Program
 from thunder_zero.traces.symbols import ZeroExecutor, dtype_name

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.plan import Param, Plan
-from thunder_zero.schedule.program_name import ProgramName
+from thunder_zero.schedule.names import ProgramName
 from thunder_zero.traces.program import Program
 
 import thunder.core.dtypes as dtypes

@@ -8,9 +8,10 @@ from itertools import zip_longest
 from thunder_zero.amounts import name_of
 from thunder_zero.compiled import Traces
 from thunder_zero.plan import ROOT, Param
-from thunder_zero.schedule.cone import cone
+from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
+from thunder_zero.schedule.units import backward_ends
 from thunder_zero.tools.ask.difference import Difference, Figures
 from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.memory import memory
@@ -98,18 +99,13 @@ def _figures(timeline: Timeline, all_again: Sequence[tuple[Op, str]], unit: str 
         kind: [timeline.bytes_sent(op) for op, own in zip(timeline.ops, params, strict=True) if op.kind is kind and own]
         for kind in (Kind.GATHER, Kind.REDUCE)
     }
-    alive = most = 0
-    for op, own in zip(timeline.ops, params, strict=True):
-        full = sum(param.full_bytes for param in own if not param.resident)
-        alive += full if op.kind is Kind.GATHER else -full if op.kind is Kind.FREE else 0
-        most = max(most, alive)
     again = [op for op, of in all_again if unit in (None, of)]
     return Figures(
         gathers=len(launches[Kind.GATHER]),
         reductions=len(launches[Kind.REDUCE]),
         gather_bytes=sum(launches[Kind.GATHER]),
         reduce_bytes=sum(launches[Kind.REDUCE]),
-        gathered_at_most=most,
+        gathered_at_most=max(gathered_bytes(timeline, unit), default=0),
         computed_again=len(again),
         flops_again=sum(op.flops for op in again),
     )
@@ -119,14 +115,9 @@ def _again(timeline: Timeline) -> list[tuple[Op, str]]:
     """Operations that compute forward's values again, without those of parameters alone, each with the unit whose
     backward it is in: that of the next unit whose gradients are complete. The traces do not say which they are, but the
     schedule does, before fusers."""
-    inside = cone(timeline)
-    last: dict[str, int] = {}
-    for at, op in enumerate(timeline.ops):
-        if op.kind in (Kind.REDUCE, Kind.DEFER):
-            last.update((param.unit, at) for param in timeline.params_of(op) if param.unit != ROOT)
-    ends = sorted(last.items(), key=lambda end: end[1])
+    ends = backward_ends(timeline).items()
     return [
         (op, next((unit for unit, end in ends if end >= at), ROOT))
         for at, op in enumerate(timeline.ops)
-        if op.kind is Kind.COMPUTE and op.again and not any(name in inside for name in op.writes)
+        if timeline.recomputes(op)
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING
 from thunder_zero import layout
 from thunder_zero.compiled import Traces
 from thunder_zero.plan import Param, Plan
-from thunder_zero.schedule.cone import cone
+from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.prefetch import Bound, bounds
-from thunder_zero.schedule.timeline import Kind, Op, Timeline, gathered_bytes
+from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.tools.ask.code_of import code_of
 from thunder_zero.tools.ask.explanation import Explanation, Gathered, Line, Reduced
 from thunder_zero.tools.ask.reasons import lifetime, why_free, why_launch, why_wait
@@ -105,10 +104,6 @@ class _Facts:
         return self.traces.plan
 
     @cached_property
-    def cone(self) -> Container[str]:
-        return cone(self.timeline)
-
-    @cached_property
     def gathered(self) -> tuple[int, ...]:
         return gathered_bytes(self.timeline)
 
@@ -186,12 +181,12 @@ class _Facts:
         return next((at for at, op in ops if op.kind is Kind.WAIT and op.reads == launch.writes), None)
 
     def _readers(self, name: str, wait: int) -> list[int]:
-        """Where something computes with a gathered value, or with a value of its cone, which may be a view of it."""
+        """Where something computes with a gathered value, or with one derived from it, which may be a view of it."""
         names, readers = {name}, []
         for at, op in self._after(wait)[:-1]:  # the last one is the return, which computes nothing
             if op.kind is Kind.COMPUTE and not names.isdisjoint(op.reads):
                 readers.append(at)
-                names.update(written for written in op.writes if written in self.cone)
+                names.update(written for written in op.writes if written in self.timeline.derived)
         return readers
 
     def _lines(self, *positions: int | None) -> dict[int, Line]:

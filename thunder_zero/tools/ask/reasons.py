@@ -57,7 +57,7 @@ def _why_once(param: Param, plan: Plan) -> str:
 def why_launch(timeline: Timeline, at: int, after: int, bound: Bound) -> str:
     """Why a gather starts at position ``at``, given what :func:`thunder_zero.schedule.prefetch.bounds` says."""
     half = "backward" if timeline.ops[at].backward else "forward"
-    if bound is Bound.HALF:
+    if bound is Bound.PHASE:
         return f"it starts with {half}, so that it ends as soon as it can"
     if bound is Bound.USE:
         field = "prefetch" if timeline.plan.sizes.ahead_bytes else "in_flight_bytes"

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_zero.compiled import Traces
 from thunder_zero.policy import STAGES
-from thunder_zero.schedule.labels import launch_label, wait_label
-from thunder_zero.schedule.timeline import Kind, gathered_bytes
+from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.names import launch_label, wait_label
+from thunder_zero.schedule.timeline import Kind
 from thunder_zero.tools.ask.code_of import code_of
 from thunder_zero.tools.cost.estimate import estimate
 from thunder_zero.tools.cost.lanes import Span

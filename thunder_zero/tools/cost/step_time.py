@@ -139,7 +139,7 @@ def counts_fused(traces: Traces, device: Device, fused: bool | None = None) -> b
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:
     """Of each operation's FLOPs at the device's peak; 0 of work that is done again."""
-    return [0.0 if op.again else peak_seconds(op, timeline, device) for op in timeline.ops]
+    return [0.0 if op.repeated else peak_seconds(op, timeline, device) for op in timeline.ops]
 
 
 def simulate(timeline: Timeline, costs: Sequence[Cost], *, overlaps: bool = True) -> tuple[Span, ...]:

@@ -9,10 +9,10 @@ from functools import cached_property
 from thunder_zero.amounts import itemsize
 from thunder_zero.plan import ROOT, Plan
 from thunder_zero.policy import Policy, is_count
-from thunder_zero.schedule.cone import cone
-from thunder_zero.schedule.passes import PASSES
+from thunder_zero.schedule.lifetimes import alive_bytes, lifetimes
+from thunder_zero.schedule.passes import PASSES, applied
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
-from thunder_zero.tools.fitting.alive import alive_bytes, lifetimes
+from thunder_zero.schedule.units import backward_ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,7 @@ class Candidate:
     @cached_property
     def timeline(self) -> Timeline:
         """The schedule."""
-        timeline = replace(self.lifted, plan=under(self.lifted.plan, self.policy))
-        for step in PASSES:
-            timeline = step(timeline)
-        return timeline
+        return applied(replace(self.lifted, plan=under(self.lifted.plan, self.policy)), PASSES)
 
     @cached_property
     def alive(self) -> tuple[int, ...]:
@@ -103,12 +100,7 @@ class Candidate:
 
     @cached_property
     def _ends(self) -> dict[str, int]:
-        """For each unit, where backward launches, or defers, the last of its gradients; in the order of backward."""
-        last: dict[str, int] = {}
-        for at, op in enumerate(self.timeline.ops):
-            if op.kind in (Kind.REDUCE, Kind.DEFER):
-                last.update((param.unit, at) for param in self.timeline.params_of(op) if param.unit != ROOT)
-        return dict(sorted(last.items(), key=lambda end: end[1]))
+        return backward_ends(self.timeline)
 
     @cached_property
     def segments(self) -> dict[str, range]:
@@ -123,12 +115,11 @@ class Candidate:
     @cached_property
     def left(self) -> dict[str, int]:
         """For each unit, the bytes that forward has left for its backward."""
-        born, last = lifetimes(self.timeline)
         unit_at = {at: unit for unit, positions in self.segments.items() for at in positions}
         counts: Counter[str] = Counter()
-        for memory, at in born.items():
-            if at < self.timeline.border <= last[memory]:
-                counts[unit_at[last[memory]]] += self.timeline.nbytes(memory)
+        for memory, life in lifetimes(self.timeline).items():
+            if life.start < self.timeline.border < life.stop:
+                counts[unit_at[life[-1]]] += self.timeline.nbytes(memory)
         return {unit: counts[unit] for unit in self.units}
 
     def costs_of(self, unit: str) -> float:
@@ -158,13 +149,8 @@ class Candidate:
 
     @cached_property
     def _flops_again(self) -> tuple[int, ...]:
-        inside = cone(self.timeline)
-        return tuple(
-            flops_to_repeat(op, self.timeline)
-            if op.again and op.kind is Kind.COMPUTE and op.writes[0] not in inside
-            else 0
-            for op in self.timeline.ops
-        )
+        timeline = self.timeline
+        return tuple(flops_to_repeat(op, timeline) if timeline.recomputes(op) else 0 for op in timeline.ops)
 
 
 def under(plan: Plan, policy: Policy) -> Plan:

@@ -1,7 +1,7 @@
 """``tz.tools.fit``: the cheapest policy whose step fits into memory.
 
-Candidates are evaluated on the lifted timeline: the passes run with each candidate's policy, and ``alive.py`` estimates
-the bytes. The difference from the exact forecast (``tz.tools.memory``) of one compilation corrects the estimate.
+Candidates are evaluated on the lifted timeline: the passes run with each candidate's policy, and ``alive_bytes``
+estimates the bytes. The difference from the exact forecast (``tz.tools.memory``) of one compilation corrects it.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from thunder_zero.plan import Plan
-from thunder_zero.schedule.cone import cone
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline, gathered_bytes
+from thunder_zero.schedule.lifetimes import gathered_bytes
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 
 HALVES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
 
@@ -164,14 +164,14 @@ def _of_unit(rows: Sequence[Row], plan: Plan, unit: str) -> list[int]:
 
 
 def _parameters_in(timeline: Timeline) -> dict[str, tuple[str, ...]]:
-    """The parameters that each gathered value, each replicated input and each value of the cone depends on."""
-    inside = cone(timeline)
+    """The parameters that each gathered value, each replicated input and each derived value depends on."""
     params_in: dict[str, tuple[str, ...]] = {name: (timeline.inputs[name] or "",) for name in timeline.replicated}
     for op in timeline.ops:
         if timeline.ends(op, Kind.GATHER):
             params_in.update((name, (path,)) for name, path in zip(op.writes, op.params, strict=True))
         elif op.kind is Kind.COMPUTE:
-            params_in.update(dict.fromkeys((name for name in op.writes if name in inside), _of(op.reads, params_in)))
+            derived = [name for name in op.writes if name in timeline.derived]
+            params_in.update(dict.fromkeys(derived, _of(op.reads, params_in)))
     return params_in
 
 

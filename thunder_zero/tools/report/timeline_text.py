@@ -33,4 +33,4 @@ def format_timeline(timeline: Timeline) -> str:
 def _line(op: Op) -> str:
     reads = ", ".join(op.reads)
     values = reads if op.kind is Kind.FREE else f"{', '.join(op.writes)} <- {reads}".strip()
-    return f"{op.kind:<8} {values:<{VALUES_WIDTH}}  {', '.join(op.params)}{'  again' if op.again else ''}".rstrip()
+    return f"{op.kind:<8} {values:<{VALUES_WIDTH}}  {', '.join(op.params)}{'  again' if op.repeated else ''}".rstrip()

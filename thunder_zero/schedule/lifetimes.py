@@ -1,0 +1,92 @@
+"""When values live: where memory is last needed, and the bytes that are alive at once.
+
+In: a timeline. Out: positions of its operations, or bytes at each of them. :func:`last_uses` is the one walk; those who
+ask say which memory a value is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+
+
+def last_uses(ops: Iterable[Op], holds: Callable[[str], Iterable[str]]) -> dict[str, int]:
+    """For each memory, the position of the last operation that reads or writes a value in it. A FREE does neither.
+
+    Args:
+        ops: in order.
+        holds: from a value to the memory that it may be in, such as the values that it may be a view of.
+    """
+    last: dict[str, int] = {}
+    for at, op in enumerate(ops):
+        for name in (*op.reads, *op.writes) if op.kind is not Kind.FREE else ():
+            last.update(dict.fromkeys(holds(name), at))
+    return last
+
+
+def last_reads(timeline: Timeline, made_from: Mapping[str, Iterable[str]]) -> dict[str, int]:
+    """For each gathered parameter (value), the last position that needs it, or what may be a view of it
+    (:func:`thunder_zero.schedule.derived.gathered_from`)."""
+    return last_uses(timeline.ops, lambda name: made_from.get(name, ()))
+
+
+def lifetimes(timeline: Timeline, stop: int | None = None) -> dict[str, range]:
+    """For each memory that operations write, the positions where it is alive, up to ``stop``.
+
+    It is from the operation that writes it to the last one that reads it or a view of it; with collectives from the
+    launch to the wait: the buffer of a gathered parameter or of a reduced gradient, and the gradients that a reduction
+    reads. The caller drops what forward returns.
+    """
+    launched = {op.writes[0]: at for at, op in enumerate(timeline.ops) if op.kind in LAUNCHES}
+    forward = {timeline.memory(name) for op in timeline.ops[: timeline.border] for name in op.writes}
+    *ops, end = (
+        replace(op, reads=timeline.launches[op.reads[0]].reads) if op.kind is Kind.WAIT else op for op in timeline.ops
+    )
+    end = replace(end, reads=tuple(name for name in end.reads if timeline.memory(name) not in forward))
+    last = last_uses([*ops, end][:stop], lambda name: (timeline.memory(name),))
+    return {
+        name: range(launched[op.reads[0]] if op.kind is Kind.WAIT else at, last[name] + 1)
+        for at, op in enumerate(timeline.ops[:stop])
+        if op.kind not in LAUNCHES
+        if not (timeline.ends(op, Kind.GATHER) and timeline.params_of(op)[0].resident)
+        for name in op.writes
+        if timeline.memory(name) == name
+    }
+
+
+def bytes_alive(timeline: Timeline, lives: Mapping[str, range]) -> tuple[int, ...]:
+    """Bytes of what is alive at each position of a timeline, given where it is."""
+    changes = [0] * (len(timeline.ops) + 1)
+    for memory, life in lives.items():
+        changes[life.start] += timeline.nbytes(memory)
+        changes[life.stop] -= timeline.nbytes(memory)
+    return tuple(accumulate(changes[:-1]))
+
+
+def alive_bytes(timeline: Timeline) -> tuple[int, ...]:
+    """Estimates the bytes alive while each operation runs, to compare schedules.
+
+    ``tz.tools.memory`` has the truth. This leaves out what is there before the step, the loss, buffers of transports,
+    and what an operation allocates and frees by itself.
+    """
+    return bytes_alive(timeline, lifetimes(timeline))
+
+
+def gathered_bytes(timeline: Timeline, unit: str | None = None) -> tuple[int, ...]:
+    """Bytes of gathered parameters alive after each operation: of all, or of one unit.
+
+    A gathered parameter occupies its full bytes from the launch of its gather, where the buffer is allocated, to its
+    FREE. Resident parameters (ZeRO-1: sharded, but full at rest) do not count. On backends whose collectives send
+    chunks of one size (NCCL), a parameter whose rows W does not divide takes up to W - 1 rows more. Parameters that an
+    accumulation holds over (``policy.gather_once_per_accumulation``) stay after the step, and are not counted then.
+    """
+
+    def change(op: Op) -> int:
+        params = [param for param in timeline.params_of(op) if not param.resident and unit in (None, param.unit)]
+        full = sum(param.full_bytes for param in params)
+        return full if op.kind is Kind.GATHER else -full if op.kind is Kind.FREE else 0
+
+    return tuple(accumulate(map(change, timeline.ops)))

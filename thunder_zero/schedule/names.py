@@ -1,0 +1,47 @@
+"""Names of launches, waits, units and programs: for profiles, forecasts, and what ranks compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thunder_zero.schedule.timeline import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramName:
+    """One program, which ranks compare before it first runs.
+
+    Attributes:
+        phase: ``"forward"``, ``"backward"``, or ``"forward without backward"`` (evaluation).
+        synced: whether it reduces gradients; if not, it defers them (``no_sync``).
+        graph: the graph of the model, if a front end compiles several.
+    """
+
+    phase: str
+    synced: bool
+    graph: str = ""
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it is a backward that reduces gradients."""
+        return self.phase == "backward" and self.synced
+
+    def __str__(self) -> str:
+        return self.phase + f" of {self.graph}" * bool(self.graph) + " under no_sync" * (not self.synced)
+
+
+def launch_label(kind: Kind, paths: Sequence[str]) -> str:
+    """``gather blocks.3.norm.weight, 5 more``, or ``reduce ...``."""
+    more = f", {len(paths) - 1} more" if len(paths) > 1 else ""
+    return f"{kind} {paths[0]}{more}"
+
+
+def wait_label(kind: Kind, paths: Sequence[str]) -> str:
+    """``wait for gather blocks.3.norm.weight, 5 more``; ``kind`` is that of the launch."""
+    return f"wait for {launch_label(kind, paths)}"
+
+
+def unit_label(unit: str) -> str:
+    """``unit blocks.3``."""
+    return f"unit {unit}" if unit else "root unit"
