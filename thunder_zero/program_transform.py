@@ -20,12 +20,11 @@ from thunder_zero.refusals import require_traceable
 from thunder_zero.schedule import verify
 from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.timeline import Kind, Timeline
-from thunder_zero.traces.enter import with_enter
 from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
-from thunder_zero.traces.insert import insert_synchronize, module_inputs, take_rows
+from thunder_zero.traces.insert import insert_synchronize, module_inputs, take_rows, with_enter
 from thunder_zero.traces.lift import lift_halves
 from thunder_zero.traces.symbols import Runtime, ZeroExecutor
-from thunder_zero.traces.work_classes import draws_random_numbers
+from thunder_zero.traces.work import draws_random_numbers
 
 from thunder import compile_data, get_default_executors
 from thunder.core.compile_data import get_compile_data

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from thunder_zero.compat.untraceable import UNTRACEABLE, Part
-from thunder_zero.runtime.registry import is_transformed
+from thunder_zero.runtime.sharded_model import is_transformed
 
 from thunder import compile_data
 from thunder.core.module import ThunderModule

@@ -10,7 +10,7 @@ import torch
 
 from thunder_zero.arguments import Arguments, check_arguments
 from thunder_zero.comm import agree
-from thunder_zero.comm.device import device_for, memory_bytes
+from thunder_zero.comm.backends import device_for, memory_bytes
 from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.comm.places import doing
 from thunder_zero.compat.casts import cast_borders, cast_inputs
@@ -21,7 +21,7 @@ from thunder_zero.policy import Policy
 from thunder_zero.program_transform import ProgramTransform
 from thunder_zero.refusals import PARTS, require_untransformed
 from thunder_zero.runtime import optimizer_hooks
-from thunder_zero.runtime.backward_guard import refuse_function_transforms
+from thunder_zero.runtime.accumulation import refuse_function_transforms
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.initial_values import Sources, Values, initial_values
 from thunder_zero.runtime.state import State

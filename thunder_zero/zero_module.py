@@ -14,9 +14,9 @@ from thunder_zero.compat.untraceable import not_returned, not_traced
 from thunder_zero.compilations import Compilations, terminal_of
 from thunder_zero.compiled import Compiled, Traces
 from thunder_zero.refusals import PARTS, require_traceable
-from thunder_zero.runtime.backward_guard import guard
+from thunder_zero.runtime.accumulation import guard
+from thunder_zero.runtime.dtensors import parts_of
 from thunder_zero.runtime.full_state_dict import full_state_dict
-from thunder_zero.runtime.parts import parts_of
 from thunder_zero.runtime.placeholders import Places, set_tensor
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.runtime.state import State

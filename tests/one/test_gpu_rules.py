@@ -24,14 +24,13 @@ from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import everyone
 from thunder_zero.checkpoint import background
 from thunder_zero.checkpoint.dcp_write import Entries
-from thunder_zero.comm import device, native
-from thunder_zero.comm.host_copies import HostCopies
+from thunder_zero.comm import backends, native
 from thunder_zero.comm.native import Grouped, float16_divisors
+from thunder_zero.comm.staging import HostCopies
 from thunder_zero.plan import Param, make_plan
-from thunder_zero.runtime.initial_values.compare import Cuts
-from thunder_zero.runtime.initial_values.data import PlainModel, names_of
-from thunder_zero.runtime.memory import lay_out
-from thunder_zero.runtime.parts import part_of
+from thunder_zero.runtime.dtensors import part_of
+from thunder_zero.runtime.initial_values.data import Cuts, PlainModel, names_of
+from thunder_zero.runtime.resident import lay_out
 from thunder_zero.runtime.sharded_model import sharded_model
 
 import thunder
@@ -61,9 +60,9 @@ def test_all_ranks_plan_for_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch) ->
         total_memory = 80
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(device, "all_gather_object", lambda value, group: [value, 40, 60])
-    assert device.memory_bytes(CUDA, None) == 40  # type: ignore[arg-type]
-    assert device.memory_bytes(torch.device("cpu"), None) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(backends, "all_gather_object", lambda value, group: [value, 40, 60])
+    assert backends.memory_bytes(CUDA, None) == 40  # type: ignore[arg-type]
+    assert backends.memory_bytes(torch.device("cpu"), None) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the second refusal needs a machine without a GPU")

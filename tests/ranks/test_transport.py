@@ -22,8 +22,7 @@ from tests.harness.tiers import slow
 from thunder_zero import layout
 from thunder_zero.comm import native
 from thunder_zero.comm.backends import transport_for
-from thunder_zero.comm.background import AVERAGER, in_background
-from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.handle import AVERAGER, Waitable, in_background
 from thunder_zero.comm.native import Grouped, OneByOne
 from thunder_zero.comm.pairwise import PACK_BELOW_BYTES, Exchange, mean_into, messages
 from thunder_zero.comm.transport import Alone, Transport

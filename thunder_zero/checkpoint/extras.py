@@ -16,8 +16,7 @@ from thunder_zero.checkpoint.contents import EXTRA, Contents, Values, pickle_val
 from thunder_zero.checkpoint.dcp_read import read_entries
 from thunder_zero.checkpoint.dcp_write import Entries
 from thunder_zero.runtime.optimizers import parameters_of
-from thunder_zero.runtime.registry import owners_of
-from thunder_zero.runtime.sharded_model import ShardedModel
+from thunder_zero.runtime.sharded_model import ShardedModel, owners_of
 
 NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 

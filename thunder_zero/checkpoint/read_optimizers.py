@@ -28,9 +28,8 @@ from thunder_zero.checkpoint.contents import (
 from thunder_zero.checkpoint.dcp_read import read_entries
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
 from thunder_zero.checkpoint.roots import optimizer_prefix
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.runtime.dtensors import dtensor_like, local
 from thunder_zero.runtime.optimizers import class_name
-from thunder_zero.runtime.parts import dtensor_like
 
 Group = dict[str, Any]
 AS_SAVED = "build the optimizer as it was saved"

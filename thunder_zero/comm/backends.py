@@ -1,4 +1,4 @@
-"""Chooses a transport by device and backend, and builds the transport of a model."""
+"""Chooses the device and the transport of a model; refuses what the group cannot send or reduce."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from thunder_zero.comm.group import Ranks
-from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.hybrid import Hybrid
 from thunder_zero.comm.lost_ranks import CPU, speaks_gloo
 from thunder_zero.comm.native import Grouped, OneByOne
 from thunder_zero.comm.pairwise import Exchange
 from thunder_zero.comm.placed import Placed
 from thunder_zero.comm.places import is_debugging
-from thunder_zero.comm.staging import Staging, needs_staging
+from thunder_zero.comm.small_collectives import all_gather_object
+from thunder_zero.comm.staging import HostCopies, Staging, needs_staging
 from thunder_zero.comm.transport import Alone, Transport
 from thunder_zero.plan import Plan
 
@@ -60,3 +62,82 @@ def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: Host
         transport = Staging(transport, plan, device, copies)
     announces = is_debugging() or (device == CPU and speaks_gloo(ranks.everyone))
     return Placed(transport, model, ranks.everyone, announces=announces)
+
+
+def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device | None) -> torch.device:
+    """The device of the shards: ``device``, or that of the first parameter that is not on the meta device.
+
+    If all are on the meta device: the CPU, or, if the group supports no CPU tensors, the first device type it supports.
+
+    Raises:
+        ValueError: a parameter is a DTensor or another tensor subclass, or its gradient cannot be reduced; the device
+            does not exist, is not the current CUDA device, or the group has no backend for it; ``broadcast_from`` is
+            not a rank of the group.
+    """
+    for param in plan.params:
+        original = module.get_parameter(param.path)
+        if isinstance(original, DTensor):
+            raise ValueError(
+                f"parameter {param.path!r} is a DTensor: torch (fully_shard, tensor parallelism) or thunder_zero "
+                f"already shards it; give a module of plain tensors"
+            )
+        if _has_behaviour(original):
+            raise ValueError(
+                f"parameter {param.path!r} is a {type(original).__name__}, a tensor subclass, whose behaviour its "
+                f"shards would not have: they are plain rows; give a module of plain tensors"
+            )
+    source = plan.policy.broadcast_from
+    if source is not None and source >= plan.ranks:
+        raise ValueError(
+            f"broadcast_from is {source}, but the process group has ranks 0 to {plan.ranks - 1}; give one of them"
+        )
+    originals = (module.get_parameter(param.path) for param in plan.params)
+    real = (original.device for original in originals if not original.is_meta)
+    device = device or next(real, _default_device(ranks.everyone))
+    reducible = transport_for(ranks.everyone, device).averages
+    for param in plan.params:
+        if param.requires_grad and param.reduce_dtype not in reducible:
+            raise ValueError(
+                f"cannot reduce the gradient of parameter {param.path!r}: the backend has no sum of "
+                f"{param.reduce_dtype}; give mixed_precision with reduce_dtype=torch.float32, or freeze the parameter"
+            )
+    try:
+        _require_current(device)
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device is '{device}', which cannot be used here ({reason}); choose a device that this machine has"
+        ) from None
+
+
+def memory_bytes(device: torch.device, group: dist.ProcessGroup) -> int | None:
+    """Bytes of the smallest GPU of all ranks, so that they plan alike; a collective. None on the CPU, without one."""
+    if device.type != "cuda":
+        return None
+    return min(all_gather_object(torch.cuda.get_device_properties(device).total_memory, group))
+
+
+def _has_behaviour(param: nn.Parameter) -> bool:
+    """Whether its class changes what operations do, as quantised weights and FSDP2's extensions of gathers do."""
+    function, dispatch = type(param).__torch_function__, type(param).__torch_dispatch__
+    return function is not nn.Parameter.__torch_function__ or dispatch is not nn.Parameter.__torch_dispatch__
+
+
+def _require_current(device: torch.device) -> None:
+    """Refuse a GPU that is not the current one: NCCL and streams would use the current one.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
+        raise ValueError(
+            f"device is '{device}', but the current CUDA device of this process is 'cuda:{current}', where NCCL and "
+            f"the streams would run; call torch.cuda.set_device({device.index}) before init_process_group"
+        )
+
+
+def _default_device(group: dist.ProcessGroup) -> torch.device:
+    """The CPU, unless the group supports no CPU tensors."""
+    supported = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in supported else supported[0])

@@ -38,8 +38,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from thunder_zero import layout
-from thunder_zero.comm.background import AVERAGER, COURIER, in_background
-from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
+from thunder_zero.comm.handle import AVERAGER, COURIER, BucketPart, Handle, Result, drain, in_background
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
 from thunder_zero.comm.transport import COMPLEX, FLOATS, Mail
 from thunder_zero.plan import Param

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from thunder_zero.comm.background import COURIER, in_background
+from thunder_zero.comm.handle import COURIER, in_background
 from thunder_zero.comm.lost_ranks import CPU, at_place, naming_lost_ranks, speaks_gloo, timeout_of
 
 BYTES = 256  # of a message: a digest, then as much of the text as fits

@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup
 
 from thunder_zero.comm.handle import BucketPart, Result
-from thunder_zero.comm.host_copies import HostCopies
 from thunder_zero.comm.hybrid import Hybrid
 from thunder_zero.comm.native import Grouped, OneByOne
 from thunder_zero.comm.pairwise import Exchange, Message, Wait
 from thunder_zero.comm.placed import Placed
-from thunder_zero.comm.staging import Staging, needs_staging
+from thunder_zero.comm.staging import HostCopies, Staging, needs_staging
 from thunder_zero.comm.transport import Alone, Transport
 from thunder_zero.plan import Param, Plan
 

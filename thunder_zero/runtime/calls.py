@@ -11,8 +11,8 @@ from thunder_zero.comm.handle import Waitable
 from thunder_zero.comm.places import doing
 from thunder_zero.plan import Param
 from thunder_zero.runtime.dtensors import Rows, has_hooks
-from thunder_zero.runtime.profile_labels import launching
-from thunder_zero.runtime.share import Share
+from thunder_zero.runtime.state import Share
+from thunder_zero.runtime.waits import launching
 from thunder_zero.schedule.program_name import ProgramName
 from thunder_zero.schedule.timeline import Kind
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from thunder_zero.compat.failed_steps import on_failed_steps
-from thunder_zero.runtime import registry
+from thunder_zero.runtime import sharded_model
 from thunder_zero.runtime.optimizers import StepsWhole, parameters_of
 from thunder_zero.runtime.state import State
 
@@ -35,7 +35,7 @@ def watch(state: State, module: nn.Module) -> None:
         module: the plain module, which still has its own parameters.
     """
     global _hooked
-    registry.register(state, module)
+    sharded_model.register(state, module)
     if not _hooked:
         for hook in (_refuse_replaced, _refuse_early):
             register_optimizer_step_pre_hook(hook)
@@ -46,7 +46,7 @@ def watch(state: State, module: nn.Module) -> None:
 
 def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for param in parameters_of(optimizer):
-        if (before := registry.replaced(param)) is not None:
+        if (before := sharded_model.replaced(param)) is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__} holds the plain module's parameter {before[1].path!r}, which the "
                 f"transform replaced, so its step would be lost; build the optimizer on model.parameters() of the "
@@ -56,7 +56,7 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _refuse_early(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     kind, stepped = type(optimizer).__name__, parameters_of(optimizer)
-    for state in registry.states():
+    for state in sharded_model.states():
         if path := state.open_accumulation(stepped):
             raise RuntimeError(
                 f"{kind} cannot step: no_sync still holds unreduced gradients of parameter {path!r}; run forward and "
@@ -68,7 +68,7 @@ def _refuse_early(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = {id(param) for param in parameters_of(optimizer)}
-    for state in registry.states():
+    for state in sharded_model.states():
         paths = [path for path, shard in state.shards.items() if id(shard) in stepped]
         increment_version([state.rows[path] for path in paths])
         state.mark_stale(paths)
@@ -78,7 +78,7 @@ def _explain(optimizer: Optimizer, error: BaseException) -> None:
     """Add to an error of torch's DTensors, in a step of our shards, what to do."""
     if isinstance(optimizer, StepsWhole) or getattr(error, "__notes__", None) or not _is_of_dtensors(error):
         return
-    owners = [registry.owners_of(group["params"]) for group in optimizer.param_groups]
+    owners = [sharded_model.owners_of(group["params"]) for group in optimizer.param_groups]
     if any(map(any, owners)):
         mixed = next((number for number, of in enumerate(owners) if any(of) and not all(of)), None)
         error.add_note(f"thunder_zero: {_plain_part(optimizer) or _way_on(optimizer, str(error), mixed)}")

@@ -8,9 +8,9 @@ from statistics import median
 
 from thunder_zero.comm import agree
 from thunder_zero.policy import is_count
-from thunder_zero.runtime.clock import computed, mean_over_ranks
 from thunder_zero.runtime.sharded_model import is_place
 from thunder_zero.runtime.state import State
+from thunder_zero.runtime.waits import computed, mean_over_ranks
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.times import Times
 from thunder_zero.zero_module import traces_of, zero_module

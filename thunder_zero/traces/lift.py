@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 from thunder_zero.schedule.cone import frees_of_gathered
 from thunder_zero.schedule.fault import ScheduleError
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
-from thunder_zero.traces.flops import flops_of
-from thunder_zero.traces.program import Program
-from thunder_zero.traces.symbols import ZeroExecutor, dtype_name
-from thunder_zero.traces.work_classes import (
+from thunder_zero.traces.symbols import Program, ZeroExecutor, dtype_name
+from thunder_zero.traces.work import (
     VIEWS,
     draws_random_numbers,
+    flops_of,
     is_cheap,
     symbol_names,
     updated_by,

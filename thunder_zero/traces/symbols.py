@@ -14,7 +14,8 @@ ranks. Only its gradient rule and its lowering, below, turn a parameter into col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from thunder_zero.plan import Param, Plan
 from thunder_zero.schedule.program_name import ProgramName
-from thunder_zero.traces.program import Program
+from thunder_zero.schedule.timeline import Timeline
 
 import thunder.core.dtypes as dtypes
 from thunder.core import prims
@@ -32,6 +33,27 @@ from thunder.core.devices import Device, to_device
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.extend import OperatorExecutor
+
+
+@dataclass(frozen=True)
+class Program:
+    """The facts about the compilation for one kind of input.
+
+    Attributes:
+        plan: the plan of each parameter; the schedule adds the parameters that are gathered once.
+        inputs: the inputs of the trace that are parameters of the plan, with their paths.
+        others: the inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
+        trained: paths of the parameters that get a gradient from autodiff.
+        synced: whether gradients are reduced; if not, they are deferred.
+        lifted: the timeline before the first pass; None before the schedule is made.
+    """
+
+    plan: Plan
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, str] = field(default_factory=dict)
+    trained: frozenset[str] = frozenset()
+    synced: bool = True
+    lifted: Timeline | None = field(default=None, repr=False)
 
 
 class Runtime(Protocol):

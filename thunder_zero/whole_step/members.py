@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from thunder_zero.plan import Param
 from thunder_zero.runtime.optimizers import hyper_parameters, names_of
-from thunder_zero.runtime.registry import owner_of, replaced
+from thunder_zero.runtime.sharded_model import owner_of, replaced
 from thunder_zero.runtime.state import State
 from thunder_zero.whole_step.exchange import Member
 from thunder_zero.whole_step.owners import Piece, assign, work_of_shape

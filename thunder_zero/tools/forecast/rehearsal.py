@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from thunder_zero.comm.host_copies import HostCopies
+from thunder_zero.comm.staging import HostCopies
 from thunder_zero.comm.unsent import unsent_transport
 from thunder_zero.plan import Plan
 from thunder_zero.runtime.accumulation import Accumulation
-from thunder_zero.runtime.digests import digests_of
-from thunder_zero.runtime.share import Share
+from thunder_zero.runtime.state import Share
+from thunder_zero.runtime.writes import digests_of
 from thunder_zero.tools.forecast.watch import META
 
 
