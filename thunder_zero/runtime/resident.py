@@ -1,4 +1,4 @@
-"""Full parameters that stay: ZeRO-1's resident ones, and those that an accumulation keeps unsharded."""
+"""Full parameters that stay: ZeRO-1's resident ones, those that an accumulation keeps unsharded."""
 
 from __future__ import annotations
 

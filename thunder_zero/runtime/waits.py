@@ -1,4 +1,4 @@
-"""Watches the waits of a model's collectives: times them, and labels them while torch's profiler runs.
+"""Watches the waits of collectives: times them, and labels them while torch's profiler runs.
 
 Each collective's handle passes through the model's :class:`Clock`, which returns it unchanged unless the clock runs.
 Moments are those of the device that computes: on CUDA they are events in its stream, so that the host runs ahead as
