@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from thunder_zero.compat import dataclass_fields, named_members, refused_calls, shortcuts
-from thunder_zero.compat.broadcast_scalars import broadcast_scalars
+from thunder_zero.compat import lookasides, shortcuts
 from thunder_zero.compat.operators.choose import operators
-from thunder_zero.compat.random_lines import draw_once
+from thunder_zero.compat.trace_repairs import broadcast_scalars, draw_once
 from thunder_zero.compat.untraceable import Part
 from thunder_zero.compat.wrong_gradients import require_gradients, require_unwritten
 from thunder_zero.compiled import Compiled
@@ -70,9 +69,9 @@ class ProgramTransform(Transform):
             graph: the name of the graph, if the program is not all of the module.
         """
         shortcuts.install()
-        named_members.in_order()
-        refused_calls.refuse(_is_ours)
-        dataclass_fields.take_as_constants()
+        lookasides.list_members_in_order()
+        lookasides.refuse_calls(_is_ours)
+        lookasides.take_fields_as_constants()
         self._plain = model._model
         executor = ZeroExecutor(plan, runtime, graph)
         data = compile_data(model)

@@ -14,7 +14,7 @@ from thunder_zero.comm.backends import device_for, memory_bytes
 from thunder_zero.comm.group import Ranks, ranks_of
 from thunder_zero.comm.places import doing
 from thunder_zero.compat.casts import cast_borders, cast_inputs
-from thunder_zero.compat.found_inf import share_found_inf
+from thunder_zero.compat.torch_gaps import share_found_inf
 from thunder_zero.placement import Check, intact, place_buffers, place_others, place_parameters, require_intact
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy

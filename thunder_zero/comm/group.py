@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thunder_zero.comm.lost_ranks import naming_lost_ranks, timeout_of
 from thunder_zero.comm.places import without_places
-from thunder_zero.compat.process_groups import set_timeout
+from thunder_zero.compat.torch_gaps import set_timeout
 
 LONGEST_WAIT_FOR_ADDRESS = timedelta(minutes=1)  # while a group is made, gloo does not see that a rank dies
 GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for a message

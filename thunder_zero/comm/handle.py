@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from thunder_zero.compat.exit import at_exit
+from thunder_zero.compat.torch_gaps import at_exit
 
 Result = TypeVar("Result")
 

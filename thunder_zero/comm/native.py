@@ -17,8 +17,7 @@ from torch.distributed import ProcessGroup, all_gather_single, reduce_scatter_si
 from thunder_zero import layout
 from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
 from thunder_zero.comm.transport import FLOATS, Mail
-from thunder_zero.compat.process_groups import one_launch
-from thunder_zero.compat.torch_internals import divide_all
+from thunder_zero.compat.torch_gaps import divide_all, one_launch
 from thunder_zero.plan import Param
 from thunder_zero.rows import rows_in
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from thunder_zero.compat.torch_internals import accumulates, is_inside_function_transform
+from thunder_zero.compat.torch_gaps import accumulates, is_inside_function_transform
 from thunder_zero.runtime.dtensors import Rows
 
 

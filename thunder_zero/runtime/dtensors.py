@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from thunder_zero.comm.group import Ranks
-from thunder_zero.compat.torch_internals import accumulates
+from thunder_zero.compat.torch_gaps import accumulates
 from thunder_zero.plan import Plan
 from thunder_zero.policy import STAGES
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from thunder_zero.compat.failed_steps import on_failed_steps
+from thunder_zero.compat.torch_gaps import on_failed_steps
 from thunder_zero.runtime import sharded_model
 from thunder_zero.runtime.optimizers import StepsWhole, parameters_of
 from thunder_zero.runtime.state import State

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_zero.comm.group import has_groups
 from thunder_zero.comm.places import doing
-from thunder_zero.compat.exit import at_exit
+from thunder_zero.compat.torch_gaps import at_exit
 from thunder_zero.plan import Param
 from thunder_zero.runtime.state import State
 

@@ -19,7 +19,7 @@ from thunder_zero.comm.placed import Placed
 from thunder_zero.comm.places import Place, doing, what_is_done
 from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
 from thunder_zero.comm.staging import HostCopies
-from thunder_zero.compat.process_groups import let_go_of_groups
+from thunder_zero.compat.torch_gaps import let_go_of_groups
 from thunder_zero.marks import marked
 from thunder_zero.plan import Param, Plan
 from thunder_zero.rows import real_rows

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from thunder_zero.compat.aliases import sort_aliases
-from thunder_zero.compat.fusion import fused_only
 from thunder_zero.compat.repair_fusion import repair_fusion
+from thunder_zero.compat.trace_repairs import fused_only, sort_aliases
 from thunder_zero.schedule import passes
 from thunder_zero.schedule.recompute import saved_bytes
 from thunder_zero.schedule.timeline import Timeline
