@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import thunder_zero  # noqa: F401  # first of its imports
-from thunder_zero.comm.pairwise import Exchange
+from thunder_zero.comm.pairwise import PairwiseGloo
 from thunder_zero.comm.placed import Placed
 from thunder_zero.plan import Param
 
@@ -51,7 +51,7 @@ def measure(rank: int, world_size: int, store: str) -> None:
     f32 = torch.float32
     param = Param("w", (), (ROWS, WIDTH), f32, f32, f32, True, "", True, False, False)
     shards = [torch.zeros(ROWS // world_size, WIDTH) for _ in range(TENSORS)]
-    kinds = {on: Placed(Exchange(group), "model 0 (Net)", group, announces=on) for on in (False, True)}
+    kinds = {on: Placed(PairwiseGloo(group), "model 0 (Net)", group, announces=on) for on in (False, True)}
     wall: dict[bool, list[float]] = {False: [], True: []}
     cpu: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(ROUNDS + 1):  # the first one warms up

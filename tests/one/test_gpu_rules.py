@@ -25,7 +25,7 @@ from tests.harness.ranks import everyone
 from thunder_zero.checkpoint import background
 from thunder_zero.checkpoint.dcp_write import Entries
 from thunder_zero.comm import backends, native
-from thunder_zero.comm.native import Grouped, float16_divisors
+from thunder_zero.comm.native import CoalescedNccl, float16_divisors
 from thunder_zero.comm.staging import HostCopies
 from thunder_zero.plan import Param, make_plan
 from thunder_zero.runtime.dtensors import part_of
@@ -100,7 +100,7 @@ def test_parameters_that_nccl_cannot_send_travel_as_bytes(
     rows, param = frozen(dtype)
     launch = mock.Mock(wraps=dist.all_gather_single)
     with mock.patch.object(native, "all_gather_single", launch), mock.patch.object(native, "one_launch"):
-        (full,) = Grouped(two_fake_ranks).all_gather([rows], [param]).wait()
+        (full,) = CoalescedNccl(two_fake_ranks).all_gather([rows], [param]).wait()
     assert [tensor.dtype for tensor in launch.call_args.args[:2]] == [torch.uint8] * 2
     assert full.dtype is dtype
     assert torch.equal(full, torch.cat([rows, rows]))
@@ -111,16 +111,16 @@ def test_a_collective_that_raises_leaves_nothing_queued(two_fake_ranks: dist.Pro
     rows, param = frozen(torch.float32)
     second_raises = mock.Mock(wraps=dist.all_gather_single, side_effect=[mock.DEFAULT, KeyboardInterrupt])
     with mock.patch.object(native, "all_gather_single", second_raises), pytest.raises(KeyboardInterrupt):
-        Grouped(two_fake_ranks).all_gather([rows, rows], [param, param])
+        CoalescedNccl(two_fake_ranks).all_gather([rows, rows], [param, param])
     full = torch.zeros(8, 3)
     dist.all_gather_single(full, torch.ones(4, 3), group=two_fake_ranks)
     assert full.eq(1).all()
-    (again,) = Grouped(two_fake_ranks).all_gather([rows], [param]).wait()
+    (again,) = CoalescedNccl(two_fake_ranks).all_gather([rows], [param]).wait()
     assert torch.equal(again, torch.cat([rows, rows]))
 
 
 def test_nccl_takes_the_mean_except_of_float16(two_fake_ranks: dist.ProcessGroup) -> None:
-    transport = Grouped(two_fake_ranks)
+    transport = CoalescedNccl(two_fake_ranks)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         assert transport._options([torch.ones(1, dtype=dtype)])["op"] == dist.ReduceOp.AVG
         assert transport._divisors(dtype) == (1, 1)
@@ -185,7 +185,7 @@ def test_the_host_waits_for_the_last_copy_and_not_for_compute(monkeypatch: pytes
 def test_no_copy_of_a_shard_runs_when_training_code_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a forward without backward, a backward that reduces nothing, and a gather, the host may write to shards.
 
-    On the CPU bfloat16 makes the transport stage its shards; each backward that reduces ends with ``land``.
+    On the CPU bfloat16 makes the transport stage its shards; each backward that reduces ends with ``wait_offloaded``.
     """
     seen: list[str] = []
     monkeypatch.setattr(HostCopies, "note", lambda self: seen.append("copy"))

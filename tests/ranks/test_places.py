@@ -23,8 +23,8 @@ from tests.harness.ranks import RanksPool, everyone
 from tests.harness.tiers import deep, slow
 from thunder_zero.comm import places
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.comm.native import OneByOne
-from thunder_zero.comm.pairwise import Exchange
+from thunder_zero.comm.native import PerTensor
+from thunder_zero.comm.pairwise import PairwiseGloo
 from thunder_zero.comm.placed import Placed
 from thunder_zero.comm.places import doing
 from thunder_zero.comm.small_collectives import all_gather_object, barrier, broadcast_object_from_rank_0, next_number
@@ -69,7 +69,7 @@ def said_in(what: str, step: Callable[[], object]) -> str:
         return raised(step)
 
 
-def meet(rank: int, world_size: int, make: type[Exchange | OneByOne]) -> None:
+def meet(rank: int, world_size: int, make: type[PairwiseGloo | PerTensor]) -> None:
     """Every kind of difference, and what is none."""
     group = everyone()
     steps = (lambda: barrier(group), lambda: all_gather_object(rank, group))
@@ -122,11 +122,11 @@ def meet_under_the_debug_switch(rank: int, world_size: int) -> None:
         mock.patch.object(places, "channel_of", return_value=None),
         mock.patch.object(places, "is_debugging", return_value=True),
     ):
-        meet(rank, world_size, OneByOne)
+        meet(rank, world_size, PerTensor)
 
 
 def test_every_difference_is_an_error_on_both_ranks(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, meet, Exchange)
+    ranks_pool.run(2, meet, PairwiseGloo)
     ranks_pool.run(2, meet_under_the_debug_switch)
 
 

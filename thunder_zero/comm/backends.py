@@ -13,20 +13,20 @@ from torch.distributed.tensor import DTensor
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.hybrid import Hybrid
 from thunder_zero.comm.lost_ranks import CPU, speaks_gloo
-from thunder_zero.comm.native import Grouped, OneByOne
-from thunder_zero.comm.pairwise import Exchange
+from thunder_zero.comm.native import CoalescedNccl, PerTensor
+from thunder_zero.comm.pairwise import PairwiseGloo
 from thunder_zero.comm.placed import Placed
 from thunder_zero.comm.places import is_debugging
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.comm.staging import HostCopies, Staging, needs_staging
-from thunder_zero.comm.transport import Alone, Transport
+from thunder_zero.comm.transport import SingleRank, Transport
 from thunder_zero.plan import Plan
 
-# (device type, backend) -> transport; OneByOne for all others
+# (device type, backend) -> transport; PerTensor for all others
 BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup, int], Transport]] = {
-    ("cpu", "gloo"): Exchange,  # messages between pairs of ranks: gloo's own reduce-scatter sends twice the minimum
-    ("cuda", "nccl"): Grouped,  # one launch a bucket, the mean inside the collective
-    ("cuda", "fake"): Grouped,  # stands in for NCCL: the same kernels and memory, no peers
+    ("cpu", "gloo"): PairwiseGloo,  # messages between pairs of ranks: gloo's own reduce-scatter sends twice the minimum
+    ("cuda", "nccl"): CoalescedNccl,  # one launch a bucket, the mean inside the collective
+    ("cuda", "fake"): CoalescedNccl,  # stands in for NCCL: the same kernels and memory, no peers
 }
 
 
@@ -44,8 +44,8 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> T
             f"that it supports, or give a process group with a backend for {device.type} (gloo for CPU)"
         )
     if dist.get_world_size(group) == 1:
-        return Alone()
-    return BACKENDS.get((device.type, backend), OneByOne)(group, role)
+        return SingleRank()
+    return BACKENDS.get((device.type, backend), PerTensor)(group, role)
 
 
 def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: HostCopies, model: str) -> Placed:

@@ -102,7 +102,7 @@ def drain(pending: set[Handle]) -> None:
         next(iter(pending)).settle()
 
 
-COURIER, AVERAGER = "courier", "averager"
+SENDER, AVERAGER = "sender", "averager"
 EXIT_SECONDS = 1.0  # how long an exiting rank waits for them
 
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup, all_gather_single, reduce_scatter_si
 
 from thunder_zero import layout
 from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
-from thunder_zero.comm.transport import FLOATS, Mail
+from thunder_zero.comm.transport import FLOATS, PeerBuffers
 from thunder_zero.compat.torch_gaps import divide_all, one_launch
 from thunder_zero.plan import Param
 from thunder_zero.rows import rows_in
@@ -79,13 +79,13 @@ class _Native:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def trade(self, outgoing: Mail, incoming: Mail) -> Handle:
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
         """See :meth:`thunder_zero.comm.transport.Transport.trade`."""
         ways = ((dist.isend, outgoing), (dist.irecv, incoming))
         ops = [
             dist.P2POp(way, _sendable(tensor), group=self._group, group_peer=rank)
-            for way, mail in ways
-            for rank, tensors in mail.items()
+            for way, buffers in ways
+            for rank, tensors in buffers.items()
             for tensor in tensors
             if tensor.numel()
         ]
@@ -96,12 +96,12 @@ class _Native:
         works = dist.batch_isend_irecv(list(ops)) if ops else []
         return [BucketPart(tuple(work.wait for work in works), _keep_alive(ops))]
 
-    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run it when its result is waited for; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """Run it when its result is waited for; see :meth:`thunder_zero.comm.transport.Transport.run_after`."""
         return start
 
-    def under(self, key: int) -> Self:
-        """Collectives have no tags; see :meth:`thunder_zero.comm.transport.Transport.under`."""
+    def with_tag(self, tag: int) -> Self:
+        """Collectives have no tags; see :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
         return self
 
     @property
@@ -153,7 +153,7 @@ class _Native:
         return rows_in(full, param, self._world_size, self._rank)
 
 
-class Grouped(_Native):
+class CoalescedNccl(_Native):
     """NCCL: one launch for all calls of a bucket; the collective itself takes the mean.
 
     ``wait`` makes the current stream wait for the collectives, not the host. NCCL takes the mean by dividing each
@@ -169,7 +169,7 @@ class Grouped(_Native):
         return [BucketPart((launched.wait,), _keep_alive(calls))]
 
 
-class OneByOne(_Native):
+class PerTensor(_Native):
     """Any backend: one collective for each tensor, and a sum of gradients that are divided first."""
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:

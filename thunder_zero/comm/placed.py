@@ -12,7 +12,7 @@ from thunder_zero.comm import places
 from thunder_zero.comm.handle import Result, Waitable, WaitsBy
 from thunder_zero.comm.lost_ranks import at_place
 from thunder_zero.comm.places import Meeting, Place
-from thunder_zero.comm.transport import Mail, Transport
+from thunder_zero.comm.transport import PeerBuffers, Transport
 from thunder_zero.plan import Param
 
 
@@ -69,17 +69,17 @@ class Placed:
         """See :meth:`thunder_zero.comm.transport.Transport.all_reduce`."""
         return self._confirmed(self._announced().all_reduce(grads, params))
 
-    def trade(self, outgoing: Mail, incoming: Mail) -> Waitable:
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         """See :meth:`thunder_zero.comm.transport.Transport.trade`."""
         return self._confirmed(self._announced().trade(outgoing, incoming))
 
-    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """See :meth:`thunder_zero.comm.transport.Transport.soon`."""
-        return self._inner.soon(start)
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """See :meth:`thunder_zero.comm.transport.Transport.run_after`."""
+        return self._inner.run_after(start)
 
-    def under(self, key: int) -> Transport:
-        """See :meth:`thunder_zero.comm.transport.Transport.under`."""
-        return self._inner.under(key)
+    def with_tag(self, tag: int) -> Transport:
+        """See :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
+        return self._inner.with_tag(tag)
 
     @property
     def in_flight(self) -> bool:
@@ -104,7 +104,7 @@ class Placed:
         if self._next is not None and self._announces:
             self._place = self._next()
             self._meeting = places.announce(self._place, self._group)
-            self._there = self._inner.under(self._place.key)
+            self._there = self._inner.with_tag(self._place.key)
             self._next, self._launches = None, 0
         self._launches += 1
         return self._there

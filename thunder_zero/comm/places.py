@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from thunder_zero.comm.handle import COURIER, in_background
+from thunder_zero.comm.handle import SENDER, in_background
 from thunder_zero.comm.lost_ranks import CPU, at_place, naming_lost_ranks, speaks_gloo, timeout_of
 
 BYTES = 256  # of a message: a digest, then as much of the text as fits
@@ -185,7 +185,7 @@ class _Messages:
                 sends = [dist.isend(message, None, channel, TAG, peer) for peer in peers.values()]
             return list(zip(peers.items(), slots, receives, sends, strict=True))
 
-        self._posted: Future[list[_Posted]] | None = in_background(COURIER, post)  # None: confirmed
+        self._posted: Future[list[_Posted]] | None = in_background(SENDER, post)  # None: confirmed
         _unconfirmed[channel] = self
 
     def confirm(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Result, Waitable, WaitsBy
-from thunder_zero.comm.transport import Mail, Transport
+from thunder_zero.comm.transport import PeerBuffers, Transport
 from thunder_zero.plan import Param, Plan
 from thunder_zero.rows import rows_in
 
@@ -110,17 +110,17 @@ class Staging:
         """Average in ``reduce_dtype``; the means have the parameters' dtypes."""
         return self._put_back(self._inner.all_reduce(_cast_for_reduction(grads, params), params), params)
 
-    def trade(self, outgoing: Mail, incoming: Mail) -> Waitable:
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         """Trade tensors as they are: the caller puts them on the device of compute."""
         return self._inner.trade(outgoing, incoming)
 
-    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """See :meth:`thunder_zero.comm.transport.Transport.soon`."""
-        return self._inner.soon(start)
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """See :meth:`thunder_zero.comm.transport.Transport.run_after`."""
+        return self._inner.run_after(start)
 
-    def under(self, key: int) -> Staging:
-        """See :meth:`thunder_zero.comm.transport.Transport.under`."""
-        return Staging(self._inner.under(key), self._plan, self._device, self._copies)
+    def with_tag(self, tag: int) -> Staging:
+        """See :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
+        return Staging(self._inner.with_tag(tag), self._plan, self._device, self._copies)
 
     @property
     def in_flight(self) -> bool:
@@ -133,7 +133,7 @@ class Staging:
 
     def _put_back(self, handle: Waitable, params: Sequence[Param]) -> Waitable:
         """The handle of means that are cast and copied to the dtypes and devices of the shards. A copy to host memory
-        may still run when it has been waited for: ``Calls.land`` waits for all of them."""
+        may still run when it has been waited for: ``Calls.wait_offloaded`` waits for all of them."""
         places = [(rest_device(param, self._plan, self._device), param.dtype) for param in params]
 
         @torch.inference_mode(False)

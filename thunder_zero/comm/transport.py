@@ -13,7 +13,7 @@ from thunder_zero.plan import Param
 
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 COMPLEX = frozenset((torch.complex64, torch.complex128))
-Mail = Mapping[int, Sequence[Tensor]]  # 1-D contiguous tensors, by a rank of the copy of the model
+PeerBuffers = Mapping[int, Sequence[Tensor]]  # 1-D contiguous tensors, by a rank of the copy of the model
 
 
 class Transport(Protocol):
@@ -61,7 +61,7 @@ class Transport(Protocol):
             A handle of the means, equal on all ranks, in new tensors (for W > 1).
         """
 
-    def trade(self, outgoing: Mail, incoming: Mail) -> Waitable:
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         """Send tensors to other ranks of this copy of the model, and receive others from them.
 
         Both ends list the same sizes in the same order, and all tensors of a call have one dtype.
@@ -74,17 +74,17 @@ class Transport(Protocol):
             A handle without results; ``incoming`` is complete when its ``wait`` returns.
         """
 
-    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run ``start``, which waits for a handle and launches more on this transport, without blocking the caller.
 
         Returns:
             A function that waits for its result. If the backend orders launches by streams, ``start`` runs only then.
         """
 
-    def under(self, key: int) -> Transport:
-        """This transport, whose messages meet only messages that were sent under the same key, 0 to 2 ** 22 - 1.
+    def with_tag(self, tag: int) -> Transport:
+        """This transport, whose messages meet only messages with the same tag, 0 to 2 ** 22 - 1.
 
-        A handle is in flight for both. A backend without tags, which matches by order alone, ignores the key.
+        A handle is in flight for both. A backend without tags, which matches by order alone, ignores it.
         """
 
     @property
@@ -95,7 +95,7 @@ class Transport(Protocol):
         """Wait for all that a failed step left in flight. Every rank must have failed at the same point of the step."""
 
 
-class Alone:
+class SingleRank:
     """The transport of one rank alone: it sends nothing."""
 
     averages = FLOATS | COMPLEX
@@ -117,16 +117,16 @@ class Alone:
 
     all_reduce = reduce_scatter
 
-    def trade(self, outgoing: Mail, incoming: Mail) -> Handle:
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
         """There is nobody to trade with."""
         assert len(outgoing) + len(incoming) == 0, "one rank alone has no peers"
         return Handle((), (), self._pending)
 
-    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it when its result is waited for."""
         return start
 
-    def under(self, key: int) -> Alone:
+    def with_tag(self, tag: int) -> SingleRank:
         """There are no messages."""
         return self
 

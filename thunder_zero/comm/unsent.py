@@ -16,18 +16,18 @@ from torch.distributed import HashStore, ProcessGroup
 
 from thunder_zero.comm.handle import BucketPart, Result
 from thunder_zero.comm.hybrid import Hybrid
-from thunder_zero.comm.native import Grouped, OneByOne
-from thunder_zero.comm.pairwise import Exchange, Message, Wait
+from thunder_zero.comm.native import CoalescedNccl, PerTensor
+from thunder_zero.comm.pairwise import Message, PairwiseGloo, Wait
 from thunder_zero.comm.placed import Placed
 from thunder_zero.comm.staging import HostCopies, Staging, needs_staging
-from thunder_zero.comm.transport import Alone, Transport
+from thunder_zero.comm.transport import SingleRank, Transport
 from thunder_zero.plan import Param, Plan
 
 
-class UnsentExchange(Exchange):
+class UnsentPairwiseGloo(PairwiseGloo):
     """gloo's transport without its messages and threads."""
 
-    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it when its result is waited for."""
         return start
 
@@ -49,18 +49,18 @@ class _NotLaunched:
         return [BucketPart((lambda: ops,))]
 
 
-class UnsentGrouped(_NotLaunched, Grouped):
+class UnsentCoalescedNccl(_NotLaunched, CoalescedNccl):
     """NCCL's transport without its collectives."""
 
 
-class UnsentOneByOne(_NotLaunched, OneByOne):
+class UnsentPerTensor(_NotLaunched, PerTensor):
     """The transport of other backends without its collectives."""
 
 
 UNSENT: Mapping[str, Callable[[ProcessGroup], Transport]] = {
-    "gloo": UnsentExchange,
-    "nccl": UnsentGrouped,
-    "mpi": UnsentOneByOne,
+    "gloo": UnsentPairwiseGloo,
+    "nccl": UnsentCoalescedNccl,
+    "mpi": UnsentPerTensor,
 }
 
 
@@ -87,4 +87,4 @@ def unsent_transport(plan: Plan, backend: str, copies: HostCopies, model: str) -
 
 
 def _alone_or(kind: Callable[[ProcessGroup], Transport], world_size: int, rank: int) -> Transport:
-    return Alone() if world_size == 1 else kind(ProcessGroup(HashStore(), rank, world_size))
+    return SingleRank() if world_size == 1 else kind(ProcessGroup(HashStore(), rank, world_size))

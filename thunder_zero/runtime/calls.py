@@ -71,13 +71,13 @@ class Calls:
         if params[0].resident:
             return self._state.resident.gather(shards, params, self._transport)
         if self._plan.policy.gather_once_per_accumulation and params[0].gathered_once:
-            return self._state.held_over.gather(shards, params, self._transport, last=self.synced)
+            return self._state.kept_unsharded.gather(shards, params, self._transport, last=self.synced)
         return self._transport.all_gather(shards, params)
 
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start reducing gradients, with their deferred sums, to their mean over ranks."""
         self._state.resident.expect_step()
-        self._state.held_over.clear()  # parameters that this forward did not read, its backward does not read either
+        self._state.kept_unsharded.clear()  # parameters that this forward did not read, its backward does not read either
         params = [self._plan.by_name[path] for path in paths]
         sums = [self._with_deferred(grad, param) for grad, param in zip(grads, params, strict=True)]
         with launching(Kind.REDUCE, paths):
@@ -107,7 +107,7 @@ class Calls:
 
     def defer(self, grad: Tensor, path: str) -> None:
         """Keep a full gradient until the next reduction of its parameter."""
-        self._state.copies.wait()  # this backward does not end with ``land``
+        self._state.copies.wait()  # this backward does not end with ``wait_offloaded``
         self._accumulation.defer(sum_and_cast(grad, self._plan.by_name[path]), path)
         self._state.labels.gradients_are_made((path,))
 
@@ -131,7 +131,7 @@ class Calls:
             nothing = torch.zeros((), dtype=param.reduce_dtype, device=self.device).expand(param.shape)
             full = nothing if total is None else total
             (means[path],) = self._reduce([full], [param]).wait()
-        self.land(list(means.values()))
+        self.wait_offloaded(list(means.values()))
         if means and self._plan.policy.check_gradients:
             self.check_finite(list(means.values()), list(means))
         for path, mean in means.items():
@@ -153,7 +153,7 @@ class Calls:
                 f"the loss or look at this batch"
             )
 
-    def land(self, grads: Sequence[Tensor]) -> None:
+    def wait_offloaded(self, grads: Sequence[Tensor]) -> None:
         """Policy ``cpu_offload``: wait until these reduced gradients are in host memory."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

@@ -168,7 +168,7 @@ class ResidentParameters:
         return WaitsBy(wait)
 
 
-class HeldOver:
+class KeptUnsharded:
     """ZeRO-2's gathered parameters between micro-batches (``policy.gather_once_per_accumulation``)."""
 
     def __init__(self, shards: Mapping[str, Tensor], versions: Versions) -> None:

@@ -26,7 +26,7 @@ from thunder_zero.rows import real_rows
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.dtensors import as_dtensor, parameter, specs_of
 from thunder_zero.runtime.placeholders import placeholder
-from thunder_zero.runtime.resident import HeldOver, ResidentParameters, lay_out
+from thunder_zero.runtime.resident import KeptUnsharded, ResidentParameters, lay_out
 from thunder_zero.runtime.waits import Clock, Labels
 from thunder_zero.runtime.writes import Versions
 
@@ -52,7 +52,7 @@ class Share:
         shards: the optimizer's parameters by path, in the same memory: DTensors, if there are specs.
         accumulation: gradients whose reduction is deferred.
         resident: ZeRO-1's full parameters.
-        held_over: gathered parameters that the next micro-batch reads again.
+        kept_unsharded: gathered parameters that the next micro-batch reads again.
         clock: records waits while ``measure_times`` runs.
         labels: labels waits and units while a profiler runs.
         training_forwards: how many forwards have ended in training mode and with gradients enabled.
@@ -89,7 +89,7 @@ class Share:
         is_copied = plan.world_size > 1 or len(memory.shared) < len(memory.buffers)
         digested = {path: self.rows[path] for path in memory.buffers} if digests and is_copied else {}
         self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
-        self.held_over = HeldOver(self.rows, versions)
+        self.kept_unsharded = KeptUnsharded(self.rows, versions)
 
     def gradient(self, rows: Tensor, path: str) -> Tensor:
         """The gradient of a shard, from its rows with their padding."""
@@ -111,7 +111,7 @@ class Share:
     def drop_deferred(self) -> None:
         """Abandon the accumulation: its deferred gradients and the gathered parameters that it holds over."""
         self.accumulation.drop()
-        self.held_over.clear()
+        self.kept_unsharded.clear()
 
 
 class State(Share):
@@ -186,8 +186,8 @@ class State(Share):
 
     def agree_on_stale(self) -> None:
         """See :meth:`thunder_zero.runtime.resident.ResidentParameters.agree_on_stale` and
-        :meth:`thunder_zero.runtime.resident.HeldOver.require_unwritten`."""
-        self.held_over.require_unwritten()
+        :meth:`thunder_zero.runtime.resident.KeptUnsharded.require_unwritten`."""
+        self.kept_unsharded.require_unwritten()
         self.resident.agree_on_stale(self.on_any_rank)
 
     def on_any_rank(self, paths: Sequence[str], here: Container[str], also: Tensor | None = None) -> list[str]:
@@ -229,7 +229,7 @@ class State(Share):
         """These parameters changed: the next forward refreshes the other ranks' rows, if they are resident."""
         changed = tuple(paths)
         self.resident.mark_stale(changed)
-        self.held_over.drop(changed)
+        self.kept_unsharded.drop(changed)
 
     def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
         """The full, unpadded parameter, from the shards as they are now; a collective.

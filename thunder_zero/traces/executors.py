@@ -130,7 +130,7 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     A trace that returns no gradient, as under ``torch.no_grad()``, stays as it is: any line after forward's outputs
     would make Thunder build a backward, and connect the outputs to it.
 
-    - ``land`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all of them, so it
+    - ``wait_offloaded`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all of them, so it
       comes after their waits.
     - ``check_finite`` looks at every reduced gradient (``policy.check_gradients``).
     - ``reduce_deferred`` reduces deferred gradients of parameters that this backward does not reach.
@@ -145,7 +145,7 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     lines: list[BoundSymbol] = []
     with tracectx(new):
         if reduced and executor.plan.policy.cpu_offload:
-            lines.append(executor.land.bind(tuple(reduced.values()), output=None))
+            lines.append(executor.wait_offloaded.bind(tuple(reduced.values()), output=None))
         if reduced and executor.plan.policy.check_gradients:
             lines.append(executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None))
         if unreached:

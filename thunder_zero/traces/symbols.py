@@ -91,7 +91,7 @@ class Runtime(Protocol):
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise on every rank if any gradient on any rank is not finite."""
 
-    def land(self, grads: Sequence[Tensor]) -> None:
+    def wait_offloaded(self, grads: Sequence[Tensor]) -> None:
         """Wait until gradients have arrived in host memory."""
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
@@ -112,7 +112,9 @@ class DryRuntime:
             "model, jit the module with ZeroTransform and call it"
         )
 
-    enter = all_gather = reduce = check_synced = take_rows = defer = reduce_deferred = check_finite = land = _refuse
+    enter = all_gather = reduce = check_synced = take_rows = defer = reduce_deferred = check_finite = wait_offloaded = (
+        _refuse
+    )
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """There is no other rank."""
@@ -126,7 +128,7 @@ class ZeroExecutor(OperatorExecutor):
         graph: the name of the graph, if its programs are not all of the model.
         program: the facts about the program that is being compiled, or was compiled last.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
-        check_finite, reduce_deferred, land: symbols of lines before backward's return.
+        check_finite, reduce_deferred, wait_offloaded: symbols of lines before backward's return.
         check_synced, rows: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
         enter: the symbol of the line before the first launch of each half, in the traces that run.
     """
@@ -157,7 +159,7 @@ class ZeroExecutor(OperatorExecutor):
         self.rows = register("zero_rows", self._rows_meta)
         self.reduce_deferred = register("zero_reduce_deferred", _no_meta, tags)
         self.check_finite = register("zero_check_finite", _no_meta, tags)
-        self.land = register("zero_land", _no_meta, tags)
+        self.wait_offloaded = register("zero_wait_offloaded", _no_meta, tags)
         self.cast = register("zero_cast", self._synchronize_meta)
         self.synchronize = self.register_operator("zero_synchronize", meta=self._synchronize_meta, fn=None)
         self.register_implementation(
@@ -261,7 +263,7 @@ def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
         "zero_rows": runtime.take_rows,
         "zero_reduce_deferred": runtime.reduce_deferred,
         "zero_check_finite": runtime.check_finite,
-        "zero_land": runtime.land,
+        "zero_wait_offloaded": runtime.wait_offloaded,
         "zero_cast": lambda full, path: full.to(plan.by_name[path].compute_dtype),
     }
 
