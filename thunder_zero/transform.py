@@ -11,8 +11,8 @@ import torch
 from thunder_zero.arguments import Arguments, check_arguments
 from thunder_zero.comm import agree
 from thunder_zero.comm.backends import device_for, memory_bytes
+from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import Ranks, ranks_of
-from thunder_zero.comm.places import doing
 from thunder_zero.compat.casts import cast_borders, cast_inputs
 from thunder_zero.compat.torch_gaps import share_found_inf
 from thunder_zero.placement import Check, intact, place_buffers, place_others, place_parameters, require_intact

@@ -347,9 +347,8 @@ def native_transports_run_on_eight_fake_ranks(rank: int, world_size: int) -> Non
                 found = [tuple(result.shape) for result in launch(transport, kind, shapes).wait()]
                 assert found == ([(1, 2), (2, 3), (2,)] if kind == "reduce_scatter" else list(shapes)), (kind, found)
             transport.trade({0: [torch.ones(2)]}, {1: [torch.ones(3, dtype=torch.int16)]}).wait()
-        (full,) = (
-            CoalescedNccl(everyone()).all_gather([torch.full((2,), 3.0)], plan_of("all_gather", ((15,),)).params).wait()
-        )
+        params = plan_of("all_gather", ((15,),)).params
+        (full,) = CoalescedNccl(everyone()).all_gather([torch.full((2,), 3.0)], params).wait()
         assert full.tolist() == [3.0] * 15, "fake ranks have the same values as ours"
     finally:
         dist.destroy_process_group()

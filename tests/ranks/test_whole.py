@@ -25,7 +25,7 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from tests.harness.whole_steps import Changes, CoupledIfAsked, give, gradients
 from thunder_zero import layout
-from thunder_zero.comm.placed import Placed
+from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.whole_step import stepper
 
 import thunder
@@ -186,7 +186,7 @@ def ordered(rank: int, world_size: int) -> None:
     give(model, gradients(fresh(Mlp, WIDTH, 8), 0))
     optimizer.step()
     events, held = [], []
-    trade, step, at_rest = Placed.trade, stepper.Bucket.step, sum(storages().values())
+    trade, step, at_rest = TaggedTransport.trade, stepper.Bucket.step, sum(storages().values())
 
     def traded(self: Any, outgoing: Any, incoming: Any) -> Any:
         events.append("to" if sum(map(len, outgoing.values())) == 2 * (world_size - 1) else "from")
@@ -197,7 +197,7 @@ def ordered(rank: int, world_size: int) -> None:
         held.append(sum(storages().values()) - at_rest)
         return step(self, *args)
 
-    with mock.patch.object(Placed, "trade", traded), mock.patch.object(stepper.Bucket, "step", stepped):
+    with mock.patch.object(TaggedTransport, "trade", traded), mock.patch.object(stepper.Bucket, "step", stepped):
         optimizer.step()
     assert events == ["to", *["to", "step", "from"] * 3, "step", "from"], events
     assert 2 <= min(held) / (4 * WIDTH**2) <= max(held) / (4 * WIDTH**2) < 6, held

@@ -28,11 +28,11 @@ from thunder_zero.checkpoint.extras import NO_EXTRAS, extra_entries
 from thunder_zero.checkpoint.write import write_checkpoint
 from thunder_zero.comm.agree import all_or_none, require_same
 from thunder_zero.policy import is_count
-from thunder_zero.runtime.sharded_model import is_place, sharded_model
+from thunder_zero.runtime.sharded_model import sharded_model, tagged
 from thunder_zero.runtime.state import State
 
 
-@is_place("tz.save")
+@tagged("tz.save")
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.handle import Result
-from thunder_zero.comm.places import doing
 from thunder_zero.comm.small_collectives import all_gather_object, broadcast_object_from_rank_0, small_collective
 from thunder_zero.plan import Plan
 

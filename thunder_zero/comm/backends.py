@@ -10,13 +10,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from thunder_zero.comm.collective_tags import TaggedTransport, is_debugging
 from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.hybrid import Hybrid
 from thunder_zero.comm.lost_ranks import CPU, speaks_gloo
 from thunder_zero.comm.native import CoalescedNccl, PerTensor
 from thunder_zero.comm.pairwise import PairwiseGloo
-from thunder_zero.comm.placed import Placed
-from thunder_zero.comm.places import is_debugging
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.comm.staging import HostCopies, Staging, needs_staging
 from thunder_zero.comm.transport import SingleRank, Transport
@@ -48,10 +47,10 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> T
     return BACKENDS.get((device.type, backend), PerTensor)(group, role)
 
 
-def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: HostCopies, model: str) -> Placed:
+def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: HostCopies, model: str) -> TaggedTransport:
     """The transport of a model: over one group or several, with the casts and copies that the plan asks for.
 
-    ``model`` is its name in errors. Places are announced where that costs next to nothing (gloo, in host memory), or if
+    ``model`` is its name in errors. Tags are announced where that costs next to nothing (gloo, in host memory), or if
     torch's debug switch asks for it.
     """
     transport = transport_for(ranks.inside, device)
@@ -61,7 +60,7 @@ def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: Host
     if needs_staging(plan, device):
         transport = Staging(transport, plan, device, copies)
     announces = is_debugging() or (device == CPU and speaks_gloo(ranks.everyone))
-    return Placed(transport, model, ranks.everyone, announces=announces)
+    return TaggedTransport(transport, model, ranks.everyone, announces=announces)
 
 
 def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device | None) -> torch.device:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup
 
+from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.comm.handle import BucketPart, Result
 from thunder_zero.comm.hybrid import Hybrid
 from thunder_zero.comm.native import CoalescedNccl, PerTensor
 from thunder_zero.comm.pairwise import Message, PairwiseGloo, Wait
-from thunder_zero.comm.placed import Placed
 from thunder_zero.comm.staging import HostCopies, Staging, needs_staging
 from thunder_zero.comm.transport import SingleRank, Transport
 from thunder_zero.plan import Param, Plan
@@ -71,7 +71,7 @@ class UnsentStaging(Staging):
         return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()
 
 
-def unsent_transport(plan: Plan, backend: str, copies: HostCopies, model: str) -> Placed:
+def unsent_transport(plan: Plan, backend: str, copies: HostCopies, model: str) -> TaggedTransport:
     """The transport of a model's rank, by the name of its backend: a key of ``UNSENT``.
 
     The tensors that it gets and makes are on the meta device.
@@ -83,7 +83,7 @@ def unsent_transport(plan: Plan, backend: str, copies: HostCopies, model: str) -
     device = torch.device("meta")
     if needs_staging(plan, device):
         transport = UnsentStaging(transport, plan, device, copies)
-    return Placed(transport, model, ProcessGroup(HashStore(), plan.rank, plan.ranks), announces=False)
+    return TaggedTransport(transport, model, ProcessGroup(HashStore(), plan.rank, plan.ranks), announces=False)
 
 
 def _alone_or(kind: Callable[[ProcessGroup], Transport], world_size: int, rank: int) -> Transport:

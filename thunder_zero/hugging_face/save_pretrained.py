@@ -22,7 +22,7 @@ from thunder_zero.checkpoint.tensor_to_write import TensorToWrite, dtype_to_writ
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.hugging_face.own_files import WEIGHTS, own_files
-from thunder_zero.runtime.sharded_model import is_place, sharded_model
+from thunder_zero.runtime.sharded_model import sharded_model, tagged
 from thunder_zero.runtime.state import State
 
 SAVE = "to save"
@@ -62,7 +62,7 @@ class Folder:
         return [one.key for file in self.weights for one in reading_order(file.tensors, file.max_bytes)]
 
 
-@is_place("tz.save_pretrained")
+@tagged("tz.save_pretrained")
 def save_pretrained(
     model: nn.Module,
     folder: str | os.PathLike[str],

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.comm.places import doing
 from thunder_zero.plan import Param
 from thunder_zero.runtime.dtensors import Rows, has_hooks
 from thunder_zero.runtime.state import Share
@@ -77,7 +77,7 @@ class Calls:
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start reducing gradients, with their deferred sums, to their mean over ranks."""
         self._state.resident.expect_step()
-        self._state.kept_unsharded.clear()  # parameters that this forward did not read, its backward does not read either
+        self._state.kept_unsharded.clear()  # backward reads no parameters that forward did not
         params = [self._plan.by_name[path] for path in paths]
         sums = [self._with_deferred(grad, param) for grad, param in zip(grads, params, strict=True)]
         with launching(Kind.REDUCE, paths):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.comm.agree import Fact, all_or_none, broadcast, require_same
-from thunder_zero.comm.places import doing
+from thunder_zero.comm.collective_tags import doing
 from thunder_zero.compat.casts import without_casts
 from thunder_zero.marks import parameter_like
 from thunder_zero.plan import Param

@@ -9,13 +9,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from thunder_zero.comm.small_collectives import all_gather_tensor, all_reduce_sum
 from thunder_zero.policy import is_count
 from thunder_zero.runtime.dtensors import local
-from thunder_zero.runtime.sharded_model import is_place, sharded_model
+from thunder_zero.runtime.sharded_model import sharded_model, tagged
 from thunder_zero.runtime.state import State
 
 READY, NO_GRADIENT, OPEN = range(3)  # a rank's status, which travels with its norm
 
 
-@is_place("clip_grad_norm_")
+@tagged("clip_grad_norm_")
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
@@ -113,7 +113,7 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     return norm, [int(status) for status in statuses.tolist()]
 
 
-@is_place("global_mean")
+@tagged("global_mean")
 def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
     """A loss that trains on the mean over all ranks' items, where ranks have different numbers of them.
 

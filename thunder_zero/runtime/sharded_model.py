@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import has_groups
-from thunder_zero.comm.places import doing
 from thunder_zero.compat.torch_gaps import at_exit
 from thunder_zero.plan import Param
 from thunder_zero.runtime.state import State
@@ -65,8 +65,8 @@ class ShardedModel(nn.Module):
         self.state.drop_deferred()
 
 
-def is_place(what: str) -> Callable[[Function], Function]:
-    """Makes a public function that is a collective a place: errors about ranks that differ call it ``what``."""
+def tagged(what: str) -> Callable[[Function], Function]:
+    """Gives a public function that is a collective its tag: errors about ranks that differ call it ``what``."""
 
     def decorate(function: Function) -> Function:
         @wraps(function)

@@ -14,9 +14,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from thunder_zero.comm import agree
 from thunder_zero.comm.backends import model_transport
+from thunder_zero.comm.collective_tags import CollectiveTag, TaggedTransport, doing, what_is_done
 from thunder_zero.comm.group import Ranks
-from thunder_zero.comm.placed import Placed
-from thunder_zero.comm.places import Place, doing, what_is_done
 from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
 from thunder_zero.comm.staging import HostCopies
 from thunder_zero.compat.torch_gaps import let_go_of_groups
@@ -63,7 +62,7 @@ class Share:
         plan: Plan,
         device: torch.device,
         name: str,
-        transport: Placed,
+        transport: TaggedTransport,
         copies: HostCopies,
         at_rest: dict[str, Tensor],
         specs: Mapping[str, DTensorSpec],
@@ -242,7 +241,8 @@ class State(Share):
         if not param.sharded:
             return shard.clone()
         exact = replace(param, compute_dtype=shard.dtype)
-        self.transport.enter(Place(what_is_done() or f"a gather of {self.name}", f"{param.path} {exact.compute_dtype}"))
+        what = what_is_done() or f"a gather of {self.name}"
+        self.transport.enter(CollectiveTag(what, f"{param.path} {exact.compute_dtype}"))
         full = self.transport.all_gather([shard], [exact]).wait()[0].clone()
         self.copies.wait()
         return full
@@ -251,7 +251,7 @@ class State(Share):
         """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""
         params, shards = [self.plan.by_name[path] for path in paths], [self.rows[path] for path in paths]
         barrier(self.group)
-        self.transport.enter(Place(f"measure_times of {self.name}", repr(paths)))
+        self.transport.enter(CollectiveTag(f"measure_times of {self.name}", repr(paths)))
         start = self.clock.now()
         self.transport.all_gather(shards, params).wait()
         self.copies.wait()

@@ -130,8 +130,8 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     A trace that returns no gradient, as under ``torch.no_grad()``, stays as it is: any line after forward's outputs
     would make Thunder build a backward, and connect the outputs to it.
 
-    - ``wait_offloaded`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all of them, so it
-      comes after their waits.
+    - ``wait_offloaded`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all
+      of them, so it comes after their waits.
     - ``check_finite`` looks at every reduced gradient (``policy.check_gradients``).
     - ``reduce_deferred`` reduces deferred gradients of parameters that this backward does not reach.
     """

@@ -112,9 +112,8 @@ class DryRuntime:
             "model, jit the module with ZeroTransform and call it"
         )
 
-    enter = all_gather = reduce = check_synced = take_rows = defer = reduce_deferred = check_finite = wait_offloaded = (
-        _refuse
-    )
+    enter = all_gather = reduce = check_synced = take_rows = defer = reduce_deferred = _refuse
+    check_finite = wait_offloaded = _refuse
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """There is no other rank."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thunder_zero.comm.places import Place, doing
+from thunder_zero.comm.collective_tags import CollectiveTag, doing
 from thunder_zero.runtime.optimizers import StepsWhole, hyper_parameters, parameters_of
 from thunder_zero.runtime.state import State
 from thunder_zero.whole_step.agreement import begin, raise_on_all
@@ -245,7 +245,7 @@ class Whole(Closed):
             paths, at_hand = begin(self.kind, self.members, self.param_groups, self.model, known=self._is_compared)
             self._is_compared = True
             self._probe_again()
-            self.model.transport.enter(Place(what, repr((sorted(paths), sorted(at_hand)))))
+            self.model.transport.enter(CollectiveTag(what, repr((sorted(paths), sorted(at_hand)))))
             raise_on_all(self._step(paths, at_hand), self.kind, self.model)
             self._made = frozenset(self._buckets)
             if not self.state:  # torch would take a step on this rank alone, to have states for a state dict
