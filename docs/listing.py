@@ -17,7 +17,7 @@ BEGIN, END = "<!-- listing: python docs/listing.py -->\n", "<!-- end of the list
 NEEDED = "needed while: "
 ORDER = (  # bottom up, as the table of imports has it
     *("lazy.py", "amounts.py", "layout.py", "times.py", "precision.py", "policy.py", "sizes.py", "plan.py"),
-    *("rows.py", "marks.py"),
+    *("rows.py", "parameter_attributes.py"),
     *("schedule", "compat", "comm", "traces", "runtime", "whole_step", "checkpoint", "hugging_face"),
     *("arguments.py", "refusals.py", "placement.py", "compilations.py", "compiled.py"),
     *("zero_module.py", "program_transform.py", "transform.py", "dynamo", "plugin.py", "lightning.py", "tools"),

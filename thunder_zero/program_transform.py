@@ -11,7 +11,7 @@ import torch
 from thunder_zero.compat import lookasides, shortcuts
 from thunder_zero.compat.operators.choose import operators
 from thunder_zero.compat.trace_repairs import broadcast_scalars, draw_once
-from thunder_zero.compat.untraceable import Part
+from thunder_zero.compat.untraceable import RefusedPart
 from thunder_zero.compat.wrong_gradients import require_gradients, require_unwritten
 from thunder_zero.compiled import Compiled
 from thunder_zero.plan import Plan
@@ -38,7 +38,7 @@ FUSERS = ("nvfuser", "torchcompile")  # executors that fuse all pointwise lines
 class ProgramTransform(Transform):
     """Thunder's hooks for one program: synchronise before autodiff, schedule, prove what will run."""
 
-    parts: tuple[Part, ...] = ()  # refused when a program is compiled
+    parts: tuple[RefusedPart, ...] = ()  # refused when a program is compiled
 
     def __init__(self) -> None:
         self._compiled: Compiled | None = None

@@ -23,7 +23,7 @@ from thunder_zero.refusals import PARTS, require_untransformed
 from thunder_zero.runtime import optimizer_hooks
 from thunder_zero.runtime.accumulation import refuse_function_transforms
 from thunder_zero.runtime.calls import Calls
-from thunder_zero.runtime.initial_values import Sources, Values, initial_values
+from thunder_zero.runtime.initial_values import InitialValues, Sources, initial_values
 from thunder_zero.runtime.state import State
 from thunder_zero.zero_module import ZeroModule, adopt
 
@@ -106,7 +106,9 @@ class ZeroTransform(ProgramTransform):
         adopt(model, ZeroModule, self._state, self._given.progress)
         model._compiled = self.compiled
 
-    def _take_over(self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: Values) -> State:
+    def _take_over(
+        self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: InitialValues
+    ) -> State:
         """Make the model's state, and put shards into its modules."""
         state = State(model._model, plan, ranks, device, values.at_rest)
         optimizer_hooks.watch(state, model._model)
@@ -128,7 +130,7 @@ class ZeroTransform(ProgramTransform):
             )
         refuse_function_transforms(type(model._model).__name__)
         model._places.require_at_rest()
-        self._state.require_not_lent()
+        self._state.require_sharded()
         self._state.transport.drain()  # ends the collectives of a failed step
         require_intact(self._intact)
         self._state.agree_on_stale()

@@ -99,7 +99,7 @@ def save_pretrained(
     sharded = sharded_model(model)
     state = sharded.state
     with all_or_none(state.group, SAVE):
-        state.require_not_lent()
+        state.require_sharded()
         dtype = float_dtype("dtype", dtype)
         folder = Path(folder)
         max_bytes = bytes_of("max_shard_size", max_shard_size)

@@ -162,7 +162,7 @@ class EMA:
 
     def _require_applicable(self) -> None:
         self.state.require_own_values("enter EMA.applied")
-        self.state.require_not_lent()
+        self.state.require_sharded()
         if self.counts.averaged == 0:
             raise RuntimeError(
                 f"the EMA of {self.state.name} has no average yet, after {self.counts.calls} updates with "

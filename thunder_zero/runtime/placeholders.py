@@ -88,7 +88,7 @@ class Placeholder(nn.Parameter):
 
 
 def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Placeholder:
-    """The placeholder of a parameter: of the same shape and with its marks, with the memory of one element.
+    """The placeholder of a parameter: of the same shape and with its attributes, with the memory of one element.
 
     Thunder traces shapes and dtypes (those of compute) from the plain module; the values are in the shards.
     """

@@ -18,7 +18,7 @@ from thunder_zero.runtime.writes import Versions, digests_of
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class RankMemory:
     """Tensors by parameter path.
 
     Attributes:
@@ -32,7 +32,7 @@ class Memory:
     shared: tuple[str, ...]
 
 
-def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> Memory:
+def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> RankMemory:
     """Memory with the values of ``at_rest``, which is emptied: an unpadded full tensor must not outlive its copy."""
     rows: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
@@ -44,7 +44,7 @@ def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> Mem
             value = own_rows(value, param, plan) if is_copied else rows_in(buffer, param, plan.world_size, plan.rank)
         rows[param.path] = _at_rest(value, rest_device(param, plan, device), device)
     shared = tuple(path for path in buffers if not is_staged(plan.by_name[path], plan, device))
-    return Memory(rows, buffers, shared)
+    return RankMemory(rows, buffers, shared)
 
 
 def _at_rest(rows: Tensor, place: torch.device, device: torch.device) -> Tensor:

@@ -94,7 +94,7 @@ def sharded_model(model: object) -> ShardedModel:
     )
 
 
-class Entry(NamedTuple):
+class ShardEntry(NamedTuple):
     """A shard, or a parameter that a plain module had before the transform: its model, its path there."""
 
     state: weakref.ref[State]
@@ -110,8 +110,8 @@ def register(state: State, module: nn.Module) -> None:
     """Enter a model's tensors; the plain module still has its own parameters."""
     _states.add(state)
     for path, shard in state.shards.items():
-        _entries[module.get_parameter(path)] = Entry(weakref.ref(state), path, is_shard=False)
-        _entries[shard] = Entry(weakref.ref(state), path, is_shard=True)
+        _entries[module.get_parameter(path)] = ShardEntry(weakref.ref(state), path, is_shard=False)
+        _entries[shard] = ShardEntry(weakref.ref(state), path, is_shard=True)
 
 
 def _leave_groups() -> None:
@@ -154,6 +154,6 @@ def replaced(param: Tensor) -> tuple[State, Param] | None:
 
 
 def _found(param: Tensor, *, is_shard: bool) -> tuple[State, Param] | None:
-    entry: Entry | None = _entries.get(param)
+    entry: ShardEntry | None = _entries.get(param)
     state = None if entry is None or entry.is_shard is not is_shard else entry.state()
     return None if entry is None or state is None else (state, state.plan.by_name[entry.path])

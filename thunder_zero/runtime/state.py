@@ -19,7 +19,7 @@ from thunder_zero.comm.group import Ranks
 from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
 from thunder_zero.comm.staging import HostCopies
 from thunder_zero.compat.torch_gaps import let_go_of_groups
-from thunder_zero.marks import marked
+from thunder_zero.parameter_attributes import with_attributes_of
 from thunder_zero.plan import Param, Plan
 from thunder_zero.rows import real_rows
 from thunder_zero.runtime.accumulation import Accumulation
@@ -120,7 +120,7 @@ class State(Share):
         ranks: the process groups that train the model.
         group: all of these ranks.
         placeholders: what the plain module has while forward runs, by path: full shape, no memory.
-        lent: the plain module has full parameters (``full_parameters``), and the model cannot be called.
+        unsharded: the plain module has full parameters (``full_parameters``), and the model cannot be called.
         averaged: the ids of the parameters that have the values of their averages (``EMA.applied``).
     """
 
@@ -137,7 +137,7 @@ class State(Share):
             at_rest: their values by path, in full (ZeRO-1, replicated) or this rank's rows; emptied.
         """
         self.ranks, self.group = ranks, ranks.everyone
-        self.lent = False
+        self.unsharded = False
         self.averaged: frozenset[int] = frozenset()
         copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
         name = f"model {next_number(self.group)} ({type(module).__name__})"
@@ -145,18 +145,18 @@ class State(Share):
         super().__init__(plan, device, name, transport, copies, at_rest, specs_of(plan, ranks, device))
         plain = {param.path: module.get_parameter(param.path) for param in plan.params}
         for path, original in plain.items():
-            marked(self.shards[path], original)
+            with_attributes_of(self.shards[path], original)
         self.placeholders = {
             param.path: placeholder(param.path, plain[param.path], param.compute_dtype, device) for param in plan.params
         }
 
-    def require_not_lent(self) -> None:
+    def require_sharded(self) -> None:
         """Raise if the plain module has full parameters.
 
         Raises:
             RuntimeError: naming the model.
         """
-        if self.lent:
+        if self.unsharded:
             raise RuntimeError(
                 f"{self.name} is inside full_parameters; leave that block first, or call the module that it gives"
             )

@@ -6,7 +6,7 @@ is, a rank holds its shards and one module's own parameters in full. The door is
 leaves the module as it is.
 """
 
-from thunder_zero.runtime.initial_values.data import Other, Sources, Values
+from thunder_zero.runtime.initial_values.data import InitialValues, Other, Sources
 from thunder_zero.runtime.initial_values.make import initial_values
 
-__all__ = ["Other", "Sources", "Values", "initial_values"]
+__all__ = ["InitialValues", "Other", "Sources", "initial_values"]

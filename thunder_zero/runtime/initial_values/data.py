@@ -48,7 +48,7 @@ class Other:
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class InitialValues:
     """Initial values.
 
     Attributes:

@@ -123,7 +123,7 @@ class Drawn:
             failures.raise_first()  # init is not called again after it failed
             turn.call(init, "init", self._meta_names)
         for tensor in filter(self.has, turn.tensors):
-            full = turn.lent(tensor).detach()
+            full = turn.unsharded(tensor).detach()
             if turn.wrote(tensor) or tensor in self._written:
                 self._written.add(tensor)
                 with failures.remembered():

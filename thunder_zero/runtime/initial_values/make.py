@@ -14,10 +14,10 @@ from thunder_zero.runtime.initial_values.data import (
     CPU,
     Cuts,
     Failures,
+    InitialValues,
     Other,
     PlainModel,
     Sources,
-    Values,
     fitted,
     names_of,
 )
@@ -66,7 +66,9 @@ class Read:
 FullOf = Callable[[Tensor], Tensor]  # a tensor's values in full, on any device; asked once, in the module's order
 
 
-def initial_values(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, sources: Sources) -> Values:
+def initial_values(
+    module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, sources: Sources
+) -> InitialValues:
     """The values of a plain module, once all ranks agree that it is the same one; a collective.
 
     A rank that fails between two agreements takes part in the collectives up to the next one, and raises there.
@@ -141,7 +143,7 @@ def _full(tensor: Tensor, model: PlainModel, own: FullOf) -> Tensor:
     return full
 
 
-def _collected(model: PlainModel, full_of: FullOf, drawn: DrawnValues, cuts: Cuts) -> Values:
+def _collected(model: PlainModel, full_of: FullOf, drawn: DrawnValues, cuts: Cuts) -> InitialValues:
     """All values, one tensor at a time, so that one full tensor at most is alive; a collective, if one rank sends."""
     at_rest: dict[str, Tensor] = {}
     others = []
@@ -155,4 +157,4 @@ def _collected(model: PlainModel, full_of: FullOf, drawn: DrawnValues, cuts: Cut
             at_rest[param.path] = drawn.take(tensor)
         else:
             at_rest[param.path] = cuts.cut(full_of(tensor), param.path)
-    return Values({param.path: at_rest[param.path] for param in model.plan.params}, others)
+    return InitialValues({param.path: at_rest[param.path] for param in model.plan.params}, others)
