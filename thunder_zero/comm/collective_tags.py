@@ -34,9 +34,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from thunder_zero.comm.handle import SENDER, Result, Waitable, WaitsBy, in_background
+from thunder_zero.comm.handle import SENDER, Waitable, WaitsBy, in_background
 from thunder_zero.comm.lost_ranks import CPU, naming_lost_ranks, naming_tag, speaks_gloo, timeout_of
-from thunder_zero.comm.transport import PeerBuffers, Transport
+from thunder_zero.comm.transport import Forwarding, PeerBuffers, Transport
 from thunder_zero.plan import Param
 
 BYTES = 256  # of a message: a digest, then as much of the text as fits
@@ -254,7 +254,7 @@ def difference_of(texts: dict[int, str]) -> str:
     )
 
 
-class TaggedTransport:
+class TaggedTransport(Forwarding):
     """The transport of one model. See :class:`thunder_zero.comm.transport.Transport`.
 
     Args:
@@ -265,8 +265,8 @@ class TaggedTransport:
     """
 
     def __init__(self, inner: Transport, model: str, group: ProcessGroup, *, announces: bool) -> None:
-        self.averages = inner.averages
-        self._inner, self._model, self._group, self._announces = inner, model, group, announces
+        super().__init__(inner)
+        self._model, self._group, self._announces = model, group, announces
         self._counts: Counter[str] = Counter()
         self._tag = CollectiveTag(model)
         self._next: Callable[[], CollectiveTag] | None = None  # what this rank does, until it is announced
@@ -310,19 +310,6 @@ class TaggedTransport:
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         """See :meth:`thunder_zero.comm.transport.Transport.trade`."""
         return self._confirmed(self._announced().trade(outgoing, incoming))
-
-    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """See :meth:`thunder_zero.comm.transport.Transport.run_after`."""
-        return self._inner.run_after(start)
-
-    def with_tag(self, tag: int) -> Transport:
-        """See :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
-        return self._inner.with_tag(tag)
-
-    @property
-    def in_flight(self) -> bool:
-        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
-        return self._inner.in_flight
 
     def drain(self) -> None:
         """See :meth:`thunder_zero.comm.transport.Transport.drain`.

@@ -92,16 +92,6 @@ class Handle:
         self._pending.discard(self)
 
 
-def drain(pending: set[Handle]) -> None:
-    """Wait for all that a failed step left in flight.
-
-    Raises:
-        RuntimeError: the backend failed; the remaining handles stay pending.
-    """
-    while pending:
-        next(iter(pending)).settle()
-
-
 SENDER, AVERAGER = "sender", "averager"
 EXIT_SECONDS = 1.0  # how long an exiting rank waits for them
 

@@ -7,7 +7,7 @@ copied, into a buffer with zeros at its end, since these collectives send chunks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,24 +15,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_single, reduce_scatter_single
 
 from thunder_zero import layout
-from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
-from thunder_zero.comm.transport import FLOATS, PeerBuffers
+from thunder_zero.comm.handle import BucketPart, Handle
+from thunder_zero.comm.transport import FLOATS, Launching, PeerBuffers
 from thunder_zero.compat.torch_gaps import divide_all, one_launch
 from thunder_zero.plan import Param
 from thunder_zero.rows import rows_in
 
 
-class _Native:
+class _Native(Launching):
     """Buffers, padding and handles, which both transports share."""
 
     averages = FLOATS  # NCCL and MPI have no sum of complex numbers
     means: frozenset[torch.dtype] = frozenset()  # of these dtypes the collective itself takes the mean
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
+        super().__init__()
         self._group = group
         self._world_size = group.size()
         self._rank = group.rank()
-        self._pending: set[Handle] = set()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -95,23 +95,6 @@ class _Native:
         """Start messages between pairs of ranks."""
         works = dist.batch_isend_irecv(list(ops)) if ops else []
         return [BucketPart(tuple(work.wait for work in works), _keep_alive(ops))]
-
-    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run it when its result is waited for; see :meth:`thunder_zero.comm.transport.Transport.run_after`."""
-        return start
-
-    def with_tag(self, tag: int) -> Self:
-        """Collectives have no tags; see :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
-        return self
-
-    @property
-    def in_flight(self) -> bool:
-        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
-        return bool(self._pending)
-
-    def drain(self) -> None:
-        """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
-        drain(self._pending)
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         """Start ``collective(*tensors, **options)`` for each ``(*tensors, options)``."""

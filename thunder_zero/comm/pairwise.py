@@ -39,9 +39,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from thunder_zero import layout
-from thunder_zero.comm.handle import AVERAGER, SENDER, BucketPart, Handle, Result, drain, in_background
+from thunder_zero.comm.handle import AVERAGER, SENDER, BucketPart, Handle, Result, in_background
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
-from thunder_zero.comm.transport import COMPLEX, FLOATS, PeerBuffers
+from thunder_zero.comm.transport import COMPLEX, FLOATS, Launching, PeerBuffers
 from thunder_zero.plan import Param
 
 Wait = Callable[[], object]  # waits for the end of a message
@@ -53,12 +53,13 @@ TAG = 0x7A000000  # "z": users hardly send under it; the 2 ** 25 tags after it a
 BLOCK = 1 << 16  # elements of half precision added up at a time, so that their float32 sums stay in the cache
 
 
-class PairwiseGloo:
+class PairwiseGloo(Launching):
     """The transport for gloo; see :class:`thunder_zero.comm.transport.Transport`."""
 
     averages = FLOATS | COMPLEX  # torch adds up, not the backend
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
+        super().__init__()
         self._group = group
         self._role = role
         self._tag, self._tag_of_means = tags_of(role, 0)
@@ -66,7 +67,6 @@ class PairwiseGloo:
         self._rank = group.rank()
         # Each rank starts with its successor, so that not all send to the same peer at once.
         self._peers = tuple((self._rank + step) % self._world_size for step in range(1, self._world_size))
-        self._pending: set[Handle] = set()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -157,15 +157,6 @@ class PairwiseGloo:
         other = copy(self)
         other._tag, other._tag_of_means = tags_of(self._role, tag)
         return other
-
-    @property
-    def in_flight(self) -> bool:
-        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
-        return bool(self._pending)
-
-    def drain(self) -> None:
-        """Wait for all that is in flight; see :meth:`thunder_zero.comm.transport.Transport.drain`."""
-        drain(self._pending)
 
     def _receive_all(self, rank: int, slots: Sequence[Tensor]) -> Iterable[BucketPart]:
         """Receive what a rank trades, in the messages in which it sends it."""

@@ -7,13 +7,13 @@ that also casts makes the host wait; the copies run in the stream of compute. ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from thunder_zero.comm.handle import Result, Waitable, WaitsBy
-from thunder_zero.comm.transport import PeerBuffers, Transport
+from thunder_zero.comm.handle import Waitable, WaitsBy
+from thunder_zero.comm.transport import Forwarding, Transport
 from thunder_zero.plan import Param, Plan
 from thunder_zero.rows import rows_in
 
@@ -62,15 +62,14 @@ def needs_staging(plan: Plan, device: torch.device) -> bool:
     return any(is_staged(param, plan, device) or param.reduce_dtype is not param.dtype for param in plan.params)
 
 
-class Staging:
-    """A transport that casts and copies in front of another. See :class:`thunder_zero.comm.transport.Transport`."""
+class Staging(Forwarding):
+    """A transport that casts and copies in front of another; what is traded is on the device of compute already."""
 
     def __init__(self, inner: Transport, plan: Plan, device: torch.device, copies: HostCopies) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._copies = copies
         self._plan = plan
         self._device = device
-        self.averages = inner.averages
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -110,26 +109,9 @@ class Staging:
         """Average in ``reduce_dtype``; the means have the parameters' dtypes."""
         return self._put_back(self._inner.all_reduce(_cast_for_reduction(grads, params), params), params)
 
-    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
-        """Trade tensors as they are: the caller puts them on the device of compute."""
-        return self._inner.trade(outgoing, incoming)
-
-    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """See :meth:`thunder_zero.comm.transport.Transport.run_after`."""
-        return self._inner.run_after(start)
-
     def with_tag(self, tag: int) -> Staging:
         """See :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
         return Staging(self._inner.with_tag(tag), self._plan, self._device, self._copies)
-
-    @property
-    def in_flight(self) -> bool:
-        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
-        return self._inner.in_flight
-
-    def drain(self) -> None:
-        """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
-        self._inner.drain()
 
     def _put_back(self, handle: Waitable, params: Sequence[Param]) -> Waitable:
         """The handle of means that are cast and copied to the dtypes and devices of the shards. A copy to host memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -95,13 +95,68 @@ class Transport(Protocol):
         """Wait for all that a failed step left in flight. Every rank must have failed at the same point of the step."""
 
 
-class SingleRank:
-    """The transport of one rank alone: it sends nothing."""
-
-    averages = FLOATS | COMPLEX
+class Launching:
+    """What transports that launch collectives share: the handles in flight. Backends without tags need no more."""
 
     def __init__(self) -> None:
         self._pending: set[Handle] = set()
+
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """Run it when its result is waited for; see :meth:`Transport.run_after`."""
+        return start
+
+    def with_tag(self, tag: int) -> Self:
+        """Collectives have no tags; see :meth:`Transport.with_tag`."""
+        return self
+
+    @property
+    def in_flight(self) -> bool:
+        """See :attr:`Transport.in_flight`."""
+        return bool(self._pending)
+
+    def drain(self) -> None:
+        """See :meth:`Transport.drain`.
+
+        Raises:
+            RuntimeError: the backend failed; the remaining handles stay pending.
+        """
+        while self._pending:
+            next(iter(self._pending)).settle()
+
+
+class Forwarding:
+    """A transport in front of another one, to which it leaves all that it does not change."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.averages = inner.averages
+
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
+        """See :meth:`Transport.trade`."""
+        return self._inner.trade(outgoing, incoming)
+
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """See :meth:`Transport.run_after`."""
+        return self._inner.run_after(start)
+
+    def with_tag(self, tag: int) -> Transport:
+        """See :meth:`Transport.with_tag`."""
+        return self._inner.with_tag(tag)
+
+    @property
+    def in_flight(self) -> bool:
+        """See :attr:`Transport.in_flight`."""
+        return self._inner.in_flight
+
+    def drain(self) -> None:
+        """See :meth:`Transport.drain`."""
+        self._inner.drain()
+
+
+class SingleRank(Launching):
+    """The transport of one rank alone: it sends nothing."""
+
+    averages = FLOATS | COMPLEX
 
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
@@ -121,20 +176,3 @@ class SingleRank:
         """There is nobody to trade with."""
         assert len(outgoing) + len(incoming) == 0, "one rank alone has no peers"
         return Handle((), (), self._pending)
-
-    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run it when its result is waited for."""
-        return start
-
-    def with_tag(self, tag: int) -> SingleRank:
-        """There are no messages."""
-        return self
-
-    @property
-    def in_flight(self) -> bool:
-        """Never: every handle has ended."""
-        return False
-
-    def drain(self) -> None:
-        """Forget the handles; nothing is ever in flight."""
-        self._pending.clear()
