@@ -67,18 +67,9 @@ WORK = {name: work for work, names in NAMES.items() for name in names.split()}
 MAY_COPY = {"flatten", "reshape", "torch_prims_reshape_impl", "unfold", "update_aliases"}  # strides decide
 VIEWS = {name for name, work in WORK.items() if work is Work.VIEW} - MAY_COPY
 NOT_CHEAP = {"device_put", "empty", "update_aliases"}  # of POINTWISE and VIEW work
-OF_ROWS = {
-    "amax",
-    "amin",
-    "prod",
-    "sum",
-    "var",
-    "var_mean",
-    "argmax",
-    "argmin",
-    "cumsum",
-    "softmax",
-}  # dims come second
+OF_ROWS = set(
+    ["amax", "amin", "prod", "sum", "var", "var_mean", "argmax", "argmin", "cumsum", "softmax"]
+)  # dims come second
 HEAVIEST_FIRST = {work: number for number, work in enumerate(Work)}
 
 

@@ -21,7 +21,7 @@ from thunder_zero.runtime.initial_values.data import (
     fitted,
     names_of,
 )
-from thunder_zero.runtime.initial_values.drawn import Drawn, DrawnValues
+from thunder_zero.runtime.initial_values.drawn import Drawn
 
 
 class Read:
@@ -83,10 +83,9 @@ def initial_values(
         agree.require_same([*agree.module_facts(module, plan, device), *_given(plan, sources)], group)
     model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
     cuts = Cuts(model, are_read=sources.weights is not None)
-    drawn_values = DrawnValues(model, cuts)
     read = Read(model, sources.weights, failures)
     missing = {t for t in model.names if t.is_meta and not model.arrives(t) and not read.has(t)}
-    drawn = Drawn(model, missing, drawn_values, all_draw=sources.weights is None)
+    drawn = Drawn(model, missing, cuts, all_draw=sources.weights is None)
     with agree.all_or_none(group):
         read.require_names()
         drawn.reset()
@@ -103,7 +102,7 @@ def initial_values(
             return read.full(tensor)
         return drawn.full(tensor) if drawn.has(tensor) else _existing(tensor, model)
 
-    values = _collected(model, lambda tensor: _full(tensor, model, own), drawn_values, cuts)
+    values = _collected(model, lambda tensor: _full(tensor, model, own), drawn, cuts)
     with agree.all_or_none(group):
         failures.raise_first()
     cuts.compare()
@@ -143,7 +142,7 @@ def _full(tensor: Tensor, model: PlainModel, own: FullOf) -> Tensor:
     return full
 
 
-def _collected(model: PlainModel, full_of: FullOf, drawn: DrawnValues, cuts: Cuts) -> InitialValues:
+def _collected(model: PlainModel, full_of: FullOf, drawn: Drawn, cuts: Cuts) -> InitialValues:
     """All values, one tensor at a time, so that one full tensor at most is alive; a collective, if one rank sends."""
     at_rest: dict[str, Tensor] = {}
     others = []
@@ -153,8 +152,8 @@ def _collected(model: PlainModel, full_of: FullOf, drawn: DrawnValues, cuts: Cut
             full = full_of(tensor)
             if full is not tensor:
                 others.append(Other(names, tensor, full.to(model.device if tensor.is_meta else tensor.device)))
-        elif drawn.has(tensor) and drawn.is_cut(tensor):
-            at_rest[param.path] = drawn.take(tensor)
+        elif (rows := drawn.at_rest(tensor)) is not None:
+            at_rest[param.path] = rows
         else:
             at_rest[param.path] = cuts.cut(full_of(tensor), param.path)
     return InitialValues({param.path: at_rest[param.path] for param in model.plan.params}, others)
