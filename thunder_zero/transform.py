@@ -129,7 +129,7 @@ class ZeroTransform(ProgramTransform):
                 f"sharded; call the jitted module from a function that is not jitted"
             )
         refuse_function_transforms(type(model._model).__name__)
-        model._places.require_at_rest()
+        model._slots.require_at_rest()
         self._state.require_sharded()
         self._state.transport.drain()  # ends the collectives of a failed step
         require_intact(self._intact)

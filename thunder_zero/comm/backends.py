@@ -1,25 +1,38 @@
-"""Chooses the device and the transport of a model; refuses what the group cannot send or reduce."""
+"""Chooses the device and the transport of a model; refuses what the group cannot send or reduce.
+
+::
+
+    TaggedTransport -> Staging -> Hybrid -> PairwiseGloo | CoalescedNccl | PerTensor | SingleRank
+    compares ranks     casts,     over      sends, by the backend
+                       copies     copies
+
+A forecast of memory has transports that allocate what the real ones do and send nothing. They are the real ones but for
+the calls that reach the backend, so that a buffer which is added there is forecast, too. They need neither
+``torch.distributed`` to be initialised nor peers, and work on tensors without values (meta).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
+from torch.distributed import HashStore, ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from thunder_zero.comm.collective_tags import TaggedTransport, is_debugging
 from thunder_zero.comm.group import Ranks
+from thunder_zero.comm.handle import BucketPart, Result
 from thunder_zero.comm.hybrid import Hybrid
 from thunder_zero.comm.lost_ranks import CPU, speaks_gloo
 from thunder_zero.comm.native import CoalescedNccl, PerTensor
-from thunder_zero.comm.pairwise import PairwiseGloo
+from thunder_zero.comm.pairwise import Message, PairwiseGloo, Wait
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.comm.staging import HostCopies, Staging, needs_staging
 from thunder_zero.comm.transport import SingleRank, Transport
-from thunder_zero.plan import Plan
+from thunder_zero.plan import Param, Plan
 
 # (device type, backend) -> transport; PerTensor for all others
 BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup, int], Transport]] = {
@@ -53,14 +66,23 @@ def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: Host
     ``model`` is its name in errors. Tags are announced where that costs next to nothing (gloo, in host memory), or if
     torch's debug switch asks for it.
     """
-    transport = transport_for(ranks.inside, device)
-    if ranks.across is not None:
-        across, everyone = transport_for(ranks.across, device, role=1), transport_for(ranks.everyone, device, role=2)
-        transport = Hybrid(transport, across, everyone, plan)
-    if needs_staging(plan, device):
-        transport = Staging(transport, plan, device, copies)
+    groups = [ranks.inside] if ranks.across is None else [ranks.inside, ranks.across, ranks.everyone]
+    transports = [transport_for(group, device, role) for role, group in enumerate(groups)]
+    transport = _in_front(Staging, transports, plan, device, copies)
     announces = is_debugging() or (device == CPU and speaks_gloo(ranks.everyone))
     return TaggedTransport(transport, model, ranks.everyone, announces=announces)
+
+
+def _in_front(
+    staging: type[Staging], transports: Sequence[Transport], plan: Plan, device: torch.device, copies: HostCopies
+) -> Transport:
+    """What is in front of the transports: of all ranks, or inside of a copy, over the copies, and of all ranks."""
+    inside, *several = transports
+    transport = inside
+    if several:
+        across, everyone = several
+        transport = Hybrid(inside, across, everyone, plan)
+    return staging(transport, plan, device, copies) if needs_staging(plan, device) else transport
 
 
 def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device | None) -> torch.device:
@@ -140,3 +162,62 @@ def _default_device(group: dist.ProcessGroup) -> torch.device:
     """The CPU, unless the group supports no CPU tensors."""
     supported = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
     return torch.device("cpu" if "cpu" in supported else supported[0])
+
+
+class UnsentPairwiseGloo(PairwiseGloo):
+    """gloo's transport without its messages and threads."""
+
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """Run it when its result is waited for."""
+        return start
+
+    def _post(self, task: Callable[[], None]) -> Wait:
+        task()
+        return lambda: None
+
+    def _start(self, message: Message, tensor: Tensor, rank: int, tag: int) -> Wait:
+        return lambda: tensor  # a message keeps its tensor alive until it is waited for
+
+
+class _NotLaunched:
+    """In front of a transport over the backend's collectives: starts none of them."""
+
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
+        return [BucketPart((lambda: calls,))]
+
+    def _start_messages(self, ops: Sequence[dist.P2POp]) -> list[BucketPart]:
+        return [BucketPart((lambda: ops,))]
+
+
+class UnsentCoalescedNccl(_NotLaunched, CoalescedNccl):
+    """NCCL's transport without its collectives."""
+
+
+class UnsentPerTensor(_NotLaunched, PerTensor):
+    """The transport of other backends without its collectives."""
+
+
+UNSENT: Mapping[str, Callable[[ProcessGroup], Transport]] = {
+    "gloo": UnsentPairwiseGloo,
+    "nccl": UnsentCoalescedNccl,
+    "mpi": UnsentPerTensor,
+}
+
+
+class UnsentStaging(Staging):
+    """Staging where host memory and the device are both meta."""
+
+    def _on_device(self, shard: Tensor, param: Param) -> Tensor:
+        return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()
+
+
+def unsent_transport(plan: Plan, backend: str, copies: HostCopies, model: str) -> TaggedTransport:
+    """The transport of a model's rank, by the name of its backend: a key of ``UNSENT``.
+
+    The tensors that it gets and makes are on the meta device.
+    """
+    several = [(plan.replicas, 0), (plan.ranks, plan.rank)] if plan.replicas > 1 else []
+    groups = [ProcessGroup(HashStore(), rank, size) for size, rank in [(plan.world_size, plan.rank), *several]]
+    transports = [SingleRank() if group.size() == 1 else UNSENT[backend](group) for group in groups]
+    transport = _in_front(UnsentStaging, transports, plan, torch.device("meta"), copies)
+    return TaggedTransport(transport, model, ProcessGroup(HashStore(), plan.rank, plan.ranks), announces=False)

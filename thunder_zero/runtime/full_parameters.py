@@ -15,7 +15,7 @@ from thunder_zero.compat.casts import without_casts
 from thunder_zero.parameter_attributes import parameter_like
 from thunder_zero.plan import Param
 from thunder_zero.rows import own_rows
-from thunder_zero.runtime.placeholders import Places
+from thunder_zero.runtime.placeholders import ParameterSlots
 from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.runtime.state import State
 
@@ -91,7 +91,10 @@ def _unsharded(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -
     """Inside the block the plain module has these parameters, or placeholders, instead of shards."""
     state.unsharded = True
     try:
-        with without_casts(module), Places(module, state.plan, state.shards).holding({**state.placeholders, **full}):
+        with (
+            without_casts(module),
+            ParameterSlots(module, state.plan, state.shards).holding({**state.placeholders, **full}),
+        ):
             yield
     finally:
         state.unsharded = False

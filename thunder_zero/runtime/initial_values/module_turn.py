@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thunder_zero.parameter_attributes import parameter_like
 from thunder_zero.runtime.initial_values.data import CPU
 
-Place = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, the key and the tensor
+Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, the key and the tensor
 
 
 class Turn:
@@ -26,8 +26,8 @@ class Turn:
 
     def __init__(self, owner: nn.Module, before: Callable[[Tensor], Tensor | None]) -> None:
         self._owner = owner
-        self._places = list(own_tensors(owner))
-        own = dict.fromkeys(tensor for _, _, tensor in self._places)
+        self._slots = list(own_tensors(owner))
+        own = dict.fromkeys(tensor for _, _, tensor in self._slots)
         self._unsharded = {tensor: _like(tensor, before(tensor)) for tensor in own}
         self._versions = {tensor: unsharded._version for tensor, unsharded in self._unsharded.items()}
         self._after: dict[Tensor, Any] = dict(self._unsharded)
@@ -49,10 +49,10 @@ class Turn:
             ValueError: the function wrote to a tensor that another module owns, which has no memory now.
             Exception: the function raised.
         """
-        with _replaced(self._places, self._unsharded):
+        with _replaced(self._slots, self._unsharded):
             with LostWrites() as lost:
                 function(self._owner)
-            self._after = {tensor: holder[key] for holder, key, tensor in self._places}
+            self._after = {tensor: holder[key] for holder, key, tensor in self._slots}
         for name in filter(None, map(elsewhere.get, lost.addresses)):
             raise ValueError(
                 f"{who} wrote {name!r} when it was called for {type(self._owner).__name__}, which does not own it; "
@@ -84,7 +84,7 @@ def is_all_nan(tensor: Tensor) -> bool:
     return bool(first.isnan()) and bool(tensor.detach().isnan().all())
 
 
-def own_tensors(owner: nn.Module) -> Iterator[Place]:
+def own_tensors(owner: nn.Module) -> Iterator[Slot]:
     """The parameters and buffers of the module itself, without its children's."""
     for holder in (owner._parameters, owner._buffers):
         yield from ((holder, key, tensor) for key, tensor in holder.items() if tensor is not None)
@@ -110,14 +110,14 @@ def address(tensor: Tensor) -> int:
 
 
 @contextmanager
-def _replaced(places: Sequence[Place], by: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Inside of the block the module holds other tensors in these places."""
+def _replaced(slots: Sequence[Slot], by: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Inside of the block the module holds other tensors in these slots."""
     try:
-        for holder, key, tensor in places:
+        for holder, key, tensor in slots:
             holder[key] = by[tensor]
         yield
     finally:
-        for holder, key, tensor in places:
+        for holder, key, tensor in slots:
             holder[key] = tensor
 
 

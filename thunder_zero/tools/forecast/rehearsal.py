@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from thunder_zero.comm.backends import unsent_transport
 from thunder_zero.comm.staging import HostCopies
-from thunder_zero.comm.unsent import unsent_transport
 from thunder_zero.plan import Plan
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.state import Share
