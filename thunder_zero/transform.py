@@ -20,7 +20,7 @@ from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.program_transform import ProgramTransform
 from thunder_zero.refusals import PARTS, require_untransformed
-from thunder_zero.runtime import optimizer_hooks
+from thunder_zero.runtime import optimizers
 from thunder_zero.runtime.accumulation import refuse_function_transforms
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.initial_values import InitialValues, Sources, initial_values
@@ -111,7 +111,7 @@ class ZeroTransform(ProgramTransform):
     ) -> State:
         """Make the model's state, and put shards into its modules."""
         state = State(model._model, plan, ranks, device, values.at_rest)
-        optimizer_hooks.watch(state, model._model)
+        optimizers.watch(state, model._model)
         place_others(model, values.others, plan.by_name, self._given.device)
         place_parameters(model, state)
         place_buffers(model, state, self._given.device)

@@ -1,6 +1,9 @@
 """Handles of launched buckets, and the two background threads: one posts messages, one averages.
 
-A handle is waited for once, and keeps its tensors alive until then. A thread runs its tasks in the order given.
+A handle is waited for once, and keeps its tensors alive until then. A thread runs its tasks in the order given::
+
+    launch     Handle(parts, results)     each part: messages in flight, then local work, such as a mean
+    wait()     parts end, in order        -> results, one tensor for each parameter of the bucket
 """
 
 from __future__ import annotations

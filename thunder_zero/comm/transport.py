@@ -1,4 +1,11 @@
-"""The protocol of all transports, and the transport of one rank alone."""
+"""The protocol of all transports, what they share, and the transport of one rank alone.
+
+In: tensors of a bucket, one dtype, and the plan of their parameters. Out: a handle, whose ``wait`` gives the results::
+
+    all_gather       shards     (rows / W, ...)  ->  parameters  (rows, ...)      each rank's rows to all
+    reduce_scatter   gradients  (rows, ...)      ->  means       (rows / W, ...)  this rank's rows
+    all_reduce       gradients  (rows, ...)      ->  means       (rows, ...)      of replicated parameters
+"""
 
 from __future__ import annotations
 

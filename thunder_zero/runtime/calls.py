@@ -1,4 +1,11 @@
-"""The functions that compiled traces call while they run, bound to one model's state."""
+"""The functions that compiled traces call while they run, bound to one model's state.
+
+A line of a trace has tensors and paths; what is done with them is decided here::
+
+    t5 = zero_all_gather(t_w, 'w')        Calls.all_gather((t_w,), ('w',)): all rows, stale ones or none
+    t6 = zero_wait(t5)                    the handle's wait
+    t9 = zero_reduce_scatter(g_w, 'w')    Calls.reduce: with what no_sync has deferred
+"""
 
 from __future__ import annotations
 

@@ -91,10 +91,8 @@ def _unsharded(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -
     """Inside the block the plain module has these parameters, or placeholders, instead of shards."""
     state.unsharded = True
     try:
-        with (
-            without_casts(module),
-            ParameterSlots(module, state.plan, state.shards).holding({**state.placeholders, **full}),
-        ):
+        slots = ParameterSlots(module, state.plan, state.shards)
+        with without_casts(module), slots.holding({**state.placeholders, **full}):
             yield
     finally:
         state.unsharded = False

@@ -1,4 +1,11 @@
-"""Full parameters that stay: ZeRO-1's resident ones, those that an accumulation keeps unsharded."""
+"""Full parameters that stay: ZeRO-1's resident ones, those that an accumulation keeps unsharded.
+
+::
+
+    ZeRO-1, rank 1 of 2      buffer [ rows of rank 0 | own rows ]    the optimizer steps its own rows in place;
+                                      ^ stale after a step           a gather then fills the others'
+    ZeRO-2, accumulating     the first micro-batch gathers, the next ones read the same tensors, the last frees them
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """One rank's share of one model: shards, placeholders, and everything with the model's lifetime.
 
-Training code steps the shards; compiled traces reach this state through ``calls.py``, which needs a :class:`Share`.
+Training code steps the shards; compiled traces reach this state through ``calls.py``, which needs a :class:`Share`::
+
+    shards['w']          DTensor (5, 8), what the optimizer steps     placeholders['w']    (5, 8) without values
+    rows['w']            (3, 8), its memory and the padding           transport            gathers and reduces
 """
 
 from __future__ import annotations

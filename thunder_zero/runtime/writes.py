@@ -20,7 +20,7 @@ class Versions:
     """Which shards changed since they were noted.
 
     An operator in place raises a DTensor's own version, and code that takes its local tensor that one's. Fused
-    optimizers raise neither; their steps are reported by ``optimizer_hooks.py``.
+    optimizers raise neither; their steps are reported by ``optimizers.py``.
     """
 
     def __init__(self, shards: Mapping[str, Tensor]) -> None:

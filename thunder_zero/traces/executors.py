@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from thunder_zero.compat.operators import NeverFuses
 from thunder_zero.compat.repair_fusion import repair_fusion
 from thunder_zero.compat.trace_repairs import fused_only, sort_aliases
 from thunder_zero.schedule import passes
@@ -25,16 +26,12 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.extend import FusionExecutor
 
 
-class JointPass(FusionExecutor):
+class JointPass(NeverFuses, FusionExecutor):
     """A fusion executor that passes over the joint trace of one model and fuses nothing."""
 
     def __init__(self, name: str, executor: ZeroExecutor) -> None:
         super().__init__(name)
         self.executor = executor
-
-    def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Never. Without this method Thunder would search the subsymbols of every line."""
-        return False
 
 
 class ScheduleJointTrace(JointPass):

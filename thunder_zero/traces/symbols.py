@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from thunder_zero.compat.operators import NeverFuses
 from thunder_zero.plan import Param, Plan
 from thunder_zero.schedule.program_name import ProgramName
 from thunder_zero.schedule.timeline import Timeline
@@ -31,7 +32,7 @@ import thunder.core.dtypes as dtypes
 from thunder.core import prims
 from thunder.core.devices import Device, to_device
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import Symbol
 from thunder.extend import OperatorExecutor
 
 
@@ -119,7 +120,7 @@ class DryRuntime:
         """There is no other rank."""
 
 
-class ZeroExecutor(OperatorExecutor):
+class ZeroExecutor(NeverFuses, OperatorExecutor):
     """The symbols of one model.
 
     Attributes:
@@ -167,10 +168,6 @@ class ZeroExecutor(OperatorExecutor):
             execution_transform=self.lower_synchronize,
             grad_transform=self._synchronize_grad,
         )
-
-    def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Never. Without this method Thunder would search the subsymbols of every line."""
-        return False
 
     def named(self, half: str) -> ProgramName:
         """The name of a half of the program that is being compiled."""
