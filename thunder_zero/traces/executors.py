@@ -16,8 +16,7 @@ from thunder_zero.compat.trace_repairs import fused_only, sort_aliases
 from thunder_zero.schedule import passes
 from thunder_zero.schedule.recompute import saved_bytes
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.traces.emit import emit
-from thunder_zero.traces.lift import is_joint, lift
+from thunder_zero.traces.lift import emit, is_joint, lift
 from thunder_zero.traces.symbols import ZeroExecutor
 
 from thunder.core.proxies import Proxy, variableify
