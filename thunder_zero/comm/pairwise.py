@@ -13,8 +13,8 @@ from and into the tensors' own memory (rows of dim 0 are contiguous)::
 Padding is never sent, and an empty range needs no message. Both ends derive the messages from shapes and
 dtypes alone. Sums run in rank order, half precision is added up in float32, and the division comes last.
 
-Two background threads, which mostly sleep: SENDER posts receives and sends to gloo. gloo copies as much
-as the socket takes before a send returns (milliseconds, for large ones), and posting a receive waits for
+Two background threads, which mostly sleep: the sender thread posts receives and sends to gloo. gloo copies as
+much as the socket takes before a send returns (milliseconds, for large ones), and posting a receive waits for
 that. Posting a receive also sends a message to announce it, so a bucket's receives are posted before its
 sends; the announcement would otherwise queue behind their bytes. AVERAGER starts the second part of an
 all-reduce when the first has ended, and in hybrid sharding the averaging over copies when the averaging

@@ -111,7 +111,7 @@ class Share:
         """Compare the collectives of a program between ranks: there is no other rank."""
 
     def drop_deferred(self) -> None:
-        """Abandon the accumulation: its deferred gradients and the gathered parameters that it holds over."""
+        """Abandon the accumulation: its deferred gradients and the parameters that it keeps unsharded."""
         self.accumulation.drop()
         self.kept_unsharded.clear()
 
