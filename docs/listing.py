@@ -1,6 +1,6 @@
 """Writes the listing of the package into docs/architecture.md, and the needs of its workarounds into compatibility.md.
 
-Both are made from the first line of each module.
+The listing is made from the first line of each module.
 
 python docs/listing.py
 """
@@ -8,6 +8,7 @@ python docs/listing.py
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -16,7 +17,7 @@ BEGIN, END = "<!-- listing: python docs/listing.py -->\n", "<!-- end of the list
 NEEDED = "needed while: "
 ORDER = (  # bottom up, as the table of imports has it
     *("lazy.py", "amounts.py", "layout.py", "times.py", "precision.py", "policy.py", "sizes.py", "plan.py"),
-    *("rows.py", "marks.py"),
+    *("rows.py", "parameter_attributes.py"),
     *("schedule", "compat", "comm", "traces", "runtime", "whole_step", "checkpoint", "hugging_face"),
     *("arguments.py", "refusals.py", "placement.py", "compilations.py", "compiled.py"),
     *("zero_module.py", "program_transform.py", "transform.py", "dynamo", "plugin.py", "lightning.py", "tools"),
@@ -34,11 +35,24 @@ def listing() -> str:
 
 
 def needs() -> str:
-    """A table of the workarounds: each file of ``compat/``, and as long as what it is needed."""
-    files = sorted(path for path in (PACKAGE / "compat").rglob("*.py") if path.name != "__init__.py")
-    lines = {path.relative_to(PACKAGE): _first_line(path).removeprefix(NEEDED).replace("``", "`") for path in files}
-    rows = [f"| `{path}` | {line} |" for path, line in lines.items()]
-    return "\n".join(["| file | needed while |", "|---|---|", *rows]) + "\n"
+    """A table of the workarounds, by file or first function, and as long as what each is needed."""
+    rows = [f"| `compat/{name}` | {line.replace('``', '`')} |" for name, line in sorted(needs_by_name().items())]
+    return "\n".join(["| workaround | needed while |", "|---|---|", *rows]) + "\n"
+
+
+def needs_by_name() -> dict[str, str]:
+    """As long as what each workaround is needed: by its file, ``"casts.py"``, or, if a file has several, each in a
+    section that opens with its need, by the first public function there, ``"trace_repairs.py: sort_aliases"``."""
+    found: dict[str, str] = {}
+    for path in sorted((PACKAGE / "compat").rglob("*.py")):
+        name = str(path.relative_to(PACKAGE / "compat"))
+        if (line := _first_line(path)).startswith(NEEDED):
+            found[name] = line.removeprefix(NEEDED)
+        sections = path.read_text().split(f"\n# {NEEDED}")[1:]
+        for section in sections:
+            function = re.search(r"^def ([a-z]\w*)", section, re.MULTILINE)
+            found[f"{name}: {function[1] if function else '?'}"] = section.partition("\n")[0]
+    return found
 
 
 PAGES = {"docs/architecture.md": listing, "docs/compatibility.md": needs}

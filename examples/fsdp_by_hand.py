@@ -28,9 +28,8 @@ from thunder_zero import layout
 from thunder_zero.schedule import Plan, passes, verify, verify_recompute
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.tools.report.timeline_text import format_timeline
-from thunder_zero.traces.emit import emit
 from thunder_zero.traces.insert import insert_synchronize, module_inputs
-from thunder_zero.traces.lift import lift, lift_halves
+from thunder_zero.traces.lift import emit, lift, lift_halves
 from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
 
 import thunder

@@ -36,9 +36,8 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from thunder_zero import layout
 from thunder_zero.schedule import passes
-from thunder_zero.traces.emit import emit
 from thunder_zero.traces.insert import module_inputs
-from thunder_zero.traces.lift import lift
+from thunder_zero.traces.lift import emit, lift
 from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
 
 import thunder

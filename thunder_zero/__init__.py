@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from thunder_zero.policy import ZERO3 as ZERO3
     from thunder_zero.policy import Policy as Policy
     from thunder_zero.precision import MixedPrecision as MixedPrecision
-    from thunder_zero.runtime.clip import clip_grad_norm_ as clip_grad_norm_
     from thunder_zero.runtime.ema import EMA as EMA
     from thunder_zero.runtime.full_parameters import full_parameters as full_parameters
     from thunder_zero.runtime.full_state_dict import full_state_dict as full_state_dict
-    from thunder_zero.runtime.global_mean import global_mean as global_mean
+    from thunder_zero.runtime.global_numbers import clip_grad_norm_ as clip_grad_norm_
+    from thunder_zero.runtime.global_numbers import global_mean as global_mean
     from thunder_zero.tools.ask.explain import explain as explain
     from thunder_zero.tools.ask.print_trace import print_trace as print_trace
     from thunder_zero.tools.dry_run import trace as trace
@@ -45,11 +45,10 @@ look_up, listed, __all__ = lazy(
         "thunder_zero.plugin": "Recipe Zero zero",
         "thunder_zero.policy": "DDP ZERO1 ZERO2 ZERO3 Policy",
         "thunder_zero.precision": "MixedPrecision",
-        "thunder_zero.runtime.clip": "clip_grad_norm_",
         "thunder_zero.runtime.ema": "EMA",
         "thunder_zero.runtime.full_parameters": "full_parameters",
         "thunder_zero.runtime.full_state_dict": "full_state_dict",
-        "thunder_zero.runtime.global_mean": "global_mean",
+        "thunder_zero.runtime.global_numbers": "clip_grad_norm_ global_mean",
         "thunder_zero.schedule": "",
         "thunder_zero.tools": "",
         "thunder_zero.tools.ask.explain": "explain",

@@ -10,8 +10,7 @@ from weakref import WeakKeyDictionary
 from thunder_zero.plan import Plan
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.traces.lift import lift_halves
-from thunder_zero.traces.program import Program
-from thunder_zero.traces.symbols import ZeroExecutor
+from thunder_zero.traces.symbols import Program, ZeroExecutor
 
 from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol

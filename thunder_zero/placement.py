@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_zero.marks import parameter_like
+from thunder_zero.parameter_attributes import parameter_like
 from thunder_zero.runtime.initial_values import Other
 from thunder_zero.runtime.placeholders import set_tensor
 from thunder_zero.runtime.state import State

@@ -8,23 +8,21 @@ from typing import Any
 
 import torch
 
-from thunder_zero.compat import dataclass_fields, named_members, refused_calls, shortcuts
-from thunder_zero.compat.broadcast_scalars import broadcast_scalars
+from thunder_zero.compat import lookasides, shortcuts
 from thunder_zero.compat.operators.choose import operators
-from thunder_zero.compat.random_lines import draw_once
-from thunder_zero.compat.untraceable import Part
+from thunder_zero.compat.trace_repairs import broadcast_scalars, draw_once
+from thunder_zero.compat.untraceable import RefusedPart
 from thunder_zero.compat.wrong_gradients import require_gradients, require_unwritten
 from thunder_zero.compiled import Compiled
 from thunder_zero.plan import Plan
 from thunder_zero.refusals import require_traceable
 from thunder_zero.schedule import verify
 from thunder_zero.schedule.timeline import ScheduleError
-from thunder_zero.traces.enter import launches_of, with_enter
 from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
-from thunder_zero.traces.insert import insert_synchronize, module_inputs, take_rows
+from thunder_zero.traces.insert import insert_synchronize, launches_of, module_inputs, take_rows, with_enter
 from thunder_zero.traces.lift import lift_halves
 from thunder_zero.traces.symbols import Runtime, ZeroExecutor
-from thunder_zero.traces.work_classes import draws_random_numbers
+from thunder_zero.traces.work import draws_random_numbers
 
 from thunder import compile_data, get_default_executors
 from thunder.core.compile_data import get_compile_data
@@ -39,7 +37,7 @@ FUSERS = ("nvfuser", "torchcompile")  # executors that fuse all pointwise lines
 class ProgramTransform(Transform):
     """Thunder's hooks for one program: synchronise before autodiff, schedule, prove what will run."""
 
-    parts: tuple[Part, ...] = ()  # refused when a program is compiled
+    parts: tuple[RefusedPart, ...] = ()  # refused when a program is compiled
 
     def __init__(self) -> None:
         self._compiled: Compiled | None = None
@@ -70,9 +68,9 @@ class ProgramTransform(Transform):
             graph: the name of the graph, if the program is not all of the module.
         """
         shortcuts.install()
-        named_members.in_order()
-        refused_calls.refuse(_is_ours)
-        dataclass_fields.take_as_constants()
+        lookasides.list_members_in_order()
+        lookasides.refuse_calls(_is_ours)
+        lookasides.take_fields_as_constants()
         self._plain = model._model
         executor = ZeroExecutor(plan, runtime, graph)
         data = compile_data(model)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from thunder_zero.compat.untraceable import UNTRACEABLE, Part
-from thunder_zero.runtime.registry import is_transformed
+from thunder_zero.compat.untraceable import UNTRACEABLE, RefusedPart
+from thunder_zero.runtime.sharded_model import is_transformed
 
 from thunder import compile_data
 from thunder.core.module import ThunderModule
@@ -29,30 +29,30 @@ class UsedOnce(Protocol):
         """Whether it already shards a module."""
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[RefusedPart, ...]:
         """The kinds of submodules that its front end refuses."""
 
 
-OWN_PARTS: tuple[Part, ...] = (
-    Part(
+OWN_PARTS: tuple[RefusedPart, ...] = (
+    RefusedPart(
         lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None,
         "has max_norm",
         "forward writes to the weight, which is sharded",
         "normalise the rows in forward",
     ),
-    Part(
+    RefusedPart(
         lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse,
         "has sparse=True",
         "gradients are reduced as dense tensors",
         "use sparse=False",
     ),
-    Part(
+    RefusedPart(
         lambda module: isinstance(module, nn.DataParallel),
         "is a DataParallel",
         "it splits batches in one process",
         "use the module inside of it",
     ),
-    Part(
+    RefusedPart(
         lambda module: isinstance(module, DistributedDataParallel),
         "is a DistributedDataParallel",
         "it reduces gradients itself",
@@ -138,7 +138,7 @@ def _state(module: nn.Module, name: str) -> Iterator[str]:
             )
 
 
-def require_traceable(root: nn.Module, parts: tuple[Part, ...]) -> None:
+def require_traceable(root: nn.Module, parts: tuple[RefusedPart, ...]) -> None:
     """Refuse submodules that are one of PARTS; also when a sharded module is compiled or that failed, since one may
     have become so: torch's ``update_bn``, for one, sets ``momentum=None``.
 

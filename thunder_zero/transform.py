@@ -10,20 +10,20 @@ import torch
 
 from thunder_zero.arguments import Arguments, check_arguments
 from thunder_zero.comm import agree
-from thunder_zero.comm.device import device_for, memory_bytes
+from thunder_zero.comm.backends import device_for, memory_bytes
+from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import Ranks, ranks_of
-from thunder_zero.comm.places import doing
 from thunder_zero.compat.casts import cast_borders, cast_inputs
-from thunder_zero.compat.found_inf import share_found_inf
+from thunder_zero.compat.torch_gaps import share_found_inf
 from thunder_zero.placement import Check, intact, place_buffers, place_others, place_parameters, require_intact
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import Policy
 from thunder_zero.program_transform import ProgramTransform
 from thunder_zero.refusals import PARTS, require_untransformed
-from thunder_zero.runtime import optimizer_hooks
-from thunder_zero.runtime.backward_guard import refuse_function_transforms
+from thunder_zero.runtime import optimizers
+from thunder_zero.runtime.accumulation import refuse_function_transforms
 from thunder_zero.runtime.calls import Calls
-from thunder_zero.runtime.initial_values import Sources, Values, initial_values
+from thunder_zero.runtime.initial_values import InitialValues, Sources, initial_values
 from thunder_zero.runtime.state import State
 from thunder_zero.zero_module import ZeroModule, adopt
 
@@ -106,10 +106,12 @@ class ZeroTransform(ProgramTransform):
         adopt(model, ZeroModule, self._state, self._given.progress)
         model._compiled = self.compiled
 
-    def _take_over(self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: Values) -> State:
+    def _take_over(
+        self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: InitialValues
+    ) -> State:
         """Make the model's state, and put shards into its modules."""
         state = State(model._model, plan, ranks, device, values.at_rest)
-        optimizer_hooks.watch(state, model._model)
+        optimizers.watch(state, model._model)
         place_others(model, values.others, plan.by_name, self._given.device)
         place_parameters(model, state)
         place_buffers(model, state, self._given.device)
@@ -127,8 +129,8 @@ class ZeroTransform(ProgramTransform):
                 f"sharded; call the jitted module from a function that is not jitted"
             )
         refuse_function_transforms(type(model._model).__name__)
-        model._places.require_at_rest()
-        self._state.require_not_lent()
+        model._slots.require_at_rest()
+        self._state.require_sharded()
         self._state.transport.drain()  # ends the collectives of a failed step
         require_intact(self._intact)
         self._state.agree_on_stale()

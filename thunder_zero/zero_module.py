@@ -14,10 +14,10 @@ from thunder_zero.compat.untraceable import not_returned, not_traced
 from thunder_zero.compilations import Compilations, terminal_of
 from thunder_zero.compiled import Compiled, Traces
 from thunder_zero.refusals import PARTS, require_traceable
-from thunder_zero.runtime.backward_guard import guard
+from thunder_zero.runtime.accumulation import guard
+from thunder_zero.runtime.dtensors import parts_of
 from thunder_zero.runtime.full_state_dict import full_state_dict
-from thunder_zero.runtime.parts import parts_of
-from thunder_zero.runtime.placeholders import Places, set_tensor
+from thunder_zero.runtime.placeholders import ParameterSlots, set_tensor
 from thunder_zero.runtime.sharded_model import ShardedModel, sharded_model
 from thunder_zero.runtime.state import State
 
@@ -39,7 +39,7 @@ class ZeroModule(ShardedModel, ThunderModule):
     _overrides_buffers: dict[str, Tensor]
     _state: State
     _compiled: Compiled
-    _places: Places
+    _slots: ParameterSlots
     _compilations: Compilations
 
     @property
@@ -119,7 +119,7 @@ class ZeroModule(ShardedModel, ThunderModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         watched = self._compilations.watched(self._programs_made, args, kwargs)
-        with self._places.traced(self._state.placeholders), watched:
+        with self._slots.traced(self._state.placeholders), watched:
             try:
                 return self._run(*args, **kwargs)
             finally:
@@ -197,7 +197,7 @@ def adopt(model: ThunderModule, kind: type[ZeroModule], state: State, progress: 
     model._non_persistent_buffers_set = model._model._non_persistent_buffers_set  # torch's state dicts ask the root
     plain, terminal = model._model, terminal_of(progress, state.group.rank())
     model._compilations = Compilations(type(plain).__name__, plain.forward, terminal)
-    model._places = Places(plain, state.plan, state.shards)
+    model._slots = ParameterSlots(plain, state.plan, state.shards)
 
 
 def entries_of(jitted: ThunderModule, compiled: Compiled) -> list[tuple[Compiled, Any]]:

@@ -35,14 +35,14 @@ import thunder_zero  # noqa: F401  # before thunder
 from examples.bench.contestants import contestants
 from examples.bench.model import Size, make_batch
 from thunder_zero.comm.handle import Handle
-from thunder_zero.comm.pairwise import Exchange
+from thunder_zero.comm.pairwise import PairwiseGloo
 
 MiB = 1 << 20
 STAGES = (2, 3)
 WARM_UP, STEPS = 4, 10
 OTHER_SEQUENCES = 3  # per batch of the steps in between
 FRESH_MiB = 64  # above 32 MiB, which glibc may keep for reuse: always new from the kernel
-PLACES = ((Exchange, "all_gather"), (Exchange, "reduce_scatter"), (Handle, "settle"))
+PLACES = ((PairwiseGloo, "all_gather"), (PairwiseGloo, "reduce_scatter"), (Handle, "settle"))
 ROWS = {  # where, operation -> words in the table
     ("all_gather", "aten.cat"): "small shards packed",
     ("all_gather", "aten.copy_"): "own rows into the gathered parameter",

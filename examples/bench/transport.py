@@ -33,8 +33,8 @@ from torch import Tensor
 import thunder_zero  # noqa: F401  # first of its imports
 from thunder_zero import layout
 from thunder_zero.comm import pairwise
-from thunder_zero.comm.native import OneByOne
-from thunder_zero.comm.pairwise import Exchange
+from thunder_zero.comm.native import PerTensor
+from thunder_zero.comm.pairwise import PairwiseGloo
 from thunder_zero.plan import Param
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -128,7 +128,7 @@ class Rank:
         for collective, times in COLLECTIVES.items():
             tensors = shards if collective == "all_gather" else fulls
             params = [_param(shape, sharded=collective != "all_reduce") for shape in shapes]
-            for name, transport in (("ours", Exchange(self.group)), ("torch", OneByOne(self.group))):
+            for name, transport in (("ours", PairwiseGloo(self.group)), ("torch", PerTensor(self.group))):
                 candidates[f"{collective} {name}"] = _collective(transport, collective, tensors, params)
             floors[collective] = times * (world - 1) * sum(full.nbytes for full in fulls) // world
             candidates[f"{collective} bare"] = self.bare(floors[collective])
@@ -139,7 +139,7 @@ class Rank:
         rows = message_bytes // 256
         shapes = [(rows * self.job.world_size, 64)] * PACKED_TENSORS  # float32: 256 bytes a row
         params = [_param(shape, sharded=True) for shape in shapes]
-        transport = Exchange(self.group)
+        transport = PairwiseGloo(self.group)
         tensors = {
             "all_gather": [torch.randn(rows, 64) for _ in shapes],
             "reduce_scatter": [torch.randn(shape) for shape in shapes],

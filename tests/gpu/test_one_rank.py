@@ -23,7 +23,7 @@ from tests.harness.models import LENGTH, VOCABULARY, Gpt, Mlp, error, fresh
 from tests.harness.one_rank import communicating, group_of_one
 from tests.harness.ranks import everyone
 from tests.harness.slow_wire import slow_wire
-from thunder_zero.comm.native import Grouped
+from thunder_zero.comm.native import CoalescedNccl
 from thunder_zero.plan import Param, make_plan
 from thunder_zero.runtime.dtensors import local
 from thunder_zero.schedule.timeline import LAUNCHES
@@ -108,8 +108,8 @@ def test_collectives_of_all_shapes(device: str, dtype: torch.dtype, means: froze
     """Empty and 0-dim tensors, transposed gradients, padding. NCCL's AVG of one rank: its numbers are not looked at."""
     if means and device == "cpu":
         pytest.skip("gloo takes no means")
-    with mock.patch.object(Grouped, "means", means):
-        transport = Grouped(everyone())
+    with mock.patch.object(CoalescedNccl, "means", means):
+        transport = CoalescedNccl(everyone())
         grads = [torch.randn(shape, device=device).to(dtype) for shape in SHARDED]
         turned = [grad.t().contiguous().t() if grad.dim() == 2 else grad for grad in grads]
         params = params_of(SHARDED, dtype, 3)
@@ -131,7 +131,7 @@ def test_collectives_of_all_shapes(device: str, dtype: torch.dtype, means: froze
 @pytest.mark.parametrize("dtype", FROZEN, ids=str)
 def test_frozen_parameters_of_all_dtypes_are_gathered(device: str, dtype: torch.dtype) -> None:
     rows = torch.arange(12, device=device).view(4, 3).to(dtype)
-    (full,) = Grouped(everyone()).all_gather([rows], params_of(((4, 3),), dtype, 3)).wait()
+    (full,) = CoalescedNccl(everyone()).all_gather([rows], params_of(((4, 3),), dtype, 3)).wait()
     assert full.dtype is dtype
     assert torch.equal(full, rows)
 

@@ -24,7 +24,7 @@ import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
 from thunder_zero.checkpoint import dcp_write
 from thunder_zero.comm import pairwise
-from thunder_zero.comm.pairwise import Exchange
+from thunder_zero.comm.pairwise import PairwiseGloo
 
 WORLD, VICTIM = 3, 1
 TIMEOUT_SECONDS = 10.0  # of the process group; ranks compile a step first, on a busy machine not at the same time
@@ -38,7 +38,7 @@ def in_transport(method: str) -> Callable[[Die], None]:
     """Dies in this collective of the model, right after its first message was sent."""
 
     def arm(die: Die) -> None:
-        launch, send = getattr(Exchange, method), pairwise.send
+        launch, send = getattr(PairwiseGloo, method), pairwise.send
 
         def send_and_die(*args: Any) -> Any:
             send(*args)
@@ -48,7 +48,7 @@ def in_transport(method: str) -> Callable[[Die], None]:
             pairwise.send = send_and_die  # type: ignore[assignment]
             return launch(*args, **kwargs)
 
-        setattr(Exchange, method, armed)
+        setattr(PairwiseGloo, method, armed)
 
     return arm
 

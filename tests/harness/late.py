@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thunder_zero.comm import backends, native
-from thunder_zero.comm.native import Grouped
+from thunder_zero.comm.native import CoalescedNccl
 
 PLACES = (("cpu", "gloo"), ("cuda", "gloo"))
 
 
-class GroupedSums(Grouped):
+class CoalescedSums(CoalescedNccl):
     """NCCL's transport for gloo, which has no mean: all dtypes are divided and added up."""
 
     means: frozenset[torch.dtype] = frozenset()
@@ -147,7 +147,7 @@ def in_place_of_native(
 def late_wire() -> Iterator[Wire]:
     """Models that are sharded inside of the block train through the NCCL transport, on gloo and late."""
     wire = Wire()
-    gloo = mock.patch.dict(backends.BACKENDS, dict.fromkeys(PLACES, GroupedSums))
+    gloo = mock.patch.dict(backends.BACKENDS, dict.fromkeys(PLACES, CoalescedSums))
     with gloo, in_place_of_native(wire.launch, wire.late):
         yield wire
 

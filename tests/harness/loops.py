@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.as_one_process import Side, Steps
 from tests.harness.models import Mlp, storages
-from thunder_zero.comm.pairwise import Exchange
+from thunder_zero.comm.pairwise import PairwiseGloo
 
 WIDTH, ROWS = 5, 12  # of a global batch; 1, 2 and 3 divide its rows
 FEW = 16  # bytes: some scalars
@@ -140,9 +140,9 @@ def fail(*args: Any, **kwargs: Any) -> Any:
 
 def failing(name: str, count: int) -> Any:
     """Inside of the block the transport's method fails the ``count``-th time that it is called."""
-    method, calls = getattr(Exchange, name), itertools.count(1)
+    method, calls = getattr(PairwiseGloo, name), itertools.count(1)
     return mock.patch.object(
-        Exchange, name, lambda *args, **kwargs: fail() if next(calls) == count else method(*args, **kwargs)
+        PairwiseGloo, name, lambda *args, **kwargs: fail() if next(calls) == count else method(*args, **kwargs)
     )
 
 

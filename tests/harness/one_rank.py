@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.harness.late import GroupedSums
+from tests.harness.late import CoalescedSums
 from tests.harness.ranks import everyone
 from thunder_zero.comm import backends
 from thunder_zero.comm.transport import Transport
@@ -38,5 +38,5 @@ def communicating(make: Callable[[], Transport] | None = None) -> Iterator[None]
 
     Sums by default: with one rank they are the means, and NCCL's own mean may be wrong there, as FSDP2's code says.
     """
-    with mock.patch.object(backends, "Alone", make or (lambda: GroupedSums(everyone()))):
+    with mock.patch.object(backends, "SingleRank", make or (lambda: CoalescedSums(everyone()))):
         yield

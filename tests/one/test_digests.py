@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from thunder_zero.runtime import digests
-from thunder_zero.runtime.digests import BLOCK, digests_of
+from thunder_zero.runtime import writes
+from thunder_zero.runtime.writes import BLOCK, digests_of
 
 MIB = 1 << 20
 SIZES = (0, 1, 7, 8, 8 * BLOCK, 8 * BLOCK + 3, 8 * MIB + 8 * BLOCK + 5)  # bytes: of no block, one, blocks of blocks
@@ -24,7 +24,7 @@ def test_a_digest_depends_on_every_byte_and_not_on_where_they_lie(size: int) -> 
     there = torch.empty(size + 3, dtype=torch.uint8)[3:].copy_(random_bytes(size))
     (right,) = digests_of([random_bytes(size)]).tolist()
     assert digests_of([there, there]).tolist() == [right, right]
-    with mock.patch.object(digests, "MULTIPLY_INTEGERS", ()):
+    with mock.patch.object(writes, "MULTIPLY_INTEGERS", ()):
         assert digests_of([there]).tolist() == [right]
     for place in range(0, size, max(1, size // 9)):
         there[place] ^= 1

@@ -23,14 +23,13 @@ import thunder_zero as tz
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import everyone
 from thunder_zero.checkpoint import save
-from thunder_zero.comm import device, native
-from thunder_zero.comm.host_copies import HostCopies
-from thunder_zero.comm.native import Grouped, float16_divisors
+from thunder_zero.comm import backends, native
+from thunder_zero.comm.native import CoalescedNccl, float16_divisors
+from thunder_zero.comm.staging import HostCopies
 from thunder_zero.plan import Param, make_plan
-from thunder_zero.runtime.initial_values.compare import Cuts
-from thunder_zero.runtime.initial_values.data import PlainModel, names_of
-from thunder_zero.runtime.memory import lay_out
-from thunder_zero.runtime.parts import part_of
+from thunder_zero.runtime.dtensors import part_of
+from thunder_zero.runtime.initial_values.data import Cuts, PlainModel, names_of
+from thunder_zero.runtime.resident import lay_out
 from thunder_zero.runtime.sharded_model import sharded_model
 
 import thunder
@@ -60,9 +59,9 @@ def test_all_ranks_plan_for_the_smallest_gpu(monkeypatch: pytest.MonkeyPatch) ->
         total_memory = 80
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(device, "all_gather_object", lambda value, group: [value, 40, 60])
-    assert device.memory_bytes(CUDA, None) == 40  # type: ignore[arg-type]
-    assert device.memory_bytes(torch.device("cpu"), None) is None  # type: ignore[arg-type]
+    monkeypatch.setattr(backends, "all_gather_object", lambda value, group: [value, 40, 60])
+    assert backends.memory_bytes(CUDA, None) == 40  # type: ignore[arg-type]
+    assert backends.memory_bytes(torch.device("cpu"), None) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the second refusal needs a machine without a GPU")
@@ -100,7 +99,7 @@ def test_parameters_that_nccl_cannot_send_travel_as_bytes(
     rows, param = frozen(dtype)
     launch = mock.Mock(wraps=dist.all_gather_single)
     with mock.patch.object(native, "all_gather_single", launch), mock.patch.object(native, "one_launch"):
-        (full,) = Grouped(two_fake_ranks).all_gather([rows], [param]).wait()
+        (full,) = CoalescedNccl(two_fake_ranks).all_gather([rows], [param]).wait()
     assert [tensor.dtype for tensor in launch.call_args.args[:2]] == [torch.uint8] * 2
     assert full.dtype is dtype
     assert torch.equal(full, torch.cat([rows, rows]))
@@ -111,16 +110,16 @@ def test_a_collective_that_raises_leaves_nothing_queued(two_fake_ranks: dist.Pro
     rows, param = frozen(torch.float32)
     second_raises = mock.Mock(wraps=dist.all_gather_single, side_effect=[mock.DEFAULT, KeyboardInterrupt])
     with mock.patch.object(native, "all_gather_single", second_raises), pytest.raises(KeyboardInterrupt):
-        Grouped(two_fake_ranks).all_gather([rows, rows], [param, param])
+        CoalescedNccl(two_fake_ranks).all_gather([rows, rows], [param, param])
     full = torch.zeros(8, 3)
     dist.all_gather_single(full, torch.ones(4, 3), group=two_fake_ranks)
     assert full.eq(1).all()
-    (again,) = Grouped(two_fake_ranks).all_gather([rows], [param]).wait()
+    (again,) = CoalescedNccl(two_fake_ranks).all_gather([rows], [param]).wait()
     assert torch.equal(again, torch.cat([rows, rows]))
 
 
 def test_nccl_takes_the_mean_except_of_float16(two_fake_ranks: dist.ProcessGroup) -> None:
-    transport = Grouped(two_fake_ranks)
+    transport = CoalescedNccl(two_fake_ranks)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         assert transport._options([torch.ones(1, dtype=dtype)])["op"] == dist.ReduceOp.AVG
         assert transport._divisors(dtype) == (1, 1)
@@ -185,7 +184,7 @@ def test_the_host_waits_for_the_last_copy_and_not_for_compute(monkeypatch: pytes
 def test_no_copy_of_a_shard_runs_when_training_code_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a forward without backward, a backward that reduces nothing, and a gather, the host may write to shards.
 
-    On the CPU bfloat16 makes the transport stage its shards; each backward that reduces ends with ``land``.
+    On the CPU bfloat16 makes the transport stage its shards; each backward that reduces ends with ``wait_offloaded``.
     """
     seen: list[str] = []
     monkeypatch.setattr(HostCopies, "note", lambda self: seen.append("copy"))

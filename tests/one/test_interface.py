@@ -20,7 +20,7 @@ from tests.harness.models import full
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero import Policy
-from thunder_zero.comm.transport import Alone
+from thunder_zero.comm.transport import SingleRank
 from thunder_zero.plan import make_plan
 from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.schedule import Kind, Op
@@ -258,7 +258,7 @@ SEEN: dict[str, tuple[Policy, Callable[[Policy], Any], list[tuple[Any, Any]]]] =
     "keep_units": (TEXTBOOK, regathers, [((), AGAIN), (("layers.1",), AGAIN[:2])]),
     "cpu_offload": (
         TEXTBOOK,
-        lambda policy: "zero_land" in str(traces(policy).backward),
+        lambda policy: "zero_wait_offloaded" in str(traces(policy).backward),
         [(False, False), (True, True)],
     ),
     "check_gradients": (TEXTBOOK, checked, [(False, set()), (True, PATHS)]),
@@ -283,13 +283,13 @@ def test_every_field_of_the_policy_changes_something() -> None:
 def test_gather_once_per_accumulation() -> None:
     """Whether the second micro-batch of an accumulation gathers; the bytes: tests/ranks/test_accumulation.py."""
     counts: list[int] = []
-    gather = Alone.all_gather
+    gather = SingleRank.all_gather
     for once in (False, True):
         model = WAYS["transform"](Net(), replace(tz.ZERO2, gather_once_per_accumulation=once))
         weight = model.get_parameter("layers.1.weight")
         with model.no_sync():
             for _ in range(2):
-                with mock.patch.object(Alone, "all_gather", autospec=True, side_effect=gather) as gathers:
+                with mock.patch.object(SingleRank, "all_gather", autospec=True, side_effect=gather) as gathers:
                     before = model(X)
                 counts.append(gathers.call_count)
             weight.data.add_(1)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import thunder_zero as tz
 from thunder_zero.schedule.timeline import Kind, Op, Work
-from thunder_zero.traces.work_classes import work_of
+from thunder_zero.traces.work import work_of
 
 import thunder
 import thunder.torch as ltorch

@@ -1,4 +1,4 @@
-"""What each file of ``thunder_zero/compat`` is for is still wrong without it: else the file can go.
+"""What each workaround of ``thunder_zero/compat`` is for is still wrong without it: else it can go.
 
 A row fails on the versions that the need is known for once it is gone; on others it is skipped.
 """
@@ -14,6 +14,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 from unittest import mock
 
@@ -34,9 +35,9 @@ from tests.harness.errors import raised
 from tests.harness.one_rank import group_of_one
 from tests.harness.ranks import everyone
 from tests.harness.tiers import slow
-from thunder_zero.compat import aliases, casts, imports, shortcuts
-from thunder_zero.compat.found_inf import UNSCALE
+from thunder_zero.compat import casts, imports, shortcuts, trace_repairs
 from thunder_zero.compat.repair_fusion import repair_fusion
+from thunder_zero.compat.torch_gaps import UNSCALE
 from thunder_zero.traces import executors
 
 import thunder
@@ -49,7 +50,6 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.torch_compile import torch_compile_ex
 from thunder.recipes.base import BaseRecipe
 
-ROOM = Path(imports.__file__).parent
 THREADS = Path("/proc/self/task")
 X = torch.arange(12.0).view(3, 4).cos()
 ONES = torch.ones(1, 1)
@@ -255,7 +255,7 @@ def aliases_are_unsorted() -> bool:
     compiled = thunder.jit(writes)
     compiled(X)
     trace = next(one for one in thunder.last_traces(compiled) if "update_aliases" in str(one))
-    pairs = zip(trace.bound_symbols, aliases.sort_aliases(trace).bound_symbols, strict=True)
+    pairs = zip(trace.bound_symbols, trace_repairs.sort_aliases(trace).bound_symbols, strict=True)
     return any(str(line) != str(in_order) for line, in_order in pairs)
 
 
@@ -420,56 +420,56 @@ def torch_has_no_public_names() -> bool:
 
 @dataclass(frozen=True)
 class Need:
-    """Why a file is there.
+    """Why a workaround is there.
 
     Attributes:
-        file: in ``thunder_zero/compat``.
+        workaround: its name in the table of ``docs/listing.py``: a file in ``thunder_zero/compat``, or a section of it.
         is_there: shows the plain behaviour; whether it is still wrong.
         of: the package that it is the behaviour of.
-        what: which of several needs of one file.
+        what: which of several needs of one workaround.
     """
 
-    file: str
+    workaround: str
     is_there: Callable[[], bool]
     of: str = "lightning-thunder"
     what: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file} {self.what}".strip()
+        return f"{self.workaround} {self.what}".strip()
 
 
 TORCH = "torch"
 NEEDS = (
-    Need("aliases.py", aliases_are_unsorted),
-    Need("attention_in_python.py", attention_without_weights_fails),
-    Need("automatic.py", an_operator_is_unknown),
-    Need("broadcast_scalars.py", lambda: is_wrong(lambda x: x / x.square().sum())),
+    Need("trace_repairs.py: sort_aliases", aliases_are_unsorted),
+    Need("graphs.py: attention_in_python", attention_without_weights_fails),
+    Need("graphs.py: symbol_of", an_operator_is_unknown),
+    Need("trace_repairs.py: broadcast_scalars", lambda: is_wrong(lambda x: x / x.square().sum())),
     Need("casts.py", hooks_take_longer),
-    Need("dataclass_fields.py", a_dataclass_cannot_be_cast),
+    Need("lookasides.py: take_fields_as_constants", a_dataclass_cannot_be_cast),
     Need("dynamo.py", dynamo_gives_up_in_silence, TORCH),
-    Need("exit.py", gloo_has_threads_after_its_group, TORCH),
-    Need("fusion.py", a_cut_counts_no_elements),
+    Need("torch_gaps.py: at_exit", gloo_has_threads_after_its_group, TORCH),
+    Need("trace_repairs.py: fused_only", a_cut_counts_no_elements),
     Need("imports.py", thunder_cannot_be_imported, TORCH),
-    Need("failed_steps.py", nobody_is_told_of_failed_steps, TORCH),
-    Need("found_inf.py", only_the_first_gradients_placements_count, TORCH),
-    Need("named_members.py", names_come_in_another_order),
+    Need("torch_gaps.py: on_failed_steps", nobody_is_told_of_failed_steps, TORCH),
+    Need("torch_gaps.py: share_found_inf", only_the_first_gradients_placements_count, TORCH),
+    Need("lookasides.py: list_members_in_order", names_come_in_another_order),
     Need("operators/activations.py", activations_are_decomposed),
     Need("operators/attention.py", attention_is_decomposed),
     Need("operators/choose.py", the_default_recipe_lists_none),
     Need("operators/convolution.py", convolutions_are_padded),
-    Need("out_of_place.py", written_values_are_saved),
-    Need("process_groups.py", a_failed_launch_stays_queued, TORCH),
-    Need("random_lines.py", a_checkpoint_draws_again, what="a checkpoint"),
-    Need("refused_calls.py", an_attribute_stays_as_it_was, what="an attribute"),
-    Need("refused_calls.py", a_reentrant_checkpoint_raises_a_string, what="a checkpoint"),
+    Need("graphs.py: replacement", written_values_are_saved),
+    Need("torch_gaps.py: one_launch", a_failed_launch_stays_queued, TORCH),
+    Need("trace_repairs.py: draw_once", a_checkpoint_draws_again, what="a checkpoint"),
+    Need("lookasides.py: refuse_calls", an_attribute_stays_as_it_was, what="an attribute"),
+    Need("lookasides.py: refuse_calls", a_reentrant_checkpoint_raises_a_string, what="a checkpoint"),
     Need("repair_fusion.py", a_fuser_reads_what_forward_gathered),
     Need("shortcuts.py", builtins_are_interpreted),
-    Need("torch_internals.py", torch_has_no_public_names, TORCH),
+    Need("torch_gaps.py: is_inside_function_transform", torch_has_no_public_names, TORCH),
     Need("untraceable.py", PARTS["backward hooks"], what="backward hooks"),
     Need("wrong_gradients.py", written_values_are_saved, what="a value"),
 )
 MORE = (
-    Need("random_lines.py", lambda: draws_again(lambda x: torch.dropout(x, 0.5, True)), what="registered"),
+    Need("trace_repairs.py: draw_once", lambda: draws_again(lambda x: torch.dropout(x, 0.5, True)), what="registered"),
     *(Need("untraceable.py", PARTS[what], what=what) for what in list(PARTS)[1:]),
     Need("wrong_gradients.py", written_views_lose_gradients, what="a view"),
     Need("wrong_gradients.py", lists_lose_gradients, what="a list"),
@@ -484,6 +484,6 @@ def test_the_need_is_there(need: Need) -> None:
     assert need.is_there(), f"the need for compat/{need} is gone: delete it"
 
 
-def test_every_file_has_a_row() -> None:
-    files = {str(path.relative_to(ROOM)) for path in ROOM.rglob("*.py") if path.name != "__init__.py"}
-    assert files == {need.file for need in NEEDS}
+def test_every_workaround_has_a_row() -> None:
+    listing = run_path(str(Path(__file__).parents[2] / "docs/listing.py"))
+    assert set(listing["needs_by_name"]()) == {need.workaround for need in NEEDS}

@@ -20,7 +20,7 @@ from tests.harness.tiers import deep, slow
 from tests.harness.traced import traced
 from thunder_zero.compat.operators.choose import NEVER_FUSED
 from thunder_zero.schedule.timeline import Kind, Work
-from thunder_zero.traces.work_classes import work_of
+from thunder_zero.traces.work import work_of
 
 import thunder
 from thunder.core.proxies import TensorProxy

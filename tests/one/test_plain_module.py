@@ -222,7 +222,7 @@ def test_what_may_be_done_with_the_plain_module() -> None:
 def test_a_forward_inside_of_a_forward() -> None:
     """The module has placeholders until the outer one ends, and shards afterwards."""
     model = shard(plain := Net())
-    inside = model._places.traced(model.state.placeholders)
+    inside = model._slots.traced(model.state.placeholders)
     with refused(RuntimeError, "Net was called inside of its own forward"), inside:
         model(X)
     assert isinstance(plain.first.weight, DTensor)

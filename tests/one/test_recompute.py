@@ -18,7 +18,7 @@ from examples.gpt import GPT, GPTConfig
 from tests.harness.tiers import deep, slow
 from thunder_zero.policy import RECOMPUTE
 from thunder_zero.schedule.timeline import Kind, Timeline
-from thunder_zero.traces.work_classes import is_cheap, updated_by
+from thunder_zero.traces.work import is_cheap, updated_by
 
 import thunder
 import thunder.torch as ltorch

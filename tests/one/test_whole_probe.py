@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.harness.whole_steps import Changes
-from thunder_zero.whole_step.probe import SIDE, STEPS, Found, tried
+from thunder_zero.whole_step.probe import SIDE, STEPS, Found, probed
 from thunder_zero.whole_step.stepper import Members, made
 
 SHAPES = ((9, 4), (5,))
@@ -96,13 +96,13 @@ class MovesAll(Changes):
         super().step()
 
 
-def found(kind: Any, groups: Any = SHAPES, marks: Mapping[str, Any] | None = None, **options: Any) -> Found:
+def found(kind: Any, groups: Any = SHAPES, attributes: Mapping[str, Any] | None = None, **options: Any) -> Found:
     """Try a class.
 
     Args:
         kind: the class.
         groups: shapes, or for each group its options with ``shapes`` and perhaps ``names``.
-        marks: of the first parameter.
+        attributes: of the first parameter.
         options: of the class.
     """
     of_groups = groups if isinstance(groups[0], dict) else [{"shapes": groups}]
@@ -111,7 +111,7 @@ def found(kind: Any, groups: Any = SHAPES, marks: Mapping[str, Any] | None = Non
         for number, group in enumerate(of_groups)
         for shape, name in zip(group["shapes"], group.get("names", [None] * len(group["shapes"])), strict=True)
     ]
-    vars(members[0][2]).update(marks or {})
+    vars(members[0][2]).update(attributes or {})
     taken = [{key: of for key, of in group.items() if key not in ("shapes", "names")} for group in of_groups]
 
     def make_on(its_groups: Sequence[Mapping[str, Any]], of: Members) -> optim.Optimizer:
@@ -119,7 +119,7 @@ def found(kind: Any, groups: Any = SHAPES, marks: Mapping[str, Any] | None = Non
 
     like = make_on(taken, members)
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1]
-    result = tried(make_on, like, torch.device("cpu"))
+    result = probed(make_on, like, torch.device("cpu"))
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
     assert (states[2] == numpy.random.get_state()[1]).all()
@@ -146,8 +146,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {  # options, the fields tha
     "random": ({"factor": noise}, "draws", "Python's, numpy's, torch's on the cpu"),
     "random, and parameters": ({"factor": noise_and_all_norms}, "couples draws", "step 1 was off by"),
     "a collective": ({"factor": summed}, "unknown", "RuntimeError: its step calls the collective c10d"),
-    "NaN": ({"factor": lambda *_: float("nan")}, "unknown", "stand-ins for parameters become NaN or Inf in step 1"),
-    "no move": ({"factor": lambda *_: 0.0}, "unknown", f"stand-ins for parameters did not move in {STEPS} steps"),
+    "NaN": ({"factor": lambda *_: float("nan")}, "unknown", "probe parameters become NaN or Inf in step 1"),
+    "no move": ({"factor": lambda *_: 0.0}, "unknown", f"probe parameters did not move in {STEPS} steps"),
     "a warmup that begins with zero": ({"factor": all_norms, "lr": 0.0}, "couples", "step 1 was off by"),
     "a learning rate in a tensor": ({"factor": all_norms, "lr": torch.tensor(0.0)}, "couples", "step 1 was off by"),
 }
@@ -172,7 +172,7 @@ def test_what_steps_change_is_found() -> None:
 
 
 class Asking(Planted):
-    """Couples parameters of a group that says so, of a parameter that is marked, or named so."""
+    """Couples parameters of a group that says so, of a parameter that has an attribute, or is named so."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -191,9 +191,9 @@ def test_groups_marks_and_names_count() -> None:
         ({}, "b", {"normed": True}, True),
         ({}, "head", {}, True),
     ]
-    for option, name, marks, coupled in cases:
+    for option, name, attributes, coupled in cases:
         groups = [{"shapes": [(4, 3)], "names": ["a"]}, {"shapes": [(4, 3)], "names": [name], **option}]
-        assert bool(found(Asking, groups, marks).couples) is coupled, (option, name, marks)
+        assert bool(found(Asking, groups, attributes).couples) is coupled, (option, name, attributes)
 
 
 def matrices_together(grad: Tensor, state: Any, everything: list[Tensor]) -> Any:

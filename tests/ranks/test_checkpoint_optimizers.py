@@ -172,14 +172,14 @@ def wrapped(rank: int, world_size: int, root: Path) -> None:
     tz.load(root / "wrapped", model, optimizer)
 
 
-def lent(rank: int, world_size: int, root: Path) -> None:
+def unsharded(rank: int, world_size: int, root: Path) -> None:
     """Inside of full_parameters the shards are saved, as outside."""
     model, other = sharded(fresh(Mlp), 3), sharded(Mlp(), 1)
     optimizer, its_optimizer = adamw(model), adamw(other)
     stepped(model, optimizer)
     with tz.full_parameters(model):
-        tz.save(root / "lent", model, optimizer)
-    tz.load(root / "lent", other, its_optimizer)
+        tz.save(root / "unsharded", model, optimizer)
+    tz.load(root / "unsharded", other, its_optimizer)
     assert same(state_of(other, its_optimizer), state_of(model, optimizer)) == []
 
 
@@ -213,7 +213,7 @@ def moving(rank: int, world_size: int, root: Path) -> None:
 
 @pytest.mark.parametrize(
     "work",
-    [float32_states, several_optimizers, own_state, ties, factored, wrapped, lent, moving],
+    [float32_states, several_optimizers, own_state, ties, factored, wrapped, unsharded, moving],
     ids=lambda work: work.__name__,
 )
 def test_it_comes_back_exactly_or_is_refused(ranks_pool: RanksPool, tmp_path: Path, work: Callable[..., None]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_zero as tz
-from tests.harness.late import GroupedSums, late_wire
+from tests.harness.late import CoalescedSums, late_wire
 from tests.harness.models import Small, fresh
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
@@ -98,7 +98,7 @@ def test_a_late_wire_changes_nothing(ranks_pool: RanksPool, name: str, copies: i
 
 def on_gloo(rank: int, world_size: int, stage: int) -> None:
     """As it is, with torch's own grouping of collectives, on gloo with sums."""
-    with mock.patch.dict(backends.BACKENDS, {("cpu", "gloo"): GroupedSums}):
+    with mock.patch.dict(backends.BACKENDS, {("cpu", "gloo"): CoalescedSums}):
         assert_right(train(shard(tz.Policy(stage=stage)), rank, world_size))
 
 

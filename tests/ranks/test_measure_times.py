@@ -19,7 +19,7 @@ from tests.harness.errors import raised, says
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
-from thunder_zero.runtime.clock import Clock, Moment, Waited, computed
+from thunder_zero.runtime.waits import Clock, Moment, Waited, computed
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.tools import measure_times
 

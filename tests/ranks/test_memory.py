@@ -24,7 +24,7 @@ from tests.harness.models import fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep
 from tests.harness.traced import Chain, ResidualBlock
-from thunder_zero.comm.decide import on_rank_0
+from thunder_zero.comm.agree import on_rank_0
 
 from thunder.executors.torch_compile import torch_compile_ex
 

@@ -21,8 +21,8 @@ from tests.harness.tiers import deep, slow
 from thunder_zero import layout
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.rows import real_rows
-from thunder_zero.runtime.digests import digests_of
 from thunder_zero.runtime.dtensors import local
+from thunder_zero.runtime.writes import digests_of
 from thunder_zero.schedule.timeline import Kind
 
 X = torch.linspace(-1, 1, 14).view(2, 7)

@@ -22,11 +22,10 @@ from tests.harness.tiers import slow
 from thunder_zero import layout
 from thunder_zero.comm import native
 from thunder_zero.comm.backends import transport_for
-from thunder_zero.comm.background import AVERAGER, in_background
-from thunder_zero.comm.handle import Waitable
-from thunder_zero.comm.native import Grouped, OneByOne
-from thunder_zero.comm.pairwise import PACK_BELOW_BYTES, Exchange, mean_into, messages
-from thunder_zero.comm.transport import Alone, Transport
+from thunder_zero.comm.handle import AVERAGER, Waitable, in_background
+from thunder_zero.comm.native import CoalescedNccl, PerTensor
+from thunder_zero.comm.pairwise import PACK_BELOW_BYTES, PairwiseGloo, mean_into, messages
+from thunder_zero.comm.transport import SingleRank, Transport
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
@@ -113,7 +112,7 @@ def turned(tensor: Tensor) -> Tensor:
 def carries(rank: int, world_size: int, make: Callable[..., Transport]) -> None:
     transport = make(everyone())
     for case in CASES:
-        if make is Exchange or case[-1] is torch.float32:  # the backend's own sums are in half precision
+        if make is PairwiseGloo or case[-1] is torch.float32:  # the backend's own sums are in half precision
             inputs = inputs_of(*case)
             carry(transport, case, inputs)
             if case[0] != "all_gather":
@@ -123,7 +122,7 @@ def carries(rank: int, world_size: int, make: Callable[..., Transport]) -> None:
 def carry(transport: Transport, case: Case, inputs: list[Tensor]) -> None:
     kind, *_ = case
     before = [tensor.clone() for tensor in inputs]
-    is_exact = isinstance(transport, Exchange) or kind == "all_gather"
+    is_exact = isinstance(transport, PairwiseGloo) or kind == "all_gather"
     with count_sends() as sent:
         results = getattr(transport, kind)(inputs, plan_of(*case).params).wait()
     assert_same(results, expected(*case), 0.0 if is_exact else 1e-6)
@@ -132,7 +131,7 @@ def carry(transport: Transport, case: Case, inputs: list[Tensor]) -> None:
         assert result.is_contiguous(), case
         assert not result.requires_grad, case
         assert not result.numel() or result.untyped_storage().data_ptr() != given.untyped_storage().data_ptr(), case
-    if isinstance(transport, Exchange):
+    if isinstance(transport, PairwiseGloo):
         assert_least(sent, case)
 
 
@@ -153,18 +152,18 @@ def assert_least(sent: list[int], case: Case) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, *slow(4)])
 def test_exchange_gives_exact_values_and_sends_the_fewest_bytes(ranks_pool: RanksPool, world_size: int) -> None:
-    ranks_pool.run(world_size, carries, Exchange)
+    ranks_pool.run(world_size, carries, PairwiseGloo)
 
 
 @pytest.mark.parametrize("world_size", [3, *slow(2)])
 def test_plain_gives_close_values(ranks_pool: RanksPool, world_size: int) -> None:
-    ranks_pool.run(world_size, carries, OneByOne)
+    ranks_pool.run(world_size, carries, PerTensor)
 
 
 def half_precision_keeps_its_numbers(rank: int, world_size: int) -> None:
     """Native sums divide by about the square root of W before and after: dividing by 4 first makes 2**-23 a zero."""
     plan = plan_of("reduce_scatter", ((9,),), torch.float16)
-    for make, large in ((Exchange, 60000.0), (OneByOne, 120000.0 / world_size)):
+    for make, large in ((PairwiseGloo, 60000.0), (PerTensor, 120000.0 / world_size)):
         for value in (large, 2.0**-23):
             mean = torch.full((9,), value, dtype=torch.float16)
             assert_same(make(everyone()).reduce_scatter([mean], plan.params).wait(), [shard_of(mean)])
@@ -173,8 +172,8 @@ def half_precision_keeps_its_numbers(rank: int, world_size: int) -> None:
     plan = plan_of("reduce_scatter", ((4,),), torch.bfloat16)
     grad = torch.full((4,), 1.0 if rank else 256.0, dtype=torch.bfloat16)
     mean = torch.full((4,), (255 + world_size) / world_size, dtype=torch.bfloat16)
-    assert_same(Exchange(everyone()).reduce_scatter([grad], plan.params).wait(), [shard_of(mean)])
-    assert_same(Exchange(everyone()).all_reduce([grad], plan.params).wait(), [mean])
+    assert_same(PairwiseGloo(everyone()).reduce_scatter([grad], plan.params).wait(), [shard_of(mean)])
+    assert_same(PairwiseGloo(everyone()).all_reduce([grad], plan.params).wait(), [mean])
 
 
 @pytest.mark.parametrize("world_size", [4, *slow(2)])
@@ -203,7 +202,7 @@ def test_the_mean_may_overwrite_its_first_two_parts() -> None:
 
 
 def a_gather_into_buffers_fills_the_other_rows(rank: int, world_size: int) -> None:
-    for make, shapes in ((Exchange, MIXED), (OneByOne, UNEVEN)):
+    for make, shapes in ((PairwiseGloo, MIXED), (PerTensor, UNEVEN)):
         fulls = [known(shape, 0) for shape in shapes]
         buffers, shards = [], []
         for full in fulls:
@@ -223,7 +222,7 @@ def a_gather_into_buffers_fills_the_other_rows(rank: int, world_size: int) -> No
 def wait_drops_the_inputs(rank: int, world_size: int) -> None:
     grad = known((350, 300), rank)
     before = uses(grad)
-    handle = Exchange(everyone()).all_reduce([grad], plan_of("all_reduce", ((350, 300),)).params)
+    handle = PairwiseGloo(everyone()).all_reduce([grad], plan_of("all_reduce", ((350, 300),)).params)
     assert uses(grad) > before, "nothing keeps the gradient alive while it travels"
     handle.wait()
     assert uses(grad) == before
@@ -236,7 +235,7 @@ def uses(tensor: Tensor) -> int:
 def nothing_made_here_is_an_inference_tensor(rank: int, world_size: int) -> None:
     with torch.inference_mode():
         for kind in KINDS:
-            results = launch(Exchange(everyone()), kind, ((5,), (257, 401))).wait()
+            results = launch(PairwiseGloo(everyone()), kind, ((5,), (257, 401))).wait()
             assert not any(result.is_inference() for result in results), kind
 
 
@@ -245,14 +244,14 @@ def nothing_made_here_is_an_inference_tensor(rank: int, world_size: int) -> None
 
 def buckets_are_waited_for_in_any_order(rank: int, world_size: int) -> None:
     """All three under way twice, waited for in another order on each rank."""
-    transport, shapes = Exchange(everyone()), ((257, 401), (5,))
+    transport, shapes = PairwiseGloo(everyone()), ((257, 401), (5,))
     handles = [(kind, launch(transport, kind, shapes)) for _ in range(2) for kind in KINDS]
     for kind, handle in handles[rank:] + handles[:rank]:
         assert_same(handle.wait(), expected(kind, shapes))
 
 
 def an_all_reduce_goes_on_while_nobody_waits(rank: int, world_size: int) -> None:
-    handle = launch(Exchange(everyone()), "all_reduce", LARGE)
+    handle = launch(PairwiseGloo(everyone()), "all_reduce", LARGE)
     if rank == 0:
         dist.barrier()  # the others come here only after they have the means, including rank 0's part
     assert_same(handle.wait(), expected("all_reduce", LARGE))
@@ -265,10 +264,10 @@ def an_all_reduce_that_has_to_wait_blocks_nothing_else(rank: int, world_size: in
     pair = dist.new_group([0, 2])
     if rank == 1:
         dist.barrier()
-    late = launch(Exchange(everyone()), "all_reduce", LARGE)
+    late = launch(PairwiseGloo(everyone()), "all_reduce", LARGE)
     if rank != 1:
         params = plan_of("all_gather", ((2, 2),)).params
-        (full,) = Exchange(pair).all_gather([torch.full((1, 2), float(rank))], params).wait()
+        (full,) = PairwiseGloo(pair).all_gather([torch.full((1, 2), float(rank))], params).wait()
         assert full.tolist() == [[0.0, 0.0], [2.0, 2.0]], full
         dist.barrier()
     assert_same(late.wait(), expected("all_reduce", LARGE))
@@ -276,7 +275,7 @@ def an_all_reduce_that_has_to_wait_blocks_nothing_else(rank: int, world_size: in
 
 def drain_ends_all_that_a_failed_step_left(rank: int, world_size: int) -> None:
     """A step that launches everything and waits for nothing. The next one is right; results are given once."""
-    transport, shapes = Exchange(everyone()), ((350, 300), (7,))
+    transport, shapes = PairwiseGloo(everyone()), ((350, 300), (7,))
     handles = [launch(transport, kind, shapes) for kind in KINDS]
     was_in_flight = transport.in_flight
     transport.drain()
@@ -294,7 +293,7 @@ def ranks_trade_tensors_of_their_own_sizes(rank: int, world_size: int) -> None:
     def sizes(one: int, other: int) -> Shape:
         return () if (one, other) == (0, 1) else (PACK_BELOW_BYTES, 3 + one, 0, 5 + other)
 
-    for make in (Exchange, OneByOne):
+    for make in (PairwiseGloo, PerTensor):
         transport = make(everyone())
         outgoing = {peer: [known((size,), rank, seed=peer) for size in sizes(rank, peer)] for peer in peers}
         incoming = {peer: [torch.empty(size) for size in sizes(peer, rank)] for peer in peers}
@@ -303,7 +302,7 @@ def ranks_trade_tensors_of_their_own_sizes(rank: int, world_size: int) -> None:
         assert not transport.in_flight
         for peer in peers:
             assert_same(incoming[peer], [known((size,), peer, seed=rank) for size in sizes(peer, rank)])
-        assert len(sent) == (2 * (len(peers) - (rank == 0)) if make is Exchange else 0), sent
+        assert len(sent) == (2 * (len(peers) - (rank == 0)) if make is PairwiseGloo else 0), sent
 
 
 def test_a_failure_in_the_background_is_raised_by_its_wait_and_the_thread_goes_on() -> None:
@@ -321,7 +320,7 @@ def test_a_failure_in_the_background_is_raised_by_its_wait_and_the_thread_goes_o
 
 def one_rank_needs_no_communication(rank: int, world_size: int) -> None:
     transport = transport_for(everyone(), CPU)
-    assert type(transport) is Alone
+    assert type(transport) is SingleRank
     params = plan_of("all_gather", ((5, 2),)).params
     shard, grad = nn.Parameter(known((5, 2), 0)), known((2, 5), 0).t()
     for into in (None, [shard.detach()]):
@@ -341,14 +340,15 @@ def native_transports_run_on_eight_fake_ranks(rank: int, world_size: int) -> Non
     dist.init_process_group("fake", rank=3, world_size=8)
     shapes = ((5, 2), (16, 3), (9,))
     try:
-        assert type(transport_for(everyone(), CPU)) is OneByOne
-        for make in (OneByOne, Grouped):
+        assert type(transport_for(everyone(), CPU)) is PerTensor
+        for make in (PerTensor, CoalescedNccl):
             transport = make(everyone())
             for kind in KINDS:
                 found = [tuple(result.shape) for result in launch(transport, kind, shapes).wait()]
                 assert found == ([(1, 2), (2, 3), (2,)] if kind == "reduce_scatter" else list(shapes)), (kind, found)
             transport.trade({0: [torch.ones(2)]}, {1: [torch.ones(3, dtype=torch.int16)]}).wait()
-        (full,) = Grouped(everyone()).all_gather([torch.full((2,), 3.0)], plan_of("all_gather", ((15,),)).params).wait()
+        params = plan_of("all_gather", ((15,),)).params
+        (full,) = CoalescedNccl(everyone()).all_gather([torch.full((2,), 3.0)], params).wait()
         assert full.tolist() == [3.0] * 15, "fake ranks have the same values as ours"
     finally:
         dist.destroy_process_group()
@@ -367,7 +367,7 @@ def grouped_averages_in_one_launch_and_copies_only_to_pad(rank: int, world_size:
         mock.patch.object(native, "reduce_scatter_single", record),
         mock.patch.object(native, "one_launch") as manager,
     ):
-        Grouped(everyone()).reduce_scatter([even, odd], plan_of("reduce_scatter", shapes).params)
+        CoalescedNccl(everyone()).reduce_scatter([even, odd], plan_of("reduce_scatter", shapes).params)
     assert manager.call_count == 1
     (first, *ops), (second, op) = calls
     assert [*ops, op] == [dist.ReduceOp.AVG] * 2, ops

@@ -25,7 +25,7 @@ from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from tests.harness.whole_steps import Changes, CoupledIfAsked, give, gradients
 from thunder_zero import layout
-from thunder_zero.comm.placed import Placed
+from thunder_zero.comm.collective_tags import TaggedTransport
 from thunder_zero.whole_step import stepper
 
 import thunder
@@ -186,7 +186,7 @@ def ordered(rank: int, world_size: int) -> None:
     give(model, gradients(fresh(Mlp, WIDTH, 8), 0))
     optimizer.step()
     events, held = [], []
-    trade, step, at_rest = Placed.trade, stepper.Bucket.step, sum(storages().values())
+    trade, step, at_rest = TaggedTransport.trade, stepper.BucketStepper.step, sum(storages().values())
 
     def traded(self: Any, outgoing: Any, incoming: Any) -> Any:
         events.append("to" if sum(map(len, outgoing.values())) == 2 * (world_size - 1) else "from")
@@ -197,7 +197,7 @@ def ordered(rank: int, world_size: int) -> None:
         held.append(sum(storages().values()) - at_rest)
         return step(self, *args)
 
-    with mock.patch.object(Placed, "trade", traded), mock.patch.object(stepper.Bucket, "step", stepped):
+    with mock.patch.object(TaggedTransport, "trade", traded), mock.patch.object(stepper.BucketStepper, "step", stepped):
         optimizer.step()
     assert events == ["to", *["to", "step", "from"] * 3, "step", "from"], events
     assert 2 <= min(held) / (4 * WIDTH**2) <= max(held) / (4 * WIDTH**2) < 6, held
@@ -287,7 +287,7 @@ def test_steps_from_odd_beginnings(ranks_pool: RanksPool) -> None:
 
 class Script(Changes):
     """As those of many scripts: takes groups of certain keys only, steps parameters without a gradient, too, keeps
-    values from when it was made, counts in its groups, has lists in its states, and asks for marks and names."""
+    values from when it was made, counts in its groups, has lists in its states, and asks for attributes and names."""
 
     def __init__(self, params: Any, lr: float = 0.1, power: float = 1.0) -> None:
         for group in params:
@@ -312,7 +312,7 @@ class Script(Changes):
 
 
 def script_steps(model: Any, plain: nn.Module) -> Any:
-    """Parameters without a gradient; a group that comes later; marks and
+    """Parameters without a gradient; a group that comes later; attributes and
     options that change, and a scheduler, which adds some."""
     names = [name for name, _ in plain.named_parameters()]
     owners: list[int] = []
@@ -379,7 +379,7 @@ def test_optimizers_keep_their_keys_values_marks_names_and_counts(
     ranks_pool: RanksPool, world_size: int, stage: int
 ) -> None:
     """Owners make and step optimizers as a script does: with groups of the constructor's keys, the values of parameters
-    without gradients, marks and names of parameters, and options that a bucket's step changes."""
+    without gradients, attributes and names of parameters, and options that a bucket's step changes."""
     ranks_pool.run(world_size, odd_optimizers, stage)
 
 

@@ -74,7 +74,7 @@ class CountsNines(Changes):
 
 
 class Single(Changes):
-    """Steps no float64, which stand-ins are."""
+    """Steps no float64, which probe parameters are."""
 
     def change(self, group: dict[str, Any], params: list[Any]) -> None:
         assert all(param.dtype == torch.float32 for param in params), "single precision alone"
@@ -121,9 +121,9 @@ def refused_makers(model: Any, params: list[Any]) -> None:
         (params, optim.SGD, f"tz.whole was given a list {use_class}"),
         (optim.Adafactor, model, "tz.whole was given a ZeroModule; give it model.parameters(), or some of them"),
         (CountsWhereItSteps, params, "changes 'steps' of a group only where it has parameters of the group"),
-        (CoupledIfAsked, [{"params": params, "norm": 1.0}], "CoupledIfAsked couples parameters (beside other stand-"),
+        (CoupledIfAsked, [{"params": params, "norm": 1.0}], "CoupledIfAsked couples parameters (beside other probe p"),
         (optim.Muon, params, "Muon only supports 2D parameters"),
-        (Single, params, "cannot be tried on stand-ins (AssertionError: single precision alone), and each rank steps"),
+        (Single, params, "cannot be tried on probe parameters (AssertionError: single precision alone), and each rank"),
         (OwnGroups, params, "OwnGroups makes 2 groups of the 1 that it was given, so tz.whole cannot tell their param"),
         (NeedsParameters, params, "NeedsParameters cannot step groups without parameters (RuntimeError: stack expects"),
     ):
@@ -181,7 +181,7 @@ def changed_later(rank: int, world_size: int) -> None:
     coupling.step()
     coupling.param_groups[0]["norm"] = 1.0
     give(model, grads)
-    says(coupling.step, "CoupledIfAsked couples parameters (beside other stand-ins ")
+    says(coupling.step, "CoupledIfAsked couples parameters (beside other probe parameters ")
     counting: Any = tz.whole(CountsItself, params[:2], lr=0.1)
     says(lambda: setattr(counting, "count", 100), "tz.whole(CountsItself) cannot set 'count', which CountsItself has")
     counting.mine = 1

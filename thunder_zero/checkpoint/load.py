@@ -27,7 +27,7 @@ from thunder_zero.checkpoint.save import NO_EXTRAS, agreed, error_of_last, requi
 from thunder_zero.comm.agree import all_or_none
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.runtime.ema import EMA
-from thunder_zero.runtime.sharded_model import is_place, sharded_model
+from thunder_zero.runtime.sharded_model import sharded_model, tagged
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Loaded:
     of_rank: tuple[Mapping[str, Any], ...] = field(repr=False)  # it includes what `own` has
 
 
-@is_place("tz.load")
+@tagged("tz.load")
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -32,14 +32,14 @@ from thunder_zero.comm.group import group_like
 from thunder_zero.comm.small_collectives import gather_object_on_rank_0
 from thunder_zero.policy import is_count
 from thunder_zero.runtime.ema import EMA
-from thunder_zero.runtime.sharded_model import is_place, sharded_model
+from thunder_zero.runtime.sharded_model import sharded_model, tagged
 from thunder_zero.runtime.state import State
 
 NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 _saves: WeakKeyDictionary[State, BackgroundSaves] = WeakKeyDictionary()
 
 
-@is_place("tz.save")
+@tagged("tz.save")
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,

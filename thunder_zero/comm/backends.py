@@ -1,30 +1,44 @@
-"""Chooses a transport by device and backend, and builds the transport of a model."""
+"""Chooses the device and the transport of a model; refuses what the group cannot send or reduce.
+
+::
+
+    TaggedTransport -> Staging -> Hybrid -> PairwiseGloo | CoalescedNccl | PerTensor | SingleRank
+    compares ranks     casts,     over      sends, by the backend
+                       copies     copies
+
+A forecast of memory has transports that allocate what the real ones do and send nothing. They are the real ones but for
+the calls that reach the backend, so that a buffer which is added there is forecast, too. They need neither
+``torch.distributed`` to be initialised nor peers, and work on tensors without values (meta).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch import Tensor, nn
+from torch.distributed import HashStore, ProcessGroup
+from torch.distributed.tensor import DTensor
 
+from thunder_zero.comm.collective_tags import TaggedTransport, is_debugging
 from thunder_zero.comm.group import Ranks
-from thunder_zero.comm.host_copies import HostCopies
+from thunder_zero.comm.handle import BucketPart, Result
 from thunder_zero.comm.hybrid import Hybrid
 from thunder_zero.comm.lost_ranks import CPU, speaks_gloo
-from thunder_zero.comm.native import Grouped, OneByOne
-from thunder_zero.comm.pairwise import Exchange
-from thunder_zero.comm.placed import Placed
-from thunder_zero.comm.places import is_debugging
-from thunder_zero.comm.staging import Staging, needs_staging
-from thunder_zero.comm.transport import Alone, Transport
-from thunder_zero.plan import Plan
+from thunder_zero.comm.native import CoalescedNccl, PerTensor
+from thunder_zero.comm.pairwise import Message, PairwiseGloo, Wait
+from thunder_zero.comm.small_collectives import all_gather_object
+from thunder_zero.comm.staging import HostCopies, Staging, needs_staging
+from thunder_zero.comm.transport import SingleRank, Transport
+from thunder_zero.plan import Param, Plan
 
-# (device type, backend) -> transport; OneByOne for all others
+# (device type, backend) -> transport; PerTensor for all others
 BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup, int], Transport]] = {
-    ("cpu", "gloo"): Exchange,  # messages between pairs of ranks: gloo's own reduce-scatter sends twice the minimum
-    ("cuda", "nccl"): Grouped,  # one launch a bucket, the mean inside the collective
-    ("cuda", "fake"): Grouped,  # stands in for NCCL: the same kernels and memory, no peers
+    ("cpu", "gloo"): PairwiseGloo,  # messages between pairs of ranks: gloo's own reduce-scatter sends twice the minimum
+    ("cuda", "nccl"): CoalescedNccl,  # one launch a bucket, the mean inside the collective
+    ("cuda", "fake"): CoalescedNccl,  # stands in for NCCL: the same kernels and memory, no peers
 }
 
 
@@ -42,21 +56,168 @@ def transport_for(group: ProcessGroup, device: torch.device, role: int = 0) -> T
             f"that it supports, or give a process group with a backend for {device.type} (gloo for CPU)"
         )
     if dist.get_world_size(group) == 1:
-        return Alone()
-    return BACKENDS.get((device.type, backend), OneByOne)(group, role)
+        return SingleRank()
+    return BACKENDS.get((device.type, backend), PerTensor)(group, role)
 
 
-def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: HostCopies, model: str) -> Placed:
+def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: HostCopies, model: str) -> TaggedTransport:
     """The transport of a model: over one group or several, with the casts and copies that the plan asks for.
 
-    ``model`` is its name in errors. Places are announced where that costs next to nothing (gloo, in host memory), or if
+    ``model`` is its name in errors. Tags are announced where that costs next to nothing (gloo, in host memory), or if
     torch's debug switch asks for it.
     """
-    transport = transport_for(ranks.inside, device)
-    if ranks.across is not None:
-        across, everyone = transport_for(ranks.across, device, role=1), transport_for(ranks.everyone, device, role=2)
-        transport = Hybrid(transport, across, everyone, plan)
-    if needs_staging(plan, device):
-        transport = Staging(transport, plan, device, copies)
+    groups = [ranks.inside] if ranks.across is None else [ranks.inside, ranks.across, ranks.everyone]
+    transports = [transport_for(group, device, role) for role, group in enumerate(groups)]
+    transport = _in_front(Staging, transports, plan, device, copies)
     announces = is_debugging() or (device == CPU and speaks_gloo(ranks.everyone))
-    return Placed(transport, model, ranks.everyone, announces=announces)
+    return TaggedTransport(transport, model, ranks.everyone, announces=announces)
+
+
+def _in_front(
+    staging: type[Staging], transports: Sequence[Transport], plan: Plan, device: torch.device, copies: HostCopies
+) -> Transport:
+    """What is in front of the transports: of all ranks, or inside of a copy, over the copies, and of all ranks."""
+    inside, *several = transports
+    transport = inside
+    if several:
+        across, everyone = several
+        transport = Hybrid(inside, across, everyone, plan)
+    return staging(transport, plan, device, copies) if needs_staging(plan, device) else transport
+
+
+def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device | None) -> torch.device:
+    """The device of the shards: ``device``, or that of the first parameter that is not on the meta device.
+
+    If all are on the meta device: the CPU, or, if the group supports no CPU tensors, the first device type it supports.
+
+    Raises:
+        ValueError: a parameter is a DTensor or another tensor subclass, or its gradient cannot be reduced; the device
+            does not exist, is not the current CUDA device, or the group has no backend for it; ``broadcast_from`` is
+            not a rank of the group.
+    """
+    for param in plan.params:
+        original = module.get_parameter(param.path)
+        if isinstance(original, DTensor):
+            raise ValueError(
+                f"parameter {param.path!r} is a DTensor: torch (fully_shard, tensor parallelism) or thunder_zero "
+                f"already shards it; give a module of plain tensors"
+            )
+        if _has_behaviour(original):
+            raise ValueError(
+                f"parameter {param.path!r} is a {type(original).__name__}, a tensor subclass, whose behaviour its "
+                f"shards would not have: they are plain rows; give a module of plain tensors"
+            )
+    source = plan.policy.broadcast_from
+    if source is not None and source >= plan.ranks:
+        raise ValueError(
+            f"broadcast_from is {source}, but the process group has ranks 0 to {plan.ranks - 1}; give one of them"
+        )
+    originals = (module.get_parameter(param.path) for param in plan.params)
+    real = (original.device for original in originals if not original.is_meta)
+    device = device or next(real, _default_device(ranks.everyone))
+    reducible = transport_for(ranks.everyone, device).averages
+    for param in plan.params:
+        if param.requires_grad and param.reduce_dtype not in reducible:
+            raise ValueError(
+                f"cannot reduce the gradient of parameter {param.path!r}: the backend has no sum of "
+                f"{param.reduce_dtype}; give mixed_precision with reduce_dtype=torch.float32, or freeze the parameter"
+            )
+    try:
+        _require_current(device)
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device is '{device}', which cannot be used here ({reason}); choose a device that this machine has"
+        ) from None
+
+
+def memory_bytes(device: torch.device, group: dist.ProcessGroup) -> int | None:
+    """Bytes of the smallest GPU of all ranks, so that they plan alike; a collective. None on the CPU, without one."""
+    if device.type != "cuda":
+        return None
+    return min(all_gather_object(torch.cuda.get_device_properties(device).total_memory, group))
+
+
+def _has_behaviour(param: nn.Parameter) -> bool:
+    """Whether its class changes what operations do, as quantised weights and FSDP2's extensions of gathers do."""
+    function, dispatch = type(param).__torch_function__, type(param).__torch_dispatch__
+    return function is not nn.Parameter.__torch_function__ or dispatch is not nn.Parameter.__torch_dispatch__
+
+
+def _require_current(device: torch.device) -> None:
+    """Refuse a GPU that is not the current one: NCCL and streams would use the current one.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if device.type == "cuda" and device.index not in (None, current := torch.cuda.current_device()):
+        raise ValueError(
+            f"device is '{device}', but the current CUDA device of this process is 'cuda:{current}', where NCCL and "
+            f"the streams would run; call torch.cuda.set_device({device.index}) before init_process_group"
+        )
+
+
+def _default_device(group: dist.ProcessGroup) -> torch.device:
+    """The CPU, unless the group supports no CPU tensors."""
+    supported = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in supported else supported[0])
+
+
+class UnsentPairwiseGloo(PairwiseGloo):
+    """gloo's transport without its messages and threads."""
+
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """Run it when its result is waited for."""
+        return start
+
+    def _post(self, task: Callable[[], None]) -> Wait:
+        task()
+        return lambda: None
+
+    def _start(self, message: Message, tensor: Tensor, rank: int, tag: int) -> Wait:
+        return lambda: tensor  # a message keeps its tensor alive until it is waited for
+
+
+class _NotLaunched:
+    """In front of a transport over the backend's collectives: starts none of them."""
+
+    def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
+        return [BucketPart((lambda: calls,))]
+
+    def _start_messages(self, ops: Sequence[dist.P2POp]) -> list[BucketPart]:
+        return [BucketPart((lambda: ops,))]
+
+
+class UnsentCoalescedNccl(_NotLaunched, CoalescedNccl):
+    """NCCL's transport without its collectives."""
+
+
+class UnsentPerTensor(_NotLaunched, PerTensor):
+    """The transport of other backends without its collectives."""
+
+
+UNSENT: Mapping[str, Callable[[ProcessGroup], Transport]] = {
+    "gloo": UnsentPairwiseGloo,
+    "nccl": UnsentCoalescedNccl,
+    "mpi": UnsentPerTensor,
+}
+
+
+class UnsentStaging(Staging):
+    """Staging where host memory and the device are both meta."""
+
+    def _on_device(self, shard: Tensor, param: Param) -> Tensor:
+        return shard.detach().clone() if self._plan.rests_on_host(param) else shard.detach()
+
+
+def unsent_transport(plan: Plan, backend: str, copies: HostCopies, model: str) -> TaggedTransport:
+    """The transport of a model's rank, by the name of its backend: a key of ``UNSENT``.
+
+    The tensors that it gets and makes are on the meta device.
+    """
+    several = [(plan.replicas, 0), (plan.ranks, plan.rank)] if plan.replicas > 1 else []
+    groups = [ProcessGroup(HashStore(), rank, size) for size, rank in [(plan.world_size, plan.rank), *several]]
+    transports = [SingleRank() if group.size() == 1 else UNSENT[backend](group) for group in groups]
+    transport = _in_front(UnsentStaging, transports, plan, torch.device("meta"), copies)
+    return TaggedTransport(transport, model, ProcessGroup(HashStore(), plan.rank, plan.ranks), announces=False)

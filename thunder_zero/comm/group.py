@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from thunder_zero.comm.collective_tags import without_tags
 from thunder_zero.comm.lost_ranks import naming_lost_ranks, timeout_of
-from thunder_zero.comm.places import without_places
-from thunder_zero.compat.process_groups import set_timeout
+from thunder_zero.compat.torch_gaps import set_timeout
 
 LONGEST_WAIT_FOR_ADDRESS = timedelta(minutes=1)  # while a group is made, gloo does not see that a rank dies
 GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for a message
@@ -115,7 +115,7 @@ def hybrid_mesh(shape: tuple[int, int], device: torch.device) -> DeviceMesh:
 def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new gloo group of the same ranks, with the timeout that ``group`` has on ``device``; a collective of them.
 
-    For collectives that must not mix with those of ``group``, such as those of another thread; they are no places.
+    For collectives that must not mix with those of ``group``, such as those of another thread; they have no tags.
     Ranks should call it right after another collective: if one comes a minute later, this raises.
 
     Raises:
@@ -126,7 +126,7 @@ def group_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGr
     with naming_lost_ranks(group):
         made = process_group(dist.new_group(ranks, while_made, "gloo", use_local_synchronization=True))
     set_timeout(made, timeout)
-    without_places(made)
+    without_tags(made)
     return made
 
 

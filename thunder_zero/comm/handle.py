@@ -1,13 +1,26 @@
-"""Handles of launched buckets: each is waited for once, and keeps its tensors alive until then."""
+"""Handles of launched buckets, and the two background threads: one posts messages, one averages.
+
+A handle is waited for once, and keeps its tensors alive until then. A thread runs its tasks in the order given::
+
+    launch     Handle(parts, results)     each part: messages in flight, then local work, such as a mean
+    wait()     parts end, in order        -> results, one tensor for each parameter of the bucket
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import cache
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
+
+from thunder_zero.compat.torch_gaps import at_exit
 
 Result = TypeVar("Result")
 
@@ -82,11 +95,46 @@ class Handle:
         self._pending.discard(self)
 
 
-def drain(pending: set[Handle]) -> None:
-    """Wait for all that a failed step left in flight.
+SENDER, AVERAGER = "sender", "averager"
+EXIT_SECONDS = 1.0  # how long an exiting rank waits for them
 
-    Raises:
-        RuntimeError: the backend failed; the remaining handles stay pending.
+
+def in_background(thread: str, task: Callable[[], Result]) -> Future[Result]:
+    """Run a task in the named thread, after all tasks that were given to it earlier."""
+    future: Future[Result] = Future()
+    _tasks_of(thread).put((task, future))
+    return future
+
+
+@cache
+def _tasks_of(thread: str) -> SimpleQueue[tuple[Callable[[], Any], Future[Any]]]:
+    """The queue of a background thread, which starts when it is first needed.
+
+    One thread serves all transports of the process: messages under a tag must leave in the same order on all
+    ranks. It is a daemon, so that a rank that fails can exit while the thread waits for its peers.
     """
-    while pending:
-        next(iter(pending)).settle()
+    tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+    threading.Thread(target=_serve, args=(tasks,), name=f"thunder_zero {thread}", daemon=True).start()
+    at_exit(_let_end, thread)
+    return tasks
+
+
+def _serve(tasks: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
+    while True:
+        task, future = tasks.get()
+        result, failure = None, None
+        try:
+            result = task()
+        except BaseException as error:
+            failure = error
+        del task  # before the future is done: the tensors that it held must be free by then
+        if failure is None:
+            future.set_result(result)
+        else:
+            future.set_exception(failure)
+        del future, result, failure
+
+
+def _let_end(thread: str) -> None:
+    """At exit: give the thread time to notice lost peers; the interpreter cannot stop it cleanly later."""
+    futures.wait([in_background(thread, lambda: None)], timeout=EXIT_SECONDS)

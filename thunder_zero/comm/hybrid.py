@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Result, Waitable
-from thunder_zero.comm.transport import Mail, Transport
+from thunder_zero.comm.transport import PeerBuffers, Transport
 from thunder_zero.plan import Param, Plan
 from thunder_zero.rows import real_rows
 
@@ -46,25 +46,25 @@ class Hybrid:
             rows = [real_rows(mean, param, self._plan) for mean, param in zip(means, params, strict=True)]
             return means, self._across.all_reduce(rows, params)
 
-        return Averaged(self._across.soon(average), params, self._plan, self._pending)
+        return Averaged(self._across.run_after(average), params, self._plan, self._pending)
 
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average over all ranks."""
         return self._everyone.all_reduce(grads, params)
 
-    def trade(self, outgoing: Mail, incoming: Mail) -> Waitable:
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         """Trade inside the copy."""
         return self._inside.trade(outgoing, incoming)
 
-    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """As the transport inside the copy does."""
-        return self._inside.soon(start)
+        return self._inside.run_after(start)
 
-    def under(self, key: int) -> Hybrid:
-        """See :meth:`thunder_zero.comm.transport.Transport.under`."""
+    def with_tag(self, tag: int) -> Hybrid:
+        """See :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
         other = copy(self)
-        other._inside, other._across = self._inside.under(key), self._across.under(key)
-        other._everyone = self._everyone.under(key)
+        other._inside, other._across = self._inside.with_tag(tag), self._across.with_tag(tag)
+        other._everyone = self._everyone.with_tag(tag)
         return other
 
     @property

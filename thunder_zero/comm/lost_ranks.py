@@ -55,34 +55,34 @@ class LostRank(DistNetworkError):
         rank: this one.
         who: ``"rank 1"``, or ``"one of ranks [1, 2]"``.
         reason: what the backend said.
-        place: where this rank was, as :mod:`thunder_zero.comm.places` calls it; "" if unknown.
+        tag: where this rank was, as :mod:`thunder_zero.comm.collective_tags` calls it; "" if unknown.
     """
 
-    def __init__(self, rank: int, who: str, reason: str, place: str = "") -> None:
-        where = f" in {place}" * bool(place)
+    def __init__(self, rank: int, who: str, reason: str, tag: str = "") -> None:
+        where = f" in {tag}" * bool(tag)
         super().__init__(
             f"rank {rank} got no answer from {who}{where}: it died, failed before this one, or was silent longer than "
             f"the process group's timeout; read its last output, then restart all ranks from the last checkpoint "
             f"({reason})"
         )
         self._facts = rank, who, reason
-        self.place = place
+        self.tag = tag
 
-    def at(self, place: str) -> LostRank:
+    def at(self, tag: str) -> LostRank:
         """The same error, which says where this rank was, unless it already does."""
-        return self if self.place else LostRank(*self._facts, place)
+        return self if self.tag else LostRank(*self._facts, tag)
 
     def __reduce__(self) -> tuple[type[LostRank], tuple[int, str, str, str]]:
-        return LostRank, (*self._facts, self.place)
+        return LostRank, (*self._facts, self.tag)
 
 
 @contextmanager
-def at_place(place: str) -> Iterator[None]:
+def naming_tag(tag: str) -> Iterator[None]:
     """Errors of the block that name a lost rank say that this rank was there."""
     try:
         yield
     except LostRank as lost:
-        raise lost.at(place) from lost.__cause__
+        raise lost.at(tag) from lost.__cause__
 
 
 def says_lost(error: RuntimeError) -> bool:

@@ -7,7 +7,7 @@ copied, into a buffer with zeros at its end, since these collectives send chunks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,25 +15,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_single, reduce_scatter_single
 
 from thunder_zero import layout
-from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
-from thunder_zero.comm.transport import FLOATS, Mail
-from thunder_zero.compat.process_groups import one_launch
-from thunder_zero.compat.torch_internals import divide_all
+from thunder_zero.comm.handle import BucketPart, Handle
+from thunder_zero.comm.transport import FLOATS, Launching, PeerBuffers
+from thunder_zero.compat.torch_gaps import divide_all, one_launch
 from thunder_zero.plan import Param
 from thunder_zero.rows import rows_in
 
 
-class _Native:
+class _Native(Launching):
     """Buffers, padding and handles, which both transports share."""
 
     averages = FLOATS  # NCCL and MPI have no sum of complex numbers
     means: frozenset[torch.dtype] = frozenset()  # of these dtypes the collective itself takes the mean
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
+        super().__init__()
         self._group = group
         self._world_size = group.size()
         self._rank = group.rank()
-        self._pending: set[Handle] = set()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -80,13 +79,13 @@ class _Native:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def trade(self, outgoing: Mail, incoming: Mail) -> Handle:
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
         """See :meth:`thunder_zero.comm.transport.Transport.trade`."""
         ways = ((dist.isend, outgoing), (dist.irecv, incoming))
         ops = [
             dist.P2POp(way, _sendable(tensor), group=self._group, group_peer=rank)
-            for way, mail in ways
-            for rank, tensors in mail.items()
+            for way, buffers in ways
+            for rank, tensors in buffers.items()
             for tensor in tensors
             if tensor.numel()
         ]
@@ -96,23 +95,6 @@ class _Native:
         """Start messages between pairs of ranks."""
         works = dist.batch_isend_irecv(list(ops)) if ops else []
         return [BucketPart(tuple(work.wait for work in works), _keep_alive(ops))]
-
-    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run it when its result is waited for; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
-        return start
-
-    def under(self, key: int) -> Self:
-        """Collectives have no tags; see :meth:`thunder_zero.comm.transport.Transport.under`."""
-        return self
-
-    @property
-    def in_flight(self) -> bool:
-        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
-        return bool(self._pending)
-
-    def drain(self) -> None:
-        """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
-        drain(self._pending)
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:
         """Start ``collective(*tensors, **options)`` for each ``(*tensors, options)``."""
@@ -154,7 +136,7 @@ class _Native:
         return rows_in(full, param, self._world_size, self._rank)
 
 
-class Grouped(_Native):
+class CoalescedNccl(_Native):
     """NCCL: one launch for all calls of a bucket; the collective itself takes the mean.
 
     ``wait`` makes the current stream wait for the collectives, not the host. NCCL takes the mean by dividing each
@@ -170,7 +152,7 @@ class Grouped(_Native):
         return [BucketPart((launched.wait,), _keep_alive(calls))]
 
 
-class OneByOne(_Native):
+class PerTensor(_Native):
     """Any backend: one collective for each tensor, and a sum of gradients that are divided first."""
 
     def _launch(self, collective: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[BucketPart]:

@@ -13,16 +13,17 @@ from and into the tensors' own memory (rows of dim 0 are contiguous)::
 Padding is never sent, and an empty range needs no message. Both ends derive the messages from shapes and
 dtypes alone. Sums run in rank order, half precision is added up in float32, and the division comes last.
 
-Two background threads, which mostly sleep: COURIER posts receives and sends to gloo. gloo copies as much
-as the socket takes before a send returns (milliseconds, for large ones), and posting a receive waits for
+Two background threads, which mostly sleep: the sender thread posts receives and sends to gloo. gloo copies as
+much as the socket takes before a send returns (milliseconds, for large ones), and posting a receive waits for
 that. Posting a receive also sends a message to announce it, so a bucket's receives are posted before its
 sends; the announcement would otherwise queue behind their bytes. AVERAGER starts the second part of an
 all-reduce when the first has ended, and in hybrid sharding the averaging over copies when the averaging
 inside a copy has ended, so that neither depends on a call of ``wait``.
 
 gloo matches messages by tag: of those between two ranks under one tag, the n-th sent is the n-th received. Each
-thread sends under its own tag, and every half of a step under tags of its own (:meth:`Exchange.under`), so that
-messages of ranks that do different things (``places.py``) never meet. gloo keeps nothing of a tag that was used.
+thread sends under its own tag, and every half of a step under tags of its own (:meth:`PairwiseGloo.with_tag`), so that
+messages of ranks that do different things (``collective_tags.py``) never meet. gloo keeps nothing of a
+tag that was used.
 """
 
 from __future__ import annotations
@@ -38,10 +39,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from thunder_zero import layout
-from thunder_zero.comm.background import AVERAGER, COURIER, in_background
-from thunder_zero.comm.handle import BucketPart, Handle, Result, drain
+from thunder_zero.comm.handle import AVERAGER, SENDER, BucketPart, Handle, Result, in_background
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
-from thunder_zero.comm.transport import COMPLEX, FLOATS, Mail
+from thunder_zero.comm.transport import COMPLEX, FLOATS, Launching, PeerBuffers
 from thunder_zero.plan import Param
 
 Wait = Callable[[], object]  # waits for the end of a message
@@ -53,12 +53,13 @@ TAG = 0x7A000000  # "z": users hardly send under it; the 2 ** 25 tags after it a
 BLOCK = 1 << 16  # elements of half precision added up at a time, so that their float32 sums stay in the cache
 
 
-class Exchange:
+class PairwiseGloo(Launching):
     """The transport for gloo; see :class:`thunder_zero.comm.transport.Transport`."""
 
     averages = FLOATS | COMPLEX  # torch adds up, not the backend
 
     def __init__(self, group: ProcessGroup, role: int = 0) -> None:
+        super().__init__()
         self._group = group
         self._role = role
         self._tag, self._tag_of_means = tags_of(role, 0)
@@ -66,7 +67,6 @@ class Exchange:
         self._rank = group.rank()
         # Each rank starts with its successor, so that not all send to the same peer at once.
         self._peers = tuple((self._rank + step) % self._world_size for step in range(1, self._world_size))
-        self._pending: set[Handle] = set()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -138,7 +138,7 @@ class Exchange:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def trade(self, outgoing: Mail, incoming: Mail) -> Handle:
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
         """Send and receive; see :meth:`thunder_zero.comm.transport.Transport.trade`."""
         bucket_parts = [part for rank in self._peers for part in self._receive_all(rank, incoming.get(rank, ()))]
         packed = [
@@ -148,24 +148,15 @@ class Exchange:
         ]
         return Handle([*bucket_parts, *self._send_soon(packed)], (), self._pending)
 
-    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run it in AVERAGER; see :meth:`thunder_zero.comm.transport.Transport.soon`."""
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """Run it in AVERAGER; see :meth:`thunder_zero.comm.transport.Transport.run_after`."""
         return in_background(AVERAGER, start).result
 
-    def under(self, key: int) -> Exchange:
-        """See :meth:`thunder_zero.comm.transport.Transport.under`."""
+    def with_tag(self, tag: int) -> PairwiseGloo:
+        """See :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
         other = copy(self)
-        other._tag, other._tag_of_means = tags_of(self._role, key)
+        other._tag, other._tag_of_means = tags_of(self._role, tag)
         return other
-
-    @property
-    def in_flight(self) -> bool:
-        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
-        return bool(self._pending)
-
-    def drain(self) -> None:
-        """Wait for all that is in flight; see :meth:`thunder_zero.comm.transport.Transport.drain`."""
-        drain(self._pending)
 
     def _receive_all(self, rank: int, slots: Sequence[Tensor]) -> Iterable[BucketPart]:
         """Receive what a rank trades, in the messages in which it sends it."""
@@ -198,7 +189,7 @@ class Exchange:
             reduce.finish()
             sent.extend(self._send(dict.fromkeys(self._peers, slots[self._rank]), self._tag_of_means))
 
-        averaged = self.soon(average_then_send)
+        averaged = self.run_after(average_then_send)
         return [BucketPart((averaged,)), BucketPart(receives), BucketPart(sent)]
 
     def _cut_rows(self, tensor: Tensor) -> list[Tensor]:
@@ -229,16 +220,16 @@ class Exchange:
 
     def _post(self, task: Callable[[], None]) -> Wait:
         """Run a task that starts messages, after all earlier ones, without blocking the caller."""
-        return in_background(COURIER, task).result
+        return in_background(SENDER, task).result
 
     def _start(self, message: Message, tensor: Tensor, rank: int, tag: int) -> Wait:
         return message(tensor, rank, self._group, tag)
 
 
-def tags_of(role: int, key: int) -> tuple[int, int]:
+def tags_of(role: int, tag: int) -> tuple[int, int]:
     """The tags of a transport's two threads: two transports of a hybrid (roles 0 to 2) may share a group."""
-    tag = TAG + 8 * key + 2 * role
-    return tag, tag + 1
+    first = TAG + 8 * tag + 2 * role
+    return first, first + 1
 
 
 def send(message: Tensor, rank: int, group: ProcessGroup, tag: int) -> Wait:

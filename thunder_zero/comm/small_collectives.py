@@ -1,4 +1,4 @@
-"""Small collectives of numbers, objects and DTensors: places, whose errors name the lost rank."""
+"""Small collectives of numbers, objects and DTensors: tagged, with errors that name the lost rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from thunder_zero.comm.lost_ranks import at_place, naming_lost_ranks
-from thunder_zero.comm.places import meet
+from thunder_zero.comm.collective_tags import compare_tags
+from thunder_zero.comm.lost_ranks import naming_lost_ranks, naming_tag
 
 T = TypeVar("T")
 _next_number = 0
@@ -27,7 +27,7 @@ def small_collective(step: str, group: ProcessGroup) -> Iterator[None]:
         RuntimeError: a rank is elsewhere; the collective was not started.
         LostRank: a rank died or does not answer.
     """
-    with at_place(meet(step, group)), naming_lost_ranks(group):
+    with naming_tag(compare_tags(step, group)), naming_lost_ranks(group):
         yield
 
 

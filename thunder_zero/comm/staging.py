@@ -7,16 +7,42 @@ that also casts makes the host wait; the copies run in the stream of compute. ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from thunder_zero.comm.handle import Result, Waitable, WaitsBy
-from thunder_zero.comm.host_copies import HostCopies
-from thunder_zero.comm.transport import Mail, Transport
+from thunder_zero.comm.handle import Waitable, WaitsBy
+from thunder_zero.comm.transport import Forwarding, Transport
 from thunder_zero.plan import Param, Plan
 from thunder_zero.rows import rows_in
+
+
+class HostCopies:
+    """The copies of one model's offloaded shards, which run in the stream of compute while the host goes on.
+
+    Args:
+        device: where compute is; only copies to a GPU are asynchronous.
+        offloaded: whether any shard rests in host memory; if not, the host never waits.
+    """
+
+    def __init__(self, device: torch.device, *, offloaded: bool) -> None:
+        self._device = device
+        self._are_asynchronous = offloaded and device.type == "cuda"
+        self._last: torch.cuda.Event | None = None  # in the stream after the last copy
+
+    def note(self) -> None:
+        """Copies were started."""
+        if self._are_asynchronous:
+            self._last = torch.cuda.Event()
+            self._last.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        """Make the host wait for all copies; not for the compute after them."""
+        if self._last is not None:
+            self._last.synchronize()
+            self._last = None
+
 
 HOST = torch.device("cpu")
 
@@ -36,15 +62,14 @@ def needs_staging(plan: Plan, device: torch.device) -> bool:
     return any(is_staged(param, plan, device) or param.reduce_dtype is not param.dtype for param in plan.params)
 
 
-class Staging:
-    """A transport that casts and copies in front of another. See :class:`thunder_zero.comm.transport.Transport`."""
+class Staging(Forwarding):
+    """A transport that casts and copies in front of another; what is traded is on the device of compute already."""
 
     def __init__(self, inner: Transport, plan: Plan, device: torch.device, copies: HostCopies) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._copies = copies
         self._plan = plan
         self._device = device
-        self.averages = inner.averages
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -84,30 +109,13 @@ class Staging:
         """Average in ``reduce_dtype``; the means have the parameters' dtypes."""
         return self._put_back(self._inner.all_reduce(_cast_for_reduction(grads, params), params), params)
 
-    def trade(self, outgoing: Mail, incoming: Mail) -> Waitable:
-        """Trade tensors as they are: the caller puts them on the device of compute."""
-        return self._inner.trade(outgoing, incoming)
-
-    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """See :meth:`thunder_zero.comm.transport.Transport.soon`."""
-        return self._inner.soon(start)
-
-    def under(self, key: int) -> Staging:
-        """See :meth:`thunder_zero.comm.transport.Transport.under`."""
-        return Staging(self._inner.under(key), self._plan, self._device, self._copies)
-
-    @property
-    def in_flight(self) -> bool:
-        """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
-        return self._inner.in_flight
-
-    def drain(self) -> None:
-        """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
-        self._inner.drain()
+    def with_tag(self, tag: int) -> Staging:
+        """See :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
+        return Staging(self._inner.with_tag(tag), self._plan, self._device, self._copies)
 
     def _put_back(self, handle: Waitable, params: Sequence[Param]) -> Waitable:
         """The handle of means that are cast and copied to the dtypes and devices of the shards. A copy to host memory
-        may still run when it has been waited for: ``Calls.land`` waits for all of them."""
+        may still run when it has been waited for: ``Calls.wait_offloaded`` waits for all of them."""
         places = [(rest_device(param, self._plan, self._device), param.dtype) for param in params]
 
         @torch.inference_mode(False)

@@ -1,9 +1,16 @@
-"""The protocol of all transports, and the transport of one rank alone."""
+"""The protocol of all transports, what they share, and the transport of one rank alone.
+
+In: tensors of a bucket, one dtype, and the plan of their parameters. Out: a handle, whose ``wait`` gives the results::
+
+    all_gather       shards     (rows / W, ...)  ->  parameters  (rows, ...)      each rank's rows to all
+    reduce_scatter   gradients  (rows, ...)      ->  means       (rows / W, ...)  this rank's rows
+    all_reduce       gradients  (rows, ...)      ->  means       (rows, ...)      of replicated parameters
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +20,7 @@ from thunder_zero.plan import Param
 
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 COMPLEX = frozenset((torch.complex64, torch.complex128))
-Mail = Mapping[int, Sequence[Tensor]]  # 1-D contiguous tensors, by a rank of the copy of the model
+PeerBuffers = Mapping[int, Sequence[Tensor]]  # 1-D contiguous tensors, by a rank of the copy of the model
 
 
 class Transport(Protocol):
@@ -61,7 +68,7 @@ class Transport(Protocol):
             A handle of the means, equal on all ranks, in new tensors (for W > 1).
         """
 
-    def trade(self, outgoing: Mail, incoming: Mail) -> Waitable:
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         """Send tensors to other ranks of this copy of the model, and receive others from them.
 
         Both ends list the same sizes in the same order, and all tensors of a call have one dtype.
@@ -74,17 +81,17 @@ class Transport(Protocol):
             A handle without results; ``incoming`` is complete when its ``wait`` returns.
         """
 
-    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run ``start``, which waits for a handle and launches more on this transport, without blocking the caller.
 
         Returns:
             A function that waits for its result. If the backend orders launches by streams, ``start`` runs only then.
         """
 
-    def under(self, key: int) -> Transport:
-        """This transport, whose messages meet only messages that were sent under the same key, 0 to 2 ** 22 - 1.
+    def with_tag(self, tag: int) -> Transport:
+        """This transport, whose messages meet only messages with the same tag, 0 to 2 ** 22 - 1.
 
-        A handle is in flight for both. A backend without tags, which matches by order alone, ignores the key.
+        A handle is in flight for both. A backend without tags, which matches by order alone, ignores it.
         """
 
     @property
@@ -95,13 +102,68 @@ class Transport(Protocol):
         """Wait for all that a failed step left in flight. Every rank must have failed at the same point of the step."""
 
 
-class Alone:
-    """The transport of one rank alone: it sends nothing."""
-
-    averages = FLOATS | COMPLEX
+class Launching:
+    """What transports that launch collectives share: the handles in flight. Backends without tags need no more."""
 
     def __init__(self) -> None:
         self._pending: set[Handle] = set()
+
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """Run it when its result is waited for; see :meth:`Transport.run_after`."""
+        return start
+
+    def with_tag(self, tag: int) -> Self:
+        """Collectives have no tags; see :meth:`Transport.with_tag`."""
+        return self
+
+    @property
+    def in_flight(self) -> bool:
+        """See :attr:`Transport.in_flight`."""
+        return bool(self._pending)
+
+    def drain(self) -> None:
+        """See :meth:`Transport.drain`.
+
+        Raises:
+            RuntimeError: the backend failed; the remaining handles stay pending.
+        """
+        while self._pending:
+            next(iter(self._pending)).settle()
+
+
+class Forwarding:
+    """A transport in front of another one, to which it leaves all that it does not change."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.averages = inner.averages
+
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
+        """See :meth:`Transport.trade`."""
+        return self._inner.trade(outgoing, incoming)
+
+    def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
+        """See :meth:`Transport.run_after`."""
+        return self._inner.run_after(start)
+
+    def with_tag(self, tag: int) -> Transport:
+        """See :meth:`Transport.with_tag`."""
+        return self._inner.with_tag(tag)
+
+    @property
+    def in_flight(self) -> bool:
+        """See :attr:`Transport.in_flight`."""
+        return self._inner.in_flight
+
+    def drain(self) -> None:
+        """See :meth:`Transport.drain`."""
+        self._inner.drain()
+
+
+class SingleRank(Launching):
+    """The transport of one rank alone: it sends nothing."""
+
+    averages = FLOATS | COMPLEX
 
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
@@ -117,24 +179,7 @@ class Alone:
 
     all_reduce = reduce_scatter
 
-    def trade(self, outgoing: Mail, incoming: Mail) -> Handle:
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
         """There is nobody to trade with."""
         assert len(outgoing) + len(incoming) == 0, "one rank alone has no peers"
         return Handle((), (), self._pending)
-
-    def soon(self, start: Callable[[], Result]) -> Callable[[], Result]:
-        """Run it when its result is waited for."""
-        return start
-
-    def under(self, key: int) -> Alone:
-        """There are no messages."""
-        return self
-
-    @property
-    def in_flight(self) -> bool:
-        """Never: every handle has ended."""
-        return False
-
-    def drain(self) -> None:
-        """Forget the handles; nothing is ever in flight."""
-        self._pending.clear()

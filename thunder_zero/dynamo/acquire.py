@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from thunder_zero.compat.automatic import has_method, symbol_of
+from thunder_zero.compat.graphs import has_method, symbol_of
 from thunder_zero.dynamo.captured import Flat
 
 from thunder import compile_data, compile_stats

@@ -21,9 +21,8 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import multi_head_attention_forward
 from torch.utils.checkpoint import checkpoint
 
-from thunder_zero.compat.attention_in_python import IN_PYTHON
 from thunder_zero.compat.dynamo import CHECKPOINT, ENTER_AUTOCAST, LOG_USAGE, SET_GRAD_ENABLED, AnyHigherOrder
-from thunder_zero.compat.out_of_place import replacement
+from thunder_zero.compat.graphs import attention_in_python, replacement
 from thunder_zero.runtime.placeholders import Placeholder
 
 Looks = tuple[str, str, tuple[Any, ...]]
@@ -189,7 +188,7 @@ def _copy(graph: fx.GraphModule, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> 
         _require_known(node)
         env[node] = new.node_copy(node, env.__getitem__)
         if node.target is multi_head_attention_forward:
-            env[node].target = IN_PYTHON
+            env[node].target = attention_in_python()
         elif node.target is SET_GRAD_ENABLED:
             has_gradients = node.args[0]
         elif has_gradients and (other := replacement(node)) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thunder_zero.compat.torch_internals import at_end_of_backward, running_backward
+from thunder_zero.compat.torch_gaps import at_end_of_backward, running_backward
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.runtime.state import State
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat import dynamo
-from thunder_zero.compat.automatic import register
+from thunder_zero.compat.graphs import register
 from thunder_zero.compilations import too_many
 from thunder_zero.compiled import Compiled
 from thunder_zero.dynamo.acquire import NoSymbol, acquire, interpreted

@@ -20,7 +20,7 @@ from thunder_zero.dynamo.acquire import Acquired
 from thunder_zero.dynamo.graph_calls import GraphCalls
 from thunder_zero.dynamo.graph_transform import GraphTransform
 from thunder_zero.runtime.state import State
-from thunder_zero.traces.program import Program
+from thunder_zero.traces.symbols import Program
 
 from thunder import _cache_info_ctx, compile_data, compile_stats
 from thunder.common import transform_to_torch_types

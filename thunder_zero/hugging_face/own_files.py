@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from thunder_zero.amounts import name_of
 from thunder_zero.checkpoint.whole_files import SUFFIX
-from thunder_zero.marks import parameter_like
+from thunder_zero.parameter_attributes import parameter_like
 
 WEIGHTS = f"model{SUFFIX}"
 CONFIG = "config.json"

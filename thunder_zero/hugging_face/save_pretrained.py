@@ -28,7 +28,7 @@ from thunder_zero.checkpoint.whole_files import (
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
 from thunder_zero.hugging_face.own_files import WEIGHTS, own_files
-from thunder_zero.runtime.sharded_model import is_place, sharded_model
+from thunder_zero.runtime.sharded_model import sharded_model, tagged
 from thunder_zero.runtime.state import State
 
 SAVE = "to save"
@@ -69,7 +69,7 @@ class Folder:
         return [one.key for members in files for one in members]
 
 
-@is_place("tz.save_pretrained")
+@tagged("tz.save_pretrained")
 def save_pretrained(
     model: nn.Module,
     folder: str | os.PathLike[str],
@@ -106,7 +106,7 @@ def save_pretrained(
     sharded = sharded_model(model)
     state = sharded.state
     with all_or_none(state.group, SAVE):
-        state.require_not_lent()
+        state.require_sharded()
         dtype = float_dtype("dtype", dtype)
         folder = Path(folder)
         max_bytes = bytes_of("max_shard_size", max_shard_size)

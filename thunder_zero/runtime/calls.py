@@ -1,4 +1,11 @@
-"""The functions that compiled traces call while they run, bound to one model's state."""
+"""The functions that compiled traces call while they run, bound to one model's state.
+
+A line of a trace has tensors and paths; what is done with them is decided here::
+
+    t5 = zero_all_gather(t_w, 'w')        Calls.all_gather((t_w,), ('w',)): all rows, stale ones or none
+    t6 = zero_wait(t5)                    the handle's wait
+    t9 = zero_reduce_scatter(g_w, 'w')    Calls.reduce: with what no_sync has deferred
+"""
 
 from __future__ import annotations
 
@@ -7,12 +14,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.comm.places import doing
 from thunder_zero.plan import Param
 from thunder_zero.runtime.dtensors import Rows, has_hooks
-from thunder_zero.runtime.profile_labels import launching
-from thunder_zero.runtime.share import Share
+from thunder_zero.runtime.state import Share
+from thunder_zero.runtime.waits import launching
 from thunder_zero.schedule.names import ProgramName
 from thunder_zero.schedule.timeline import Kind
 
@@ -71,13 +78,13 @@ class Calls:
         if params[0].resident:
             return self._state.resident.gather(shards, params, self._transport)
         if self._plan.policy.gather_once_per_accumulation and params[0].gathered_once:
-            return self._state.held_over.gather(shards, params, self._transport, last=self.synced)
+            return self._state.kept_unsharded.gather(shards, params, self._transport, last=self.synced)
         return self._transport.all_gather(shards, params)
 
     def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start reducing gradients, with their deferred sums, to their mean over ranks."""
         self._state.resident.expect_step()
-        self._state.held_over.clear()  # parameters that this forward did not read, its backward does not read either
+        self._state.kept_unsharded.clear()  # backward reads no parameters that forward did not
         params = [self._plan.by_name[path] for path in paths]
         sums = [self._with_deferred(grad, param) for grad, param in zip(grads, params, strict=True)]
         with launching(Kind.REDUCE, paths):
@@ -107,7 +114,7 @@ class Calls:
 
     def defer(self, grad: Tensor, path: str) -> None:
         """Keep a full gradient until the next reduction of its parameter."""
-        self._state.copies.wait()  # this backward does not end with ``land``
+        self._state.copies.wait()  # this backward does not end with ``wait_offloaded``
         self._accumulation.defer(sum_and_cast(grad, self._plan.by_name[path]), path)
         self._state.labels.gradients_are_made((path,))
 
@@ -131,7 +138,7 @@ class Calls:
             nothing = torch.zeros((), dtype=param.reduce_dtype, device=self.device).expand(param.shape)
             full = nothing if total is None else total
             (means[path],) = self._reduce([full], [param]).wait()
-        self.land(list(means.values()))
+        self.wait_offloaded(list(means.values()))
         if means and self._plan.policy.check_gradients:
             self.check_finite(list(means.values()), list(means))
         for path, mean in means.items():
@@ -153,7 +160,7 @@ class Calls:
                 f"the loss or look at this batch"
             )
 
-    def land(self, grads: Sequence[Tensor]) -> None:
+    def wait_offloaded(self, grads: Sequence[Tensor]) -> None:
         """Policy ``cpu_offload``: wait until these reduced gradients are in host memory."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

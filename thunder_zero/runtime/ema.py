@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
-from thunder_zero.comm.places import doing
+from thunder_zero.comm.collective_tags import doing
 from thunder_zero.policy import is_count
 from thunder_zero.runtime.dtensors import local
 from thunder_zero.runtime.sharded_model import sharded_model
@@ -162,7 +162,7 @@ class EMA:
 
     def _require_applicable(self) -> None:
         self.state.require_own_values("enter EMA.applied")
-        self.state.require_not_lent()
+        self.state.require_sharded()
         if self.counts.averaged == 0:
             raise RuntimeError(
                 f"the EMA of {self.state.name} has no average yet, after {self.counts.calls} updates with "

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.comm.agree import Fact, all_or_none, broadcast, require_same
-from thunder_zero.comm.places import doing
+from thunder_zero.comm.collective_tags import doing
 from thunder_zero.compat.casts import without_casts
-from thunder_zero.marks import parameter_like
+from thunder_zero.parameter_attributes import parameter_like
 from thunder_zero.plan import Param
 from thunder_zero.rows import own_rows
-from thunder_zero.runtime.placeholders import Places
+from thunder_zero.runtime.placeholders import ParameterSlots
 from thunder_zero.runtime.sharded_model import sharded_model
 from thunder_zero.runtime.state import State
 
@@ -53,7 +53,7 @@ def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bo
     found: dict[str, Tensor] = {}
     failure: Exception | None = None
     try:
-        with _lent(state, module, full):
+        with _unsharded(state, module, full):
             yield module
             if writeback and full:
                 found = {param.path: _value(module, param, full[param.path]) for param in state.plan.params}
@@ -75,7 +75,7 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
     found: dict[str, nn.Parameter] = {}
     with doing(f"full_parameters of {state.name}"):
         with all_or_none(everyone, "full_parameters"):
-            state.require_not_lent()
+            state.require_sharded()
             if writeback:
                 state.require_own_values("write back")
         require_same([Fact("writeback", str(writeback)), Fact("rank0_only", str(rank0_only))], everyone)
@@ -87,14 +87,15 @@ def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.P
 
 
 @contextmanager
-def _lent(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -> Iterator[None]:
+def _unsharded(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -> Iterator[None]:
     """Inside the block the plain module has these parameters, or placeholders, instead of shards."""
-    state.lent = True
+    state.unsharded = True
     try:
-        with without_casts(module), Places(module, state.plan, state.shards).holding({**state.placeholders, **full}):
+        slots = ParameterSlots(module, state.plan, state.shards)
+        with without_casts(module), slots.holding({**state.placeholders, **full}):
             yield
     finally:
-        state.lent = False
+        state.unsharded = False
 
 
 def _value(module: nn.Module, param: Param, before: Tensor) -> Tensor:

@@ -12,15 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from thunder_zero.comm.small_collectives import full_tensor, gather_object_on_rank_0
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.runtime.dtensors import local, part_of
 from thunder_zero.runtime.optimizers import StepsWhole, parameters_of
-from thunder_zero.runtime.parts import part_of
-from thunder_zero.runtime.registry import owner_of, owners_of, replaced
-from thunder_zero.runtime.sharded_model import is_place, sharded_model
+from thunder_zero.runtime.sharded_model import owner_of, owners_of, replaced, sharded_model, tagged
 from thunder_zero.runtime.state import State
 
 
-@is_place("full_state_dict")
+@tagged("full_state_dict")
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Get every parameter and buffer of the plain module on every rank, in full.
 

@@ -88,19 +88,18 @@ class Placeholder(nn.Parameter):
 
 
 def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Placeholder:
-    """The placeholder of a parameter: of the same shape and with its marks, with the memory of one element.
+    """The placeholder of a parameter: of the same shape and with its attributes, with the memory of one element.
 
     Thunder traces shapes and dtypes (those of compute) from the plain module; the values are in the shards.
     """
-    value = (
-        NAN if dtype.is_floating_point or dtype.is_complex else 0
-    )  # kernels that pass by __torch_function__ find NaN
+    # Kernels that pass by __torch_function__ find NaN.
+    value = NAN if dtype.is_floating_point or dtype.is_complex else 0
     made = Placeholder(torch.full((), value, dtype=dtype, device=device).expand(param.shape), param.requires_grad)
     vars(made).update(vars(param), path=path)
     return made
 
 
-class Places:
+class ParameterSlots:
     """Where a module has its parameters: the shards at rest, others for a while.
 
     Args:
@@ -111,20 +110,20 @@ class Places:
 
     def __init__(self, module: nn.Module, plan: Plan, shards: Mapping[str, Tensor]) -> None:
         self._name, self._are_traced, self._shards = type(module).__name__, False, shards
-        self._places: list[tuple[MutableMapping[str, Any], str, str]] = []
+        self._slots: list[tuple[MutableMapping[str, Any], str, str]] = []
         for name, param in plan.by_name.items():
             parent, _, attribute = name.rpartition(".")
-            self._places.append((module.get_submodule(parent)._parameters, attribute, param.path))
+            self._slots.append((module.get_submodule(parent)._parameters, attribute, param.path))
 
     @contextmanager
     def holding(self, others: Mapping[str, Tensor]) -> Iterator[None]:
         """Inside the block the module has these, by path."""
         try:
-            for holder, key, path in self._places:
+            for holder, key, path in self._slots:
                 holder[key] = others[path]
             yield
         finally:
-            for holder, key, path in self._places:
+            for holder, key, path in self._slots:
                 holder[key] = self._shards[path]
 
     def require_at_rest(self) -> None:

@@ -1,17 +1,63 @@
-"""ZeRO-1's resident parameters: full buffers at rest, whose stale rows are gathered again."""
+"""Full parameters that stay: ZeRO-1's resident ones, those that an accumulation keeps unsharded.
+
+::
+
+    ZeRO-1, rank 1 of 2      buffer [ rows of rank 0 | own rows ]    the optimizer steps its own rows in place;
+                                      ^ stale after a step           a gather then fills the others'
+    ZeRO-2, accumulating     the first micro-batch gathers, the next ones read the same tensors, the last frees them
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
+from thunder_zero.comm.staging import is_staged, rest_device
 from thunder_zero.comm.transport import Transport
-from thunder_zero.plan import Param
-from thunder_zero.runtime.digests import digests_of
-from thunder_zero.runtime.versions import Versions
+from thunder_zero.plan import Param, Plan
+from thunder_zero.rows import own_rows, padded, rows_in
+from thunder_zero.runtime.writes import Versions, digests_of
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Tensors by parameter path.
+
+    Attributes:
+        rows: what programs read: this rank's rows with padding, or the full parameter where it is replicated.
+        buffers: ZeRO-1's full parameters, padded.
+        shared: paths of the buffers whose own rows are ``rows`` themselves, not copies of them.
+    """
+
+    rows: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    shared: tuple[str, ...]
+
+
+def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> RankMemory:
+    """Memory with the values of ``at_rest``, which is emptied: an unpadded full tensor must not outlive its copy."""
+    rows: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    for param in plan.params:
+        value = at_rest.pop(param.path)
+        if param.resident:
+            buffers[param.path] = buffer = padded(value.to(param.compute_dtype), param, plan)
+            is_copied = is_staged(param, plan, device)
+            value = own_rows(value, param, plan) if is_copied else rows_in(buffer, param, plan.world_size, plan.rank)
+        rows[param.path] = _at_rest(value, rest_device(param, plan, device), device)
+    shared = tuple(path for path in buffers if not is_staged(plan.by_name[path], plan, device))
+    return RankMemory(rows, buffers, shared)
+
+
+def _at_rest(rows: Tensor, place: torch.device, device: torch.device) -> Tensor:
+    """The rows where they rest; in host memory they are pinned, if ``device`` is a GPU."""
+    rows = rows.to(place)
+    return rows.pin_memory() if device.type == "cuda" and place.type == "cpu" else rows
 
 
 class AnyRank(Protocol):
@@ -127,3 +173,68 @@ class ResidentParameters:
             return full
 
         return WaitsBy(wait)
+
+
+class KeptUnsharded:
+    """ZeRO-2's gathered parameters between micro-batches (``policy.gather_once_per_accumulation``)."""
+
+    def __init__(self, shards: Mapping[str, Tensor], versions: Versions) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._shards = shards
+        self._versions = versions
+        self._digests: dict[str, Tensor] = {}  # of shards, when they were gathered
+
+    def require_unwritten(self) -> None:
+        """Raise if a shard changed behind PyTorch's back since it was gathered.
+
+        Raises:
+            RuntimeError: another rank, whose rows may be as they were, would not gather again.
+        """
+        paths = [path for path in self._held if not self._versions.changed(path)]
+        if not paths:
+            return
+        before = torch.stack([self._digests[path] for path in paths])
+        written = before != digests_of([self._shards[path] for path in paths])
+        if written.any():
+            path = paths[int(written.int().argmax())]
+            raise RuntimeError(
+                f"parameter {path!r} was written to in the middle of an accumulation, in a way that PyTorch does not "
+                f"see (.data, numpy, a kernel), and gather_once_per_accumulation still holds its old values; write to "
+                f"it after the last micro-batch, outside of no_sync"
+            )
+
+    def gather(
+        self, shards: Sequence[Tensor], params: Sequence[Param], transport: Transport, *, last: bool
+    ) -> Waitable:
+        """Gather the parameters that no earlier micro-batch left; the last one, which reduces, leaves none."""
+        self.drop(filter(self._versions.changed, tuple(self._held)))
+        found = {param.path: self._held.get(param.path) for param in params}
+        missing = [at for at, param in enumerate(params) if found[param.path] is None]
+        handle = None
+        if missing:
+            rows = [shards[at] for at in missing]
+            handle = transport.all_gather(rows, [params[at] for at in missing])
+            if not last:
+                self._digests.update(zip((params[at].path for at in missing), digests_of(rows).unbind(), strict=True))
+        if last:
+            self.drop(found)
+        else:
+            self._versions.note(found)
+
+        def wait() -> tuple[Tensor, ...]:
+            arrived = iter(() if handle is None else handle.wait())
+            full = {path: next(arrived) if held is None else held for path, held in found.items()}
+            if not last:
+                self._held.update(full)
+            return tuple(full.values())
+
+        return WaitsBy(wait)
+
+    def drop(self, paths: Iterable[str]) -> None:
+        """Let go of these parameters."""
+        for path in paths:
+            self._held.pop(path, None)
+
+    def clear(self) -> None:
+        """Let go of all parameters."""
+        self._held.clear()

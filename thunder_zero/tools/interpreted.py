@@ -22,8 +22,7 @@ from thunder_zero.tools.devices.named import device_of
 from thunder_zero.traces.executors import JointPass
 from thunder_zero.traces.insert import put_inputs_at_rest
 from thunder_zero.traces.lift import is_joint
-from thunder_zero.traces.program import Program
-from thunder_zero.traces.symbols import DryRuntime
+from thunder_zero.traces.symbols import DryRuntime, Program
 from thunder_zero.transform import ZeroTransform
 
 import thunder

@@ -8,9 +8,9 @@ from statistics import median
 
 from thunder_zero.comm import agree
 from thunder_zero.policy import is_count
-from thunder_zero.runtime.clock import computed, mean_over_ranks
-from thunder_zero.runtime.sharded_model import is_place
+from thunder_zero.runtime.sharded_model import tagged
 from thunder_zero.runtime.state import State
+from thunder_zero.runtime.waits import computed, mean_over_ranks
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.times import Times
 from thunder_zero.zero_module import traces_of, zero_module
@@ -18,7 +18,7 @@ from thunder_zero.zero_module import traces_of, zero_module
 from thunder.core.module import ThunderModule
 
 
-@is_place("measure_times")
+@tagged("measure_times")
 def measure_times(model: ThunderModule, step: Callable[[], object], steps: int = 3) -> Times:
     """Measure how long a model computes between gathers, and how fast its gathers are.
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from thunder_zero.compat.aliases import sort_aliases
-from thunder_zero.compat.fusion import fused_only
+from thunder_zero.compat.operators import NeverFuses
 from thunder_zero.compat.repair_fusion import repair_fusion
+from thunder_zero.compat.trace_repairs import fused_only, sort_aliases
 from thunder_zero.schedule import passes
 from thunder_zero.schedule.recompute import saved_bytes
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.traces.emit import emit
-from thunder_zero.traces.lift import is_joint, lift
+from thunder_zero.traces.lift import emit, is_joint, lift
 from thunder_zero.traces.symbols import ZeroExecutor
 
 from thunder.core.proxies import Proxy, variableify
@@ -26,16 +25,12 @@ from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.extend import FusionExecutor
 
 
-class JointPass(FusionExecutor):
+class JointPass(NeverFuses, FusionExecutor):
     """A fusion executor that passes over the joint trace of one model and fuses nothing."""
 
     def __init__(self, name: str, executor: ZeroExecutor) -> None:
         super().__init__(name)
         self.executor = executor
-
-    def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Never. Without this method Thunder would search the subsymbols of every line."""
-        return False
 
 
 class ScheduleJointTrace(JointPass):
@@ -131,8 +126,8 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     A trace that returns no gradient, as under ``torch.no_grad()``, stays as it is: any line after forward's outputs
     would make Thunder build a backward, and connect the outputs to it.
 
-    - ``land`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all of them, so it
-      comes after their waits.
+    - ``wait_offloaded`` waits until gradients have arrived in host memory (``policy.cpu_offload``). It reads all
+      of them, so it comes after their waits.
     - ``check_finite`` looks at every reduced gradient (``policy.check_gradients``).
     - ``reduce_deferred`` reduces deferred gradients of parameters that this backward does not reach.
     """
@@ -146,7 +141,7 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     lines: list[BoundSymbol] = []
     with tracectx(new):
         if reduced and executor.plan.policy.cpu_offload:
-            lines.append(executor.land.bind(tuple(reduced.values()), output=None))
+            lines.append(executor.wait_offloaded.bind(tuple(reduced.values()), output=None))
         if reduced and executor.plan.policy.check_gradients:
             lines.append(executor.check_finite.bind(tuple(reduced.values()), tuple(reduced), output=None))
         if unreached:

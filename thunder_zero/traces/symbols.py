@@ -14,7 +14,8 @@ ranks. Only its gradient rule and its lowering, below, turn a parameter into col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
 from typing import Any, Protocol
@@ -22,16 +23,38 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from thunder_zero.compat.operators import NeverFuses
 from thunder_zero.plan import Param, Plan
 from thunder_zero.schedule.names import ProgramName
-from thunder_zero.traces.program import Program
+from thunder_zero.schedule.timeline import Timeline
 
 import thunder.core.dtypes as dtypes
 from thunder.core import prims
 from thunder.core.devices import Device, to_device
 from thunder.core.proxies import FutureTensorProxy, TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import Symbol
 from thunder.extend import OperatorExecutor
+
+
+@dataclass(frozen=True)
+class Program:
+    """The facts about the compilation for one kind of input.
+
+    Attributes:
+        plan: the plan of each parameter; the schedule adds the parameters that are gathered once.
+        inputs: the inputs of the trace that are parameters of the plan, with their paths.
+        others: the inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
+        trained: paths of the parameters that get a gradient from autodiff.
+        synced: whether gradients are reduced; if not, they are deferred.
+        lifted: the timeline before the first pass; None before the schedule is made.
+    """
+
+    plan: Plan
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, str] = field(default_factory=dict)
+    trained: frozenset[str] = frozenset()
+    synced: bool = True
+    lifted: Timeline | None = field(default=None, repr=False)
 
 
 class Runtime(Protocol):
@@ -69,7 +92,7 @@ class Runtime(Protocol):
     def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
         """Raise on every rank if any gradient on any rank is not finite."""
 
-    def land(self, grads: Sequence[Tensor]) -> None:
+    def wait_offloaded(self, grads: Sequence[Tensor]) -> None:
         """Wait until gradients have arrived in host memory."""
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
@@ -90,13 +113,14 @@ class DryRuntime:
             "model, jit the module with ZeroTransform and call it"
         )
 
-    enter = all_gather = reduce = check_synced = take_rows = defer = reduce_deferred = check_finite = land = _refuse
+    enter = all_gather = reduce = check_synced = take_rows = defer = reduce_deferred = _refuse
+    check_finite = wait_offloaded = _refuse
 
     def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
         """There is no other rank."""
 
 
-class ZeroExecutor(OperatorExecutor):
+class ZeroExecutor(NeverFuses, OperatorExecutor):
     """The symbols of one model.
 
     Attributes:
@@ -104,7 +128,7 @@ class ZeroExecutor(OperatorExecutor):
         graph: the name of the graph, if its programs are not all of the model.
         program: the facts about the program that is being compiled, or was compiled last.
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
-        check_finite, reduce_deferred, land: symbols of lines before backward's return.
+        check_finite, reduce_deferred, wait_offloaded: symbols of lines before backward's return.
         check_synced, rows: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
         enter: the symbol of the line before the first launch of each half, in the traces that run.
     """
@@ -135,7 +159,7 @@ class ZeroExecutor(OperatorExecutor):
         self.rows = register("zero_rows", self._rows_meta)
         self.reduce_deferred = register("zero_reduce_deferred", _no_meta, tags)
         self.check_finite = register("zero_check_finite", _no_meta, tags)
-        self.land = register("zero_land", _no_meta, tags)
+        self.wait_offloaded = register("zero_wait_offloaded", _no_meta, tags)
         self.cast = register("zero_cast", self._synchronize_meta)
         self.synchronize = self.register_operator("zero_synchronize", meta=self._synchronize_meta, fn=None)
         self.register_implementation(
@@ -144,10 +168,6 @@ class ZeroExecutor(OperatorExecutor):
             execution_transform=self.lower_synchronize,
             grad_transform=self._synchronize_grad,
         )
-
-    def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Never. Without this method Thunder would search the subsymbols of every line."""
-        return False
 
     def named(self, half: str) -> ProgramName:
         """The name of a half of the program that is being compiled."""
@@ -239,7 +259,7 @@ def functions_of(runtime: Runtime, plan: Plan) -> dict[str, Callable[..., Any]]:
         "zero_rows": runtime.take_rows,
         "zero_reduce_deferred": runtime.reduce_deferred,
         "zero_check_finite": runtime.check_finite,
-        "zero_land": runtime.land,
+        "zero_wait_offloaded": runtime.wait_offloaded,
         "zero_cast": lambda full, path: full.to(plan.by_name[path].compute_dtype),
     }
 

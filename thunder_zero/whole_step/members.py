@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from thunder_zero.plan import Param
 from thunder_zero.runtime.optimizers import hyper_parameters, names_of
-from thunder_zero.runtime.registry import owner_of, replaced
+from thunder_zero.runtime.sharded_model import owner_of, replaced
 from thunder_zero.runtime.state import State
 from thunder_zero.whole_step.exchange import Member
 from thunder_zero.whole_step.owners import Piece, assign, work_of_shape
-from thunder_zero.whole_step.probe import Found, tried
+from thunder_zero.whole_step.probe import Found, probed
 from thunder_zero.whole_step.stepper import Given, Groups, Make, Members, blank, copied, made
 
 
@@ -124,7 +124,7 @@ def ordinary(
 
     like = make_on(kept, [(of, name, blank(param, shard)) for param, shard, of, name in _entries(groups)])
     _require_steppable(like)
-    found = tried(make_on, like, state.device)
+    found = probed(make_on, like, state.device)
     _require_apart(type(like).__name__, found, state, trusted)
     return like, found
 
@@ -155,9 +155,9 @@ def _require_apart(kind: str, found: Found, state: State, trusted: bool) -> None
     plan = state.plan
     if found.couples and plan.world_size > 1 and not trusted:
         raise RuntimeError(
-            f"{kind} couples parameters (beside other stand-ins {found.couples}), and each rank steps only some of "
-            f"them; use an optimizer that steps every parameter alone, or model.parameters() without tz.whole if torch "
-            f"steps it there"
+            f"{kind} couples parameters (beside other probe parameters {found.couples}), and each rank steps only "
+            f"some of them; use an optimizer that steps every parameter alone, or model.parameters() without tz.whole "
+            f"if torch steps it there"
         )
     if found.fails_empty and found.fails_empty != found.unknown:
         raise ValueError(
@@ -173,8 +173,8 @@ def _require_apart(kind: str, found: Found, state: State, trusted: bool) -> None
         )
     if found.unknown and plan.ranks > 1 and not trusted:
         raise RuntimeError(
-            f"{kind} may couple parameters, and cannot be tried on stand-ins ({found.unknown}), and each rank steps "
-            f"only some of them; give tz.whole trust_optimizer=True if it steps every parameter alone"
+            f"{kind} may couple parameters, and cannot be tried on probe parameters ({found.unknown}), and each rank "
+            f"steps only some of them; give tz.whole trust_optimizer=True if it steps every parameter alone"
         )
 
 

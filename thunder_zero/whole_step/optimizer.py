@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thunder_zero.comm.places import Place, doing
+from thunder_zero.comm.collective_tags import CollectiveTag, doing
 from thunder_zero.runtime.optimizers import StepsWhole, hyper_parameters, parameters_of
 from thunder_zero.runtime.state import State
 from thunder_zero.whole_step.agreement import begin, raise_on_all
@@ -25,7 +25,7 @@ from thunder_zero.whole_step.members import (
 from thunder_zero.whole_step.options import OF_BASE, changed, in_words, look_of
 from thunder_zero.whole_step.owners import work_of_shape
 from thunder_zero.whole_step.probe import Found
-from thunder_zero.whole_step.stepper import Bucket, Given, Groups, Make, copied, parameters_in
+from thunder_zero.whole_step.stepper import BucketStepper, Given, Groups, Make, copied, parameters_in
 
 
 def whole(optimizer: Make, params: Iterable[Any], /, *, trust_optimizer: bool = False, **options: Any) -> Whole:
@@ -147,7 +147,7 @@ class Whole(Closed):
         make: makes the ordinary optimizer.
         params: of one sharded model.
         options: of ``make``.
-        trusted: take it, whatever trials find.
+        trusted: take it, whatever probe runs find.
 
     Attributes:
         kind: the name of the ordinary optimizer's class.
@@ -158,10 +158,10 @@ class Whole(Closed):
     def __init__(self, make: Make, params: Iterable[Any], options: Mapping[str, Any], trusted: bool) -> None:
         require_maker(make)
         self._make, self._options, self._trusted = make, dict(options), trusted
-        self._buckets: list[Bucket] = []
+        self._buckets: list[BucketStepper] = []
         self._steps = 0
         self._is_compared = False
-        self._made: frozenset[Bucket] = frozenset()  # buckets whose optimizers all owners have made
+        self._made: frozenset[BucketStepper] = frozenset()  # buckets whose optimizers all owners have made
         self.members: list[Member] = []
         self._owners: dict[int, int] = {}  # by the shard's id
         groups = listed(params)
@@ -212,7 +212,7 @@ class Whole(Closed):
         for members in members_of(groups, offset, self.model, loads):
             self.members += members
             self._owners |= {id(member.shard): member.owner for member in members}
-            self._buckets.append(Bucket(self._make, self._options, members, plan.rank, named=named))
+            self._buckets.append(BucketStepper(self._make, self._options, members, plan.rank, named=named))
         self._is_compared = False
         self._listed = tuple(map(id, parameters_of(self)))
         self._look = look_of(self.param_groups, self._moving) if offset == 0 else []
@@ -245,7 +245,7 @@ class Whole(Closed):
             paths, at_hand = begin(self.kind, self.members, self.param_groups, self.model, known=self._is_compared)
             self._is_compared = True
             self._probe_again()
-            self.model.transport.enter(Place(what, repr((sorted(paths), sorted(at_hand)))))
+            self.model.transport.enter(CollectiveTag(what, repr((sorted(paths), sorted(at_hand)))))
             raise_on_all(self._step(paths, at_hand), self.kind, self.model)
             self._made = frozenset(self._buckets)
             if not self.state:  # torch would take a step on this rank alone, to have states for a state dict
@@ -273,7 +273,7 @@ class Whole(Closed):
         groups = after = [hyper_parameters(group) for group in self.param_groups]
         buckets, words = self._buckets, list[dict[str, str]]()
 
-        def send(bucket: Bucket) -> ToOwners:
+        def send(bucket: BucketStepper) -> ToOwners:
             # while owners make their optimizers those may keep the values
             everything = self._moves_all or bucket not in self._made
             return ToOwners(self.model, bucket.members if everything else bucket.of_paths(paths), paths, at_hand)

@@ -32,8 +32,8 @@ def in_words(values: Mapping[str, Any], *, amounts: bool = True) -> dict[str, st
 
 
 def look_of(groups: Sequence[Mapping[str, Any]], moving: Collection[str]) -> list[dict[str, str]]:
-    """Of each group what a trial is good for: amounts may change, as schedulers change them, but not from or to zero;
-    what steps change (``moving``) may."""
+    """Of each group what a probe run is good for: amounts may change, as schedulers change them, but not from or to
+    zero; what steps change (``moving``) may."""
     options = ({key: group[key] for key in group.keys() - {"params", *moving}} for group in groups)
     return [in_words(group, amounts=False) for group in options]
 

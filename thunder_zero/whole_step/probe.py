@@ -1,7 +1,7 @@
-"""Tries an ordinary optimizer on stand-ins: what it couples, what it draws, what its steps change.
+"""Probes an optimizer on probe parameters: what it couples, draws, and what its steps change.
 
-Stand-ins step all together and each alone. A difference proves that the optimizer couples parameters. No difference
-proves nothing: it may do other things after more steps, or with other gradients.
+Probe parameters step all together and each alone. A difference proves that the optimizer couples parameters. No
+difference proves nothing: it may do other things after more steps, or with other gradients.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from thunder_zero.runtime.optimizers import hyper_parameters, names_of, without_
 from thunder_zero.whole_step.options import changed, in_words
 from thunder_zero.whole_step.stepper import Members
 
-SIDE = 32  # the most rows or columns of a stand-in
-SCALES = (1.0, 1e-6, 1e3)  # of gradients; stand-ins are float64, far from Inf and zero, squared too
+SIDE = 32  # the most rows or columns of a probe parameter
+SCALES = (1.0, 1e-6, 1e3)  # of gradients; probe parameters are float64, far from Inf and zero, squared too
 DOWNHILL = 8  # steps at the end that go one way, as in training: some optimizers measure how far they get
 STEPS = 4 * len(SCALES) + DOWNHILL
 SOME_LR = 1e-3
-TOLERANCE = 1e-6  # of a stand-in's step, or of the largest value of a state
-ROUNDING = 64 * torch.finfo(torch.float64).eps  # of a stand-in's largest value
+TOLERANCE = 1e-6  # of a probe parameter's step, or of the largest value of a state
+ROUNDING = 64 * torch.finfo(torch.float64).eps  # of a probe parameter's largest value
 COMMUNICATES = ("c10d", "_c10d_functional", "symm_mem")  # namespaces of torch's collectives
 
 MakeOn = Callable[[Sequence[Mapping[str, Any]], Members], Optimizer]  # of the options of groups, and members
@@ -41,7 +41,7 @@ class Found:
     """What was found.
 
     Attributes:
-        couples: what differed beside other stand-ins, by how much; empty if nothing did.
+        couples: what differed beside other probe parameters, by how much; empty if nothing did.
         draws: whose random numbers it draws; empty if it draws none.
         unknown: why it cannot be tried; empty if it can.
         fails_empty: the error of steps of groups without parameters; empty if there is none.
@@ -60,28 +60,28 @@ class Found:
 
 
 @dataclass(frozen=True, eq=False)
-class _Kind:
-    """A stand-in: the number that gives it its values, and what it has of the parameter that it stands for."""
+class _ProbeParameter:
+    """The number that gives it its values, and what it has of the parameter that it stands for."""
 
     number: int
     group: int
     shape: tuple[int, ...]
     name: str | None
-    marks: Mapping[str, Any]
+    attributes: Mapping[str, Any]
 
 
-def tried(make_on: MakeOn, like: Optimizer, device: torch.device) -> Found:
+def probed(make_on: MakeOn, like: Optimizer, device: torch.device) -> Found:
     """Try an optimizer: the same on every rank that has the same options; the random state stays as it is.
 
     Args:
         make_on: makes optimizers like it.
         like: one over parameters of the whole shapes; is not stepped.
-        device: of the stand-ins.
+        device: of the probe parameters.
     """
     groups, kinds = [_with_rate(hyper_parameters(group)) for group in like.param_groups], _kinds(like)
 
-    def run(of: Sequence[_Kind]) -> _Run:
-        return _Run(lambda members: make_on(groups, members), of, device)
+    def run(of: Sequence[_ProbeParameter]) -> _ProbeRun:
+        return _ProbeRun(lambda members: make_on(groups, members), of, device)
 
     no_collectives: Any = NoCollectives  # torch's constructor has no types
     with _undisturbed(device), no_collectives():
@@ -98,12 +98,12 @@ def tried(make_on: MakeOn, like: Optimizer, device: torch.device) -> Found:
         return Found(couples, whole.draws, "", fails_empty, whole.moved, whole.moved - moved_empty, whole.moves_all())
 
 
-class _Run:
-    """Stand-ins that one optimizer has stepped.
+class _ProbeRun:
+    """Probe parameters that one optimizer has stepped.
 
     Attributes:
-        kinds: the stand-ins.
-        moves: in each step, how far each stand-in moved.
+        kinds: the probe parameters.
+        moves: in each step, how far each probe parameter moved.
         draws: whose random numbers the steps drew.
         moved: the options of groups that the steps have changed.
 
@@ -112,12 +112,14 @@ class _Run:
         Exception: of the optimizer.
     """
 
-    def __init__(self, make: Callable[[Members], Optimizer], kinds: Sequence[_Kind], device: torch.device) -> None:
+    def __init__(
+        self, make: Callable[[Members], Optimizer], kinds: Sequence[_ProbeParameter], device: torch.device
+    ) -> None:
         self.kinds, self.draws, self.moves = kinds, "", list[list[Tensor]]()
         _seed(device, 0)
         self._params = [nn.Parameter(0.1 * _noise(-1, kind.number, kind.shape, device)) for kind in kinds]
         for kind, param in zip(kinds, self._params, strict=True):
-            vars(param).update(kind.marks)
+            vars(param).update(kind.attributes)
         self._optimizer = make([(of.group, of.name, param) for of, param in zip(kinds, self._params, strict=True)])
         before = self._options()
         grads = [torch.zeros_like(param) for param in self._params]
@@ -130,16 +132,16 @@ class _Run:
             self.moves.append(self._step(grads))
             self.draws = ", ".join(sorted(name for name, _ in expected - _next(device))) or self.draws
             if not all(bool(param.isfinite().all()) for param in self._params):
-                raise ValueError(f"stand-ins for parameters become NaN or Inf in step {step + 1}")
+                raise ValueError(f"probe parameters become NaN or Inf in step {step + 1}")
         if not all(any(bool(move.any()) for move in of_one) for of_one in zip(*self.moves, strict=True)):
-            raise ValueError(f"stand-ins for parameters did not move in {STEPS} steps")
+            raise ValueError(f"probe parameters did not move in {STEPS} steps")
         self.moved = frozenset(changed(before, self._options()))
 
     def _options(self) -> list[dict[str, str]]:
         return [in_words(hyper_parameters(group)) for group in self._optimizer.param_groups]
 
     def _step(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """Step; returns how far each stand-in moves."""
+        """Step; returns how far each probe parameter moves."""
         before = [param.detach().clone() for param in self._params]
         for param, grad in zip(self._params, grads, strict=True):
             param.grad = None if grad is None else grad.clone()
@@ -148,26 +150,26 @@ class _Run:
         return [param.detach() - old for param, old in zip(self._params, before, strict=True)]
 
     def moves_all(self) -> bool:
-        """Whether a step without gradients moves a stand-in; False if it fails."""
+        """Whether a step without gradients moves a probe parameter; False if it fails."""
         try:
             return any(bool(move.any()) for move in self._step([None] * len(self._params)))
         except Exception:
             return False
 
     def size(self, at: int) -> float:
-        """The largest value of a stand-in."""
+        """The largest value of a probe parameter."""
         return float(self._params[at].detach().abs().max())
 
     def left(self, at: int) -> dict[str, Any]:
-        """The numbers and tensors of the state of a stand-in, and of its group, by readable names."""
+        """The numbers and tensors of the state of a probe parameter, and of its group, by readable names."""
         group = hyper_parameters(self._optimizer.param_groups[self.kinds[at].group])
         values = {"the state": self._optimizer.state.get(self._params[at], {}), "the group": group}
         leaves = ((of, *leaf) for of, value in values.items() for leaf in tree_flatten_with_path(value)[0])
         return {of + keystr(path): value for of, path, value in leaves if isinstance(value, Tensor | int | float)}
 
 
-def _coupling(run: Callable[[Sequence[_Kind]], _Run], whole: _Run) -> str:
-    """What differs first where stand-ins step alone, in words."""
+def _coupling(run: Callable[[Sequence[_ProbeParameter]], _ProbeRun], whole: _ProbeRun) -> str:
+    """What differs first where probe parameters step alone, in words."""
     found = list[tuple[int, str]]()
     for kind in whole.kinds:
         # seeded alike, the first one draws what it draws alone
@@ -176,9 +178,9 @@ def _coupling(run: Callable[[Sequence[_Kind]], _Run], whole: _Run) -> str:
     return min(found, key=lambda one: one[0])[1] if found else ""
 
 
-def _differences(whole: _Run, at: int, alone: _Run) -> Iterator[tuple[int, str]]:
-    """The steps in which a stand-in moved otherwise than alone, or after which it is left with another state; with what
-    differs in words."""
+def _differences(whole: _ProbeRun, at: int, alone: _ProbeRun) -> Iterator[tuple[int, str]]:
+    """The steps in which a probe parameter moved otherwise than alone, or after which it is left with another state;
+    with what differs in words."""
     rounding = ROUNDING * whole.size(at)
     for step, (moves, (move,)) in enumerate(zip(whole.moves, alone.moves, strict=True)):
         size, off = float(torch.maximum(moves[at].abs(), move.abs()).max()), float((moves[at] - move).abs().max())
@@ -196,9 +198,9 @@ def _alike(right: Any, found: Any) -> bool:
     return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=TOLERANCE * most, equal_nan=True)
 
 
-def _kinds(like: Optimizer) -> list[_Kind]:
-    """Stand-ins for parameters of which no two look alike, then one more like the first: those may be coupled, too."""
-    found: dict[object, _Kind] = {}
+def _kinds(like: Optimizer) -> list[_ProbeParameter]:
+    """Probe parameters of which no two look alike, then one more like the first: those may be coupled, too."""
+    found: dict[object, _ProbeParameter] = {}
     has_more = False
     for group, of in enumerate(like.param_groups):
         options = repr(in_words(hyper_parameters(of), amounts=False))
@@ -208,7 +210,7 @@ def _kinds(like: Optimizer) -> list[_Kind]:
             look = options, shape, role, repr(in_words(vars(param)))
             has_more = has_more or look in found
             if param.numel():
-                found.setdefault(look, _Kind(len(found), group, shape, name, vars(param)))
+                found.setdefault(look, _ProbeParameter(len(found), group, shape, name, vars(param)))
     kinds = list(found.values())
     if has_more:
         first = kinds[0]
@@ -217,14 +219,14 @@ def _kinds(like: Optimizer) -> list[_Kind]:
 
 
 def _with_rate(group: dict[str, Any]) -> dict[str, Any]:
-    """Options with a learning rate that moves stand-ins: a warmup may begin with zero."""
+    """Options with a learning rate that moves probe parameters: a warmup may begin with zero."""
     rate = group.get("lr")
     return {**group, "lr": SOME_LR} if isinstance(rate, int | float | Tensor) and rate == 0 else group
 
 
 def _gradient(step: int, number: int, param: Tensor, last: Tensor) -> Tensor:
-    """The gradient of a stand-in: noise, the last one again, its opposite, downhill, in each scale; then downhill.
-    Stand-ins of other numbers have other scales."""
+    """The gradient of a probe parameter: noise, the last one again, its opposite, downhill, in each scale; then
+    downhill. Probe parameters of other numbers have other scales."""
     size = SCALES[(step // 4 + number) % len(SCALES)]
     if step % 4 == 3 or step >= STEPS - DOWNHILL:
         return param * (size / param.abs().max().clamp_min(torch.finfo(param.dtype).tiny))

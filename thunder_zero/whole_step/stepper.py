@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thunder_zero.marks import marked, parameter_like
+from thunder_zero.parameter_attributes import parameter_like, with_attributes_of
 from thunder_zero.plan import Param
 from thunder_zero.runtime.optimizers import hyper_parameters, without_hooks
 from thunder_zero.whole_step.exchange import Member, Values
@@ -94,7 +94,7 @@ def blank(param: Param, shard: Tensor) -> nn.Parameter:
     return parameter_like(shard, torch.zeros((), dtype=param.dtype, device=shard.device).expand(param.shape))
 
 
-class Bucket:
+class BucketStepper:
     """Parameters that travel together, and the ordinary optimizer of those that this rank owns; it is made in the first
     step, when there are values.
 
@@ -135,7 +135,7 @@ class Bucket:
         for of, param in self._owned:
             if (found := values.get(of.param.path)) is not None:
                 param.data, param.grad = found.param, found.grad
-            marked(param, of.shard)
+            with_attributes_of(param, of.shard)
         try:
             optimizer = self._with_groups(groups, given, states)
             self._give_states(optimizer, states)

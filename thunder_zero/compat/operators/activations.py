@@ -21,19 +21,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from thunder_zero.compat.operators import NeverFuses
+
 import thunder.core.dtypes as dtypes
 import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.devices import DeviceType
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
 
 aten = torch.ops.aten
 HALF = (dtypes.bfloat16, dtypes.float16)
 
 
-class ActivationExecutor(OperatorExecutor):
+class ActivationExecutor(NeverFuses, OperatorExecutor):
     """Claims GELU, SiLU, softmax and layer norm."""
 
     def __init__(self) -> None:
@@ -54,10 +55,6 @@ class ActivationExecutor(OperatorExecutor):
 
     def _claim(self, symbol: Any, checker: Callable[..., bool], lower: Callable[..., Any], grad: Any) -> None:
         self.register_implementation(symbol, checker=checker, execution_transform=lower, grad_transform=grad)
-
-    def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Never. Without this method Thunder would search the subsymbols of every line."""
-        return False
 
     # Thunder calls a line's two functions with the line's own arguments. Each result of ``grad_of`` is forward's.
 

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_zero.compat.operators import NeverFuses
+
 import thunder.core.dtypes as dtypes
 import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.devices import DeviceType
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import Proxy, TensorProxy
-from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor
 
 aten = torch.ops.aten
@@ -36,7 +37,7 @@ LOGSUMEXP_DTYPES = {
 DEVICES = (DeviceType.CPU, DeviceType.META)
 
 
-class AttentionExecutor(OperatorExecutor):
+class AttentionExecutor(NeverFuses, OperatorExecutor):
     """Claims ``scaled_dot_product_attention`` where eager torch takes its flash attention for CPUs.
 
     All other calls stay with the executors after it: on CUDA, with dropout, with inputs of other shapes and dtypes, and
@@ -56,10 +57,6 @@ class AttentionExecutor(OperatorExecutor):
             execution_transform=self._lower,
             grad_transform=self._grad,
         )
-
-    def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Never. Without this method Thunder would search the subsymbols of every line."""
-        return False
 
     def _lower(
         self,

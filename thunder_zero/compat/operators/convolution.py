@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from thunder_zero.compat.operators import NeverFuses
+
 import thunder.core.dtypes as dtypes
 import thunder.torch as ltorch
 from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import Symbol
 from thunder.executors.torchex import ex as torch_ex
 from thunder.extend import OperatorExecutor
 
@@ -38,7 +40,7 @@ How = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, tuple[int, 
 Numbers = int | Sequence[int]
 
 
-class ConvolutionExecutor(OperatorExecutor):
+class ConvolutionExecutor(NeverFuses, OperatorExecutor):
     """Claims the gradients of convolutions, transposed or not, on every device; forward runs as it does without.
 
     Sizes that may differ from call to call, complex numbers, and transposed convolutions without a batch dimension stay
@@ -53,10 +55,6 @@ class ConvolutionExecutor(OperatorExecutor):
         self._claim(prims.convolution, of_convolution)
         for symbol in TRANSPOSED:
             self._claim(symbol, of_transposed)
-
-    def can_fuse(self, bsym: BoundSymbol) -> bool:
-        """Never. Without this method Thunder would search the subsymbols of every line."""
-        return False
 
     def _claim(self, symbol: Symbol, arguments: Any) -> None:
         forward = torch_ex.implmap[symbol.id]

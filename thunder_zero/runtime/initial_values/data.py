@@ -1,16 +1,20 @@
-"""The sources that the user gives, the module that needs values, the values."""
+"""The user's sources, the module that needs values, the values; what ranks compare of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from thunder_zero.comm import agree
 from thunder_zero.comm.group import Ranks
+from thunder_zero.comm.staging import rest_device
 from thunder_zero.plan import Param, Plan
+from thunder_zero.rows import own_rows
 
 CPU = torch.device("cpu")  # where values are drawn, whatever the device: a seed means the same on all machines
 
@@ -44,7 +48,7 @@ class Other:
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class InitialValues:
     """Initial values.
 
     Attributes:
@@ -126,3 +130,61 @@ def fitted(value: object, like: Tensor, what: str) -> Tensor:
             f"that the values belong to"
         )
     return value.detach().to(like.dtype)
+
+
+class Failures:
+    """Remembers the first failure until all ranks are where they can hear of it."""
+
+    def __init__(self) -> None:
+        self._first: Exception | None = None
+
+    @contextmanager
+    def remembered(self) -> Iterator[None]:
+        """Remember what the block raises instead of raising it."""
+        try:
+            yield
+        except Exception as failure:
+            self._first = self._first or failure
+
+    def raise_first(self) -> None:
+        """Raise the first failure, if there was one."""
+        if self._first is not None:
+            raise self._first
+
+
+class Cuts:
+    """Full parameters cut to what is at rest; digests of them where every rank makes its own."""
+
+    def __init__(self, model: PlainModel, *, are_read: bool) -> None:
+        self._model = model
+        self._are_read = are_read
+        self._digests: dict[str, str] = {}
+
+    def cut(self, full: Tensor, path: str) -> Tensor:
+        """The parameter as it is at rest: in full, or this rank's rows."""
+        if self._model.sender is None and self._model.ranks.everyone.size() > 1:
+            self._digests[path] = agree.digest(full)
+        param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
+        if param.resident:
+            return full.to(device)
+        # Cut where the full values are: if the rows rest in host memory, the device never has all of them.
+        return own_rows(full, param, plan).to(rest_device(param, plan, device))
+
+    def compare(self) -> None:
+        """Raise on every rank if ranks cut different values; a collective, unless one rank sent them.
+
+        Raises:
+            RuntimeError: naming the first parameter that differs.
+        """
+        if self._model.sender is None:
+            facts = [self._fact(path, digest) for path, digest in self._digests.items()]
+            agree.require_same(facts, self._model.ranks.everyone)
+
+    def _fact(self, path: str, digest: str) -> agree.Fact:
+        when = "before it builds the module"
+        if self._model.module.get_parameter(path).is_meta:
+            when = "before the transform, which draws them"
+        remedy = f"seed every rank alike {when}, or pass broadcast_from=0"
+        if self._are_read:
+            remedy = "give every rank the same weights, or pass broadcast_from=0"
+        return agree.Fact(f"the initial value of parameter {path!r}", f"weights with SHA-256 {digest}", remedy)

@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from thunder_zero.runtime.initial_values.data import CPU, PlainModel, fitted
-from thunder_zero.runtime.initial_values.drawn_so_far import DrawnValues
-from thunder_zero.runtime.initial_values.failures import Failures
+from thunder_zero.comm.backends import transport_for
+from thunder_zero.runtime.initial_values.data import CPU, Cuts, Failures, PlainModel, fitted
 from thunder_zero.runtime.initial_values.module_turn import Turn, address, children_first, own_tensors
 
 
@@ -23,16 +22,18 @@ class Drawn:
 
     Args:
         model: the module.
-        tensors: those that are drawn here.
-        values: where they are put.
+        tensors: those that are drawn here, and held as they are at rest; in full, if in no plan or to be broadcast.
+        cuts: cuts them.
         all_draw: every module with tensors on the meta device has its turn, so that the random generator moves as in
             construction; otherwise only those that own some of ``tensors``.
     """
 
-    def __init__(self, model: PlainModel, tensors: Collection[Tensor], values: DrawnValues, *, all_draw: bool) -> None:
+    def __init__(self, model: PlainModel, tensors: Collection[Tensor], cuts: Cuts, *, all_draw: bool) -> None:
         self._model = model
         self._tensors = tensors
-        self._values = values
+        self._cuts = cuts
+        self._values: dict[str, Tensor] = {}
+        self._transport = transport_for(model.ranks.inside, model.device)
         self._all_draw = all_draw
         self._written: set[Tensor] = set()
         self._meta_names = {address(tensor): names[0] for tensor, names in model.names.items() if tensor.is_meta}
@@ -42,10 +43,23 @@ class Drawn:
         return tensor in self._tensors
 
     def full(self, tensor: Tensor) -> Tensor:
-        """The value of a tensor that is held in full; one without elements may have none."""
-        if self._values.has(tensor):
-            return self._values.take(tensor)
-        return torch.empty_like(tensor, device=self._model.device, requires_grad=False)
+        """The value of a tensor that is held in full, and then no longer; one without elements may have none."""
+        value = self._taken(tensor)
+        return torch.empty_like(tensor, device=self._model.device, requires_grad=False) if value is None else value
+
+    def at_rest(self, tensor: Tensor) -> Tensor | None:
+        """The value of a tensor that is held as it is at rest, and then no longer; None if it is not."""
+        return self._taken(tensor) if self._is_cut(tensor) else None
+
+    def _taken(self, tensor: Tensor) -> Tensor | None:
+        return self._values.pop(self._model.name_of(tensor), None)
+
+    def _is_cut(self, tensor: Tensor) -> bool:
+        return self._model.sender is None and self._model.param_of(tensor) is not None
+
+    def _put(self, tensor: Tensor, full: Tensor) -> None:
+        name = self._model.name_of(tensor)
+        self._values[name] = self._cuts.cut(full, name) if self._is_cut(tensor) else full
 
     def reset(self) -> None:
         """Call ``reset_parameters`` of each module that has a turn, in the order of construction.
@@ -64,7 +78,7 @@ class Drawn:
         for tensor in turn.tensors:
             if self.has(tensor) and turn.wrote(tensor) and tensor not in self._written:
                 self._written.add(tensor)
-                self._values.put(tensor, self._fitted(turn, tensor, "reset_parameters", owner))
+                self._put(tensor, self._fitted(turn, tensor, "reset_parameters", owner))
 
     def initialize(self, init: Callable[[nn.Module], object], failures: Failures) -> None:
         """Call ``init`` as ``module.apply(init)`` does, but not for modules whose tensors all have values.
@@ -81,17 +95,27 @@ class Drawn:
             self._model.module.apply(visit)
 
     def _initialize(self, owner: nn.Module, init: Callable[[nn.Module], object], failures: Failures) -> None:
-        turn = Turn(owner, lambda tensor: self._values.in_full(tensor) if tensor.is_meta else _copied(tensor))
+        turn = Turn(owner, lambda tensor: self._in_full(tensor) if tensor.is_meta else _copied(tensor))
         with failures.remembered():
             failures.raise_first()  # init is not called again after it failed
             turn.call(init, "init", self._meta_names)
         for tensor in filter(self.has, turn.tensors):
-            full = turn.lent(tensor).detach()
+            full = turn.unsharded(tensor).detach()
             if turn.wrote(tensor) or tensor in self._written:
                 self._written.add(tensor)
                 with failures.remembered():
                     full = self._fitted(turn, tensor, "init", owner)
-            self._values.put(tensor, full)
+            self._put(tensor, full)
+
+    def _in_full(self, tensor: Tensor) -> Tensor | None:
+        """The value in full, on the CPU, to be put again; None if there is none. A collective, if it has to be
+        gathered."""
+        value, param = self._taken(tensor), self._model.param_of(tensor)
+        if value is None:
+            return None
+        if param is not None and self._is_cut(tensor) and param.sharded and not param.resident:
+            value = self._transport.all_gather([value.to(self._model.device)], [param]).wait()[0]
+        return value.to(CPU)
 
     def _has_turn(self, owner: nn.Module) -> bool:
         """Whether the module owns tensors on the meta device, as far as these matter."""

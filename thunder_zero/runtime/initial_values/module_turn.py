@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thunder_zero.marks import parameter_like
+from thunder_zero.parameter_attributes import parameter_like
 from thunder_zero.runtime.initial_values.data import CPU
 
-Place = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, the key and the tensor
+Slot = tuple[MutableMapping[str, Any], str, Tensor]  # a module's dict of tensors, the key and the tensor
 
 
 class Turn:
@@ -26,16 +26,16 @@ class Turn:
 
     def __init__(self, owner: nn.Module, before: Callable[[Tensor], Tensor | None]) -> None:
         self._owner = owner
-        self._places = list(own_tensors(owner))
-        own = dict.fromkeys(tensor for _, _, tensor in self._places)
-        self._lent = {tensor: _like(tensor, before(tensor)) for tensor in own}
-        self._versions = {tensor: lent._version for tensor, lent in self._lent.items()}
-        self._after: dict[Tensor, Any] = dict(self._lent)
+        self._slots = list(own_tensors(owner))
+        own = dict.fromkeys(tensor for _, _, tensor in self._slots)
+        self._unsharded = {tensor: _like(tensor, before(tensor)) for tensor in own}
+        self._versions = {tensor: unsharded._version for tensor, unsharded in self._unsharded.items()}
+        self._after: dict[Tensor, Any] = dict(self._unsharded)
 
     @property
     def tensors(self) -> Sequence[Tensor]:
         """The module's own tensors, each once."""
-        return tuple(self._lent)
+        return tuple(self._unsharded)
 
     def call(self, function: Callable[[nn.Module], object], who: str, elsewhere: Mapping[int, str]) -> None:
         """Call the function with the module.
@@ -49,10 +49,10 @@ class Turn:
             ValueError: the function wrote to a tensor that another module owns, which has no memory now.
             Exception: the function raised.
         """
-        with _replaced(self._places, self._lent):
+        with _replaced(self._slots, self._unsharded):
             with LostWrites() as lost:
                 function(self._owner)
-            self._after = {tensor: holder[key] for holder, key, tensor in self._places}
+            self._after = {tensor: holder[key] for holder, key, tensor in self._slots}
         for name in filter(None, map(elsewhere.get, lost.addresses)):
             raise ValueError(
                 f"{who} wrote {name!r} when it was called for {type(self._owner).__name__}, which does not own it; "
@@ -60,9 +60,9 @@ class Turn:
                 f"owner, or give weights"
             )
 
-    def lent(self, tensor: Tensor) -> Tensor:
+    def unsharded(self, tensor: Tensor) -> Tensor:
         """What the call was given to write to in the tensor's place."""
-        return self._lent[tensor]
+        return self._unsharded[tensor]
 
     def value(self, tensor: Tensor) -> object:
         """What the module holds in the tensor's place after the call."""
@@ -70,10 +70,10 @@ class Turn:
 
     def wrote(self, tensor: Tensor) -> bool:
         """Whether the call wrote to the tensor or replaced it; writes through ``.data`` raise no version."""
-        value, lent = self._after[tensor], self._lent[tensor]
-        if value is None or value is not lent or value._version != self._versions[tensor]:
+        value, unsharded = self._after[tensor], self._unsharded[tensor]
+        if value is None or value is not unsharded or value._version != self._versions[tensor]:
             return True
-        return lent.is_floating_point() and not is_all_nan(lent)
+        return unsharded.is_floating_point() and not is_all_nan(unsharded)
 
 
 def is_all_nan(tensor: Tensor) -> bool:
@@ -84,7 +84,7 @@ def is_all_nan(tensor: Tensor) -> bool:
     return bool(first.isnan()) and bool(tensor.detach().isnan().all())
 
 
-def own_tensors(owner: nn.Module) -> Iterator[Place]:
+def own_tensors(owner: nn.Module) -> Iterator[Slot]:
     """The parameters and buffers of the module itself, without its children's."""
     for holder in (owner._parameters, owner._buffers):
         yield from ((holder, key, tensor) for key, tensor in holder.items() if tensor is not None)
@@ -110,14 +110,14 @@ def address(tensor: Tensor) -> int:
 
 
 @contextmanager
-def _replaced(places: Sequence[Place], by: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Inside of the block the module holds other tensors in these places."""
+def _replaced(slots: Sequence[Slot], by: Mapping[Tensor, Tensor]) -> Iterator[None]:
+    """Inside of the block the module holds other tensors in these slots."""
     try:
-        for holder, key, tensor in places:
+        for holder, key, tensor in slots:
             holder[key] = by[tensor]
         yield
     finally:
-        for holder, key, tensor in places:
+        for holder, key, tensor in slots:
             holder[key] = tensor
 
 
@@ -129,7 +129,7 @@ def _like(meta: Tensor, full: Tensor | None) -> Tensor:
         full = room if full is None else room.copy_(full)
     if not isinstance(meta, nn.Parameter):
         return full
-    return parameter_like(meta, full)  # initialisers ask for marks
+    return parameter_like(meta, full)  # initialisers ask for attributes
 
 
 class LostWrites(TorchDispatchMode):

@@ -10,9 +10,9 @@ import torch
 from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.agree import all_or_none
+from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.lost_ranks import speaks_gloo
-from thunder_zero.comm.places import doing
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.rounds import DTYPES, Calibration

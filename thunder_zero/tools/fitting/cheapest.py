@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from thunder_zero.amounts import bytes_of, size
-from thunder_zero.comm.decide import on_rank_0, ranks_of_default_group
+from thunder_zero.comm.agree import on_rank_0, ranks_of_default_group
 from thunder_zero.compiled import Traces
 from thunder_zero.policy import ZERO3, Policy
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Prices

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from thunder_zero.comm.unsent import UNSENT
+from thunder_zero.comm.backends import UNSENT
 from thunder_zero.compiled import Traces
 from thunder_zero.policy import STAGES, is_count
 from thunder_zero.schedule.timeline import Kind

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from thunder_zero.schedule.timeline import Work
 from thunder_zero.tools.forecast.watch import Unwatched
 from thunder_zero.traces.lift import lines_of
-from thunder_zero.traces.work_classes import work_of
+from thunder_zero.traces.work import work_of
 
 import thunder
 from thunder.core import prims

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from thunder_zero.comm.host_copies import HostCopies
-from thunder_zero.comm.unsent import unsent_transport
+from thunder_zero.comm.backends import unsent_transport
+from thunder_zero.comm.staging import HostCopies
 from thunder_zero.plan import Plan
 from thunder_zero.runtime.accumulation import Accumulation
-from thunder_zero.runtime.digests import digests_of
-from thunder_zero.runtime.share import Share
+from thunder_zero.runtime.state import Share
+from thunder_zero.runtime.writes import digests_of
 from thunder_zero.tools.forecast.watch import META
 
 
@@ -21,7 +21,7 @@ class Rehearsal(Share):
     """A share without values, over which :class:`thunder_zero.runtime.calls.Calls` runs in a forecast of memory.
 
     ZeRO-1 refreshes all of its parameters, as after an optimizer's step. A parameter of an earlier micro-batch that
-    ``gather_once_per_accumulation`` holds over is gathered anew.
+    ``gather_once_per_accumulation`` keeps unsharded is gathered anew.
 
     Args:
         plan: of the model.

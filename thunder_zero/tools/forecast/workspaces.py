@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_zero.compat.torch_internals import convolution_backend
+from thunder_zero.compat.torch_gaps import convolution_backend
 
 aten = torch.ops.aten
 BLOCKS = {"AVX512": 16, "AVX2": 8}  # channels, by torch.backends.cpu.get_cpu_capability()

@@ -1,6 +1,6 @@
-"""What announcing places costs on loopback: halves of a step with and without it, in turn.
+"""What announcing collective tags costs on loopback: halves of a step with and without it, in turn.
 
-    python examples/bench/places.py
+    python examples/bench/collective_tags.py
 
 A half gathers two buckets of eight tensors, 4 KiB each, which is less than any half of a real model: nothing hides the
 announcement. Each round runs 50 halves of each kind. Wall time is that of the slowest rank; CPU time is that of all
@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import thunder_zero  # noqa: F401  # first of its imports
-from thunder_zero.comm.pairwise import Exchange
-from thunder_zero.comm.placed import Placed
+from thunder_zero.comm.collective_tags import TaggedTransport
+from thunder_zero.comm.pairwise import PairwiseGloo
 from thunder_zero.plan import Param
 
 WORLD_SIZES = (2, 4)
@@ -28,7 +28,7 @@ ROUNDS, HALVES = 10, 50
 ROWS, WIDTH, TENSORS = 32, 32, 8
 
 
-def half(transport: Placed, shards: list[torch.Tensor], params: list[Param]) -> None:
+def half(transport: TaggedTransport, shards: list[torch.Tensor], params: list[Param]) -> None:
     """Two gathers, as a forward launches and ends them."""
     transport.enter_half("forward", "schedule", 0)
     handles = [transport.all_gather(shards, params) for _ in range(2)]
@@ -51,7 +51,7 @@ def measure(rank: int, world_size: int, store: str) -> None:
     f32 = torch.float32
     param = Param("w", (), (ROWS, WIDTH), f32, f32, f32, True, "", True, False, False)
     shards = [torch.zeros(ROWS // world_size, WIDTH) for _ in range(TENSORS)]
-    kinds = {on: Placed(Exchange(group), "model 0 (Net)", group, announces=on) for on in (False, True)}
+    kinds = {on: TaggedTransport(PairwiseGloo(group), "model 0 (Net)", group, announces=on) for on in (False, True)}
     wall: dict[bool, list[float]] = {False: [], True: []}
     cpu: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(ROUNDS + 1):  # the first one warms up

@@ -1,4 +1,4 @@
-"""Clips the gradients of a sharded model by their global norm."""
+"""Numbers over all ranks: the norm that gradients are clipped by, a loss that weighs items alike."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from thunder_zero.comm.small_collectives import all_gather_tensor
+from thunder_zero.comm.small_collectives import all_gather_tensor, all_reduce_sum
+from thunder_zero.policy import is_count
 from thunder_zero.runtime.dtensors import local
-from thunder_zero.runtime.sharded_model import is_place, sharded_model
+from thunder_zero.runtime.sharded_model import sharded_model, tagged
 from thunder_zero.runtime.state import State
 
 READY, NO_GRADIENT, OPEN = range(3)  # a rank's status, which travels with its norm
 
 
-@is_place("clip_grad_norm_")
+@tagged("clip_grad_norm_")
 def clip_grad_norm_(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
@@ -110,3 +111,36 @@ def total_norm(state: State, norm_type: float) -> tuple[Tensor, list[int]]:
     norms, statuses = torch.stack(all_gather_tensor(message, state.group)).unbind(1)
     norm: Tensor = torch.linalg.vector_norm(norms[list(state.ranks.first_copy)], norm_type)  # the others have the same
     return norm, [int(status) for status in statuses.tolist()]
+
+
+@tagged("global_mean")
+def global_mean(model: nn.Module, total: Tensor, count: int) -> Tensor:
+    """A loss that trains on the mean over all ranks' items, where ranks have different numbers of them.
+
+    Gradients are averaged over ranks, so with each rank's own mean, the tokens (or rows) of a rank with few of them
+    would weigh more. This is ``total * W / (count of all ranks)``: its mean over ranks is the mean over all items. A
+    collective: all ranks must call it; each sends one small message.
+
+    >>> losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+    >>> tz.global_mean(model, losses, int((targets != -100).sum())).backward()
+
+    Args:
+        model: a model with ZeroTransform.
+        total: 0-dim; the sum of the losses of this rank's items.
+        count: number of items of this rank in the step, in all its micro-batches if it accumulates. May be 0.
+
+    Returns:
+        The loss to call ``backward`` on.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        ValueError: a rank's ``count`` is not an int or is negative, or no rank has an item; on every rank.
+    """
+    state = sharded_model(model).state
+    valid = is_count(count)
+    everywhere, refused = all_reduce_sum((count if valid else 0, not valid), state.group, state.device)
+    if refused:
+        raise ValueError(f"a rank's count is not a number of items (on this rank it is {count!r}); give an int >= 0")
+    if everywhere == 0:
+        raise ValueError("no rank has an item, so there is no mean; skip this step on all ranks")
+    return total * (state.plan.ranks / everywhere)

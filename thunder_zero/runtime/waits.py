@@ -1,4 +1,4 @@
-"""Times the waits of a model's collectives, and the compute between them.
+"""Watches the waits of collectives: times them, and labels them while torch's profiler runs.
 
 Each collective's handle passes through the model's :class:`Clock`, which returns it unchanged unless the clock runs.
 Moments are those of the device that computes: on CUDA they are events in its stream, so that the host runs ahead as
@@ -8,17 +8,22 @@ without a clock.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
+from torch.autograd.profiler import record_function
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.small_collectives import all_gather_object
+from thunder_zero.plan import Plan
+from thunder_zero.schedule.names import launch_label, unit_label, wait_label
+from thunder_zero.schedule.timeline import Kind
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -150,3 +155,65 @@ def _between(waits: Sequence[Waited], gathers: Sequence[int]) -> Seconds:
 def mean_over_ranks(values: Sequence[float], group: ProcessGroup) -> list[float]:
     """The mean of each value, added up in rank order, so that all ranks get the same bits; a small collective."""
     return [sum(column) / len(column) for column in zip(*all_gather_object(values, group), strict=True)]
+
+
+NOTHING = nullcontext()
+
+
+def launching(kind: Kind, paths: Sequence[str]) -> AbstractContextManager[object]:
+    """Inside the block, a launch has its label."""
+    return record_function(launch_label(kind, paths)) if profiler._is_profiler_enabled else NOTHING
+
+
+class Labels:
+    """The labels of one model: of its waits, and of the unit that computes.
+
+    A unit's label begins after the wait for its gather. It ends before the wait for another unit's, after forward, or
+    where backward has launched the reductions of all of its gradients.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._open: record_function | None = None
+        self._unit = ""
+        self._left: set[str] = set()  # parameters of the open unit whose gradients are not made yet
+
+    def watched(self, handle: Waitable, kind: Kind, paths: Sequence[str]) -> Waitable:
+        """The handle; one whose wait is labelled, if a profiler runs."""
+        if not profiler._is_profiler_enabled:
+            return handle
+        unit = self._plan.by_name[paths[0]].unit
+
+        def wait() -> tuple[Tensor, ...]:
+            if kind is Kind.GATHER and (self._open is None or self._unit != unit):
+                self.end()
+            with record_function(wait_label(kind, paths)):
+                results = handle.wait()
+            if kind is Kind.GATHER:
+                self.begin(unit)
+            return results
+
+        return WaitsBy(wait)
+
+    def begin(self, unit: str) -> None:
+        """The unit computes from here on."""
+        if self._open is not None and unit == self._unit:
+            return
+        self.end()
+        self._unit = unit
+        self._left = {param.path for param in self._plan.params if param.unit == unit and param.requires_grad}
+        self._open = record_function(unit_label(unit))
+        self._open.__enter__()
+
+    def gradients_are_made(self, paths: Iterable[str]) -> None:
+        """Backward launches the reductions of these, or defers them."""
+        if self._open is not None:
+            self._left.difference_update(paths)
+            if not self._left:
+                self.end()
+
+    def end(self) -> None:
+        """Nothing of a unit computes from here on, as far as is known."""
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None

@@ -1,17 +1,44 @@
-"""Digests of shards, which find writes that raise no version: through ``.data``, numpy or a kernel.
+"""Finds shards that were written to: by their versions, and by digests where a write raises none.
 
-A digest is the sum of a shard's words, each times a random weight of its place, modulo 2 ** 64: integers, so the order
-of additions does not matter, and one pass at the speed of memory. A change goes unseen with a probability below
-2 ** -30, unless somebody chooses it by the weights.
+Writes through ``.data``, numpy or a kernel raise no version. A digest is the sum of a shard's words, each times a
+random weight of its place, modulo 2 ** 64: integers, so the order of additions does not matter, and one pass at the
+speed of memory. A change goes unseen with a probability below 2 ** -30, unless somebody chooses it by the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from thunder_zero.runtime.dtensors import local
+
+
+class Versions:
+    """Which shards changed since they were noted.
+
+    An operator in place raises a DTensor's own version, and code that takes its local tensor that one's. Fused
+    optimizers raise neither; their steps are reported by ``optimizers.py``.
+    """
+
+    def __init__(self, shards: Mapping[str, Tensor]) -> None:
+        self._shards = shards
+        self._noted: dict[str, tuple[int, int]] = {}
+
+    def note(self, paths: Iterable[str]) -> None:
+        """Take these shards as they are now."""
+        self._noted.update((path, self._version(path)) for path in paths)
+
+    def changed(self, path: str) -> bool:
+        """Whether a shard was written to since it was noted."""
+        return self._version(path) != self._noted[path]
+
+    def _version(self, path: str) -> tuple[int, int]:
+        shard = self._shards[path]
+        return shard._version, local(shard)._version
+
 
 WORD_BYTES = 8
 BLOCK = 1024  # words that one sum takes in; the sums are summed again

@@ -1,4 +1,4 @@
-"""Ranks that do different things: an error on both at once, which names both places, and nothing is taken for another.
+"""Ranks that do different things: an error on both at once, which names both tags, and nothing is taken for another.
 
 Rank 0 is the one that does something else.
 """
@@ -21,12 +21,11 @@ from tests.harness.errors import raised, raised_as
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool, everyone
 from tests.harness.tiers import deep, slow
-from thunder_zero.comm import places
+from thunder_zero.comm import collective_tags
+from thunder_zero.comm.collective_tags import TaggedTransport, doing
 from thunder_zero.comm.handle import Waitable
-from thunder_zero.comm.native import OneByOne
-from thunder_zero.comm.pairwise import Exchange
-from thunder_zero.comm.placed import Placed
-from thunder_zero.comm.places import doing
+from thunder_zero.comm.native import PerTensor
+from thunder_zero.comm.pairwise import PairwiseGloo
 from thunder_zero.comm.small_collectives import all_gather_object, barrier, broadcast_object_from_rank_0, next_number
 from thunder_zero.comm.transport import Transport
 from thunder_zero.schedule import make_plan
@@ -37,7 +36,7 @@ WIDTH = 4
 
 
 def assert_differ(said: str, one: str, other: str) -> None:
-    """The sentence on both ranks; a place may be given by its start."""
+    """The sentence on both ranks; a tag may be given by its start."""
     found = f"the ranks do different things: rank 0 is in {one}"
     if one == other:
         found = f"the ranks do different things: rank 0 and rank 1 are both in {one}"
@@ -59,8 +58,8 @@ def gather(transport: Transport, rows: int) -> Waitable:
 def another_try() -> Iterator[None]:
     """As if the ranks had restarted."""
     yield
-    places._differences.clear()
-    places._unconfirmed.clear()
+    collective_tags._differences.clear()
+    collective_tags._unconfirmed.clear()
     dist.barrier()
 
 
@@ -69,7 +68,7 @@ def said_in(what: str, step: Callable[[], object]) -> str:
         return raised(step)
 
 
-def meet(rank: int, world_size: int, make: type[Exchange | OneByOne]) -> None:
+def meet(rank: int, world_size: int, make: type[PairwiseGloo | PerTensor]) -> None:
     """Every kind of difference, and what is none."""
     group = everyone()
     steps = (lambda: barrier(group), lambda: all_gather_object(rank, group))
@@ -80,7 +79,7 @@ def meet(rank: int, world_size: int, make: type[Exchange | OneByOne]) -> None:
     with another_try():
         assert_differ(said_in("tz.save", steps[rank]), "tz.save", "tz.save")
     with another_try():
-        models = [Placed(make(group), f"model {number} (Net)", group, announces=True) for number in range(2)]
+        models = [TaggedTransport(make(group), f"model {number} (Net)", group, announces=True) for number in range(2)]
         for model in models:
             model.enter_half("forward", "schedule", 5)
         alike(rank, *models)
@@ -90,14 +89,14 @@ def meet(rank: int, world_size: int, make: type[Exchange | OneByOne]) -> None:
         assert_differ(said, *[f"forward number 2 of model {n} (Net) after 5 training forwards" for n in range(2)])
         assert raised(models[rank].drain) == said
     with another_try():
-        third = Placed(make(group), "model 2 (Net)", group, announces=True)
+        third = TaggedTransport(make(group), "model 2 (Net)", group, announces=True)
         third.enter_half("backward", f"schedule {rank}", 5)
         said = raised(lambda: gather(third, 2).wait())
         assert_differ(said, *["backward number 1 of model 2 (Net) after 5 training forwards"] * 2)
     assert broadcast_object_from_rank_0(7, group) == 7, "the group is sound"
 
 
-def alike(rank: int, one: Placed, other: Placed) -> None:
+def alike(rank: int, one: TaggedTransport, other: TaggedTransport) -> None:
     """Two models, waited for in another order than launched, with the user's own messages in between."""
     (full,) = gather(one, 2).wait()
     assert full.tolist() == [[0.0] * 2, [1.0] * 2], full
@@ -119,14 +118,14 @@ def alike(rank: int, one: Placed, other: Placed) -> None:
 def meet_under_the_debug_switch(rank: int, world_size: int) -> None:
     """The collective that stands in for gloo's messages, for which the host waits."""
     with (
-        mock.patch.object(places, "channel_of", return_value=None),
-        mock.patch.object(places, "is_debugging", return_value=True),
+        mock.patch.object(collective_tags, "channel_of", return_value=None),
+        mock.patch.object(collective_tags, "is_debugging", return_value=True),
     ):
-        meet(rank, world_size, OneByOne)
+        meet(rank, world_size, PerTensor)
 
 
 def test_every_difference_is_an_error_on_both_ranks(ranks_pool: RanksPool) -> None:
-    ranks_pool.run(2, meet, Exchange)
+    ranks_pool.run(2, meet, PairwiseGloo)
     ranks_pool.run(2, meet_under_the_debug_switch)
 
 
@@ -232,7 +231,7 @@ CLIPS = "backward clip backward / backward backward"
 
 @pytest.mark.parametrize(
     ("stage", "actions", "here", "there"),
-    [  # the places of rank 0 and rank 1, or their starts; N is the model
+    [  # the tags of rank 0 and rank 1, or their starts; N is the model
         (3, EVALUATES, "forward without backward number 2 of N", "forward number 3 of N"),
         *slow(
             (1, EVALUATES_FIRST, "the first forward without backward of N", ""),
@@ -250,7 +249,7 @@ def test_rank_0_does_something_else(ranks_pool: RanksPool, stage: int, actions: 
     assert first == second
 
 
-def two_models(rank: int, world_size: int, stage: int, several_groups: bool, place: str) -> None:
+def two_models(rank: int, world_size: int, stage: int, several_groups: bool, tag: str) -> None:
     """A student learns from a teacher; in the third step rank 0 calls the student first."""
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=40)) for _ in range(2)] if several_groups else [None] * 2
     teacher, student = (Trained(stage, process_group=group) for group in groups)
@@ -267,14 +266,14 @@ def two_models(rank: int, world_size: int, stage: int, several_groups: bool, pla
     step(1, teacher, student)
     said = raised(lambda: step(2, *((student, teacher) if rank == 0 else (teacher, student))))
     # Autograd starts with the model that was called last.
-    here, there = (teacher, student) if place.startswith("backward") else (student, teacher)
+    here, there = (teacher, student) if tag.startswith("backward") else (student, teacher)
     assert here.name != there.name
-    assert_differ(said, f"{place} of {here.name}", f"{place} of {there.name}")
+    assert_differ(said, f"{tag} of {here.name}", f"{tag} of {there.name}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "several_groups", "place"),
+    ("stage", "several_groups", "tag"),
     [
         (0, False, "backward number 3"),  # in stage 0 only backward communicates
         (1, False, "the comparison of changed parameters"),
@@ -282,10 +281,8 @@ def two_models(rank: int, world_size: int, stage: int, several_groups: bool, pla
         *deep((2, False, "forward number 3"), (3, False, "forward number 3")),
     ],
 )
-def test_two_models_called_in_another_order(
-    ranks_pool: RanksPool, stage: int, several_groups: bool, place: str
-) -> None:
-    ranks_pool.run(2, two_models, stage, several_groups, place, timeout=110)
+def test_two_models_called_in_another_order(ranks_pool: RanksPool, stage: int, several_groups: bool, tag: str) -> None:
+    ranks_pool.run(2, two_models, stage, several_groups, tag, timeout=110)
 
 
 class Branches(nn.Module):
@@ -337,16 +334,16 @@ def fails_in_the_middle(rank: int, world_size: int) -> None:
 @contextmanager
 def failing_launch() -> Iterator[None]:
     """The second gather inside of the block."""
-    launch, calls = Placed.all_gather, 0
+    launch, calls = TaggedTransport.all_gather, 0
 
-    def failing(self: Placed, *args: Any) -> Waitable:
+    def failing(self: TaggedTransport, *args: Any) -> Waitable:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise MemoryError("no memory")
         return launch(self, *args)
 
-    with mock.patch.object(Placed, "all_gather", failing):
+    with mock.patch.object(TaggedTransport, "all_gather", failing):
         yield
 
 

@@ -1,0 +1,347 @@
+"""Ranks announce a tag before they communicate, so that none takes one collective for another.
+
+Backends match messages by their order alone. If rank 0 evaluates while rank 1 runs a backward, the gathers of one are
+the gathers of the other, and both train on garbage. So before a rank communicates, it announces what it does, its
+COLLECTIVE TAG: one message of 256 bytes to each peer. Equal tags mean that the ranks do the same thing; a difference is
+an error on both sides::
+
+    rank 0   tag "backward number 12 of model 0"   gathers, reductions    -> the first wait compares
+    rank 1   tag "forward number 13 of model 0"    gathers                -> and raises on both
+
+All tags between two ranks travel in one order, whatever model and group they are about: on the default process group
+if gloo carries its CPU tensors, else on the model's. An announcement waits for nobody: the first wait after it also
+waits for the peers' tags and compares them. Two tags can differ only until then, and the messages of one never meet
+those of the other, as gloo matches them by another number (:attr:`CollectiveTag.number`).
+
+Without gloo (NCCL, MPI) an announcement is a collective for which the host waits, and is made only if
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` is set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from thunder_zero.comm.handle import SENDER, Waitable, WaitsBy, in_background
+from thunder_zero.comm.lost_ranks import CPU, naming_lost_ranks, naming_tag, speaks_gloo, timeout_of
+from thunder_zero.comm.transport import Forwarding, PeerBuffers, Transport
+from thunder_zero.plan import Param
+
+BYTES = 256  # of a message: a digest, then as much of the text as fits
+DIGEST_BYTES = 16
+TAG_BITS = 22
+TAG = 0x63746167  # "ctag": users hardly send under it
+SOMETHING = "a small collective of thunder_zero"
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTag:
+    """What a rank does, as far as it can tell: two ranks with different tags must not communicate.
+
+    Attributes:
+        text: as an error calls it: ``"backward number 12 of model 0 (Net) after 12 training forwards"``.
+        details: what else has to agree, such as a schedule; only its digest travels.
+    """
+
+    text: str
+    details: str = ""
+
+    @property
+    def digest(self) -> bytes:
+        """Tells this tag from all others."""
+        return hashlib.sha256(f"{self.text}\n{self.details}".encode()).digest()[:DIGEST_BYTES]
+
+    @property
+    def number(self) -> int:
+        """Less than 2 ** ``TAG_BITS``; another tag has another number, but for one in four million."""
+        return int.from_bytes(self.digest[:4], "big") % (1 << TAG_BITS)
+
+    def message(self) -> bytes:
+        """What travels, ``BYTES`` long."""
+        return (self.digest + self.text.encode()[: BYTES - DIGEST_BYTES]).ljust(BYTES, b"\0")
+
+
+class AnnouncedTag(Protocol):
+    """An announced tag, which the peers' tags are compared with."""
+
+    tag: CollectiveTag
+
+    def confirm(self) -> None:
+        """Wait for the peers' tags, once.
+
+        Raises:
+            RuntimeError: a peer is elsewhere.
+            LostRank: a peer died or does not answer.
+        """
+
+
+_doing: ContextVar[str] = ContextVar("doing", default="")
+_without_tags: WeakSet[ProcessGroup] = WeakSet()
+# By group: the sentence of a difference, after which no rank can go on, and messages that peers may still need.
+_differences: WeakKeyDictionary[ProcessGroup, tuple[str, object]] = WeakKeyDictionary()
+_unconfirmed: WeakKeyDictionary[ProcessGroup, _Messages] = WeakKeyDictionary()
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Small collectives inside of the block have a tag of this text; the outermost block counts."""
+    token = _doing.set(_doing.get() or what)
+    try:
+        yield
+    finally:
+        _doing.reset(token)
+
+
+def what_is_done() -> str:
+    """The text of the outermost block of :func:`doing`; "" outside."""
+    return _doing.get()
+
+
+def without_tags(group: ProcessGroup) -> None:
+    """Collectives of this group have no tags: those of another thread come in no order with the rest."""
+    _without_tags.add(group)
+
+
+def announce(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag | None:
+    """Tell all ranks of the group where this rank is; None if nothing is told.
+
+    Raises:
+        RuntimeError: ranks differed before; under ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` without gloo, they differ now.
+    """
+    if group.size() == 1 or group in _without_tags:
+        return None
+    if (channel := channel_of(group)) is not None:
+        require_same_so_far(group)
+        if (before := _unconfirmed.get(channel)) is not None:
+            before.confirm()
+        return _Messages(tag, group, channel)
+    if is_debugging():
+        require_same_so_far(group)
+        return _Gathered(tag, group)
+    return None
+
+
+def compare_tags(step: str, group: ProcessGroup) -> str:
+    """Before a small collective: wait until all ranks of the group are at the same one.
+
+    Returns:
+        The text of the outermost block of :func:`doing`; "" outside.
+    """
+    tag = CollectiveTag(_doing.get() or SOMETHING, step)
+    announced = announce(tag, group)
+    if announced is not None:
+        announced.confirm()
+    return _doing.get()
+
+
+def is_debugging() -> bool:
+    """Whether torch's own switch for checks that cost time, ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, is on."""
+    return dist.get_debug_level() is dist.DebugLevel.DETAIL
+
+
+def channel_of(group: ProcessGroup) -> ProcessGroup | None:
+    """The group that carries the tags of these ranks as messages: one for all models, if that can be."""
+    everyone = dist.group.WORLD
+    if everyone is not None and speaks_gloo(everyone):
+        return everyone
+    return group if speaks_gloo(group) else None
+
+
+def require_same_so_far(group: ProcessGroup) -> None:
+    """Raise at once if ranks differed before.
+
+    Raises:
+        RuntimeError: the sentence of that difference.
+    """
+    found = _differences.get(channel_of(group) or group)
+    if found is not None:
+        raise RuntimeError(found[0])
+
+
+# Rank, and its number in the channel; what it says; the messages from it and to it.
+_Posted = tuple[tuple[int, int], bytearray, dist.Work | None, dist.Work | None]
+
+
+class _Messages:
+    """A tag, announced by messages of gloo."""
+
+    def __init__(self, tag: CollectiveTag, group: ProcessGroup, channel: ProcessGroup) -> None:
+        self.tag = tag
+        self._channel = channel
+        self._timeout = timeout_of(group if speaks_gloo(group) else channel, CPU)
+        ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        peers = {rank: dist.get_group_rank(channel, rank) for rank in ranks}
+        message = torch.frombuffer(bytearray(tag.message()), dtype=torch.uint8)
+
+        def post() -> list[_Posted]:
+            with naming_lost_ranks(channel):
+                slots = [bytearray(BYTES) for _ in ranks]
+                pairs = zip((torch.frombuffer(slot, dtype=torch.uint8) for slot in slots), peers.values(), strict=True)
+                receives = [dist.irecv(slot, None, channel, TAG, peer) for slot, peer in pairs]
+                sends = [dist.isend(message, None, channel, TAG, peer) for peer in peers.values()]
+            return list(zip(peers.items(), slots, receives, sends, strict=True))
+
+        self._posted: Future[list[_Posted]] | None = in_background(SENDER, post)  # None: confirmed
+        _unconfirmed[channel] = self
+
+    def confirm(self) -> None:
+        """See :meth:`AnnouncedTag.confirm`."""
+        if self._posted is None:
+            return
+        require_same_so_far(self._channel)
+        _unconfirmed.pop(self._channel, None)
+        with naming_tag(self.tag.text):
+            posted = self._posted.result()
+            for (rank, peer), slot, received, sent in posted:
+                assert received is not None, "every rank of the group takes part"
+                assert sent is not None, "every rank of the group takes part"
+                with naming_lost_ranks(self._channel, peer, self._timeout):
+                    received.wait(self._timeout)
+                    # The peer posted its receive before it sent: it learns of a difference as well.
+                    sent.wait(self._timeout)
+                _compare(self.tag, rank, bytes(slot), self._channel, posted)
+        self._posted = None
+
+
+class _Gathered:
+    """A tag, announced by a collective for which the host waits."""
+
+    def __init__(self, tag: CollectiveTag, group: ProcessGroup) -> None:
+        self.tag = tag
+        messages = [b""] * group.size()
+        with naming_tag(tag.text), naming_lost_ranks(group):
+            dist.all_gather_object(messages, tag.message(), group=group)
+        for rank, message in zip(dist.get_process_group_ranks(group), messages, strict=True):
+            _compare(tag, rank, message, group, None)
+
+    def confirm(self) -> None:
+        """See :meth:`AnnouncedTag.confirm`; it has happened."""
+
+
+def _compare(tag: CollectiveTag, rank: int, message: bytes, channel: ProcessGroup, keep: object) -> None:
+    """Raise, now and from now on, if a peer's message is not that of this tag."""
+    if message == tag.message():
+        return
+    here, there = dist.get_rank(), rank
+    texts = {here: tag.text, there: message[DIGEST_BYTES:].rstrip(b"\0").decode(errors="ignore")}
+    _differences[channel] = difference_of(texts), keep
+    raise RuntimeError(_differences[channel][0])
+
+
+def difference_of(texts: dict[int, str]) -> str:
+    """The sentence of a difference between two ranks, the same on both."""
+    (one, here), (other, there) = sorted(texts.items())
+    if here == there:
+        found = f"rank {one} and rank {other} are both in {here}, but would send different messages there"
+    else:
+        found = f"rank {one} is in {here}, rank {other} is in {there}"
+    return (
+        f"the ranks do different things: {found}; correct the script, so that all ranks call every model and every "
+        f"function of thunder_zero in the same order and with inputs that take the same path, and restart all ranks "
+        f"from the last checkpoint"
+    )
+
+
+class TaggedTransport(Forwarding):
+    """The transport of one model. See :class:`thunder_zero.comm.transport.Transport`.
+
+    Args:
+        inner: carries the messages.
+        model: completes the texts of tags: ``"model 0 (Net)"``.
+        group: all ranks that train the model.
+        announces: whether to announce tags; if not, ``inner`` alone works.
+    """
+
+    def __init__(self, inner: Transport, model: str, group: ProcessGroup, *, announces: bool) -> None:
+        super().__init__(inner)
+        self._model, self._group, self._announces = model, group, announces
+        self._counts: Counter[str] = Counter()
+        self._tag = CollectiveTag(model)
+        self._next: Callable[[], CollectiveTag] | None = None  # what this rank does, until it is announced
+        self._announced_tag: AnnouncedTag | None = None
+        self._tagged = inner  # sends under the number of the tag
+        self._launches = 0
+
+    def enter(self, tag: CollectiveTag) -> None:
+        """From now on this rank is there; peers hear of it if it sends anything there."""
+        self._next = lambda: tag
+
+    def enter_half(self, half: str, schedule: str, training_forwards: int) -> None:
+        """The same for a half of a step, such as ``"backward"``, with the digest of its launches.
+
+        Its tag has two numbers: how many halves of its kind have sent anything, and after how many forwards in
+        training, which may send nothing. The second one differs where a rank has left out a backward.
+        """
+
+        def tag() -> CollectiveTag:
+            self._counts[half] += 1
+            number = f"{half} number {self._counts[half]} of {self._model}"
+            forwards = "training forward" if training_forwards == 1 else "training forwards"
+            return CollectiveTag(f"{number} after {training_forwards} {forwards}", schedule)
+
+        self._next = tag
+
+    def all_gather(
+        self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
+    ) -> Waitable:
+        """See :meth:`thunder_zero.comm.transport.Transport.all_gather`."""
+        return self._confirmed(self._announced().all_gather(shards, params, into))
+
+    def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+        """See :meth:`thunder_zero.comm.transport.Transport.reduce_scatter`."""
+        return self._confirmed(self._announced().reduce_scatter(grads, params))
+
+    def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+        """See :meth:`thunder_zero.comm.transport.Transport.all_reduce`."""
+        return self._confirmed(self._announced().all_reduce(grads, params))
+
+    def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
+        """See :meth:`thunder_zero.comm.transport.Transport.trade`."""
+        return self._confirmed(self._announced().trade(outgoing, incoming))
+
+    def drain(self) -> None:
+        """See :meth:`thunder_zero.comm.transport.Transport.drain`.
+
+        Raises:
+            RuntimeError: the ranks differ, or failed at different points.
+        """
+        require_same_so_far(self._group)
+        if self._announced_tag is not None and self._inner.in_flight:
+            failed = CollectiveTag(f"the call after {self._tag.text} failed", f"after {self._launches} launches")
+            if (announced := announce(failed, self._group)) is not None:
+                announced.confirm()
+        self._inner.drain()
+
+    def _announced(self) -> Transport:
+        """The transport under the number of this tag, which was announced."""
+        if self._next is not None and self._announces:
+            self._tag = self._next()
+            self._announced_tag = announce(self._tag, self._group)
+            self._tagged = self._inner.with_tag(self._tag.number)
+            self._next, self._launches = None, 0
+        self._launches += 1
+        return self._tagged
+
+    def _confirmed(self, handle: Waitable) -> Waitable:
+        """A handle that compares tags before it waits."""
+        if (announced := self._announced_tag) is None:
+            return handle
+
+        def wait() -> tuple[Tensor, ...]:
+            announced.confirm()
+            with naming_tag(announced.tag.text):
+                return handle.wait()
+
+        return WaitsBy(wait)

@@ -1,0 +1,128 @@
+"""What Thunder's interpreter calls of ours in the place of torch's and Python's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from thunder_zero.compat.casts import fields_of
+
+from thunder.core.interpreter import (
+    ProvenanceRecord,
+    PseudoInst,
+    _interpret_call,
+    do_raise,
+    unwrap,
+    wrap,
+    wrap_const,
+)
+from thunder.core.jit_ext import (
+    _general_jit_object_setattr_lookaside,
+    _general_jit_torch_checkpoint_lookaside,
+    register_general_jit_lookaside,
+)
+
+# needed while: Thunder lists parameters and buffers in the order of a set of names.
+# A set's order depends on Python's hash seed, and each process has another one. A forward that loops over
+# ``self.parameters()``, or takes the first of them, would become another program on each rank, and a wrong one.
+
+
+def list_members_in_order() -> None:
+    """Let ``parameters()`` and ``buffers()`` in a forward come in the module's order."""
+    register_general_jit_lookaside(nn.Module.named_parameters)(_named_parameters)
+    register_general_jit_lookaside(nn.Module.named_buffers)(_named_buffers)
+
+
+def _named_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
+    plain = unwrap(module)
+    return _members(plain.named_parameters, plain.get_parameter, args, kwargs)
+
+
+def _named_buffers(module: Any, *args: Any, **kwargs: Any) -> Any:
+    plain = unwrap(module)
+    return _members(plain.named_buffers, plain.get_buffer, args, kwargs)
+
+
+def _members(
+    named: Callable[..., Iterator[tuple[str, Tensor]]],
+    member: Callable[[str], Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[Any, Any],
+) -> Any:
+    """The names by torch's method, and their tensors by Thunder's interpreter, which traces what is read."""
+    given = [unwrap(arg) for arg in args]
+    options = {unwrap(key): unwrap(value) for key, value in kwargs.items()}
+    prefix = given[0] if given else options.get("prefix", "")
+    names = tuple(name for name, _ in named(*given, **options))
+    start = len(f"{prefix}.") if prefix else 0
+
+    def members(names: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            yield name, member(name[start:])
+
+    source = ProvenanceRecord(PseudoInst.LOOKASIDE, inputs=[wrap_const(named).provenance])
+    return _interpret_call(members, wrap(names, provenance=source))
+
+
+# needed while: Thunder drops assignments to attributes, and fails on reentrant checkpoints.
+# It drops what forward assigns to an attribute of the module itself without a word; attributes of submodules, and
+# buffers, keep what was assigned. For a reentrant checkpoint it raises a string.
+
+_ABSENT = object()
+
+
+def refuse_calls(is_ours: Callable[[], bool]) -> None:
+    """Register our functions in front of Thunder's; it calls them while it traces any model.
+
+    Args:
+        is_ours: whether the model that is traced now is a sharded one; others keep what Thunder does.
+    """
+
+    def set_attribute(obj: Any, name: str, value: Any) -> Any:
+        if is_ours() and _is_lost(obj, unwrap(name), unwrap(value)):
+            kind = type(unwrap(obj)).__name__
+            return do_raise(
+                RuntimeError(
+                    f"forward of {kind} changes its attribute {unwrap(name)!r}, and Thunder would drop the change; "
+                    f"return the value, or keep it in a buffer (self.register_buffer)"
+                )
+            )
+        return _general_jit_object_setattr_lookaside(obj, name, value)
+
+    def call_checkpoint(function: Any, *args: Any, use_reentrant: Any = False, **kwargs: Any) -> Any:
+        if is_ours() and unwrap(use_reentrant):
+            return do_raise(
+                RuntimeError(
+                    "forward calls torch.utils.checkpoint.checkpoint with use_reentrant=True, which Thunder cannot "
+                    "trace; pass use_reentrant=False"
+                )
+            )
+        return _general_jit_torch_checkpoint_lookaside(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+    register_general_jit_lookaside(object.__setattr__)(set_attribute)
+    register_general_jit_lookaside(checkpoint)(call_checkpoint)
+
+
+def _is_lost(obj: Any, name: str, value: Any) -> bool:
+    """Whether this assigns another value than there is to an attribute of the module that is traced itself."""
+    module = unwrap(obj)
+    if not isinstance(module, nn.Module) or obj.provenance.inst is not PseudoInst.INPUT_FN:
+        return False
+    before = vars(module).get(name, _ABSENT)
+    plain = (bool, int, float, str, type(None))
+    return before is not value and not (isinstance(value, plain) and type(before) is type(value) and before == value)
+
+
+# needed while: Thunder reads no field of a dataclass by a name that forward computed.
+
+
+def take_fields_as_constants() -> None:
+    """Let Thunder's interpreter take the names of a dataclass's fields, which casts ask for, as constants."""
+    register_general_jit_lookaside(fields_of)(_constants)
+
+
+def _constants(tree: Any) -> Any:
+    return wrap_const(fields_of(unwrap(tree)))

@@ -1,0 +1,165 @@
+"""What torch says or does by private names alone, or gets wrong; nothing of it needs Thunder."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _coalescing_manager, _set_pg_timeout, _world
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.optim import Optimizer
+
+# needed while: torch says by private names alone which backward or function transform runs.
+# So it does with the kernel that a convolution takes, and with many tensors divided in one call.
+
+
+def is_inside_function_transform() -> bool:
+    """Whether ``torch.func`` or ``vmap`` is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def accumulates(leaves: Iterable[Node]) -> bool:
+    """Whether the running backward adds to the ``.grad`` of all of these leaves."""
+    try:
+        return all(map(torch._C._will_engine_execute_node, leaves))
+    except RuntimeError:  # torch.autograd.grad of a leaf
+        return False
+
+
+def running_backward() -> int:
+    """The number of the backward that runs on this thread; -1 if none does."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the running backward ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def convolution_backend(given: Tensor, weight: Tensor, how: Sequence[Any]) -> str:
+    """Torch's own choice for a convolution; ``how`` as ``torch.convolution`` has it, from the stride on."""
+    found: Any = torch._C._select_conv_backend(given, weight, None, *how, None)
+    return str(found.name)
+
+
+def divide_all(tensors: tuple[Tensor, ...], divisor: float) -> None:
+    """Divide tensors in place, in one call."""
+    torch._foreach_div_(tensors, divisor)
+
+
+# needed while: torch groups collectives by private names alone, and leaves failed ones queued.
+
+
+@contextmanager
+def one_launch(group: ProcessGroup) -> Iterator[Any]:
+    """Launch the collectives inside the block as one; yields what has ``wait()`` after it.
+
+    After an exception inside, an interrupt for one, torch would leave what was queued to the group's next collectives,
+    which would then never be launched.
+    """
+    try:
+        with _coalescing_manager(group, async_ops=True) as launched:
+            yield launched
+    except BaseException:
+        _world.pg_coalesce_state.pop(group, None)
+        raise
+
+
+def let_go_of_groups(mesh: DeviceMesh) -> None:
+    """Drop a mesh's references to its process groups, which were destroyed."""
+    mesh._pg_registry.clear()
+
+
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Change how long the group's collectives wait, for which torch has no public way."""
+    _set_pg_timeout(timeout, group)
+
+
+# needed while: a thread of gloo that still holds tensors aborts a process that exits.
+# Torch joins such a thread when the last reference to a destroyed group goes, and Python stops no thread cleanly later.
+
+
+def at_exit(function: Callable[..., None], *args: Any) -> None:
+    """Call a function when the interpreter exits: what is given later is called earlier."""
+    atexit.register(function, *args)
+
+
+# needed while: torch has no hook for an optimizer's step that fails.
+# Every step leaves a range of the profiler by an operator of torch, also when it raises. A kernel of ours in front of
+# the operator's own, by torch's own registry, sees the error: nothing of torch is patched.
+
+LEAVE = torch.ops.profiler._record_function_exit._RecordFunction
+# torch has no kernel of the operator there. It is passed once a call, in inference mode and without tensors, too.
+KEY = torch.DispatchKey.BackendSelect
+
+_libraries: list[torch.library.Library] = []  # a kernel is removed when its library is
+
+
+def on_failed_steps(explain: Callable[[Optimizer, BaseException], None]) -> None:
+    """From now on, for the life of the process, call ``explain`` with the optimizer and the error of a step that
+    raises; again is no change."""
+    if _libraries:
+        return
+
+    def leave(keys: torch._C.DispatchKeySet, record: Any) -> None:
+        error = sys.exc_info()[1]
+        if error is not None and error.__traceback__ is not None:
+            optimizer = error.__traceback__.tb_frame.f_locals.get("self")  # of the wrapper around all steps
+            if isinstance(optimizer, Optimizer):
+                explain(optimizer, error)
+        # Not a guard that excludes our key: what the operator calls next needs it.
+        LEAVE.redispatch(keys & torch._C._dispatch_keyset_full_after(KEY), record)
+
+    library = torch.library.Library(LEAVE.namespace, "IMPL")
+    library.impl(LEAVE, leave, KEY.name, with_keyset=True)
+    _libraries.append(library)
+
+
+# needed while: torch shares what a scaler finds by the first gradient alone, sharded or not.
+# A scaler skips a step, and lowers its scale, if gradients have NaN or Inf. ``torch.amp.GradScaler``, and all that is
+# built on it, look at the gradients of a device and dtype with one operator, for which DTensor has a handler. Where the
+# first gradient is replicated, torch's shares nothing: ranks would find 0 and 1, step apart, and scale apart.
+
+UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def share_found_inf() -> None:
+    """From now on, for the life of the process, ranks share what they find in any gradient; again is no change."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[UNSCALE] = _unscale
+
+
+def _unscale(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """torch's operator on local tensors; then the flag is the largest of all ranks of each mesh that a gradient is
+    sharded over, which takes one small collective for each of its dimensions.
+
+    Args:
+        operator: the operator.
+        args: the gradients, of which some may be plain; the flag, one element; the inverse scale, one element.
+        kwargs: none.
+    """
+    grads, found, inverse = args
+    local = [_local(of) for of in (found, inverse)]
+    operator([_local(grad) for grad in grads], *local, **kwargs)
+    parts = [grad for grad in grads if isinstance(grad, DTensor) and any(map(_is_cut, grad.placements))]
+    for mesh in {grad.device_mesh: None for grad in parts}:
+        for dim in range(mesh.ndim):
+            dist.all_reduce(local[0], dist.ReduceOp.MAX, group=mesh.get_group(dim))
+
+
+def _is_cut(placement: Placement) -> bool:
+    return not isinstance(placement, Replicate)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
