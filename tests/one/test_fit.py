@@ -17,12 +17,12 @@ import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.amounts import itemsize, size
+from thunder_zero.tools.dry_run import Interpreted
+from thunder_zero.tools.fitting.budget import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN
 from thunder_zero.tools.fitting.candidate import Candidate
-from thunder_zero.tools.fitting.parts import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN
 from thunder_zero.tools.fitting.search import Choices, Search
 from thunder_zero.tools.fitting.trade import Trade, print_trade
-from thunder_zero.tools.forecast.kinds import Holds
-from thunder_zero.tools.interpreted import Interpreted
+from thunder_zero.tools.forecast.figures import Holds
 
 import thunder
 from thunder.executors.torch_compile import torch_compile_ex

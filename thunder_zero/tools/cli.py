@@ -81,7 +81,7 @@ def _command(
 
 def _inspect(add: Add) -> None:
     def run(options: argparse.Namespace) -> None:
-        from thunder_zero.tools.convert.inspect import inspect
+        from thunder_zero.tools.convert.open_checkpoint import inspect
 
         inspect(options.checkpoint, verify_files=options.verify_files)
 
@@ -165,7 +165,7 @@ def _doctor(add: Add) -> None:
 
 def _calibrate(add: Add) -> None:
     def run(options: argparse.Namespace) -> None:
-        from thunder_zero.tools.devices.command import calibrate_to
+        from thunder_zero.tools.devices.calibrate import calibrate_to
 
         calibrate_to(options.out, options.seconds)
 
@@ -193,8 +193,8 @@ def show_plan(options: argparse.Namespace) -> None:
     """
     from rich.console import Console
 
-    from thunder_zero.tools.planner.advise import plan_training
-    from thunder_zero.tools.planner.table import print_plan
+    from thunder_zero.tools.planner.plan_training import plan_training
+    from thunder_zero.tools.planner.text import print_plan
     from thunder_zero.tools.report.trace_printer import WIDTH
 
     plan = plan_training(options.model, **_others(options, "model", "json"))
@@ -212,8 +212,7 @@ def show_trace(options: argparse.Namespace) -> None:
         ValueError: there is no such function, device, unit or rank.
         RuntimeError: the function raised an error.
     """
-    from thunder_zero.tools.ask.print_trace import print_trace
-    from thunder_zero.tools.ask.trace_json import json_of
+    from thunder_zero.tools.ask.print_trace import json_of, print_trace
     from thunder_zero.tools.dry_run import trace
     from thunder_zero.tools.from_file import module_and_inputs
 

@@ -9,7 +9,7 @@ from textwrap import wrap
 from thunder_zero.amounts import duration, name_of, size
 from thunder_zero.plan import Param, Plan
 from thunder_zero.policy import STAGES
-from thunder_zero.tools.report.code import clip
+from thunder_zero.tools.report.text import clip
 
 WIDTH, HANGING = 100, 12  # columns
 

@@ -13,11 +13,10 @@ from thunder_zero.compiled import Traces
 from thunder_zero.policy import STAGES
 from thunder_zero.schedule.labels import launch_label, wait_label
 from thunder_zero.schedule.timeline import Kind, gathered_bytes
-from thunder_zero.tools.ask.code_of import code_of
-from thunder_zero.tools.cost.estimate import estimate
+from thunder_zero.tools.ask.print_trace import code_of
+from thunder_zero.tools.cost.costs import Lane
+from thunder_zero.tools.cost.estimate import Estimate, estimate
 from thunder_zero.tools.cost.lanes import Span
-from thunder_zero.tools.cost.step_time import Estimate
-from thunder_zero.tools.cost.wire import Lane
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.report.line_meanings import Row, SourceLine, label, rows

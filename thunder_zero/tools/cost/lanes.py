@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from thunder_zero.tools.cost.wire import Lane
+from thunder_zero.tools.cost.costs import Lane
 
 HALF = 0.5  # of the core: what rings get at most while compute runs
 

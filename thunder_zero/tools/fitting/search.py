@@ -14,9 +14,8 @@ from itertools import combinations, product
 
 from thunder_zero.policy import STAGES, Policy
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.fitting.budget import cheapest
+from thunder_zero.tools.fitting.budget import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN, Parts, UnitChoice, cheapest
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Candidate, Prices
-from thunder_zero.tools.fitting.parts import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN, Parts, UnitChoice
 
 Beside = Callable[[tuple[int, int]], int]  # from bytes of a bucket and in flight
 

@@ -20,11 +20,9 @@ from torch.autograd.graph import get_gradient_edge
 from thunder_zero.compiled import Traces
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.schedule.timeline import Kind, Op
-from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP
-from thunder_zero.tools.forecast.kinds import Holds
-from thunder_zero.tools.forecast.optimizer import take_step
+from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Holds
 from thunder_zero.tools.forecast.regions import run_region
-from thunder_zero.tools.forecast.rehearsal import Rehearsal
+from thunder_zero.tools.forecast.rehearsal import Rehearsal, take_step
 from thunder_zero.tools.forecast.watch import META, NoForecast, Watch
 from thunder_zero.tools.report.line_meanings import label
 from thunder_zero.traces.symbols import functions_of

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from thunder_zero.tools.forecast.kinds import Holds
+from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.forecast.workspaces import hidden_bytes
 
 META = torch.device("meta")

@@ -14,20 +14,19 @@ from thunder_zero.compiled import Traces
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import STAGES, Policy
 from thunder_zero.precision import MixedPrecision
-from thunder_zero.tools.cost.step_time import Estimate
+from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.dry_run import Interpreted
 from thunder_zero.tools.forecast.memory import memory
-from thunder_zero.tools.interpreted import Interpreted
-from thunder_zero.tools.planner.held import Held, held_whole
-from thunder_zero.tools.planner.meshes import Mesh
-from thunder_zero.tools.planner.step import NotPeriodic, estimate_whole
-from thunder_zero.tools.planner.subject import Subject
+from thunder_zero.tools.planner.figures import Mesh
+from thunder_zero.tools.planner.models import Subject
+from thunder_zero.tools.planner.repeat import Held, NotPeriodic, estimate_whole, held_whole
 
 TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Setting:
     """What is compiled: a stage, and what backward computes again (``Policy.recompute``)."""
 
     stage: int
@@ -44,7 +43,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Programs:
+class SubjectPrograms:
     """The compiled programs of a subject.
 
     Attributes:
@@ -59,8 +58,8 @@ class Programs:
     shards: int
     tell: Callable[[str], None]
     interpreted: dict[int, Interpreted] = field(default_factory=dict)
-    compiled: dict[tuple[Choice, int], Traces] = field(default_factory=dict)
-    enough: dict[Choice, int] = field(default_factory=dict)
+    compiled: dict[tuple[Setting, int], Traces] = field(default_factory=dict)
+    enough: dict[Setting, int] = field(default_factory=dict)
     planned: dict[tuple[Policy, Mesh], Plan] = field(default_factory=dict)
 
     @cached_property
@@ -69,20 +68,20 @@ class Programs:
         policy = Policy(mixed_precision=self.precision)
         return make_plan(self.subject.module, policy, self.shards, 0).largest_block_bytes
 
-    def policy(self, choice: Choice) -> Policy:
+    def policy(self, choice: Setting) -> Policy:
         """The policy of a choice, with sizes that are the same on all meshes: a block is a bucket, one block is
         gathered ahead, and one reduction is under way while the next block's gradients are made."""
         policy = Policy(choice.stage, recompute=choice.recompute, mixed_precision=self.precision)
         return replace(policy, bucket_bytes=self.block_bytes, prefetch=1, in_flight_bytes=2 * self.block_bytes)
 
-    def plan(self, choice: Choice, mesh: Mesh) -> Plan:
+    def plan(self, choice: Setting, mesh: Mesh) -> Plan:
         """The plan of the whole model, for the rank with the most rows."""
         policy = self.policy(choice)
         if (policy, mesh) not in self.planned:
             self.planned[policy, mesh] = make_plan(self.subject.module, policy, mesh.shards, 0, mesh.replicas)
         return self.planned[policy, mesh]
 
-    def evaluate(self, choice: Choice, mesh: Mesh, device: Device) -> Evaluated:
+    def evaluate(self, choice: Setting, mesh: Mesh, device: Device) -> Evaluated:
         """The memory and the time of a step of the whole model.
 
         Traces few of its alike blocks, more if those do not repeat, and all of them if none of them do.
@@ -98,7 +97,7 @@ class Programs:
             return found
         raise AssertionError("a model that is traced whole repeats nothing")
 
-    def _evaluated(self, choice: Choice, mesh: Mesh, device: Device, traced: int) -> Evaluated:
+    def _evaluated(self, choice: Setting, mesh: Mesh, device: Device, traced: int) -> Evaluated:
         copies = self.subject.blocks - traced
         units = self.subject.alike.units(traced) if self.subject.alike else ()
         traces = self._compiled(choice, mesh, traced)
@@ -114,7 +113,7 @@ class Programs:
         flat = traces.forward.output[0]["flat_output"]
         return len(flat) == 1 and tuple(flat[0].shape) == ()
 
-    def _compiled(self, choice: Choice, mesh: Mesh, traced: int) -> Traces:
+    def _compiled(self, choice: Setting, mesh: Mesh, traced: int) -> Traces:
         """The traces for a mesh: those of any mesh with another plan, since a schedule does not depend on it."""
         if (choice, traced) not in self.compiled:
             with self.subject.with_blocks(traced), collecting_later():
@@ -131,7 +130,7 @@ class Programs:
         """The module with few blocks, interpreted once for all choices and meshes."""
         if traced not in self.interpreted:
             self.tell(f"interprets {self.subject.name} with {traced} of {self.subject.blocks} blocks")
-            policy = self.policy(Choice(3, "none"))
+            policy = self.policy(Setting(3, "none"))
             self.interpreted[traced] = Interpreted(
                 self.subject.module, self.subject.inputs, {}, policy, (self.shards, 0, 1)
             )

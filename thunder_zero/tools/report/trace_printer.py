@@ -23,8 +23,8 @@ from thunder_zero.amounts import size
 from thunder_zero.plan import Plan
 from thunder_zero.policy import STAGES
 from thunder_zero.schedule.timeline import Kind
-from thunder_zero.tools.report.code import clip, fill, fold
 from thunder_zero.tools.report.line_meanings import Gap, Row, label, total
+from thunder_zero.tools.report.text import clip, fill, fold
 
 WIDTH = 100  # columns, without a terminal
 NARROWEST, WIDEST = 80, 140

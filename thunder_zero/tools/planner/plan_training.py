@@ -1,4 +1,8 @@
-"""``tz.tools.plan_training``: compares stages and meshes, and recommends one."""
+"""``tz.tools.plan_training``: compares stages and meshes, and recommends one.
+
+A model, a world and a device go in. Few of the model's blocks are compiled for each stage and repeated; each mesh then
+gets its bytes and seconds, and the least recompute that fits; out comes a table with a recommendation and code.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,11 @@ from thunder_zero.precision import MixedPrecision
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.planner.beside_step import adamw_traffic, loss_traffic, state_bytes
-from thunder_zero.tools.planner.code import code_of
-from thunder_zero.tools.planner.constants import BESIDE
-from thunder_zero.tools.planner.figures import Row, TrainingPlan
-from thunder_zero.tools.planner.meshes import Mesh, meshes
-from thunder_zero.tools.planner.programs import Choice, Evaluated, Programs
-from thunder_zero.tools.planner.reason import AS_FAST, reason_of
-from thunder_zero.tools.planner.subject import Subject, of_module, subject_of
+from thunder_zero.tools.planner.figures import Mesh, PlanRow, TrainingPlan, meshes
+from thunder_zero.tools.planner.models import Subject, of_module, subject_of
+from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, loss_traffic, state_bytes
+from thunder_zero.tools.planner.programs import Evaluated, Setting, SubjectPrograms
+from thunder_zero.tools.planner.text import AS_FAST, code_of, reason_of
 from thunder_zero.tools.report.progress import Steps, show_steps
 
 PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
@@ -145,7 +146,7 @@ class _Comparison:
 
     def plan(self, stages: Sequence[int]) -> TrainingPlan:
         """All of it."""
-        by_stage: dict[int, list[Row]] = {}
+        by_stage: dict[int, list[PlanRow]] = {}
         least: Sequence[str] = RECOMPUTE  # what does not fit in a higher stage on all ranks does not fit in a lower one
         for stage in sorted(stages, reverse=True):
             by_stage[stage] = self._rows(stage, least)
@@ -168,14 +169,14 @@ class _Comparison:
             assumed=assumed(self.subject, self.precision, self.device, returns_loss=self._programs.returns_loss()),
         )
 
-    def _code(self, chosen: Row) -> str:
-        policy = self._programs.policy(Choice(chosen.stage, chosen.recompute))
+    def _code(self, chosen: PlanRow) -> str:
+        policy = self._programs.policy(Setting(chosen.stage, chosen.recompute))
         return code_of(chosen, policy, self.subject.build)
 
     @cached_property
-    def _programs(self) -> Programs:
+    def _programs(self) -> SubjectPrograms:
         shards = meshes(3, self.world_size, self.device.devices_per_node)[0].shards
-        return Programs(self.subject, self.precision, shards, self.steps.tell)
+        return SubjectPrograms(self.subject, self.precision, shards, self.steps.tell)
 
     @cached_property
     def _loss_bytes(self) -> int:
@@ -184,15 +185,15 @@ class _Comparison:
         with self.subject.with_blocks(1) as module:
             return loss_traffic(module, self.subject.inputs, self.precision.param_dtype, self.subject.loss)
 
-    def _rows(self, stage: int, levels: Sequence[str]) -> list[Row]:
+    def _rows(self, stage: int, levels: Sequence[str]) -> list[PlanRow]:
         """The meshes of a stage, those of fewest shards first. What does not fit on a mesh does not fit on one of fewer
         shards, so that each starts with what the one before computes again."""
-        found: list[Row] = []
+        found: list[PlanRow] = []
         for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node)):
             if self._state_bytes(stage, mesh) > self.memory_bytes:
                 levels = levels[-1:]
             while True:
-                choice = Choice(stage, levels[0])
+                choice = Setting(stage, levels[0])
                 one = self._programs.evaluate(choice, mesh, self.device)
                 if self._needed_bytes(one, mesh) <= self.memory_bytes or len(levels) == 1:
                     break
@@ -204,21 +205,21 @@ class _Comparison:
 
     def _state_bytes(self, stage: int, mesh: Mesh) -> int:
         """What a rank holds at rest in any case: shards and AdamW's averages, full parameters of ZeRO-1."""
-        plan = self._programs.plan(Choice(stage, "none"), mesh)
+        plan = self._programs.plan(Setting(stage, "none"), mesh)
         return state_bytes(plan) + sum(param.full_bytes for param in plan.params if param.resident)
 
     @staticmethod
     def _needed_bytes(one: Evaluated, mesh: Mesh) -> int:
         communicators = 1 if mesh.replicas == 1 else 3
-        return max(one.held.peak, one.held.optimizer_step) + BESIDE.nbytes(communicators, one.held.storages)
+        return max(one.held.peak, one.held.optimizer_step) + OVERHEAD.nbytes(communicators, one.held.storages)
 
-    def _row(self, choice: Choice, mesh: Mesh, one: Evaluated) -> Row:
+    def _row(self, choice: Setting, mesh: Mesh, one: Evaluated) -> PlanRow:
         held, estimate, needed = one.held, one.estimate, self._needed_bytes(one, mesh)
         speed = self.device.memory_bytes_per_second
         loss = self._loss_bytes / speed
         optimizer = adamw_traffic(self._programs.plan(choice, mesh)) / speed
         seconds = estimate.seconds + loss + optimizer
-        return Row(
+        return PlanRow(
             stage=choice.stage,
             mesh=mesh,
             recompute=choice.recompute,
@@ -240,7 +241,7 @@ class _Comparison:
         )
 
 
-def best_of(rows: Sequence[Row]) -> Row | None:
+def best_of(rows: Sequence[PlanRow]) -> PlanRow | None:
     """The fastest that fits; of those that are nearly as fast, the one that needs least memory."""
     fitting = [row for row in rows if row.fits]
     fastest = max((row.tokens_per_second for row in fitting), default=0.0)
@@ -278,5 +279,5 @@ def assumed(subject: Subject, precision: MixedPrecision, device: Device, *, retu
         f"compute in {compute}, gradients on the wire in {reduce}; {shards} shards and AdamW's two averages, stepped "
         f"by AdamW(fused=True); {loss}; memory is that of lines that are not fused",
         "a collective is a flat ring, with a latency for each rank that a message passes",
-        str(BESIDE),
+        str(OVERHEAD),
     )

@@ -20,16 +20,15 @@ from thunder_zero.amounts import bytes_of, size
 from thunder_zero.comm.decide import on_rank_0, ranks_of_default_group
 from thunder_zero.compiled import Traces
 from thunder_zero.policy import ZERO3, Policy
+from thunder_zero.tools.dry_run import Interpreted
+from thunder_zero.tools.fitting.budget import AGAIN, PLAIN
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Prices
-from thunder_zero.tools.fitting.parts import AGAIN, PLAIN
 from thunder_zero.tools.fitting.search import Choices, Search
 from thunder_zero.tools.fitting.trade import Trade, print_trade
-from thunder_zero.tools.forecast.figures import Memory
-from thunder_zero.tools.forecast.kinds import Holds
+from thunder_zero.tools.forecast.figures import Holds, Memory
 from thunder_zero.tools.forecast.memory import memory
-from thunder_zero.tools.forecast.optimizer import MakeOptimizer
+from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
-from thunder_zero.tools.interpreted import Interpreted
 from thunder_zero.tools.report.progress import show_status
 
 from thunder.core.module import ThunderModule

@@ -1,4 +1,4 @@
-"""Folds Python statements to a width.
+"""Text that fits into a width: the console, texts that are cut, Python statements that are folded.
 
 ::
 
