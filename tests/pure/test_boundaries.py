@@ -110,7 +110,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("tools/cost/",   NOT,    NOT,     NOT,     DATA | rooms("schedule compiled tools/devices tools/forecast")),
     Room("tools/fitting/fit.py",IMPORT,NOT,IMPORT,  DATA | rooms("schedule comm compiled tools/report tools/dry_run "
                                                                  "tools/forecast")),
-    Room("tools/fitting/",TYPES,  NOT,     NOT,     DATA | rooms("schedule tools/report")),
+    Room("tools/fitting/",TYPES,  NOT,     NOT,     DATA | rooms("schedule tools/report tools/forecast")),
     Room("tools/ask/",    NOT,    NOT,     IMPORT,  rooms("amounts layout plan policy schedule compiled "
                                                           "zero_module tools/report tools/devices tools/cost "
                                                           "tools/forecast")),
@@ -119,7 +119,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
                                                                  "tools/cost tools/dry_run tools/forecast "
                                                                  "tools/from_file")),
     Room("tools/convert/",IMPORT, IMPORT,  NOT,     DATA | rooms("checkpoint runtime tools/report")),
-    Room("tools/doctor.py",IMPORT,IMPORT,  IMPORT,  rooms("compat policy runtime transform")),
+    Room("tools/doctor.py",IMPORT,IMPORT,  IMPORT,  rooms("compat policy runtime transform tools/report")),
     Room("tools/cli.py",  NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
                                                           "tools/doctor tools/dry_run tools/from_file "
                                                           "tools/planner tools/report")),

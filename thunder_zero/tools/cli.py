@@ -191,17 +191,15 @@ def show_plan(options: argparse.Namespace) -> None:
         ValueError: there is no such model or device; ranks that do not fill nodes; no number of bytes.
         RuntimeError: the model's file raised an error.
     """
-    from rich.console import Console
-
     from thunder_zero.tools.planner.plan_training import plan_training
     from thunder_zero.tools.planner.text import print_plan
-    from thunder_zero.tools.report.trace_printer import WIDTH
+    from thunder_zero.tools.report.text import stdout_console
 
     plan = plan_training(options.model, **_others(options, "model", "json"))
     if options.json:
         print(json.dumps(plan.as_json(), indent=1))
     else:
-        print_plan(plan, Console(width=None if sys.stdout.isatty() else WIDTH))
+        print_plan(plan, stdout_console())
 
 
 def show_trace(options: argparse.Namespace) -> None:

@@ -10,8 +10,9 @@ from textwrap import wrap
 from thunder_zero.amounts import size
 from thunder_zero.plan import ROOT, Plan
 from thunder_zero.policy import STAGES, Policy
+from thunder_zero.tools.report.text import WIDTH
 
-WIDTH, SHORT = 100, 30  # columns
+SHORT = 30  # columns
 
 
 @dataclass(frozen=True, slots=True)

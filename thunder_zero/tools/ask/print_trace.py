@@ -12,8 +12,8 @@ from thunder_zero.amounts import size
 from thunder_zero.compiled import Traces
 from thunder_zero.schedule.timeline import Op
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
-from thunder_zero.tools.forecast.memory import memory, require_of
 from thunder_zero.tools.forecast.memory import memory as forecast_of
+from thunder_zero.tools.forecast.memory import require_of
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.report.line_meanings import HALVES, Gap, Row, SourceLine, rows, select
 from thunder_zero.tools.report.trace_printer import print_rows, print_total
@@ -135,16 +135,13 @@ def _origin(bsym: BoundSymbol) -> str:
 
 
 def json_of(traces: Traces, half: str = "both", *, unit: str | None = None, fold: bool = False) -> dict[str, Any]:
-    """What :func:`thunder_zero.tools.print_trace` prints, as numbers and strings; sizes in bytes.
+    """What :func:`thunder_zero.print_trace` prints, as numbers and strings; sizes in bytes.
 
     Raises:
         ValueError: there is no such unit.
     """
     plan = traces.plan
-    try:
-        forecast = memory(traces)
-    except NoForecast:
-        forecast = None
+    forecast = _forecast(traces, Console(quiet=True))
     shown = {name: select(rows_of(traces, name, forecast), plan, unit, only_parameters=fold) for name in HALVES[half]}
     return {
         "stage": plan.policy.stage,

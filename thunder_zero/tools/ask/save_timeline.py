@@ -1,4 +1,4 @@
-"""``tz.tools.save_timeline``: the forecast of a step for Perfetto, beside a profile of one."""
+"""``tz.tools.save_timeline``: the forecast of a step for Perfetto, with a profile of one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thunder_zero.compiled import Traces
-from thunder_zero.policy import STAGES
 from thunder_zero.schedule.labels import launch_label, wait_label
 from thunder_zero.schedule.timeline import Kind, gathered_bytes
 from thunder_zero.tools.ask.print_trace import code_of
@@ -20,6 +19,7 @@ from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.report.line_meanings import Row, SourceLine, label, rows
+from thunder_zero.tools.report.text import place_of
 from thunder_zero.zero_module import traces_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def save_timeline(
     device: Device | str,
     measured: str | PathLike[str] | None = None,
 ) -> None:
-    """Write the forecast of a step to a file for https://ui.perfetto.dev, beside a profile of measured steps.
+    """Write the forecast of a step to a file for https://ui.perfetto.dev, with a profile of measured steps.
 
     The forecast has a lane for compute, one for each wire, and a counter of gathered bytes. Its slices have the paths
     of parameters, and among their arguments the line of the trace, FLOPs and bytes. A profile moves in time, so that
@@ -63,16 +63,14 @@ def save_timeline(
     device = device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     forecast = estimate(traces, device)
-    beside = [] if measured is None else _read(Path(measured))
-    pid = 1 + max((event["pid"] for event in beside if isinstance(event.get("pid"), int)), default=0)
-    events = [*_forecast(forecast, traces, pid), *_moved(beside, forecast)]
+    profile = [] if measured is None else _events_of(Path(measured))
+    pid = 1 + max((event["pid"] for event in profile if isinstance(event.get("pid"), int)), default=0)
+    events = [*_forecast(forecast, traces, pid), *_moved(profile, forecast)]
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _forecast(forecast: Estimate, traces: Traces, pid: int) -> Iterator[Event]:
-    plan = traces.plan
-    stage = STAGES[plan.policy.stage].name
-    title = f"forecast: {stage}, rank {plan.rank} of {plan.world_size}, {forecast.device.name}"
+    title = f"forecast: {place_of(traces.plan)}, {forecast.device.name}"
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": title}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": -1}}
     lanes = [lane for lane in LANES if any(span.lane is lane for span in forecast.spans)]
@@ -124,8 +122,8 @@ def _gathered(forecast: Estimate, pid: int) -> Iterator[Event]:
         before = nbytes
 
 
-def _read(path: Path) -> list[Event]:
-    """The events of a profile."""
+def _events_of(path: Path) -> list[Event]:
+    """Those of a profile."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     try:
         profile = json.loads(data)

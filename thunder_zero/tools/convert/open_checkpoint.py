@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -21,7 +19,7 @@ from thunder_zero.checkpoint.dcp_read import places_by_key, read_entries, read_m
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.checkpoint.tensor_to_write import TensorToWrite, dtype_to_write
 from thunder_zero.tools.report.progress import show_progress
-from thunder_zero.tools.report.trace_printer import WIDTH
+from thunder_zero.tools.report.text import stdout_console
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def inspect(path: Path, *, verify_files: bool = False) -> None:
     require_files(path, source.metadata)
     if verify_files:
         source.require_readable()
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = stdout_console()
     console.print(_table(source))
     console.print(_summary(source, written), highlight=False)
 

@@ -2,8 +2,8 @@
 
 ::
 
-    compute  t3 <- x, w            flops 67.1 M, traffic 1.13 MiB       seconds 0.3 us
-    gather   fut0 <- t_w           Ring(inside, 8 ranks, 7 steps)       wires ((inside, 24.1 us),)
+    compute  y <- x, w        FLOPs of a product; bytes of x, w and y        seconds on the compute lane
+    gather   fut0 <- t_w      a ring: 7 steps of 8 ranks, bytes sent         seconds on the wire inside a node
 
 Without hybrid sharding all ranks are one ring. With it, a reduce-scatter inside a copy of the model is followed by an
 all-reduce across the copies, of the rows that a rank owns; the copies' ranks are ``world_size`` apart.
@@ -307,8 +307,3 @@ def _cost_of_launch(parts: Sequence[Ring], device: Device, one_wire: bool) -> Co
         launch_seconds=sum(one.launch_seconds for one in sent),
         finish_seconds=sum(one.finish_seconds for one in sent),
     )
-
-
-def peak_seconds(op: Op, timeline: Timeline, device: Device) -> float:
-    """Seconds of an operation's FLOPs at the device's peak."""
-    return op.flops / device.peak(compute_dtype(op, timeline)) if op.flops else 0.0

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from thunder_zero.compiled import Traces
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
-from thunder_zero.tools.cost.costs import Cost, Lane, costs_of, peak_seconds
+from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of
 from thunder_zero.tools.cost.lanes import Lanes, Span
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
@@ -142,7 +142,9 @@ def counts_fused(traces: Traces, device: Device, fused: bool | None = None) -> b
 
 def model_seconds(timeline: Timeline, device: Device) -> list[float]:
     """Of each operation's FLOPs at the device's peak; 0 of work that is done again."""
-    return [0.0 if op.again else peak_seconds(op, timeline, device) for op in timeline.ops]
+    return [
+        op.flops / device.peak(compute_dtype(op, timeline)) if op.flops and not op.again else 0.0 for op in timeline.ops
+    ]
 
 
 def simulate(timeline: Timeline, costs: Sequence[Cost], *, overlaps: bool = True) -> tuple[Span, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from math import isfinite
@@ -35,7 +35,6 @@ from thunder_zero.tools.devices.measures import (
     TRAIN,
     Collectives,
     enough_times,
-    lines_of,
     measures,
     seconds_of,
 )
@@ -66,15 +65,14 @@ class Calibration:
         for one, times in zip(self._measures, self._times, strict=True):
             if self._group is not None:
                 barrier(self._group)  # ranks share caches and memory
-            self._found["compute", *one.key].append(seconds_of(one.run, times) / lines_of(one))
+            self._found["compute", *one.key].append(seconds_of(one.run, times) / one.lines)
         if self._collectives is not None:
             self._round_of_collectives(self._collectives)
 
     def _round_of_collectives(self, collectives: Collectives) -> None:
         for kind, sent in collectives.points:
-            timed = collectives.timed(kind, sent)
-            for name in ("launch", "finish", "train"):
-                self._found[name, kind, sent].append(getattr(timed, name))
+            for name, seconds in collectives.timed(kind, sent).items():
+                self._found[name, kind, sent].append(seconds)
         for kind in TIMES:
             self._found["tensor", kind].append(collectives.seconds_a_tensor(kind))
             launch, finish, train = (
@@ -171,24 +169,19 @@ def about() -> dict[str, str]:
     """Versions and machine."""
     names = ("torch", "lightning-thunder", "thunder-zero")
     return {
-        "cpu": _cpu(_lines("/proc/cpuinfo")),
+        "cpu": _cpu(),
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),
         **{name: version(name) for name in names},
     }
 
 
-def _cpu(lines: Iterable[str]) -> str:
+def _cpu() -> str:
+    """The processor's name, as Linux has it, or else Python."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "") or platform.processor() or platform.machine()
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        with open(path) as file:
-            return file.readlines()
-    except OSError:
-        return []
 
 
 LEAST_ROUNDS = 3

@@ -4,14 +4,14 @@
 
     matmul    float32   131,072 FLOPs        a linear layer's three products, 256 rows by 8
     pointwise           1.5 MiB of traffic   torch.add of two tensors
-    gather              64 KiB sent          launch, wait, several launched together, beside compute
+    gather              64 KiB sent          launch, wait, several launched together, and while it computes
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, cycle
+from itertools import count, cycle, product
 from math import ceil
 from time import perf_counter, sleep
 
@@ -51,12 +51,14 @@ class Measure:
         dtype: of products; "" of other work.
         size: FLOPs of products, bytes of traffic of other work.
         run: does all of it once.
+        lines: of a trace, of one size each, that a run stands for.
     """
 
     work: Work
     dtype: str
     size: float
     run: Run
+    lines: int = 1
 
     @property
     def key(self) -> tuple[str, str, float]:
@@ -69,8 +71,8 @@ def measures(dtypes: Sequence[torch.dtype]) -> Iterator[Measure]:
     for dtype in dtypes:
         name = name_of(dtype)
         for of_size in (*map(_product, WIDTHS), *map(_attention, LENGTHS), *map(_convolution, IMAGES)):
-            work, flops, make = of_size
-            yield Measure(work, name, flops, make(dtype))
+            work, flops, make, lines = of_size
+            yield Measure(work, name, flops, make(dtype), lines)
     for elements in ELEMENTS:
         yield from _traffic(elements)
     tensor = torch.zeros(8, 8)
@@ -94,7 +96,7 @@ def enough_times(run: Run) -> int:
     raise AssertionError("a time is reached")
 
 
-Sized = tuple[Work, float, Callable[[torch.dtype], Run]]
+Sized = tuple[Work, float, Callable[[torch.dtype], Run], int]  # class, FLOPs, run, lines
 
 
 def _product(width: int) -> Sized:
@@ -104,7 +106,7 @@ def _product(width: int) -> Sized:
         x, weight, gradient = (torch.randn(shape, width).to(dtype) for shape in (ROWS, width, ROWS))
         return lambda: (F.linear(x, weight), gradient @ weight, gradient.t() @ x)
 
-    return Work.MATMUL, 2 * ROWS * width**2, _shared(make, 3)
+    return Work.MATMUL, 2 * ROWS * width**2, make, 3
 
 
 def _attention(length: int) -> Sized:
@@ -120,7 +122,7 @@ def _attention(length: int) -> Sized:
 
         return run
 
-    return Work.ATTENTION, 7 * 2 * HEADS * length**2 * HEAD / 2, _shared(make, 2)
+    return Work.ATTENTION, 7 * 2 * HEADS * length**2 * HEAD / 2, make, 2
 
 
 def _convolution(side: int) -> Sized:
@@ -136,23 +138,7 @@ def _convolution(side: int) -> Sized:
 
         return run
 
-    return Work.CONVOLUTION, 2 * 2 * side**2 * 9 * CHANNELS**2, _shared(make, 3)
-
-
-def _shared(make: Callable[[torch.dtype], Run], lines: int) -> Callable[[torch.dtype], Run]:
-    """Tells that a run does so many lines of a trace at once."""
-    return lambda dtype: Lines(make(dtype), lines)
-
-
-@dataclass(frozen=True)
-class Lines:
-    """A run of several lines of one size each."""
-
-    run: Run
-    lines: int
-
-    def __call__(self) -> None:
-        self.run()
+    return Work.CONVOLUTION, 2 * 2 * side**2 * 9 * CHANNELS**2, make, 3
 
 
 def _traffic(elements: int) -> Iterator[Measure]:
@@ -171,37 +157,14 @@ def _traffic(elements: int) -> Iterator[Measure]:
     yield Measure(Work.RANDOM, "", nbytes, lambda: torch.rand(elements))
 
 
-def lines_of(measure: Measure) -> int:
-    """How many lines of a trace a run stands for."""
-    return measure.run.lines if isinstance(measure.run, Lines) else 1
-
-
 CPU = torch.device("cpu")
 SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))  # bytes that the busiest rank sends
 SENT_COLUMNS = 64
 TRAIN = 4  # launched together, as a step's follow each other
-OVERLAPPED = 2  # launched together overlapped compute
-OVERLAPPED_ROWS, OVERLAPPED_WIDTH = (
-    256,
-    1024,
-)  # of the products that run overlapped collectives: 4 MiB, as a step's weights pass through caches
+OVERLAPPED = 2  # launched together while a rank computes
+OVERLAPPED_WIDTH = 1024  # of the products that run meanwhile: 4 MiB, as a step's weights pass through caches
 SMALL = 8  # tensors of a bucket of many
 TIMES = {"gather": 1, "scatter": 1, "all_reduce": 2}  # how often (W - 1) / W of the bytes are sent
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """Seconds of one collective.
-
-    Attributes:
-        launch: of the call that starts it.
-        finish: of the wait, once all has arrived.
-        train: of several that were launched together, until the last wait has returned.
-    """
-
-    launch: float
-    finish: float
-    train: float
 
 
 class Collectives:
@@ -214,11 +177,13 @@ class Collectives:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self._transport: Transport = transport_for(group, CPU)
-        self._starts = {point: self._start_of(*point) for point in _points()}
+        self._starts = {point: self._start_of(*point) for point in product(TIMES, SIZES)}
         self.points = tuple(self._starts)
 
-    def timed(self, kind: str, sent: int) -> Timed:
-        """Collectives of this size, with nothing overlapped them."""
+    def timed(self, kind: str, sent: int) -> dict[str, float]:
+        """Seconds of collectives of this size, while nothing computes: ``launch``, of the call that starts one;
+        ``finish``, of its wait, once all has arrived; ``train``, of several that were launched together, until the last
+        wait has returned."""
         start = self._starts[kind, sent]
         barrier(self._group)
         alone, _ = _clocked(lambda: start().wait())
@@ -228,13 +193,13 @@ class Collectives:
         finish, _ = _clocked(handle.wait)
         barrier(self._group)
         train, _ = _clocked(lambda: [handle.wait() for handle in [start() for _ in range(TRAIN)]])
-        return Timed(launch, finish, train)
+        return {"launch": launch, "finish": finish, "train": train}
 
     def slows_compute(self, kind: str, wire: float, held: float) -> float:
         """Seconds by which one collective of the largest size, which takes ``wire`` seconds, makes compute longer that
-        runs meanwhile, overlapped the ``held`` seconds of its launch and wait."""
+        runs meanwhile, without the ``held`` seconds of its launch and wait."""
         start = self._starts[kind, SIZES[-1]]
-        left, right = torch.ones(OVERLAPPED_ROWS, OVERLAPPED_WIDTH), torch.ones(OVERLAPPED_WIDTH, OVERLAPPED_WIDTH)
+        left, right = torch.ones(ROWS, OVERLAPPED_WIDTH), torch.ones(OVERLAPPED_WIDTH, OVERLAPPED_WIDTH)
         once = seconds_of(lambda: left @ right, 4)
         times = ceil(1.5 * OVERLAPPED * (wire + held) / once)
 
@@ -279,12 +244,6 @@ class Collectives:
             "all_reduce": self._transport.all_reduce,
         }
         return lambda: starts[kind](sources, params)
-
-
-def _points() -> Iterator[tuple[str, int]]:
-    for kind in TIMES:
-        for sent in SIZES:
-            yield kind, sent
 
 
 def _param(shape: tuple[int, ...]) -> Param:

@@ -16,7 +16,7 @@ from typing import IO, Any
 from rich.console import Console
 from torch import Tensor, nn
 
-from thunder_zero.amounts import bytes_of, size
+from thunder_zero.amounts import bytes_of
 from thunder_zero.comm.decide import on_rank_0, ranks_of_default_group
 from thunder_zero.compiled import Traces
 from thunder_zero.policy import ZERO3, Policy
@@ -24,18 +24,19 @@ from thunder_zero.tools.dry_run import Interpreted
 from thunder_zero.tools.fitting.budget import AGAIN, PLAIN
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Prices
 from thunder_zero.tools.fitting.search import Choices, Search
-from thunder_zero.tools.fitting.trade import Trade, print_trade
-from thunder_zero.tools.forecast.figures import Holds, Memory
+from thunder_zero.tools.fitting.text import Least, TradeOff, print_trade_off, refusal
+from thunder_zero.tools.forecast.figures import Memory
 from thunder_zero.tools.forecast.memory import memory
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.report.progress import show_status
+from thunder_zero.tools.report.text import WIDTH
 
 from thunder.core.module import ThunderModule
 from thunder.extend import Executor
 
 COMPILATIONS = 3  # that confirm a choice
-STEPS = 7  # of the printed trade
+STEPS = 7  # of the printed trade-off
 
 Tell = Callable[[str], None]
 
@@ -100,7 +101,7 @@ def fit(
 
     interpret = partial(Interpreted, module, args, kwargs, asked, (ranks, 0, replicas), executors=executors)
     forecast = partial(memory, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
-    decide = partial(_decided, interpret, forecast, asked, most, prices, Console(file=file, width=100))
+    decide = partial(_decided, interpret, forecast, asked, most, prices, Console(file=file, width=WIDTH))
     return on_rank_0("tz.tools.fit", decide).policy(_by_unit(asked))
 
 
@@ -184,15 +185,15 @@ def _decided(
     console: Console,
     go_on: Callable[[], None],
 ) -> Choices:
-    """The choices; prints the trade. Calls ``go_on`` now and then."""
+    """The choices; prints the trade-off. Calls ``go_on`` now and then."""
     with _telling(go_on) as tell:
-        best, trade = _chosen(_Forecasts(interpret, forecast, tell), asked, memory_bytes, prices)
-    print_trade(trade, console)
+        best, trade_off = _chosen(_Forecasts(interpret, forecast, tell), asked, memory_bytes, prices)
+    print_trade_off(trade_off, console)
     return best
 
 
-def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Prices) -> tuple[Choices, list[Trade]]:
-    """Search, and confirm by compilations, each of which corrects the estimate; the choices, and the trade."""
+def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Prices) -> tuple[Choices, list[TradeOff]]:
+    """Search, and confirm by compilations, each of which corrects the estimate; the choices, and the trade-off."""
     traces, as_asked = forecasts.of(asked)
     if traces.lifted is None or traces.backward is None:
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
@@ -207,14 +208,14 @@ def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Pri
         best = _confirmed(compiled, memory_bytes) or _least_that_fits(compiled, memory_bytes)
     if best is None:
         raise _refused(compiled, as_asked, memory_bytes)
-    return best, list(_trade(compiled, best))
+    return best, list(_trade_off(compiled, best))
 
 
 def _confirmed(compiled: _Compiled, memory_bytes: int) -> Choices | None:
     """The cheapest of the compiled choices that fit, after compilations of what the search finds best; None if none
     fits."""
     for _ in range(COMPILATIONS):
-        choices = compiled.search.best(memory_bytes, compiled.beside)
+        choices = compiled.search.best(memory_bytes, compiled.overhead)
         if choices is None or choices in compiled.exact:
             break
         compiled.add(choices)
@@ -228,7 +229,7 @@ def _least_that_fits(compiled: _Compiled, memory_bytes: int) -> Choices | None:
     search = compiled.search
     finds = [partial(search.alike, choice, search.sizes[-1]) for choice in (AGAIN, PLAIN)]
     finds += [partial(_all_again, compiled)] * bool(search.units)
-    for find in (*finds, partial(search.least_alike, compiled.beside), partial(search.least, compiled.beside)):
+    for find in (*finds, partial(search.least_alike, compiled.overhead), partial(search.least, compiled.overhead)):
         choices = find()
         if choices not in compiled.exact and compiled.add(choices).peak <= memory_bytes:
             break
@@ -246,7 +247,7 @@ def _refused(compiled: _Compiled, as_asked: Memory, memory_bytes: int) -> DoesNo
         _least_that_fits(compiled, memory_bytes)  # whose peak the message compares with the optimizer's step
     least = _least(compiled, as_asked.optimizer_step or 0)
     offloads = compiled.search.asked.cpu_offload
-    return DoesNotFit(_refusal(as_asked, least, memory_bytes, offloads=offloads), least.nbytes)
+    return DoesNotFit(refusal(as_asked, least, memory_bytes, offloads=offloads), least.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,12 +257,12 @@ class _Exact:
     Attributes:
         choices: that were compiled.
         peak: its exact forecast.
-        beside: what the estimate leaves out: at rest, the loss, and buffers of transports, which depend on buckets.
+        overhead: what the estimate leaves out: at rest, the loss, and buffers of transports, which depend on buckets.
     """
 
     choices: Choices
     peak: int
-    beside: int
+    overhead: int
 
 
 def _exact(choices: Choices, peak: int, search: Search) -> _Exact:
@@ -288,16 +289,16 @@ class _Compiled:
         self.exact[choices] = _exact(choices, peak, self.search)
         return self.exact[choices]
 
-    def beside(self, sizes: tuple[int, int]) -> int:
+    def overhead(self, sizes: tuple[int, int]) -> int:
         """What the estimate leaves out, by the last choice of these sizes, or else the first of any."""
         found = list(self.exact.values())
-        return next((one for one in reversed(found) if one.choices.sizes == sizes), found[0]).beside
+        return next((one for one in reversed(found) if one.choices.sizes == sizes), found[0]).overhead
 
     def peak(self, choices: Choices) -> int:
         """The exact peak where it is known, else the estimate."""
         if choices in self.exact:
             return self.exact[choices].peak
-        return self.search.candidate(choices).peak + self.beside(choices.sizes)
+        return self.search.candidate(choices).peak + self.overhead(choices.sizes)
 
     def cheapest(self, memory_bytes: int) -> Choices | None:
         """Of those that fit, the one that costs least."""
@@ -305,29 +306,7 @@ class _Compiled:
         return min(fitting, key=lambda choices: self.search.candidate(choices).cost, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Least:
-    """The least memory that was found.
-
-    Attributes:
-        nbytes: at its peak.
-        in_optimizer_step: whether the peak is in the optimizer's step.
-        again: number of units that are computed again whole; None for a model without units.
-        saved_by_again: bytes that computing all units again saves, and nothing else changed, of the policy as asked
-            for; below 0 if it adds some.
-        saved_by_cheap: bytes that ``recompute="cheap"`` saves, of a policy that asks for ``"none"``.
-        in_flight_bytes: of the policy.
-    """
-
-    nbytes: int
-    in_optimizer_step: bool
-    again: int | None
-    saved_by_again: int
-    saved_by_cheap: int
-    in_flight_bytes: int
-
-
-def _least(compiled: _Compiled, optimizer_step: int) -> _Least:
+def _least(compiled: _Compiled, optimizer_step: int) -> Least:
     """The least of what was compiled, and what ``recompute`` is good for."""
     one = min(compiled.exact.values(), key=lambda one: one.peak)
     search, first = compiled.search, next(iter(compiled.exact))
@@ -335,7 +314,7 @@ def _least(compiled: _Compiled, optimizer_step: int) -> _Least:
     cheap = replace(as_asked, policy=replace(as_asked.policy, recompute="cheap"))
     counted = len(search.candidate(one.choices).timeline.plan.recomputed) if search.units else None
     nbytes = max(one.peak, optimizer_step)
-    return _Least(
+    return Least(
         nbytes=nbytes,
         in_optimizer_step=nbytes == optimizer_step,
         again=counted,
@@ -345,20 +324,20 @@ def _least(compiled: _Compiled, optimizer_step: int) -> _Least:
     )
 
 
-def _trade(compiled: _Compiled, best: Choices) -> Iterator[Trade]:
+def _trade_off(compiled: _Compiled, best: Choices) -> Iterator[TradeOff]:
     """Choices from the least memory to the least cost, with the one that was made; exact peaks where there are some."""
-    search, beside, peak_of = compiled.search, compiled.beside, compiled.peak
-    cheapest_of_all = search.about(sys.maxsize, beside) or best
-    least, most = peak_of(search.least_alike(beside)), peak_of(cheapest_of_all)
+    search, overhead, peak_of = compiled.search, compiled.overhead, compiled.peak
+    cheapest_of_all = search.about(sys.maxsize, overhead) or best
+    least, most = peak_of(search.least_alike(overhead)), peak_of(cheapest_of_all)
     targets = [least + (most - least) * step // (STEPS - 1) for step in range(STEPS)]
-    found = {choices for target in targets if (choices := search.about(target, beside)) is not None}
+    found = {choices for target in targets if (choices := search.about(target, overhead)) is not None}
     cost = float("inf")
     for choices in sorted({*found, best}, key=lambda choices: (peak_of(choices), search.candidate(choices).cost)):
         one = search.candidate(choices)
         if one.cost >= cost and choices != best:
             continue
         cost = min(cost, one.cost)
-        yield Trade(
+        yield TradeOff(
             peak=peak_of(choices),
             sent=one.sent,
             flops=one.flops,
@@ -368,35 +347,3 @@ def _trade(compiled: _Compiled, best: Choices) -> Iterator[Trade]:
             in_flight_bytes=choices.in_flight_bytes,
             chosen=choices == best,
         )
-
-
-def _refusal(as_asked: Memory, least: _Least, memory_bytes: int, *, offloads: bool) -> str:
-    """What is missing, what makes the peak, and what would help."""
-    where = " (in the optimizer's step)" if least.in_optimizer_step else ""
-    at = as_asked.by_kind
-    kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(at.items())[:3])
-    sharded = sum(at.get(kind, 0) for kind in (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT))
-    batch = sum(at.get(kind, 0) for kind in (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.WORKSPACE, Holds.LOSS))
-    helps = {
-        "twice the ranks": sharded // 2,
-        "half the batch": batch // 2,
-        "cpu_offload on GPUs": 0 if offloads else sharded,
-        'recompute="cheap"': max(least.saved_by_cheap, 0),
-    }
-    offers = ", ".join(f"{what} (about {size(nbytes)} less)" for what, nbytes in helps.items() if nbytes)
-    return (
-        f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(least.nbytes)}{where}, "
-        f"{size(least.nbytes - memory_bytes)} more, with {_with(least)}; "
-        f"the peak as asked for, {size(as_asked.peak)}, has {kinds}; what would help: {offers}"
-    )
-
-
-def _with(least: _Least) -> str:
-    """How the least memory comes about, and what computing units again has to do with it."""
-    in_flight = f"{size(least.in_flight_bytes)} in flight"
-    if least.again is None:
-        return in_flight
-    gain = least.saved_by_again
-    what = f"takes {size(abs(gain))} {'less' if gain > 0 else 'more'} than" if gain else "takes as much as"
-    units = f"{least.again} unit{'s' * (least.again > 1)} computed again" if least.again else "no unit computed again"
-    return f'{units} (recompute="units" {what} the policy as asked for) and {in_flight}'

@@ -20,7 +20,7 @@ from functools import cached_property
 
 from thunder_zero.amounts import size
 from thunder_zero.plan import Plan
-from thunder_zero.tools.report.text import clip
+from thunder_zero.tools.report.text import WIDTH, clip
 
 
 class Holds(StrEnum):
@@ -43,7 +43,9 @@ class Holds(StrEnum):
 
 OPTIMIZER_STEP = "optimizer step"  # the last half, which is no trace
 LARGEST = 8  # tensors that are named
-WIDTH = 100  # columns
+AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
+SHARDED = (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT)  # less of it on more ranks
+OF_BATCH = (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS, Holds.WORKSPACE)  # less of it in smaller batches
 COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # shown with the lines that make them
 
 

@@ -17,9 +17,9 @@ from thunder_zero.compiled import Traces
 from thunder_zero.plan import Plan
 from thunder_zero.policy import STAGES, is_count
 from thunder_zero.schedule.timeline import Kind
-from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, ByKind, Holds, Memory, MemoryLine, Storage
+from thunder_zero.tools.forecast.figures import AT_REST, OPTIMIZER_STEP, ByKind, Holds, Memory, MemoryLine, Storage
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, optimizer_at_rest
-from thunder_zero.tools.forecast.replay import NOT_RUN, Loss, Replay, RunLine
+from thunder_zero.tools.forecast.replay import Loss, Replay, RunLine, printed
 from thunder_zero.tools.forecast.watch import Allocation, Watch
 from thunder_zero.tools.report.line_meanings import SourceLine, rows
 from thunder_zero.zero_module import traces_of
@@ -27,9 +27,6 @@ from thunder_zero.zero_module import traces_of
 from thunder.core.devices import DeviceType
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import TensorProxy
-from thunder.core.trace import TraceCtx, tracectx
-
-AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
 
 
 def memory(
@@ -214,7 +211,9 @@ def require_of(memory: Memory, traces: Traces) -> None:
         ours = ours if ours != theirs else "the same rank with another module or policy"
         raise ValueError(f"memory is a forecast of {theirs}, the traces are of {ours}; {action}")
     forecast = {(line.half, line.position): line.code for line in memory.lines if line.position >= 0}
-    here = _codes("forward", traces.forward) | (_codes("backward", traces.backward) if traces.backward else {})
+    halves = {"forward": traces.forward, "backward": traces.backward}
+    ours_by_half = {half: printed(trace)[1] for half, trace in halves.items() if trace is not None}
+    here = {(half, line.position): line.code for half, lines in ours_by_half.items() for line in lines}
     for half, position in sorted(forecast.keys() | here.keys()):
         pair = (forecast.get((half, position), "missing"), here.get((half, position), "missing"))
         there, line = (code.partition("\n")[0] for code in pair)
@@ -223,13 +222,3 @@ def require_of(memory: Memory, traces: Traces) -> None:
                 f"memory is a forecast of other traces, where line {position} of {half} is {there!r}, not {line!r}; "
                 f"{action}"
             )
-
-
-def _codes(half: str, trace: TraceCtx) -> dict[tuple[str, int], str]:
-    """The lines that a forecast runs."""
-    with tracectx(trace):
-        return {
-            (half, position): "\n".join(line.python(indent=0, print_depth=1))
-            for position, line in enumerate(trace.bound_symbols[:-1])
-            if line.sym.id not in NOT_RUN
-        }

@@ -1,7 +1,7 @@
 """One rank's share of a model without values, and its optimizer, for the lines of a forecast.
 
-Shards, ZeRO-1's full parameters and deferred gradients are there before the step, and so is the optimizer's state, which
-a first step makes.
+Before the step there are shards, ZeRO-1's full parameters, deferred gradients, and the optimizer's state, which a first
+step makes.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class _Given(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class _Printed:
+class Printed:
     """A line of a trace as Python.
 
     Attributes:
@@ -71,10 +71,10 @@ class _Printed:
     objects: dict[str, Any]
 
 
-PRINTED: WeakKeyDictionary[TraceCtx, tuple[dict[str, Any], tuple[_Printed, ...]]] = WeakKeyDictionary()
+PRINTED: WeakKeyDictionary[TraceCtx, tuple[dict[str, Any], tuple[Printed, ...]]] = WeakKeyDictionary()
 
 
-def _printed(trace: TraceCtx) -> tuple[dict[str, Any], tuple[_Printed, ...]]:
+def printed(trace: TraceCtx) -> tuple[dict[str, Any], tuple[Printed, ...]]:
     """What the lines of a trace name, and those that run. Printing takes as long as running, and a plan runs the same
     lines on several meshes."""
     if trace not in PRINTED:
@@ -84,7 +84,7 @@ def _printed(trace: TraceCtx) -> tuple[dict[str, Any], tuple[_Printed, ...]]:
                 if line.sym.id not in NOT_RUN:
                     code = "\n".join(line.python(indent=0, print_depth=1))
                     compiled = compile(code, "<line>", "exec")
-                    lines.append(_Printed(position, line, code, compiled, line.object_ctx()))
+                    lines.append(Printed(position, line, code, compiled, line.object_ctx()))
         PRINTED[trace] = context, tuple(lines)
     return PRINTED[trace]
 
@@ -248,7 +248,7 @@ class Replay:
     @torch.no_grad()
     def _run(self, half: str, trace: TraceCtx, values: dict[str, Any]) -> Any:
         """Run the lines of a half; returns what it returns, and leaves its last values in ``values``."""
-        names, lines = _printed(trace)
+        names, lines = printed(trace)
         context = names | functions_of(Calls(self.share), self.traces.plan)
         ops = {op.source[0]: op for op in self.traces.timeline.ops if op.backward is (half == "backward")}
         with tracectx(trace):
@@ -267,7 +267,7 @@ class Replay:
             result[0] if len(result) == 1 else result,
         )
 
-    def _execute(self, line: _Printed, context: dict[str, Any], values: dict[str, Any]) -> None:
+    def _execute(self, line: Printed, context: dict[str, Any], values: dict[str, Any]) -> None:
         try:
             if line.line.sym.is_fusion:
                 run_region(line.line, values, self.watch.see)

@@ -67,7 +67,7 @@ class PlanRow:
         mesh: ranks that share a copy of the model, and copies.
         recompute: of the policy.
         fits: whether ``needed_bytes`` fit.
-        needed_bytes: at the peak, with what is beside tensors.
+        needed_bytes: at the peak, with the overhead that is no tensor.
         peak_bytes: of tensors at the peak, the optimizer's step included.
         at_rest_bytes: of tensors between two steps.
         peak_half: "forward", "loss", "backward" or "optimizer step".

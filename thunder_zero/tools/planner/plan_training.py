@@ -22,7 +22,7 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.planner.figures import Mesh, PlanRow, TrainingPlan, meshes
 from thunder_zero.tools.planner.models import Subject, of_module, subject_of
-from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, loss_traffic, state_bytes
+from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, loss_traffic, overhead_bytes, state_bytes
 from thunder_zero.tools.planner.programs import Evaluated, Setting, SubjectPrograms
 from thunder_zero.tools.planner.text import AS_FAST, code_of, reason_of
 from thunder_zero.tools.report.progress import Steps, show_steps
@@ -210,8 +210,7 @@ class _Comparison:
 
     @staticmethod
     def _needed_bytes(one: Evaluated, mesh: Mesh) -> int:
-        communicators = 1 if mesh.replicas == 1 else 3
-        return max(one.held.peak, one.held.optimizer_step) + OVERHEAD.nbytes(communicators, one.held.storages)
+        return max(one.held.peak, one.held.optimizer_step) + overhead_bytes(mesh.replicas, one.held.storages)
 
     def _row(self, choice: Setting, mesh: Mesh, one: Evaluated) -> PlanRow:
         held, estimate, needed = one.held, one.estimate, self._needed_bytes(one, mesh)
@@ -279,5 +278,5 @@ def assumed(subject: Subject, precision: MixedPrecision, device: Device, *, retu
         f"compute in {compute}, gradients on the wire in {reduce}; {shards} shards and AdamW's two averages, stepped "
         f"by AdamW(fused=True); {loss}; memory is that of lines that are not fused",
         "a collective is a flat ring, with a latency for each rank that a message passes",
-        str(OVERHEAD),
+        OVERHEAD,
     )

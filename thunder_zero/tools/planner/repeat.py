@@ -14,7 +14,7 @@ Each block more also adds what rests of it to every figure of memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,8 +23,7 @@ from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 from thunder_zero.tools.cost.costs import Cost
 from thunder_zero.tools.cost.estimate import Estimate, counts_fused, model_seconds, step_time
 from thunder_zero.tools.devices.device import Device
-from thunder_zero.tools.forecast.figures import Holds, Memory
-from thunder_zero.tools.forecast.memory import AT_REST
+from thunder_zero.tools.forecast.figures import AT_REST, Holds, Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +93,20 @@ class NotPeriodic(Exception):
     """The blocks in the middle do not do the same: trace more of them."""
 
 
-@dataclass(frozen=True)
-class Marks:
-    """Positions of a timeline where each alike block begins to compute, ascending, by half."""
+def longer(signs: Sequence[Hashable], marks: Sequence[int], copies: int) -> tuple[list[int], Stretch | None]:
+    """For each position of the longer sequence the one that it has its sign from; and the stretch that repeats.
 
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
+    Raises:
+        NotPeriodic: nothing repeats, and something has to.
+    """
+    stretch = stretch_of(signs, marks) if copies else None
+    if copies and stretch is None:
+        raise NotPeriodic
+    return positions(len(signs), stretch, copies), stretch
 
 
-def marks_of(timeline: Timeline, units: Sequence[str]) -> Marks:
-    """Where operations of each half first read parameters of each unit together with data."""
+def marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Where operations of each half first read parameters of each alike block together with data, ascending."""
     unit_of = {path: unit for path in timeline.plan.by_name for unit in units if path.startswith(f"{unit}.")}
     owner = {name: unit_of[path] for name, path in timeline.inputs.items() if path in unit_of}
     for op in timeline.ops:
@@ -120,7 +123,14 @@ def marks_of(timeline: Timeline, units: Sequence[str]) -> Marks:
             continue
         for unit in read:
             found[op.backward].setdefault(unit, at)
-    return Marks(*(tuple(sorted(found[half].values())) for half in (False, True)))
+    return sorted(found[False].values()), sorted(found[True].values())
+
+
+def _halves(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, list[int]]]:
+    """The positions of each half, and in it where the alike blocks begin to compute."""
+    forward, backward = marks_of(timeline, units)
+    yield range(timeline.border), forward
+    yield range(timeline.border, len(timeline.ops)), [at - timeline.border for at in backward]
 
 
 def estimate_whole(traces: Traces, device: Device, units: Sequence[str], copies: int) -> Estimate:
@@ -148,41 +158,35 @@ def _longer(
     timeline: Timeline, costs: Sequence[Cost], units: Sequence[str], copies: int
 ) -> tuple[tuple[Op, ...], tuple[Cost, ...]]:
     """The operations of a step with more blocks, as far as a simulation reads them, and their costs."""
-    marks = marks_of(timeline, units)
     launched = {op.writes[0]: at for at, op in enumerate(timeline.ops) if op.kind in LAUNCHES}
     links = [launched[op.reads[0]] if op.kind is Kind.WAIT else at for at, op in enumerate(timeline.ops)]
-    border = timeline.border
     ops: list[Op] = []
     found: list[Cost] = []
     base = 0
-    for start, stop, at_marks in ((0, border, marks.forward), (border, len(timeline.ops), marks.backward)):
-        signs = [(op.kind, costs[at], at - links[at]) for at, op in enumerate(timeline.ops[start:stop], start)]
-        stretch = stretch_required(signs, [at - start for at in at_marks], copies)
+    for half, marks in _halves(timeline, units):
+        signs = [(timeline.ops[at].kind, costs[at], at - links[at]) for at in half]
+        order, stretch = longer(signs, marks, copies)
         if stretch is not None:
-            _require_balance(timeline.ops[start + stretch.start : start + stretch.end])
-        longer = positions(stop - start, stretch, copies)
-        for at, source in enumerate(longer):
-            op, link = timeline.ops[start + source], links[start + source] - start
+            _require_balance([timeline.ops[at] for at in half[stretch.start : stretch.end]])
+        for at, source in enumerate(order):
+            op, link = timeline.ops[half[source]], links[half[source]] - half.start
             if op.kind is Kind.FREE:
                 continue
             if op.kind in LAUNCHES or op.kind is Kind.WAIT:
                 handle = (f"handle {base + linked(at, source, link, stretch, copies)}",)
                 op = replace(op, reads=handle * (op.kind is Kind.WAIT), writes=handle * (op.kind in LAUNCHES))
             ops.append(op)
-            found.append(costs[start + source])
-        base += len(longer)
+            found.append(costs[half[source]])
+        base += len(order)
     return tuple(ops), tuple(found)
 
 
 def _total(timeline: Timeline, seconds: Sequence[float], units: Sequence[str], copies: int) -> float:
     """The sum of what each operation takes, in a step with more blocks."""
-    marks, border = marks_of(timeline, units), timeline.border
-    total = sum(seconds)
-    for start, stop, at_marks in ((0, border, marks.forward), (border, len(timeline.ops), marks.backward)):
-        signs = [(op.kind, seconds[at]) for at, op in enumerate(timeline.ops[start:stop], start)]
-        stretch = stretch_required(signs, [at - start for at in at_marks], copies)
-        if stretch is not None:
-            total += copies * sum(seconds[start + stretch.start : start + stretch.end])
+    total = 0.0
+    for half, marks in _halves(timeline, units):
+        order, _ = longer([(timeline.ops[at].kind, seconds[at]) for at in half], marks, copies)
+        total += sum(seconds[half[source]] for source in order)
     return total
 
 
@@ -195,18 +199,6 @@ def _require_balance(period: Sequence[Op]) -> None:
     started = sum(op.kind in LAUNCHES for op in period)
     if started != sum(op.kind is Kind.WAIT for op in period):
         raise NotPeriodic
-
-
-def stretch_required(signs: Sequence[Hashable], marks: Sequence[int], copies: int) -> Stretch | None:
-    """The stretch that repeats; None if nothing has to be repeated.
-
-    Raises:
-        NotPeriodic: there is none.
-    """
-    stretch = stretch_of(signs, marks) if copies else None
-    if copies and stretch is None:
-        raise NotPeriodic
-    return stretch
 
 
 STEPPED = (*AT_REST, Holds.REDUCED_GRADIENT)  # what the optimizer's step holds of each block
@@ -296,17 +288,15 @@ def _before(memory: Memory) -> Counter[Holds]:
 
 def _order(memory: Memory, traces: Traces, units: Sequence[str], changes: Sequence[_Change], copies: int) -> list[int]:
     """The lines of the longer step, by their positions in the forecast."""
-    marks = marks_of(traces.timeline, units)
-    ops = traces.timeline.ops
-    order: list[int] = []
-    for half, found in (("forward", marks.forward), ("loss", ()), ("backward", marks.backward)):
+    forward, backward = marks_of(traces.timeline, units)
+    found: list[int] = []
+    for half, marks in (("forward", forward), ("loss", []), ("backward", backward)):
         lines = [at for at, line in enumerate(memory.lines) if line.half == half]
         by_position = {memory.lines[at].position: number for number, at in enumerate(lines)}
-        at_marks = [by_position[ops[at].source[0]] for at in found]
-        again = copies if found else 0
-        stretch = stretch_required([changes[at] for at in lines], at_marks, again)
-        order += [lines[at] for at in positions(len(lines), stretch, again)]
-    return order
+        in_half = [by_position[traces.timeline.ops[at].source[0]] for at in marks]
+        order, _ = longer([changes[at] for at in lines], in_half, copies if marks else 0)
+        found += [lines[at] for at in order]
+    return found
 
 
 def _changes(memory: Memory) -> list[_Change]:
