@@ -244,7 +244,7 @@ def test_models_by_name_have_their_parameters() -> None:
 
 def test_the_code_of_a_model_by_name_makes_it() -> None:
     policy = tz.Policy(3, bucket_bytes=1, in_flight_bytes=1, prefetch=1)
-    code = code_of(replace(row(3, 1), mesh=Mesh(2, 8)), policy, subject_of("llama3-8b", 16, 1).build)
+    code = code_of(replace(row(3, 1), mesh=Mesh(2, 8)), policy, subject_of("llama3-8b", length=16).build)
     names = pasted(code)
     assert names["policy"].stage == 3
     assert callable(names["init_device_mesh"])
@@ -256,9 +256,9 @@ def test_the_code_of_a_model_by_name_makes_it() -> None:
 def test_the_batch_of_a_file_and_of_one_sequence_cannot_be_halved(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text("import torch\ndef build():\n    return torch.nn.Linear(4, 4), torch.empty(6, 4)\n")
-    assert [subject_of(name, None, 1).batch for name in (f"{file}:build", "gpt-1.3b")] == [1, 1]
-    assert subject_of("gpt-1.3b", None, 4).batch == 4
-    assert subject_of(f"{file}:build", None, 1).build == f"module = ...  # yours: {file}:build returns it"
+    assert [subject_of(name).batch for name in (f"{file}:build", "gpt-1.3b")] == [1, 1]
+    assert subject_of("gpt-1.3b", micro_batch=4).batch == 4
+    assert subject_of(f"{file}:build").build == f"module = ...  # yours: {file}:build returns it"
 
 
 def test_the_list_of_blocks_is_as_it_was() -> None:

@@ -6,11 +6,11 @@ Thunder interprets a module once, and compiles it under many policies: for ``tra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -249,20 +249,31 @@ class _Acquired:
     ad_hoc: TemporaryExecutor
 
 
+Made = TypeVar("Made")
+
+
+def _as_thunder(jitted: ThunderModule, run: Callable[[dict[str, Any]], Made]) -> Made:
+    """Run as Thunder compiles: in the module's language, with the information by which its cache finds a program."""
+
+    @langctxs.langctx(compile_data(jitted).langctx)
+    @thunder._with_cache_info_ctx
+    def inside() -> Made:
+        return run(thunder._get_cache_info())
+
+    made: Made = inside()
+    return made
+
+
 def _acquire(jitted: ThunderModule, args: Any, kwargs: Any) -> _Acquired:
     data, stats = compile_data(jitted), compile_stats(jitted)
     (ad_hoc,) = (executor for executor in data.executors_list if isinstance(executor, TemporaryExecutor))
 
-    @langctxs.langctx(data.langctx)
-    @thunder._with_cache_info_ctx
-    def acquire() -> tuple[Any, Any]:
-        info = thunder._get_cache_info()
+    def acquire(info: dict[str, Any]) -> _Acquired:
         data.populate_cache_info(info, *args, **kwargs)
         info["alias_tensor_indices"] = ""  # arguments without memory may share addresses, but are no aliases
-        return data.acquire_initial_trace(data.fn, args, kwargs, data, stats, ad_hoc), info
+        return _Acquired(data.acquire_initial_trace(data.fn, args, kwargs, data, stats, ad_hoc), info, ad_hoc)
 
-    traces, info = acquire()
-    return _Acquired(traces, info, ad_hoc)
+    return _as_thunder(jitted, acquire)
 
 
 def _compile(jitted: ThunderModule, acquired: _Acquired) -> Any:
@@ -272,14 +283,11 @@ def _compile(jitted: ThunderModule, acquired: _Acquired) -> Any:
         acquired.ad_hoc if isinstance(executor, TemporaryExecutor) else executor for executor in data.executors_list
     )
 
-    @langctxs.langctx(data.langctx)
-    @thunder._with_cache_info_ctx
-    def compile_entry() -> Any:
-        info = thunder._get_cache_info()
+    def compile_entry(info: dict[str, Any]) -> Any:
         info.update(acquired.info)
         return data.apply_transforms_and_build_cache_entry(data, stats, info, *map(_copy, acquired.traces))
 
-    return compile_entry()
+    return _as_thunder(jitted, compile_entry)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,10 +307,8 @@ def _schedule_again(transform: _DryRun, jitted: ThunderModule, plan: Plan, acqui
     executor.plan, executor.program = plan, replace(program, plan=plan)
     put_inputs_at_rest(kept, executor)  # all joint traces share these proxies
 
-    @langctxs.langctx(data.langctx)
-    @thunder._with_cache_info_ctx
-    def scheduled() -> Any:
-        thunder._get_cache_info().update(acquired.info)
+    def scheduled(info: dict[str, Any]) -> Any:
+        info.update(acquired.info)
         trace: Any = _copy(kept)
         with thunder.compile_data_and_stats(data, stats):
             for one in data.executors_list:
@@ -313,7 +319,7 @@ def _schedule_again(transform: _DryRun, jitted: ThunderModule, plan: Plan, acqui
             halves = del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
             return [transform.transform_trace_post_optimization(half) for half in halves]
 
-    forward, backward = scheduled()
+    forward, backward = _as_thunder(jitted, scheduled)
     _, computation, epilogue = acquired.traces
     return transform.compiled.traces(_Entry((computation, forward), (backward,), (epilogue,)))
 

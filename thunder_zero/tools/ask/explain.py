@@ -309,12 +309,10 @@ class _Facts:
         return readers
 
     def _lines(self, *positions: int | None) -> dict[int, Line]:
-        found = sorted({at for at in positions if at is not None})
-        ops = [self.timeline.ops[at] for at in found]
-        codes = code_of(ops, self.traces)
+        ops = {at: self.timeline.ops[at] for at in positions if at is not None}
         return {
-            at: Line("backward" if op.backward else "forward", op.source[0], code)
-            for at, op, code in zip(found, ops, codes, strict=True)
+            at: Line("backward" if op.backward else "forward", op.source[0], code_of(op, self.traces))
+            for at, op in ops.items()
         }
 
     def _seconds(self, launch: int, wait: int) -> tuple[float | None, float | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -172,15 +172,11 @@ def _json_of_row(half: str, row: Row | Gap) -> dict[str, Any]:
     }
 
 
-def code_of(ops: Iterable[Op], traces: Traces) -> list[str]:
-    """The statement of each operation, each on one line, without the comment that has its shape."""
-    found = []
-    for op in ops:
-        trace = traces.backward if op.backward else traces.forward
-        if trace is None:
-            raise ValueError("the timeline has a backward half, and the traces have none")
-        with tracectx(trace):
-            lines = trace.bound_symbols[op.source[0]].python(indent=0, print_depth=1)
-        code = [line.partition("  #")[0].strip() for line in lines if not line.lstrip().startswith("#")]
-        found.append(" ".join(code))
-    return found
+def code_of(op: Op, traces: Traces) -> str:
+    """The statement of an operation on one line, without the comment that has its shape."""
+    trace = traces.backward if op.backward else traces.forward
+    if trace is None:
+        raise ValueError("the timeline has a backward half, and the traces have none")
+    with tracectx(trace):
+        lines = trace.bound_symbols[op.source[0]].python(indent=0, print_depth=1)
+    return " ".join(line.partition("  #")[0].strip() for line in lines if not line.lstrip().startswith("#"))

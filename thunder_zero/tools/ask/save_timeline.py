@@ -102,7 +102,7 @@ def _slice(span: Span, forecast: Estimate, row: Row, pid: int, tid: int) -> Even
 def _rows(traces: Traces) -> list[Row]:
     """The meaning of each operation's line."""
     ops = traces.timeline.ops
-    codes = dict(zip([(op.backward, op.source[0]) for op in ops], code_of(ops, traces), strict=True))
+    codes = {(op.backward, op.source[0]): code_of(op, traces) for op in ops}
     found: dict[tuple[bool, int], Row] = {}
     for backward in (False, True):
         lines = [SourceLine(code, at) for (half, at), code in codes.items() if half is backward]

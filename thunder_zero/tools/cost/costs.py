@@ -266,14 +266,9 @@ def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tupl
     Raises:
         ValueError: the device has no FLOP/s for a dtype, or no link to other nodes where a ring leaves the node.
     """
-    if not fused:
-        return tuple(
-            _cost(op, traffic_bytes(op, timeline), timeline, device, runs=op.work is not Work.NONE)
-            for op in timeline.ops
-        )
-    traffic = fused_traffic(timeline)
+    traffic = fused_traffic(timeline) if fused else [traffic_bytes(op, timeline) for op in timeline.ops]
     return tuple(
-        _cost(op, nbytes, timeline, device, runs=bool(nbytes or op.flops))
+        _cost(op, nbytes, timeline, device, runs=bool(nbytes or op.flops) if fused else op.work is not Work.NONE)
         for op, nbytes in zip(timeline.ops, traffic, strict=True)
     )
 

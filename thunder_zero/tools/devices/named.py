@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -86,26 +86,15 @@ def save_device(device: Calibrated, path: str | Path) -> None:
 
 def to_data(device: Calibrated) -> dict[str, Any]:
     """What JSON can hold: a curve is its list of points."""
-    return {
-        "format": FORMAT,
-        "about": dict(device.about),
-        "name": device.name,
-        "ranks": device.ranks,
-        "memory_bytes": device.memory_bytes,
-        "flops_per_second": dict(device.flops_per_second),
-        "memory_bytes_per_second": device.memory_bytes_per_second,
-        "inside": asdict(device.inside),
-        "products": {
-            work: {dtype: curve.points for dtype, curve in of.items()} for work, of in device.products.items()
-        },
-        "traffic": {work: curve.points for work, curve in device.traffic.items()},
-        "collectives": {kind: _of_collective(one) for kind, one in device.collectives.items()},
-    }
+    return {"format": FORMAT, **_plain({field.name: getattr(device, field.name) for field in fields(device)})}
 
 
-def _of_collective(one: Collective) -> dict[str, Any]:
-    curves = {name: getattr(one, name).points for name in ("launch", "wire", "finish", "taken")}
-    return {**curves, "tensor_seconds": one.tensor_seconds}
+def _plain(value: Any) -> Any:
+    if isinstance(value, Curve):
+        return value.points
+    if isinstance(value, Collective | Link):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: _plain(one) for name, one in value.items()} if isinstance(value, Mapping) else value
 
 
 def from_data(data: Mapping[str, Any]) -> Calibrated:

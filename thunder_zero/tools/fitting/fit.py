@@ -101,7 +101,13 @@ def fit(
 
     interpret = partial(Interpreted, module, args, kwargs, asked, (ranks, 0, replicas), executors=executors)
     forecast = partial(memory, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
-    decide = partial(_decided, interpret, forecast, asked, most, prices, Console(file=file, width=WIDTH))
+
+    def decide(go_on: Callable[[], None]) -> Choices:
+        with _telling(go_on) as tell:
+            best, trade_off = _chosen(_Forecasts(interpret, forecast, tell), asked, most, prices)
+        print_trade_off(trade_off, Console(file=file, width=WIDTH))
+        return best
+
     return on_rank_0("tz.tools.fit", decide).policy(_by_unit(asked))
 
 
@@ -176,22 +182,6 @@ def _checked(
     return asked, tuple(inputs), {}
 
 
-def _decided(
-    interpret: Callable[[], Interpreted],
-    forecast: Callable[[Traces], Memory],
-    asked: Policy,
-    memory_bytes: int,
-    prices: Prices,
-    console: Console,
-    go_on: Callable[[], None],
-) -> Choices:
-    """The choices; prints the trade-off. Calls ``go_on`` now and then."""
-    with _telling(go_on) as tell:
-        best, trade_off = _chosen(_Forecasts(interpret, forecast, tell), asked, memory_bytes, prices)
-    print_trade_off(trade_off, console)
-    return best
-
-
 def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Prices) -> tuple[Choices, list[TradeOff]]:
     """Search, and confirm by compilations, each of which corrects the estimate; the choices, and the trade-off."""
     traces, as_asked = forecasts.of(asked)
@@ -202,7 +192,7 @@ def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Pri
     )
     again = traces.plan.recomputed
     first = Choices(asked.keep_units, tuple(unit for unit in traces.plan.units if unit in again), *search.sizes[0])
-    compiled = _Compiled(forecasts, search, {first: _exact(first, as_asked.peak, search)})
+    compiled = _Compiled(forecasts, search, {first: as_asked.peak})
     best = None
     if (as_asked.optimizer_step or 0) <= memory_bytes:
         best = _confirmed(compiled, memory_bytes) or _least_that_fits(compiled, memory_bytes)
@@ -231,7 +221,7 @@ def _least_that_fits(compiled: _Compiled, memory_bytes: int) -> Choices | None:
     finds += [partial(_all_again, compiled)] * bool(search.units)
     for find in (*finds, partial(search.least_alike, compiled.overhead), partial(search.least, compiled.overhead)):
         choices = find()
-        if choices not in compiled.exact and compiled.add(choices).peak <= memory_bytes:
+        if choices not in compiled.exact and compiled.add(choices) <= memory_bytes:
             break
     return compiled.cheapest(memory_bytes)
 
@@ -250,25 +240,6 @@ def _refused(compiled: _Compiled, as_asked: Memory, memory_bytes: int) -> DoesNo
     return DoesNotFit(refusal(as_asked, least, memory_bytes, offloads=offloads), least.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Exact:
-    """What the compilation of a choice says.
-
-    Attributes:
-        choices: that were compiled.
-        peak: its exact forecast.
-        overhead: what the estimate leaves out: at rest, the loss, and buffers of transports, which depend on buckets.
-    """
-
-    choices: Choices
-    peak: int
-    overhead: int
-
-
-def _exact(choices: Choices, peak: int, search: Search) -> _Exact:
-    return _Exact(choices, peak, peak - search.candidate(choices).peak)
-
-
 @dataclass(frozen=True)
 class _Compiled:
     """The choices that were compiled.
@@ -276,51 +247,52 @@ class _Compiled:
     Attributes:
         forecasts: compiles them.
         search: estimates them.
-        exact: what was found, in the order of compilation; it begins with the policy as asked for.
+        exact: their peaks, in the order of compilation; it begins with the policy as asked for.
     """
 
     forecasts: _Forecasts
     search: Search
-    exact: dict[Choices, _Exact]
+    exact: dict[Choices, int]
 
-    def add(self, choices: Choices) -> _Exact:
-        """Compile a choice."""
-        peak = self.forecasts.of(choices.policy(self.search.asked))[1].peak
-        self.exact[choices] = _exact(choices, peak, self.search)
+    def add(self, choices: Choices) -> int:
+        """Compile a choice; returns its peak."""
+        self.exact[choices] = self.forecasts.of(choices.policy(self.search.asked))[1].peak
         return self.exact[choices]
 
     def overhead(self, sizes: tuple[int, int]) -> int:
-        """What the estimate leaves out, by the last choice of these sizes, or else the first of any."""
-        found = list(self.exact.values())
-        return next((one for one in reversed(found) if one.choices.sizes == sizes), found[0]).overhead
+        """What the estimate leaves out: at rest, the loss, and buffers of transports, which depend on buckets. By the
+        last choice of these sizes, or else the first of any."""
+        found = list(self.exact)
+        one = next((choices for choices in reversed(found) if choices.sizes == sizes), found[0])
+        return self.exact[one] - self.search.candidate(one).peak
 
     def peak(self, choices: Choices) -> int:
         """The exact peak where it is known, else the estimate."""
         if choices in self.exact:
-            return self.exact[choices].peak
+            return self.exact[choices]
         return self.search.candidate(choices).peak + self.overhead(choices.sizes)
 
     def cheapest(self, memory_bytes: int) -> Choices | None:
         """Of those that fit, the one that costs least."""
-        fitting = [choices for choices, one in self.exact.items() if one.peak <= memory_bytes]
+        fitting = [choices for choices, peak in self.exact.items() if peak <= memory_bytes]
         return min(fitting, key=lambda choices: self.search.candidate(choices).cost, default=None)
 
 
 def _least(compiled: _Compiled, optimizer_step: int) -> Least:
     """The least of what was compiled, and what ``recompute`` is good for."""
-    one = min(compiled.exact.values(), key=lambda one: one.peak)
+    choices, peak = min(compiled.exact.items(), key=lambda one: one[1])
     search, first = compiled.search, next(iter(compiled.exact))
     as_asked = search.candidate(first)
     cheap = replace(as_asked, policy=replace(as_asked.policy, recompute="cheap"))
-    counted = len(search.candidate(one.choices).timeline.plan.recomputed) if search.units else None
-    nbytes = max(one.peak, optimizer_step)
+    counted = len(search.candidate(choices).timeline.plan.recomputed) if search.units else None
+    nbytes = max(peak, optimizer_step)
     return Least(
         nbytes=nbytes,
         in_optimizer_step=nbytes == optimizer_step,
         again=counted,
         saved_by_again=compiled.peak(first) - compiled.peak(_all_again(compiled)),
         saved_by_cheap=as_asked.peak - cheap.peak if search.asked.recompute == "none" else 0,
-        in_flight_bytes=one.choices.in_flight_bytes,
+        in_flight_bytes=choices.in_flight_bytes,
     )
 
 

@@ -252,36 +252,63 @@ class Subject:
             members.update(everything)
 
 
-def subject_of(model: str, length: int | None, micro_batch: int) -> Subject:
-    """A model by its name, or one that a function of a file makes, ``FILE.py:function``.
+def subject_of(
+    model: nn.Module | str,
+    *inputs: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    length: int | None = None,
+    micro_batch: int = 1,
+) -> Subject:
+    """A module, a model by its name, or one that a function of a file makes, ``FILE.py:function``.
 
     Args:
-        model: a key of ``KNOWN``, or a place.
-        length: tokens of a sequence; None: the model's.
-        micro_batch: sequences of one rank in a step.
+        model: a module, a key of ``KNOWN``, or a place.
+        inputs, loss: of a module.
+        length: tokens of a sequence, of a model by name; None: the model's.
+        micro_batch: sequences of one rank in a step, of a model by name.
 
     Raises:
-        ValueError: there is no such model or function; ``length`` or ``micro_batch`` is no count, or does not apply.
+        ValueError: there is no such model or function; an option is no count, or is for another kind of model; nothing
+            is trained.
+        TypeError: neither a module nor a string.
         OSError: the file cannot be read.
     """
-    if ".py:" in model:
+    if isinstance(model, nn.Module):
         if length is not None or micro_batch != 1:
-            raise ValueError(f"{model} makes its own inputs; change their shapes there, not with other options")
-        made, inputs = module_and_inputs(model)
-        build = f"module = ...  # yours: {model} returns it"
-        return replace(of_module(made, *inputs), name=model, batch=1, build=build)
-    known = KNOWN.get(model)
-    if known is None:
-        raise ValueError(f"there is no model {model!r}; choose {', '.join(KNOWN)}, or give FILE.py:function")
-    length = known.sizes.length if length is None else length
+            given = "micro_batch" if length is None else "sequence_length"
+            raise ValueError(f"{given} belongs to models by name; change the shapes of the inputs")
+        subject = of_module(model, *inputs, loss=loss)
+    elif not isinstance(model, str):
+        raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module, a name, or FILE.py:function")
+    elif inputs or loss is not None:
+        given = "inputs" if inputs else "loss="
+        raise ValueError(f"{model} comes with inputs and a loss; give {given} with a module alone")
+    else:
+        subject = (_of_file if ".py:" in model else _by_name)(model, length, micro_batch)
+    if not any(param.requires_grad for param in subject.module.parameters()):
+        raise ValueError(f"{subject.name} has no parameter that requires a gradient; there is no training to plan")
+    return subject
+
+
+def _of_file(place: str, length: int | None, micro_batch: int) -> Subject:
+    if length is not None or micro_batch != 1:
+        raise ValueError(f"{place} makes its own inputs; change their shapes there, not with other options")
+    module, inputs = module_and_inputs(place)
+    return replace(of_module(module, *inputs), name=place, batch=1, build=f"module = ...  # yours: {place} returns it")
+
+
+def _by_name(name: str, length: int | None, micro_batch: int) -> Subject:
+    if name not in KNOWN:
+        raise ValueError(f"there is no model {name!r}; choose {', '.join(KNOWN)}, or give FILE.py:function")
+    length = KNOWN[name].sizes.length if length is None else length
     for what, count, of in (("sequence_length", length, "tokens"), ("micro_batch", micro_batch, "sequences")):
         if not is_count(count) or not count:
             raise ValueError(f"{what} is {count!r}; give a number of {of}, at least 1")
     with torch.device("meta"):
-        module = named(model, length)
+        module = named(name, length)
         tokens = torch.empty(micro_batch, length, dtype=torch.long)
-    build = f'from thunder_zero.tools.planner.models import named\nmodule = named("{model}", {length})  # untrained'
-    return replace(of_module(module, tokens, loss=cross_entropy), name=model, build=build)
+    build = f'from thunder_zero.tools.planner.models import named\nmodule = named("{name}", {length})  # untrained'
+    return replace(of_module(module, tokens, loss=cross_entropy), name=name, build=build)
 
 
 def of_module(module: nn.Module, *inputs: Any, loss: Callable[[Any], Tensor] | None = None) -> Subject:

@@ -21,7 +21,7 @@ from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.planner.figures import Mesh, PlanRow, TrainingPlan, meshes
-from thunder_zero.tools.planner.models import Subject, of_module, subject_of
+from thunder_zero.tools.planner.models import Subject, subject_of
 from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, loss_traffic, overhead_bytes, state_bytes
 from thunder_zero.tools.planner.programs import Evaluated, Setting, SubjectPrograms
 from thunder_zero.tools.planner.text import AS_FAST, code_of, reason_of
@@ -69,68 +69,29 @@ def plan_training(
             that do not belong to this kind of model; a model in which nothing is trained.
         TypeError: neither a plain module nor a string; no device.
     """
-    stages = known_stages(stages)
-    described = described_device(device, devices_per_node)
+    stages = _known_stages(stages)
+    described = _with_nodes(device_of(device), devices_per_node)
     memory = described.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
-    subject = _subject(model, inputs, loss, sequence_length, micro_batch)
+    subject = subject_of(model, *inputs, loss=loss, length=sequence_length, micro_batch=micro_batch)
     rows = sum(len(meshes(stage, world_size, described.devices_per_node)) for stage in stages)
     with show_steps("tz.tools.plan_training", rows) as steps:
         return _Comparison(subject, world_size, described, memory, precision, steps).plan(stages)
 
 
-def _subject(
-    model: nn.Module | str,
-    inputs: tuple[Any, ...],
-    loss: Callable[[Any], Tensor] | None,
-    sequence_length: int | None,
-    micro_batch: int,
-) -> Subject:
-    """What is planned.
-
-    Raises:
-        ValueError: an unknown model; options of another kind of model; nothing is trained.
-        TypeError: neither a module nor a string.
-    """
-    if isinstance(model, str):
-        if inputs or loss is not None:
-            given = "inputs" if inputs else "loss="
-            raise ValueError(f"{model} comes with inputs and a loss; give {given} with a module alone")
-        subject = subject_of(model, sequence_length, micro_batch)
-    elif isinstance(model, nn.Module):
-        if sequence_length is not None or micro_batch != 1:
-            given = "micro_batch" if sequence_length is None else "sequence_length"
-            raise ValueError(f"{given} belongs to models by name; change the shapes of the inputs")
-        subject = of_module(model, *inputs, loss=loss)
-    else:
-        raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module, a name, or FILE.py:function")
-    if not any(param.requires_grad for param in subject.module.parameters()):
-        raise ValueError(f"{subject.name} has no parameter that requires a gradient; there is no training to plan")
-    return subject
-
-
-def known_stages(stages: Sequence[int]) -> tuple[int, ...]:
-    """The stages to compare.
-
-    Raises:
-        ValueError: there are none, or no such.
-    """
+def _known_stages(stages: Sequence[int]) -> tuple[int, ...]:
     known = range(len(STAGES))
     if not isinstance(stages, Sequence) or not stages or any(not is_count(one) or one not in known for one in stages):
         raise ValueError(f"stages is {stages!r}; give some of 0, 1, 2 and 3, such as (2, 3)")
     return tuple(dict.fromkeys(stages))
 
 
-def described_device(device: Device | str, devices_per_node: int | None) -> Device:
-    """The device, with other nodes.
-
-    Raises:
-        ValueError: there is no such device; ``devices_per_node`` is no count.
-        TypeError: ``device`` is neither a device nor a string.
-    """
-    if devices_per_node is not None and (not is_count(devices_per_node) or not devices_per_node):
+def _with_nodes(device: Device, devices_per_node: int | None) -> Device:
+    """The device, in nodes of this many."""
+    if devices_per_node is None:
+        return device
+    if not is_count(devices_per_node) or not devices_per_node:
         raise ValueError(f"devices_per_node is {devices_per_node!r}; give the number of devices of a node, at least 1")
-    found = device_of(device)
-    return found if devices_per_node is None else replace(found, devices_per_node=devices_per_node)
+    return replace(device, devices_per_node=devices_per_node)
 
 
 @dataclass(frozen=True)
