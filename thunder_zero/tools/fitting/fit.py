@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import IO, Any
@@ -95,19 +94,11 @@ def fit(
     _require(module, prices)
     most = bytes_of("memory_bytes", memory_bytes)
     asked, args, kwargs = _checked(policy, inputs)
-    ranks = ranks_of_default_group() if world_size is None else world_size
-    if ranks is None:
-        raise ValueError("world_size is None, and there is no process group; give the number of ranks")
-
-    interpret = partial(Interpreted, module, args, kwargs, asked, (ranks, 0, replicas), executors=executors)
+    world = (_ranks(world_size), 0, replicas)
+    interpret = partial(Interpreted, module, args, kwargs, asked, world, executors=executors)
     forecast = partial(memory, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
-
-    def decide(go_on: Callable[[], None]) -> Choices:
-        with _telling(go_on) as tell:
-            best, trade_off = _chosen(_Forecasts(interpret, forecast, tell), asked, most, prices)
-        print_trade_off(trade_off, Console(file=file, width=WIDTH))
-        return best
-
+    forecasts = partial(_Forecasts, interpret, forecast)
+    decide = partial(_decided, forecasts, asked, most, prices, Console(file=file, width=WIDTH))
     return on_rank_0("tz.tools.fit", decide).policy(_by_unit(asked))
 
 
@@ -115,18 +106,6 @@ def _by_unit(asked: Policy) -> Policy:
     """The same policy, where ``recompute_units`` alone says which units are computed again whole, for the search to
     choose."""
     return replace(asked, recompute="cheap") if asked.recompute == "units" else asked
-
-
-@contextmanager
-def _telling(go_on: Callable[[], None]) -> Iterator[Tell]:
-    """Yields a function: it shows what is done now, and tells the other ranks that this one goes on."""
-    with show_status("tz.tools.fit") as show:
-
-        def tell(what: str) -> None:
-            show(what)
-            go_on()
-
-        yield tell
 
 
 @dataclass(frozen=True)
@@ -157,6 +136,13 @@ class _Forecasts:
         return traces, self.forecast(traces)
 
 
+def _ranks(world_size: int | None) -> int:
+    ranks = ranks_of_default_group() if world_size is None else world_size
+    if ranks is None:
+        raise ValueError("world_size is None, and there is no process group; give the number of ranks")
+    return ranks
+
+
 def _require(module: nn.Module, prices: Prices) -> None:
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(
@@ -182,8 +168,29 @@ def _checked(
     return asked, tuple(inputs), {}
 
 
-def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Prices) -> tuple[Choices, list[TradeOff]]:
-    """Search, and confirm by compilations, each of which corrects the estimate; the choices, and the trade-off."""
+def _decided(
+    forecasts: Callable[[Tell], _Forecasts],
+    asked: Policy,
+    memory_bytes: int,
+    prices: Prices,
+    console: Console,
+    go_on: Callable[[], None],
+) -> Choices:
+    """The choices; prints the trade-off. Shows what is done now, and each time calls ``go_on``, for the other ranks."""
+    with show_status("tz.tools.fit") as show:
+
+        def tell(what: str) -> None:
+            show(what)
+            go_on()
+
+        compiled, best = _chosen(forecasts(tell), asked, memory_bytes, prices)
+        rows = list(_trade_off(compiled, best))
+    print_trade_off(rows, console)
+    return best
+
+
+def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Prices) -> tuple[_Compiled, Choices]:
+    """Search, and confirm by compilations, each of which corrects the estimate; what was compiled, and the best."""
     traces, as_asked = forecasts.of(asked)
     if traces.lifted is None or traces.backward is None:
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
@@ -198,7 +205,7 @@ def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Pri
         best = _confirmed(compiled, memory_bytes) or _least_that_fits(compiled, memory_bytes)
     if best is None:
         raise _refused(compiled, as_asked, memory_bytes)
-    return best, list(_trade_off(compiled, best))
+    return compiled, best
 
 
 def _confirmed(compiled: _Compiled, memory_bytes: int) -> Choices | None:
