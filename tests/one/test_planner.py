@@ -23,7 +23,7 @@ from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.planner.figures import Mesh, PlanRow
 from thunder_zero.tools.planner.models import KNOWN, Subject, cross_entropy, of_module, subject_of
 from thunder_zero.tools.planner.plan_training import best_of
-from thunder_zero.tools.planner.programs import Setting, SubjectPrograms, adamw
+from thunder_zero.tools.planner.programs import SubjectPrograms, adamw
 from thunder_zero.tools.planner.text import code_of, reason_of
 
 H100 = tz.tools.DEVICES["h100"]
@@ -54,10 +54,10 @@ CASES = [(0, "none", Mesh(1, 2)), (1, "cheap", Mesh(1, 4)), (2, "units", Mesh(1,
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "recompute", "mesh"), CASES, ids=str)
 def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(stage: int, recompute: str, mesh: Mesh) -> None:
-    choice = Setting(stage, recompute)
+    policy = programs().policy(stage, recompute)
     on = {"world_size": mesh.shards, "replicas": mesh.replicas, "dtype": torch.long}
-    traces = traced(model, SHAPE, programs().policy(choice), **on)
-    found = programs().evaluate(choice, mesh, H100)
+    traces = traced(model, SHAPE, policy, **on)
+    found = programs().evaluate(policy, mesh, H100)
     assert found.traced < BLOCKS
     exact = tz.tools.estimate(traces, H100)
     assert (found.estimate.sent_bytes, found.estimate.flops) == (exact.sent_bytes, exact.flops)
@@ -101,7 +101,7 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_fig
     assert found.tokens == 6
     assert f"{found.chosen.name} ranks is " in found.reason
     names = pasted(found.code)
-    assert names["policy"] == programs().policy(Setting(found.chosen.stage, found.chosen.recompute))
+    assert names["policy"] == programs().policy(found.chosen.stage, found.chosen.recompute)
     # A step has the traffic of the loss and of AdamW.
     ddp = found.rows[0]
     assert ddp.optimizer_seconds == pytest.approx(7 * 4 * found.parameters / 3.35e12)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -108,15 +109,12 @@ class _DryRun(ZeroTransform):
         self._synced = synced
 
     def transform_module(self, model: ThunderModule) -> None:
-        self.plan = self.planned(model._model, self.policy)
+        plan = make_plan(model._model, self.policy, *self._world)
+        self.plan = replace(plan, memory_bytes=self._memory_bytes)
         self.install(model, self.plan, DryRuntime(self._synced))
         executor, *others = compile_data(model).executors_list
         self.keep = _Keep("thunder_zero_keep", executor)
         compile_data(model).executors_list = (executor, self.keep, *others)
-
-    def planned(self, module: nn.Module, policy: Policy) -> Plan:
-        """The plan of a module."""
-        return replace(make_plan(module, policy, *self._world), memory_bytes=self._memory_bytes)
 
 
 class Interpreted:
@@ -290,15 +288,6 @@ def _compile(jitted: ThunderModule, acquired: _Acquired) -> Any:
     return _as_thunder(jitted, compile_entry)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """What :meth:`thunder_zero.compiled.Compiled.traces` reads of an entry of Thunder's cache."""
-
-    computation_traces: tuple[TraceCtx, ...]
-    backward_traces: tuple[TraceCtx, ...]
-    epilogue_traces: tuple[TraceCtx | None, ...]
-
-
 def _schedule_again(transform: _DryRun, jitted: ThunderModule, plan: Plan, acquired: _Acquired) -> Traces:
     """The traces of another plan, from the joint trace that was kept: what Thunder does from its fusers on."""
     data, stats, executor = compile_data(jitted), compile_stats(jitted), transform.compiled.executor
@@ -321,7 +310,10 @@ def _schedule_again(transform: _DryRun, jitted: ThunderModule, plan: Plan, acqui
 
     forward, backward = _as_thunder(jitted, scheduled)
     _, computation, epilogue = acquired.traces
-    return transform.compiled.traces(_Entry((computation, forward), (backward,), (epilogue,)))
+    entry = SimpleNamespace(  # as Thunder's cache has one
+        computation_traces=(computation, forward), backward_traces=(backward,), epilogue_traces=(epilogue,)
+    )
+    return transform.compiled.traces(entry)
 
 
 def _copy(trace: TraceCtx | None) -> TraceCtx | None:

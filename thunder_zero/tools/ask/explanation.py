@@ -1,4 +1,12 @@
-"""One parameter in one program, step by step: frozen data, and as text."""
+"""One parameter in one program, step by step: frozen data, and as text.
+
+::
+
+    at rest     rows 0 to 7 of 64 on this rank, 2.00 KiB of 16.0 KiB
+    forward
+      gather    fut0 = zero_all_gather(t_w, 'h.0.w')
+                alone; it starts with forward, so that it ends as soon as it can
+"""
 
 from __future__ import annotations
 

@@ -95,18 +95,18 @@ def traffic_bytes(op: Op, timeline: Timeline) -> int:
     if op.kind is not Kind.COMPUTE or op.work in (Work.NONE, Work.VIEW):
         return 0
     written = sum(timeline.nbytes(name) for name in op.updates or op.writes)
-    read = [read_bytes(name, timeline) for name in dict.fromkeys(op.reads) if name not in op.updates]
+    read = [_read_bytes(name, timeline) for name in dict.fromkeys(op.reads) if name not in op.updates]
     if op.work is Work.INDEX:
         read = [min(nbytes, written) for nbytes in read]
     return written + sum(read)
 
 
-def read_bytes(name: str, timeline: Timeline) -> int:
+def _read_bytes(name: str, timeline: Timeline) -> int:
     """Bytes of a value that is read once: no more than the memory that it views."""
     return min(timeline.nbytes(name), timeline.nbytes(timeline.memory(name)) or timeline.nbytes(name))
 
 
-def cast_bytes(op: Op, timeline: Timeline) -> int:
+def _cast_bytes(op: Op, timeline: Timeline) -> int:
     """Bytes that a launch reads and writes to cast shards, or gradients, to the dtype in which they travel."""
     total = 0
     for name, param in zip(op.reads, timeline.params_of(op), strict=True):
@@ -148,7 +148,7 @@ def _kernel_traffic(ops: Sequence[Op], needed: set[str], stored: Mapping[str, st
     computing = [op for op in ops if op.work not in FREE]
     made = {stored[name] for op in computing for name in op.writes}
     read = {stored.get(name, name): name for op in computing for name in op.reads}
-    from_outside = sum(read_bytes(name, timeline) for memory, name in read.items() if memory not in made)
+    from_outside = sum(_read_bytes(name, timeline) for memory, name in read.items() if memory not in made)
     return from_outside + sum(map(timeline.nbytes, made & needed))
 
 
@@ -277,7 +277,7 @@ def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool
     """``nbytes``: traffic of a computation; ``runs``: whether it is a kernel of its own."""
     if op.kind in LAUNCHES:
         one_wire = timeline.plan.world_size > device.devices_per_node
-        cost, cast = _cost_of_launch(rings(op, timeline), device, one_wire), cast_bytes(op, timeline)
+        cost, cast = _cost_of_launch(rings(op, timeline), device, one_wire), _cast_bytes(op, timeline)
         held = device.seconds(0, "", cast, Work.POINTWISE) if cast else 0.0
         return replace(cost, traffic_bytes=cast, launch_seconds=cost.launch_seconds + held)
     if op.kind is not Kind.COMPUTE or not runs:

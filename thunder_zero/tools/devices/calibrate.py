@@ -1,7 +1,11 @@
 """``tz.tools.calibrate``: measures this machine, and the collectives of the ranks that call it.
 
-It measures in rounds, which may alternate with other work, and makes a device of the medians. With a process group all
-ranks measure at the same time. ``thunder-zero calibrate`` writes the device to a file.
+::
+
+    round 1, 2, ...   seconds of each point of measures.py, on all ranks at the same time
+    device            of the medians over rounds, the mean over ranks: curves over sizes
+
+Rounds may alternate with other work. ``thunder-zero calibrate`` writes the device to a file.
 """
 
 from __future__ import annotations
@@ -43,6 +47,64 @@ from thunder_zero.tools.report.progress import show_status
 
 DTYPES = (torch.float32, torch.bfloat16)
 Key = tuple[Any, ...]  # what was measured: such as ("launch", "gather", bytes sent)
+LEAST_ROUNDS = 3
+
+
+def calibrate(
+    seconds: float = 30.0, *, process_group: ProcessGroup | None = None, dtypes: Sequence[torch.dtype] = DTYPES
+) -> Calibrated:
+    """Measure how long this machine computes and communicates, as curves over sizes, for ``tz.tools.estimate``.
+
+    In a process alone: compute on the CPU. With a process group: a collective, in which all ranks compute at the same
+    time, since they share caches and memory, and send through the transports that carry a step. Every rank gets the
+    same device. Threads are torch's: set them as in training. Nothing else should run on the machine.
+
+    >>> device = tz.tools.calibrate(seconds=10)
+    >>> tz.tools.estimate(traces, device, loss=loss, optimizer=torch.optim.AdamW).seconds
+
+    Args:
+        seconds: how long to measure; at least three rounds, so that medians can leave out what was disturbed.
+        process_group: of gloo; default: the default one, or none if there is none.
+        dtypes: of products.
+
+    Raises:
+        ValueError: ``seconds`` is not above 0, there is no dtype, or the group's CPU tensors do not travel over gloo.
+    """
+    group = _group(process_group)
+    if group is None:
+        _require(seconds, dtypes)
+        return _measured(Calibration(None, dtypes), seconds, lambda go_on: go_on)
+    with doing("calibrate"):
+        with all_or_none(group, "to calibrate"):
+            _require(seconds, dtypes)
+            if not speaks_gloo(group):
+                raise ValueError("calibrate measures CPUs on gloo; give a process group of gloo")
+        return _measured(Calibration(group, dtypes), seconds, lambda go_on: broadcast_object_from_rank_0(go_on, group))
+
+
+def _group(given: ProcessGroup | None) -> ProcessGroup | None:
+    if given is None and not has_groups():
+        return None
+    group = process_group(given)
+    return group if group.size() > 1 else None
+
+
+def _require(seconds: float, dtypes: Sequence[torch.dtype]) -> None:
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not isfinite(seconds) or seconds <= 0:
+        raise ValueError(f"seconds is {seconds!r}; give how long to measure, a number above 0")
+    if not dtypes or not all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in dtypes):
+        raise ValueError(f"dtypes is {dtypes!r}; give floating-point dtypes, such as [torch.float32]")
+
+
+def _measured(calibration: Calibration, seconds: float, agreed: Callable[[bool], bool]) -> Calibrated:
+    rounds, end = 0, monotonic() + seconds
+    with show_status("calibrating:") as show:
+        while agreed(rounds < LEAST_ROUNDS or monotonic() < end):
+            rounds += 1
+            show(f"round {rounds}, {max(end - monotonic(), 0):.0f} s left")
+            calibration.round()
+    return calibration.device()
 
 
 class Calibration:
@@ -95,10 +157,10 @@ class Calibration:
             every = all_gather_object(own, self._group)
             found = {key: mean(of[key] for of in every) for key in every[0]}
         ranks = 1 if self._group is None else self._group.size()
-        return measured_device(found, ranks, {"backend": "none" if self._group is None else "gloo", **about()})
+        return _measured_device(found, ranks, {"backend": "none" if self._group is None else "gloo", **about()})
 
 
-def measured_device(found: Mapping[Key, float], ranks: int, about: Mapping[str, str]) -> Calibrated:
+def _measured_device(found: Mapping[Key, float], ranks: int, about: Mapping[str, str]) -> Calibrated:
     """The device that has these seconds by point."""
     products: dict[str, dict[str, Curve]] = defaultdict(dict)
     traffic: dict[str, Curve] = {}
@@ -184,66 +246,6 @@ def _cpu() -> str:
     return next(named, "") or platform.processor() or platform.machine()
 
 
-LEAST_ROUNDS = 3
-
-
-def calibrate(
-    seconds: float = 30.0, *, process_group: ProcessGroup | None = None, dtypes: Sequence[torch.dtype] = DTYPES
-) -> Calibrated:
-    """Measure how long this machine computes and communicates, as curves over sizes, for ``tz.tools.estimate``.
-
-    In a process alone: compute on the CPU. With a process group: a collective, in which all ranks compute at the same
-    time, since they share caches and memory, and send through the transports that carry a step. Every rank gets the
-    same device. Threads are torch's: set them as in training. Nothing else should run on the machine.
-
-    >>> device = tz.tools.calibrate(seconds=10)
-    >>> tz.tools.estimate(traces, device, loss=loss, optimizer=torch.optim.AdamW).seconds
-
-    Args:
-        seconds: how long to measure; at least three rounds, so that medians can leave out what was disturbed.
-        process_group: of gloo; default: the default one, or none if there is none.
-        dtypes: of products.
-
-    Raises:
-        ValueError: ``seconds`` is not above 0, there is no dtype, or the group's CPU tensors do not travel over gloo.
-    """
-    group = _group(process_group)
-    if group is None:
-        _require(seconds, dtypes)
-        return _measured(Calibration(None, dtypes), seconds, lambda go_on: go_on)
-    with doing("calibrate"):
-        with all_or_none(group, "to calibrate"):
-            _require(seconds, dtypes)
-            if not speaks_gloo(group):
-                raise ValueError("calibrate measures CPUs on gloo; give a process group of gloo")
-        return _measured(Calibration(group, dtypes), seconds, lambda go_on: broadcast_object_from_rank_0(go_on, group))
-
-
-def _group(given: ProcessGroup | None) -> ProcessGroup | None:
-    if given is None and not has_groups():
-        return None
-    group = process_group(given)
-    return group if group.size() > 1 else None
-
-
-def _require(seconds: float, dtypes: Sequence[torch.dtype]) -> None:
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not is_number or not isfinite(seconds) or seconds <= 0:
-        raise ValueError(f"seconds is {seconds!r}; give how long to measure, a number above 0")
-    if not dtypes or not all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in dtypes):
-        raise ValueError(f"dtypes is {dtypes!r}; give floating-point dtypes, such as [torch.float32]")
-
-
-def _measured(calibration: Calibration, seconds: float, agreed: Callable[[bool], bool]) -> Calibrated:
-    rounds, end = 0, monotonic() + seconds
-    with show_status("calibrating:") as show:
-        while agreed(rounds < LEAST_ROUNDS or monotonic() < end):
-            rounds += 1
-            show(f"round {rounds}, {max(end - monotonic(), 0):.0f} s left")
-            calibration.round()
-    return calibration.device()
-
-
 def calibrate_to(path: Path, seconds: float) -> None:
     """Measure, write a file that :func:`thunder_zero.tools.load_device` reads, and print what came out.
 
@@ -257,7 +259,7 @@ def calibrate_to(path: Path, seconds: float) -> None:
         device = calibrate(seconds)
         if not dist.is_initialized() or dist.get_rank() == 0:
             save_device(device, path)
-            print(summary(device, path))
+            print(_summary(device, path))
 
 
 @contextmanager
@@ -273,7 +275,7 @@ def _ranks() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def summary(device: Calibrated, path: Path) -> str:
+def _summary(device: Calibrated, path: Path) -> str:
     """The best of the curves, in words."""
     rates = [f"{dtype} {rate / 1e9:.3g} GFLOP/s" for dtype, rate in device.flops_per_second.items()]
     rates.append(f"memory {device.memory_bytes_per_second / 1e9:.3g} GB/s")

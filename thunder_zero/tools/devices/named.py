@@ -67,7 +67,7 @@ def load_device(path: str | Path) -> Calibrated:
             f"this machine again"
         )
     try:
-        return from_data(data)
+        return _from_data(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{path} is damaged: {what}; calibrate this machine again") from None
@@ -97,12 +97,8 @@ def _plain(value: Any) -> Any:
     return {name: _plain(one) for name, one in value.items()} if isinstance(value, Mapping) else value
 
 
-def from_data(data: Mapping[str, Any]) -> Calibrated:
-    """The device of such data.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is damaged.
-    """
+def _from_data(data: Mapping[str, Any]) -> Calibrated:
+    """The device of such data; an error if it is damaged."""
     products = {work: {dtype: _curve(points) for dtype, points in of.items()} for work, of in data["products"].items()}
     traffic = {work: _curve(points) for work, points in data["traffic"].items()}
     for work, of in (("matmul", products), ("pointwise", traffic)):

@@ -55,10 +55,6 @@ class Choices:
         )
 
 
-def _ignore(count: int) -> None:
-    """Tell nobody."""
-
-
 @dataclass(frozen=True)
 class Search:
     """The candidates for one program.
@@ -74,7 +70,7 @@ class Search:
     lifted: Timeline
     asked: Policy
     prices: Prices = USUAL_PRICES
-    tell: Callable[[int], None] = _ignore
+    tell: Callable[[int], None] = lambda count: None
     evaluated: dict[Choices, Candidate] = field(default_factory=dict)
 
     def candidate(self, choices: Choices) -> Candidate:

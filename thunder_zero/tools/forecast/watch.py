@@ -123,7 +123,7 @@ class Watch(TorchDispatchMode):
         return torch.empty(0, dtype=tensor.dtype, device=META).set_(stands_in, *place)
 
     def _passing(self, nbytes: int, name: str) -> None:
-        """An operator allocates these beside its results, and frees them."""
+        """An operator allocates these in addition to its results, and frees them."""
         self.allocations.append(
             Allocation(nbytes, self.line, self.events, Holds.WORKSPACE, freed=self.events + 1, name=name)
         )

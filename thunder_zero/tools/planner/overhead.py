@@ -75,15 +75,15 @@ def loss_traffic(
 
 def adamw_traffic(plan: Plan) -> int:
     """Bytes of memory that a fused AdamW reads and writes on a rank."""
-    return TRAFFIC * trained_bytes(plan)
+    return TRAFFIC * _trained_bytes(plan)
 
 
 def state_bytes(plan: Plan) -> int:
     """Bytes of trained parameters and of AdamW's averages that a rank holds between steps."""
-    return STATE * trained_bytes(plan)
+    return STATE * _trained_bytes(plan)
 
 
-def trained_bytes(plan: Plan) -> int:
+def _trained_bytes(plan: Plan) -> int:
     """Bytes of a rank's shards of the parameters that are trained."""
     trained = [param for param in plan.params if param.requires_grad]
     return sum(prod(plan.shard_shape(param)) * param.dtype.itemsize for param in trained)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.amounts import bytes_of, name_of
-from thunder_zero.policy import RECOMPUTE, STAGES, is_count
+from thunder_zero.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.precision import MixedPrecision
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
@@ -23,7 +23,7 @@ from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.planner.figures import Mesh, PlanRow, TrainingPlan, meshes
 from thunder_zero.tools.planner.models import Subject, subject_of
 from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, loss_traffic, overhead_bytes, state_bytes
-from thunder_zero.tools.planner.programs import Evaluated, Setting, SubjectPrograms
+from thunder_zero.tools.planner.programs import Evaluated, SubjectPrograms
 from thunder_zero.tools.planner.text import AS_FAST, code_of, reason_of
 from thunder_zero.tools.report.progress import Steps, show_steps
 
@@ -131,8 +131,7 @@ class _Comparison:
         )
 
     def _code(self, chosen: PlanRow) -> str:
-        policy = self._programs.policy(Setting(chosen.stage, chosen.recompute))
-        return code_of(chosen, policy, self.subject.build)
+        return code_of(chosen, self._programs.policy(chosen.stage, chosen.recompute), self.subject.build)
 
     @cached_property
     def _programs(self) -> SubjectPrograms:
@@ -154,35 +153,35 @@ class _Comparison:
             if self._state_bytes(stage, mesh) > self.memory_bytes:
                 levels = levels[-1:]
             while True:
-                choice = Setting(stage, levels[0])
-                one = self._programs.evaluate(choice, mesh, self.device)
+                policy = self._programs.policy(stage, levels[0])
+                one = self._programs.evaluate(policy, mesh, self.device)
                 if self._needed_bytes(one, mesh) <= self.memory_bytes or len(levels) == 1:
                     break
                 levels = levels[1:]
             self.steps.tell(f"simulates a step of {STAGES[stage].name} on {mesh}")
-            found.append(self._row(choice, mesh, one))
+            found.append(self._row(policy, mesh, one))
             self.steps.advance()
         return found[::-1]
 
     def _state_bytes(self, stage: int, mesh: Mesh) -> int:
         """What a rank holds at rest in any case: shards and AdamW's averages, full parameters of ZeRO-1."""
-        plan = self._programs.plan(Setting(stage, "none"), mesh)
+        plan = self._programs.plan(self._programs.policy(stage, "none"), mesh)
         return state_bytes(plan) + sum(param.full_bytes for param in plan.params if param.resident)
 
     @staticmethod
     def _needed_bytes(one: Evaluated, mesh: Mesh) -> int:
         return max(one.held.peak, one.held.optimizer_step) + overhead_bytes(mesh.replicas, one.held.storages)
 
-    def _row(self, choice: Setting, mesh: Mesh, one: Evaluated) -> PlanRow:
+    def _row(self, policy: Policy, mesh: Mesh, one: Evaluated) -> PlanRow:
         held, estimate, needed = one.held, one.estimate, self._needed_bytes(one, mesh)
         speed = self.device.memory_bytes_per_second
         loss = self._loss_bytes / speed
-        optimizer = adamw_traffic(self._programs.plan(choice, mesh)) / speed
+        optimizer = adamw_traffic(self._programs.plan(policy, mesh)) / speed
         seconds = estimate.seconds + loss + optimizer
         return PlanRow(
-            stage=choice.stage,
+            stage=policy.stage,
             mesh=mesh,
-            recompute=choice.recompute,
+            recompute=policy.recompute,
             fits=needed <= self.memory_bytes,
             needed_bytes=needed,
             peak_bytes=max(held.peak, held.optimizer_step),

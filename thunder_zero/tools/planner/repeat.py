@@ -105,7 +105,7 @@ def longer(signs: Sequence[Hashable], marks: Sequence[int], copies: int) -> tupl
     return positions(len(signs), stretch, copies), stretch
 
 
-def marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list[int]]:
+def _marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list[int]]:
     """Where operations of each half first read parameters of each alike block together with data, ascending."""
     unit_of = {path: unit for path in timeline.plan.by_name for unit in units if path.startswith(f"{unit}.")}
     owner = {name: unit_of[path] for name, path in timeline.inputs.items() if path in unit_of}
@@ -128,7 +128,7 @@ def marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list[
 
 def _halves(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, list[int]]]:
     """The positions of each half, and in it where the alike blocks begin to compute."""
-    forward, backward = marks_of(timeline, units)
+    forward, backward = _marks_of(timeline, units)
     yield range(timeline.border), forward
     yield range(timeline.border, len(timeline.ops)), [at - timeline.border for at in backward]
 
@@ -288,7 +288,7 @@ def _before(memory: Memory) -> Counter[Holds]:
 
 def _order(memory: Memory, traces: Traces, units: Sequence[str], changes: Sequence[_Change], copies: int) -> list[int]:
     """The lines of the longer step, by their positions in the forecast."""
-    forward, backward = marks_of(traces.timeline, units)
+    forward, backward = _marks_of(traces.timeline, units)
     found: list[int] = []
     for half, marks in (("forward", forward), ("loss", []), ("backward", backward)):
         lines = [at for at, line in enumerate(memory.lines) if line.half == half]
