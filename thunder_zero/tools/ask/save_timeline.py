@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from thunder_zero.compiled import Traces
 from thunder_zero.schedule.labels import launch_label, wait_label
 from thunder_zero.schedule.timeline import Kind, gathered_bytes
-from thunder_zero.tools.ask.print_trace import code_of
+from thunder_zero.tools.ask.print_trace import code_of, rows_of
 from thunder_zero.tools.cost.costs import Lane
 from thunder_zero.tools.cost.estimate import Estimate, estimate
 from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.report.line_meanings import Row, SourceLine, label, rows
+from thunder_zero.tools.report.line_meanings import HALVES, Row, label
 from thunder_zero.tools.report.text import place_of
 from thunder_zero.zero_module import traces_of
 
@@ -76,17 +76,20 @@ def _forecast(forecast: Estimate, traces: Traces, pid: int) -> Iterator[Event]:
     lanes = [lane for lane in LANES if any(span.lane is lane for span in forecast.spans)]
     for number, lane in enumerate(lanes):
         yield {"ph": "M", "pid": pid, "tid": number, "name": "thread_name", "args": {"name": LANES[lane]}}
-    rows_of = _rows(traces)
+    halves = ((half, row) for half in HALVES["both"] for row in rows_of(traces, half, None))
+    rows = {(half == "backward", row.line.position): row for half, row in halves}
     for span in forecast.spans:
         if span.seconds > 0:
-            yield _slice(span, forecast, rows_of[span.op], pid, lanes.index(span.lane))
+            op = forecast.timeline.ops[span.op]
+            line = rows[op.backward, op.source[0]], code_of(op, traces)
+            yield _slice(span, forecast, *line, pid, lanes.index(span.lane))
     yield from _gathered(forecast, pid)
 
 
-def _slice(span: Span, forecast: Estimate, row: Row, pid: int, tid: int) -> Event:
+def _slice(span: Span, forecast: Estimate, row: Row, code: str, pid: int, tid: int) -> Event:
     op, cost = forecast.timeline.ops[span.op], forecast.costs[span.op]
     half = "backward" if op.backward else "forward"
-    args: Event = {"line": row.line.code, "half": half, "parameters": list(row.params)}
+    args: Event = {"line": code, "half": half, "parameters": list(row.params)}
     if span.lane is not Lane.COMPUTE:
         name, args["sent_bytes"] = launch_label(op.kind, op.params), cost.sent_bytes
     elif span.waits:
@@ -97,17 +100,6 @@ def _slice(span: Span, forecast: Estimate, row: Row, pid: int, tid: int) -> Even
         args |= {"work": str(op.work), "flops": cost.flops, "traffic_bytes": cost.traffic_bytes}
     times = {"ts": span.start * MICRO, "dur": span.seconds * MICRO}
     return {"ph": "X", "pid": pid, "tid": tid, "cat": "forecast", "name": name, "args": args} | times
-
-
-def _rows(traces: Traces) -> list[Row]:
-    """The meaning of each operation's line."""
-    ops = traces.timeline.ops
-    codes = {(op.backward, op.source[0]): code_of(op, traces) for op in ops}
-    found: dict[tuple[bool, int], Row] = {}
-    for backward in (False, True):
-        lines = [SourceLine(code, at) for (half, at), code in codes.items() if half is backward]
-        found.update(((backward, row.line.position), row) for row in rows(lines, traces.timeline, backward=backward))
-    return [found[op.backward, op.source[0]] for op in ops]
 
 
 def _gathered(forecast: Estimate, pid: int) -> Iterator[Event]:

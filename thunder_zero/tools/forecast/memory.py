@@ -22,6 +22,7 @@ from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, opti
 from thunder_zero.tools.forecast.replay import Loss, Replay, RunLine, printed
 from thunder_zero.tools.forecast.watch import Allocation, Watch
 from thunder_zero.tools.report.line_meanings import SourceLine, rows
+from thunder_zero.tools.report.text import place_of
 from thunder_zero.zero_module import traces_of
 
 from thunder.core.devices import DeviceType
@@ -204,16 +205,12 @@ def require_of(memory: Memory, traces: Traces) -> None:
     if not isinstance(memory, Memory):
         raise TypeError(f"memory is of type {type(memory).__name__}; {action}")
     if memory.plan != plan_of(traces):
-        theirs, ours = (
-            f"rank {plan.rank} of {plan.world_size} in {STAGES[plan.policy.stage].name}"
-            for plan in (memory.plan, traces.plan)
-        )
+        theirs, ours = map(place_of, (memory.plan, traces.plan))
         ours = ours if ours != theirs else "the same rank with another module or policy"
         raise ValueError(f"memory is a forecast of {theirs}, the traces are of {ours}; {action}")
     forecast = {(line.half, line.position): line.code for line in memory.lines if line.position >= 0}
-    halves = {"forward": traces.forward, "backward": traces.backward}
-    ours_by_half = {half: printed(trace)[1] for half, trace in halves.items() if trace is not None}
-    here = {(half, line.position): line.code for half, lines in ours_by_half.items() for line in lines}
+    halves = [("forward", traces.forward), ("backward", traces.backward)]
+    here = {(half, line.position): line.code for half, trace in halves if trace for line in printed(trace)[1]}
     for half, position in sorted(forecast.keys() | here.keys()):
         pair = (forecast.get((half, position), "missing"), here.get((half, position), "missing"))
         there, line = (code.partition("\n")[0] for code in pair)
