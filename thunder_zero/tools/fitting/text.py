@@ -2,9 +2,9 @@
 
 ::
 
-        peak      sent    done again  units kept  again  in flight  cost
-    18.1 MiB  24.2 MiB  1.61 GFLOP            0      4   1.00 MiB  1.61  ████████████████
-    24.9 MiB  18.4 MiB                        4      0   4.00 MiB  1.00  █ <- chosen
+        peak      sent  done again  units kept  again  in flight  cost
+     100 MiB  50.0 MiB  1.50 GFLOP           1      2   4.00 MiB  1.50  ████████████████
+     120 MiB  40.0 MiB                       3      0   4.00 MiB  1.00  █ <- chosen
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 
 from thunder_zero.amounts import size
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED, Memory
+from thunder_zero.tools.report.text import table_of
 
+COLUMNS = ("peak", "sent", "done again", "units kept", "again", "in flight", "cost", "")
 BAR = 16  # columns of the longest bar
 
 
@@ -49,10 +50,6 @@ class TradeOff:
 def print_trade_off(rows: Sequence[TradeOff], console: Console) -> None:
     """Print the choices, least memory first, with the cost of each over the least; the bars show the difference.
     Of rows with equal figures, one is printed."""
-    table = Table(box=None)
-    for name in ("peak", "sent", "done again", "units kept", "again", "in flight", "cost"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
     costs = [row.cost for row in rows]
     least, spread = min(costs, default=0), max(costs, default=0) - min(costs, default=0)
     printed: dict[tuple[str, ...], TradeOff] = {}
@@ -60,10 +57,9 @@ def print_trade_off(rows: Sequence[TradeOff], console: Console) -> None:
         figures = _figures(row, least)
         if row.chosen or figures not in printed:
             printed[figures] = row
-    for figures, row in printed.items():
-        bar = "█" * max(round(BAR * (row.cost - least) / (spread or 1)), 1)
-        table.add_row(*figures, bar + (" <- chosen" if row.chosen else ""))
-    console.print(table)
+    bars = ("█" * max(round(BAR * (row.cost - least) / (spread or 1)), 1) for row in printed.values())
+    ends = (bar + " <- chosen" * row.chosen for bar, row in zip(bars, printed.values(), strict=True))
+    console.print(table_of(COLUMNS, [(*cells, end) for cells, end in zip(printed, ends, strict=True)]))
 
 
 def _figures(row: TradeOff, least: float) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.digests import digests_of
 from thunder_zero.runtime.share import Share
 from thunder_zero.tools.forecast.figures import Holds
-from thunder_zero.tools.forecast.watch import META, NoForecast, Watch
+from thunder_zero.tools.forecast.watch import META, NoForecast, Watch, needs_no_values
 
 MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -47,20 +47,13 @@ def optimizer_at_rest(
             f"parameters to an optimizer: lambda params: torch.optim.SGD(params, 0.1)"
         )
     watch.kind = Holds.OPTIMIZER
-    try:
+    with needs_no_values("the optimizer: it", "leave out fused=True, or give its bytes as reserve="):
         optimizer = _made(make, shards.values())
         for group in optimizer.param_groups:
             if foreach and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # of meta tensors torch does not know better
         take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
         _name_state(optimizer, shards, watch)
-    except NoForecast:
-        raise
-    except (RuntimeError, NotImplementedError) as error:
-        raise NoForecast(
-            f"cannot forecast the optimizer: it does not run on tensors without values "
-            f"({str(error).partition(chr(10))[0]}); leave out fused=True, or give its bytes as reserve="
-        ) from error
     return optimizer
 
 

@@ -23,7 +23,7 @@ from thunder_zero.schedule.timeline import Kind, Op
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Holds
 from thunder_zero.tools.forecast.regions import run_region
 from thunder_zero.tools.forecast.rehearsal import Rehearsal, take_step
-from thunder_zero.tools.forecast.watch import META, NoForecast, Watch
+from thunder_zero.tools.forecast.watch import META, Watch, needs_no_values
 from thunder_zero.tools.report.line_meanings import label
 from thunder_zero.traces.symbols import functions_of
 
@@ -268,17 +268,11 @@ class Replay:
         )
 
     def _execute(self, line: Printed, context: dict[str, Any], values: dict[str, Any]) -> None:
-        try:
+        with needs_no_values(f"memory: the line {line.code.partition(chr(10))[0]!r}", "measure the step instead"):
             if line.line.sym.is_fusion:
                 run_region(line.line, values, self.watch.see)
             else:
                 exec(line.compiled, context, values)
-        except (RuntimeError, NotImplementedError) as error:
-            raise NoForecast(
-                f"cannot forecast memory: a line does not run on tensors without values, "
-                f"{line.code.splitlines()[0]!r} "
-                f"({str(error).partition(chr(10))[0]}); measure the step instead"
-            ) from error
 
     def _learn(self, op: Op, values: dict[str, Any]) -> None:
         """What storages hold, from the line that made or took them."""
@@ -319,17 +313,14 @@ def _value_of(loss: Loss, output: Any) -> Tensor:
         NoForecast: it reads a value.
         TypeError: the function does not take an output alone, or the loss is not one number with a gradient.
     """
+    action = "give one that reads no value (.item(), if, a boolean mask), or none"
     try:
-        value = loss(output)
+        with needs_no_values("the loss: it", action):
+            value = loss(output)
     except TypeError as error:
         raise TypeError(
             f"loss= was called with what forward returns and raised {error}; give a function of that alone, such as "
             f"lambda output: F.cross_entropy(output, targets)"
-        ) from error
-    except (RuntimeError, NotImplementedError) as error:
-        raise NoForecast(
-            f"cannot forecast the loss: it does not run on tensors without values "
-            f"({str(error).partition(chr(10))[0]}); give one that reads no value (.item(), if, a boolean mask), or none"
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
         what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

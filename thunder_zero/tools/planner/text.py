@@ -13,20 +13,21 @@ from collections.abc import Sequence
 from math import ceil
 
 from rich.console import Console
-from rich.table import Table
 
 from thunder_zero.amounts import duration, size
 from thunder_zero.policy import RECOMPUTE, STAGES, Policy
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
 from thunder_zero.tools.planner.figures import PlanRow, TrainingPlan
+from thunder_zero.tools.report.text import table_of
 
-COLUMNS = ("shards", "recompute", "needs", "fits", "sent", "exposed", "step", "tokens/s", "MFU")
+COLUMNS = ("stage", "shards", "recompute", "needs", "fits", "sent", "exposed", "step", "tokens/s", "MFU", "")
 
 
 def print_plan(plan: TrainingPlan, console: Console) -> None:
     """Print it."""
     console.print(_heading(plan), highlight=False, soft_wrap=True)
-    console.print(_table(plan))
+    rows = [(*_cells(row), "<- chosen" if row == plan.chosen else "") for row in plan.rows]
+    console.print(table_of(COLUMNS, rows, left=("stage", "")))
     console.print(f"{plan.reason}.", highlight=False, markup=False)
     if plan.code:
         console.print(f"\n{plan.code}\n", highlight=False, markup=False, soft_wrap=True)
@@ -42,16 +43,6 @@ def _heading(plan: TrainingPlan) -> str:
         f"{size(plan.memory_bytes)}, {plan.devices_per_node} in a node; {plan.tokens:,} tokens of a rank a "
         f"step{repeated}"
     )
-
-
-def _table(plan: TrainingPlan) -> Table:
-    table = Table("stage", box=None)
-    for name in COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for row in plan.rows:
-        table.add_row(*_cells(row), "<- chosen" if row == plan.chosen else "")
-    return table
 
 
 def _cells(row: PlanRow) -> tuple[str, ...]:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from rich.console import Console
+from rich.table import Table
 
 from thunder_zero.plan import Plan
 from thunder_zero.policy import STAGES
@@ -33,6 +34,16 @@ MOST_ITEMS = 12  # of a collection in a statement that is not shown whole
 def stdout_console() -> Console:
     """The standard output; without a terminal it is 100 columns wide."""
     return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+def table_of(heads: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ("",)) -> Table:
+    """A table without lines; columns are aligned to the right, but for those with the heads ``left``."""
+    table = Table(box=None)
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def place_of(plan: Plan) -> str:
