@@ -37,8 +37,8 @@ from examples.bench.model import Size, loss_of, make_batch
 from examples.bench.network import bytes_sent
 from examples.tensor_memory import added_at_peak
 from thunder_zero.comm.handle import Handle
-from thunder_zero.tools.devices.device_file import to_data
-from thunder_zero.tools.devices.rounds import Calibration
+from thunder_zero.tools.devices.calibrate import Calibration
+from thunder_zero.tools.devices.named import to_data
 
 WARM_UP = 3  # steps: the first one compiles, and DDP rebuilds its buckets after it
 MESSAGE_BYTES = 8 << 20  # of the bare exchange

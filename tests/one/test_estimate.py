@@ -19,9 +19,8 @@ from tests.harness.errors import refused
 from tests.harness.operators import Attends
 from tests.harness.traced import Chain, traced
 from thunder_zero.schedule.timeline import Work
-from thunder_zero.tools.devices.calibrated import Calibrated
-from thunder_zero.tools.devices.curve import Curve
-from thunder_zero.tools.planner.step import estimate_whole
+from thunder_zero.tools.devices.calibrated import Calibrated, Curve
+from thunder_zero.tools.planner.repeat import estimate_whole
 
 import thunder
 from thunder.core.symbol import BoundSymbol

@@ -17,12 +17,12 @@ import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.amounts import itemsize, size
+from thunder_zero.tools.dry_run import Interpreted
+from thunder_zero.tools.fitting.budget import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN
 from thunder_zero.tools.fitting.candidate import Candidate
-from thunder_zero.tools.fitting.parts import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN
 from thunder_zero.tools.fitting.search import Choices, Search
-from thunder_zero.tools.fitting.trade import Trade, print_trade
-from thunder_zero.tools.forecast.kinds import Holds
-from thunder_zero.tools.interpreted import Interpreted
+from thunder_zero.tools.fitting.text import TradeOff, print_trade_off
+from thunder_zero.tools.forecast.figures import Holds
 
 import thunder
 from thunder.executors.torch_compile import torch_compile_ex
@@ -211,14 +211,14 @@ def test_the_search_is_no_worse_than_all_choices(asked: tz.Policy) -> None:
     assert len(search.evaluated) < len(every)
 
 
-def test_the_trade_counts_units_that_the_schedule_chose() -> None:
+def test_the_trade_off_counts_units_that_the_schedule_chose() -> None:
     lifted = traced(net, SHORT, ASKED).lifted
     assert lifted is not None
     assert Candidate(lifted, ASKED).kept == set(UNITS[2:])  # none is named
     assert Candidate(lifted, replace(ASKED, keep_units=UNITS[:1])).kept == {UNITS[0], UNITS[2]}
     out = StringIO()
-    one = Trade(peak=1000, sent=10, flops=0.0, cost=10.0, kept=1, again=0, in_flight_bytes=0)
-    print_trade([one, replace(one, peak=1001, chosen=True), replace(one, kept=2)], Console(file=out, width=100))
+    one = TradeOff(peak=1000, sent=10, flops=0.0, cost=10.0, kept=1, again=0, in_flight_bytes=0)
+    print_trade_off([one, replace(one, peak=1001, chosen=True), replace(one, kept=2)], Console(file=out, width=100))
     assert ["<- chosen" in row for row in out.getvalue().splitlines()[1:]] == [True, False]
 
 

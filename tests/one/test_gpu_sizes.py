@@ -15,7 +15,7 @@ from tests.harness.tiers import slow
 from thunder_zero.schedule import make_plan
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.sizes import Sizes
-from thunder_zero.tools.forecast.kinds import Holds
+from thunder_zero.tools.forecast.figures import Holds
 
 # A GPT with the width and the vocabulary of Llama-3 8B; its blocks, 384 MiB in bfloat16, are about as large.
 SIZE = Size(blocks=3, width=4096, heads=32, vocabulary=128256, sequences=1, tokens=2048)

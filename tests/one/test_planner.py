@@ -19,15 +19,12 @@ import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.tools.cli import main
-from thunder_zero.tools.forecast.kinds import Holds
-from thunder_zero.tools.planner.advise import best_of
-from thunder_zero.tools.planner.code import code_of
-from thunder_zero.tools.planner.figures import Row
-from thunder_zero.tools.planner.meshes import Mesh
-from thunder_zero.tools.planner.models import KNOWN, cross_entropy
-from thunder_zero.tools.planner.programs import Choice, Programs, adamw
-from thunder_zero.tools.planner.reason import reason_of
-from thunder_zero.tools.planner.subject import Subject, of_module, subject_of
+from thunder_zero.tools.forecast.figures import Holds
+from thunder_zero.tools.planner.figures import Mesh, PlanRow
+from thunder_zero.tools.planner.models import KNOWN, Subject, cross_entropy, of_module, subject_of
+from thunder_zero.tools.planner.plan_training import best_of
+from thunder_zero.tools.planner.programs import SubjectPrograms, adamw
+from thunder_zero.tools.planner.text import code_of, reason_of
 
 H100 = tz.tools.DEVICES["h100"]
 PRECISION = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
@@ -46,8 +43,8 @@ def subject(blocks: int = BLOCKS) -> Subject:
 
 
 @cache
-def programs() -> Programs:
-    return Programs(subject(), PRECISION, 2, lambda what: None)
+def programs() -> SubjectPrograms:
+    return SubjectPrograms(subject(), PRECISION, 2, lambda what: None)
 
 
 # Four ranks do not divide six rows.
@@ -57,10 +54,10 @@ CASES = [(0, "none", Mesh(1, 2)), (1, "cheap", Mesh(1, 4)), (2, "units", Mesh(1,
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "recompute", "mesh"), CASES, ids=str)
 def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(stage: int, recompute: str, mesh: Mesh) -> None:
-    choice = Choice(stage, recompute)
+    policy = programs().policy(stage, recompute)
     on = {"world_size": mesh.shards, "replicas": mesh.replicas, "dtype": torch.long}
-    traces = traced(model, SHAPE, programs().policy(choice), **on)
-    found = programs().evaluate(choice, mesh, H100)
+    traces = traced(model, SHAPE, policy, **on)
+    found = programs().evaluate(policy, mesh, H100)
     assert found.traced < BLOCKS
     exact = tz.tools.estimate(traces, H100)
     assert (found.estimate.sent_bytes, found.estimate.flops) == (exact.sent_bytes, exact.flops)
@@ -104,7 +101,7 @@ def test_a_plan_compares_stages_and_meshes_and_its_code_is_the_policy_of_its_fig
     assert found.tokens == 6
     assert f"{found.chosen.name} ranks is " in found.reason
     names = pasted(found.code)
-    assert names["policy"] == programs().policy(Choice(found.chosen.stage, found.chosen.recompute))
+    assert names["policy"] == programs().policy(found.chosen.stage, found.chosen.recompute)
     # A step has the traffic of the loss and of AdamW.
     ddp = found.rows[0]
     assert ddp.optimizer_seconds == pytest.approx(7 * 4 * found.parameters / 3.35e12)
@@ -180,7 +177,7 @@ def test_the_page_answers_which_stage_trains_13_b_on_four_devices(
 # What needs no trace.
 
 
-def row(stage: int, tokens: float, needed: int = 40, shards: int = 8, **other: Any) -> Row:
+def row(stage: int, tokens: float, needed: int = 40, shards: int = 8, **other: Any) -> PlanRow:
     """Made up; a step takes 1 s. Memory in GiB."""
     kinds = {str(kind): nbytes << 30 for kind, nbytes in other.pop("kinds", {}).items()}
     figures = {
@@ -192,10 +189,10 @@ def row(stage: int, tokens: float, needed: int = 40, shards: int = 8, **other: A
     }
     nbytes = dict.fromkeys(("needed_bytes", "peak_bytes", "at_rest_bytes"), needed << 30)
     rest = {"by_kind": kinds, "seconds": 1.0, "tokens_per_second": tokens, **nbytes}
-    return Row(stage=stage, mesh=Mesh(1, shards), **{**figures, **rest, **other})
+    return PlanRow(stage=stage, mesh=Mesh(1, shards), **{**figures, **rest, **other})
 
 
-def reason(*rows: Row, batch: int = 1) -> str:
+def reason(*rows: PlanRow, batch: int = 1) -> str:
     return reason_of(rows, best_of(rows), ROOM, batch)
 
 
@@ -247,7 +244,7 @@ def test_models_by_name_have_their_parameters() -> None:
 
 def test_the_code_of_a_model_by_name_makes_it() -> None:
     policy = tz.Policy(3, bucket_bytes=1, in_flight_bytes=1, prefetch=1)
-    code = code_of(replace(row(3, 1), mesh=Mesh(2, 8)), policy, subject_of("llama3-8b", 16, 1).build)
+    code = code_of(replace(row(3, 1), mesh=Mesh(2, 8)), policy, subject_of("llama3-8b", length=16).build)
     names = pasted(code)
     assert names["policy"].stage == 3
     assert callable(names["init_device_mesh"])
@@ -259,9 +256,9 @@ def test_the_code_of_a_model_by_name_makes_it() -> None:
 def test_the_batch_of_a_file_and_of_one_sequence_cannot_be_halved(tmp_path: Path) -> None:
     file = tmp_path / "model.py"
     file.write_text("import torch\ndef build():\n    return torch.nn.Linear(4, 4), torch.empty(6, 4)\n")
-    assert [subject_of(name, None, 1).batch for name in (f"{file}:build", "gpt-1.3b")] == [1, 1]
-    assert subject_of("gpt-1.3b", None, 4).batch == 4
-    assert subject_of(f"{file}:build", None, 1).build == f"module = ...  # yours: {file}:build returns it"
+    assert [subject_of(name).batch for name in (f"{file}:build", "gpt-1.3b")] == [1, 1]
+    assert subject_of("gpt-1.3b", micro_batch=4).batch == 4
+    assert subject_of(f"{file}:build").build == f"module = ...  # yours: {file}:build returns it"
 
 
 def test_the_list_of_blocks_is_as_it_was() -> None:

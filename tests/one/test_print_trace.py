@@ -221,8 +221,8 @@ def marks(lines: list[str]) -> list[str]:
 def test_it_refuses() -> None:
     shown = traces(3, small)
     of_others: list[tuple[tz.tools.Traces, tuple[str, ...]]] = [
-        (traces(3, small, world_size=1), ("of rank 0 of 1 in ZeRO-3, the traces are of rank 0 of 4 in",)),
-        (traces(3, tied), ("of rank 0 of 4 in ZeRO-3, the traces are of the same rank with another module",)),
+        (traces(3, small, world_size=1), ("of ZeRO-3, rank 0 of 1, the traces are of ZeRO-3, rank 0 of 4;",)),
+        (traces(3, tied), ("of ZeRO-3, rank 0 of 4, the traces are of the same rank with another module",)),
         (traces(3, small, (2, 5)), ("memory is a forecast of other traces, where line ", " of backward is '")),
         (without_backward(shown), (" of backward is 'missing', not '", "; give what thunder_zero.tools.memory ret")),
     ]

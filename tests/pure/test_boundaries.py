@@ -95,25 +95,24 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     # -------------------------------------------------------------------------------------------------------------
     Room("tools/report/", NOT,    NOT,     NOT,     DATA | {"schedule"}),
     Room("tools/devices/",IMPORT, IMPORT,  NOT,     DATA | rooms("schedule comm tools/report")),
-    Room("tools/interpreted.py",IMPORT,NOT,IMPORT,  DATA | rooms("compat traces runtime compiled transform "
+    Room("tools/dry_run.py",IMPORT,NOT,    IMPORT,  DATA | rooms("compat traces runtime compiled transform "
                                                                  "tools/devices")),
-    Room("tools/dry_run.py",IMPORT,NOT,    IMPORT,  rooms("compiled policy tools/devices tools/interpreted")),
     Room("tools/measure.py",NOT,  NOT,     IMPORT,  DATA | rooms("schedule comm runtime zero_module")),
     Room("tools/forecast/",IMPORT,NOT,     IMPORT,  DATA | rooms("schedule traces comm compat runtime compiled "
                                                                  "zero_module tools/report")),
     Room("tools/cost/",   NOT,    NOT,     NOT,     DATA | rooms("schedule compiled tools/devices tools/forecast")),
-    Room("tools/fitting/cheapest.py",IMPORT,NOT,IMPORT,DATA | rooms("schedule comm compiled tools/report "
-                                                                       "tools/interpreted tools/forecast")),
-    Room("tools/fitting/",TYPES,  NOT,     NOT,     DATA | rooms("schedule tools/report")),
+    Room("tools/fitting/fit.py",IMPORT,NOT,IMPORT,  DATA | rooms("schedule comm compiled tools/report tools/dry_run "
+                                                                 "tools/forecast")),
+    Room("tools/fitting/",TYPES,  NOT,     NOT,     DATA | rooms("schedule tools/report tools/forecast")),
     Room("tools/ask/",    NOT,    NOT,     IMPORT,  rooms("amounts layout plan policy schedule compiled "
                                                           "zero_module tools/report tools/devices tools/cost "
                                                           "tools/forecast")),
     Room("tools/from_file.py",IMPORT,NOT,  NOT,     NOTHING),
     Room("tools/planner/",IMPORT, NOT,     NOT,     DATA | rooms("schedule compiled tools/report tools/devices "
-                                                                 "tools/cost tools/interpreted tools/forecast "
+                                                                 "tools/cost tools/dry_run tools/forecast "
                                                                  "tools/from_file")),
     Room("tools/convert/",IMPORT, IMPORT,  NOT,     DATA | rooms("checkpoint runtime tools/report")),
-    Room("tools/doctor.py",IMPORT,IMPORT,  IMPORT,  rooms("compat policy runtime transform")),
+    Room("tools/doctor.py",IMPORT,IMPORT,  IMPORT,  rooms("compat policy runtime transform tools/report")),
     Room("tools/cli.py",  NOT,    NOT,     NOT,     rooms("checkpoint tools/ask tools/convert tools/devices "
                                                           "tools/doctor tools/dry_run tools/from_file "
                                                           "tools/planner tools/report")),

@@ -13,27 +13,26 @@ from thunder_zero.policy import Policy
 from thunder_zero.schedule.lifetimes import alive_bytes
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, Op, Value, Work
-from thunder_zero.tools.fitting.budget import Choice, cheapest
+from thunder_zero.tools.fitting.budget import KEPT, PLAIN, UnitCost, cheapest
 from thunder_zero.tools.fitting.candidate import Candidate, flops_to_repeat
-from thunder_zero.tools.fitting.parts import KEPT, PLAIN
 from thunder_zero.tools.fitting.search import Choices, Search
 
 UNITS = 7
 ROUNDING = 1e-12  # costs are sums of floats
-CHOICES = st.builds(Choice, left=st.integers(0, 9), peak=st.integers(0, 20), cost=st.integers(0, 9))
+CHOICES = st.builds(UnitCost, left=st.integers(0, 9), peak=st.integers(0, 20), cost=st.integers(0, 9))
 
 
-def fits(chosen: tuple[Choice, ...], budget: int) -> bool:
+def fits(chosen: tuple[UnitCost, ...], budget: int) -> bool:
     return all(sum(one.left for one in chosen[:at]) + choice.peak <= budget for at, choice in enumerate(chosen))
 
 
-def least_cost(units: list[list[Choice]], budget: int) -> float | None:
+def least_cost(units: list[list[UnitCost]], budget: int) -> float | None:
     costs = (sum(choice.cost for choice in chosen) for chosen in product(*units) if fits(chosen, budget))
     return min(costs, default=None)
 
 
 @given(st.lists(st.lists(CHOICES, min_size=2, max_size=2), min_size=UNITS, max_size=UNITS), st.integers(0, 120))
-def test_no_worse_than_exhaustive_search(units: list[list[Choice]], budget: int) -> None:
+def test_no_worse_than_exhaustive_search(units: list[list[UnitCost]], budget: int) -> None:
     expected, numbers = least_cost(units, budget), cheapest(units, budget)
     assert (expected is None) == (numbers is None)
     if numbers is None:

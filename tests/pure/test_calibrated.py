@@ -16,15 +16,13 @@ from tests.harness.timelines import make_param
 from thunder_zero.plan import Plan
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
-from thunder_zero.tools.cost.costs import Cost, costs_of
+from thunder_zero.tools.cost.costs import Cost, Lane, costs_of
+from thunder_zero.tools.cost.estimate import step_time
 from thunder_zero.tools.cost.lanes import Lanes
-from thunder_zero.tools.cost.step_time import step_time
-from thunder_zero.tools.cost.wire import Lane
-from thunder_zero.tools.devices.calibrated import Calibrated, Collective
-from thunder_zero.tools.devices.curve import Curve
+from thunder_zero.tools.devices.calibrate import wire_seconds
+from thunder_zero.tools.devices.calibrated import Calibrated, Collective, Curve
 from thunder_zero.tools.devices.device import Link
-from thunder_zero.tools.devices.device_file import load_device, save_device
-from thunder_zero.tools.devices.rounds import wire_seconds
+from thunder_zero.tools.devices.named import load_device, save_device
 
 LINE = Curve(((0.0, 0.0), (100.0, 1.0)))
 SENDS = Collective(

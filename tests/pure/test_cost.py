@@ -16,11 +16,18 @@ from thunder_zero.plan import Plan
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Value, Work
-from thunder_zero.tools.cost.costs import Cost, costs_of
-from thunder_zero.tools.cost.fused import fused_traffic
-from thunder_zero.tools.cost.step_time import simulate, step_time
-from thunder_zero.tools.cost.traffic import compute_dtype, traffic_bytes
-from thunder_zero.tools.cost.wire import Lane, Ring, Sends, rings
+from thunder_zero.tools.cost.costs import (
+    Cost,
+    Lane,
+    Ring,
+    Sends,
+    compute_dtype,
+    costs_of,
+    fused_traffic,
+    rings,
+    traffic_bytes,
+)
+from thunder_zero.tools.cost.estimate import simulate, step_time
 from thunder_zero.tools.devices.device import A100, DEVICES, H100, TPU_V2, Device, Link
 
 PLAN = Plan(Policy(3), 2, 0, ())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunder_zero.tools.planner.meshes import Mesh, meshes
+from thunder_zero.tools.planner.figures import Mesh, meshes
 from thunder_zero.tools.planner.repeat import Stretch, linked, positions, stretch_of
 
 

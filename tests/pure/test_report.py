@@ -17,9 +17,8 @@ from thunder_zero.amounts import size
 from thunder_zero.plan import Plan
 from thunder_zero.policy import Policy
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
-from thunder_zero.tools.report.code import fold
-from thunder_zero.tools.report.line_meanings import Gap, Row, SourceLine, label, rows, select
-from thunder_zero.tools.report.timeline_text import format_timeline
+from thunder_zero.tools.report.line_meanings import Gap, Row, SourceLine, format_timeline, label, rows, select
+from thunder_zero.tools.report.text import fold
 from thunder_zero.tools.report.trace_printer import print_rows, print_total
 
 POLICY = Policy(stage=3)

@@ -14,7 +14,7 @@ import thunder_zero as tz
 from tests.harness.errors import raised
 from tests.harness.ranks import RanksPool
 from thunder_zero.tools import cli
-from thunder_zero.tools.devices.device_file import to_data
+from thunder_zero.tools.devices.named import to_data
 
 pytestmark = pytest.mark.slow
 

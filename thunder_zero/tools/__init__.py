@@ -12,26 +12,26 @@ if TYPE_CHECKING:
     from thunder_zero.tools.ask.save_timeline import save_timeline as save_timeline
     from thunder_zero.tools.convert.consolidate import consolidate as consolidate
     from thunder_zero.tools.convert.shard_safetensors import shard_safetensors as shard_safetensors
+    from thunder_zero.tools.cost.estimate import Estimate as Estimate
     from thunder_zero.tools.cost.estimate import estimate as estimate
-    from thunder_zero.tools.cost.step_time import Estimate as Estimate
     from thunder_zero.tools.devices.calibrate import calibrate as calibrate
     from thunder_zero.tools.devices.calibrated import Calibrated as Calibrated
     from thunder_zero.tools.devices.device import DEVICES as DEVICES
     from thunder_zero.tools.devices.device import Device as Device
     from thunder_zero.tools.devices.device import Link as Link
-    from thunder_zero.tools.devices.device_file import load_device as load_device
-    from thunder_zero.tools.devices.device_file import save_device as save_device
+    from thunder_zero.tools.devices.named import load_device as load_device
+    from thunder_zero.tools.devices.named import save_device as save_device
     from thunder_zero.tools.fitting.candidate import Prices as Prices
-    from thunder_zero.tools.fitting.cheapest import DoesNotFit as DoesNotFit
-    from thunder_zero.tools.fitting.cheapest import fit as fit
+    from thunder_zero.tools.fitting.fit import DoesNotFit as DoesNotFit
+    from thunder_zero.tools.fitting.fit import fit as fit
+    from thunder_zero.tools.forecast.figures import Holds as Holds
     from thunder_zero.tools.forecast.figures import Memory as Memory
     from thunder_zero.tools.forecast.figures import MemoryLine as MemoryLine
     from thunder_zero.tools.forecast.figures import Storage as Storage
-    from thunder_zero.tools.forecast.kinds import Holds as Holds
     from thunder_zero.tools.forecast.memory import memory as memory
     from thunder_zero.tools.measure import measure_times as measure_times
-    from thunder_zero.tools.planner.advise import plan_training as plan_training
     from thunder_zero.tools.planner.figures import TrainingPlan as TrainingPlan
+    from thunder_zero.tools.planner.plan_training import plan_training as plan_training
 
 look_up, listed, __all__ = lazy(
     __name__,
@@ -43,20 +43,18 @@ look_up, listed, __all__ = lazy(
         "thunder_zero.tools.ask.save_timeline": "save_timeline",
         "thunder_zero.tools.convert.consolidate": "consolidate",
         "thunder_zero.tools.convert.shard_safetensors": "shard_safetensors",
-        "thunder_zero.tools.cost.estimate": "estimate",
-        "thunder_zero.tools.cost.step_time": "Estimate",
+        "thunder_zero.tools.cost.estimate": "Estimate estimate",
         "thunder_zero.tools.devices.calibrate": "calibrate",
         "thunder_zero.tools.devices.calibrated": "Calibrated",
         "thunder_zero.tools.devices.device": "DEVICES Device Link",
-        "thunder_zero.tools.devices.device_file": "load_device save_device",
+        "thunder_zero.tools.devices.named": "load_device save_device",
         "thunder_zero.tools.fitting.candidate": "Prices",
-        "thunder_zero.tools.fitting.cheapest": "DoesNotFit fit",
-        "thunder_zero.tools.forecast.figures": "Memory MemoryLine Storage",
-        "thunder_zero.tools.forecast.kinds": "Holds",
+        "thunder_zero.tools.fitting.fit": "DoesNotFit fit",
+        "thunder_zero.tools.forecast.figures": "Holds Memory MemoryLine Storage",
         "thunder_zero.tools.forecast.memory": "memory",
         "thunder_zero.tools.measure": "measure_times",
-        "thunder_zero.tools.planner.advise": "plan_training",
         "thunder_zero.tools.planner.figures": "TrainingPlan",
+        "thunder_zero.tools.planner.plan_training": "plan_training",
     },
 )
 

@@ -81,7 +81,7 @@ def _command(
 
 def _inspect(add: Add) -> None:
     def run(options: argparse.Namespace) -> None:
-        from thunder_zero.tools.convert.inspect import inspect
+        from thunder_zero.tools.convert.open_checkpoint import inspect
 
         inspect(options.checkpoint, verify_files=options.verify_files)
 
@@ -126,7 +126,7 @@ def _shard(add: Add) -> None:
 
 
 def _trace(add: Add) -> None:
-    show = _command(add, "trace", "print the traces that one rank of any world runs", show_trace)
+    show = _command(add, "trace", "print the traces that one rank of any world runs", _show_trace)
     show.add_argument("place", metavar="FILE.py:function", help="returns (module, input, ...); meta device or not")
     show.add_argument("--world-size", type=int, default=8, help="ranks that share one copy of the model (default: 8)")
     show.add_argument("--stage", type=int, default=3, help="0 (DDP) to 3 (default: 3)")
@@ -142,7 +142,7 @@ def _trace(add: Add) -> None:
 
 
 def _plan(add: Add) -> None:
-    show = _command(add, "plan", "compare stages and meshes for a model, and recommend one", show_plan)
+    show = _command(add, "plan", "compare stages and meshes for a model, and recommend one", _show_plan)
     show.add_argument("--model", required=True, help=f"{', '.join(KNOWN)}, or FILE.py:function: (module, input, ...)")
     show.add_argument("--world-size", type=int, required=True, help="ranks that train")
     show.add_argument("--device", default="h100", help=f"(default: h100) {_devices()}")
@@ -165,7 +165,7 @@ def _doctor(add: Add) -> None:
 
 def _calibrate(add: Add) -> None:
     def run(options: argparse.Namespace) -> None:
-        from thunder_zero.tools.devices.command import calibrate_to
+        from thunder_zero.tools.devices.calibrate import calibrate_to
 
         calibrate_to(options.out, options.seconds)
 
@@ -183,37 +183,22 @@ def _devices() -> str:
     return f"{', '.join(DEVICES)}, or OUT.json of calibrate"
 
 
-def show_plan(options: argparse.Namespace) -> None:
-    """Print which stage and mesh to train a model with.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: there is no such model or device; ranks that do not fill nodes; no number of bytes.
-        RuntimeError: the model's file raised an error.
-    """
-    from rich.console import Console
-
-    from thunder_zero.tools.planner.advise import plan_training
-    from thunder_zero.tools.planner.table import print_plan
-    from thunder_zero.tools.report.trace_printer import WIDTH
+def _show_plan(options: argparse.Namespace) -> None:
+    """Print which stage and mesh to train a model with."""
+    from thunder_zero.tools.planner.plan_training import plan_training
+    from thunder_zero.tools.planner.text import print_plan
+    from thunder_zero.tools.report.text import stdout_console
 
     plan = plan_training(options.model, **_others(options, "model", "json"))
     if options.json:
         print(json.dumps(plan.as_json(), indent=1))
     else:
-        print_plan(plan, Console(width=None if sys.stdout.isatty() else WIDTH))
+        print_plan(plan, stdout_console())
 
 
-def show_trace(options: argparse.Namespace) -> None:
-    """Print the traces of the module that a function of a file makes.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: there is no such function, device, unit or rank.
-        RuntimeError: the function raised an error.
-    """
-    from thunder_zero.tools.ask.print_trace import print_trace
-    from thunder_zero.tools.ask.trace_json import json_of
+def _show_trace(options: argparse.Namespace) -> None:
+    """Print the traces of the module that a function of a file makes."""
+    from thunder_zero.tools.ask.print_trace import json_of, print_trace
     from thunder_zero.tools.dry_run import trace
     from thunder_zero.tools.from_file import module_and_inputs
 

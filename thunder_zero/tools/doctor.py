@@ -21,6 +21,7 @@ from torch import nn
 from thunder_zero.compat.imports import TESTED
 from thunder_zero.policy import STAGES
 from thunder_zero.runtime.dtensors import local
+from thunder_zero.tools.report.text import WIDTH
 from thunder_zero.transform import ZeroTransform
 
 import thunder
@@ -32,7 +33,6 @@ BACKENDS: dict[str, Callable[[], bool]] = {
     "mpi": dist.is_mpi_available,
 }
 SECONDS = 60  # that a group of one rank may take
-WIDTH = 100  # columns of text
 
 
 @dataclass(frozen=True, slots=True)

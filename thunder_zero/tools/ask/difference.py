@@ -1,4 +1,11 @@
-"""What one program does more or less than another, unit by unit: frozen data, and as text."""
+"""What one program does more or less than another, unit by unit: frozen data, and as text.
+
+::
+
+    ZeRO-2 -> ZeRO-3, rank 0 of 8; also prefetch 2 -> 0
+    unit                 gathers  reduces              sent          gathered  ops again  FLOP again
+    blocks.0 .. 3, each   1 -> 2        1  3.00 -> 4.00 MiB  4.00 -> 2.00 MiB          0           0
+"""
 
 from __future__ import annotations
 
@@ -10,8 +17,9 @@ from textwrap import wrap
 from thunder_zero.amounts import size
 from thunder_zero.plan import ROOT, Plan
 from thunder_zero.policy import STAGES, Policy
+from thunder_zero.tools.report.text import WIDTH
 
-WIDTH, SHORT = 100, 30  # columns
+SHORT = 30  # columns
 
 
 @dataclass(frozen=True, slots=True)

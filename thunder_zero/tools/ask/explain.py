@@ -1,4 +1,11 @@
-"""``tz.explain``: where a parameter is gathered and why there, when it is freed and reduced."""
+"""``tz.explain``: where a parameter is gathered and why there, when it is freed and reduced.
+
+Traces and the path of a parameter go in; their timeline says where its lines are, and the bounds of the prefetch pass
+say why there::
+
+    gather      fut0 = zero_all_gather(t_w, 'h.1.w')
+                alone; it starts right after the wait for h.0.w, one unit ahead (Policy.prefetch)
+"""
 
 from __future__ import annotations
 
@@ -9,19 +16,20 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from thunder_zero import layout
+from thunder_zero.amounts import size
 from thunder_zero.compiled import Traces
 from thunder_zero.plan import Param, Plan
+from thunder_zero.policy import STAGES
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
-from thunder_zero.tools.ask.code_of import code_of
 from thunder_zero.tools.ask.explanation import Explanation, Gathered, Line, Reduced
-from thunder_zero.tools.ask.reasons import lifetime, why_free, why_launch, why_wait
-from thunder_zero.tools.cost.estimate import estimate
-from thunder_zero.tools.cost.step_time import Estimate
-from thunder_zero.tools.cost.wire import Lane
+from thunder_zero.tools.ask.print_trace import code_of
+from thunder_zero.tools.cost.costs import Lane
+from thunder_zero.tools.cost.estimate import Estimate, estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
+from thunder_zero.tools.report.line_meanings import label
 from thunder_zero.zero_module import traces_of
 
 if TYPE_CHECKING:
@@ -61,7 +69,7 @@ def explain(model_or_traces: ThunderModule | Traces, path: str, *, device: Devic
         plan=plan,
         rows=layout.row_range(param.shape[0], plan.world_size, plan.rank) if param.sharded else None,
         resting_bytes=prod(plan.shard_shape(param)) * param.dtype.itemsize,
-        lifetime=lifetime(param, traces.timeline, len(gathers)),
+        lifetime=_lifetime(param, traces.timeline, len(gathers)),
         gathers=gathers,
         gradient=gradient,
         why_no_gradient="" if gradient else _why_no_gradient(param, traces),
@@ -131,12 +139,12 @@ class _Facts:
             bucket=op.params,
             bucket_bytes=timeline.full_bytes(op),
             launch=lines[at],
-            why_launch=why_launch(timeline, at, after, bound),
+            why_launch=_why_launch(timeline, at, after, bound),
             wait=lines[wait],
             first_read=None if first is None else lines[first],
             last_read=None if last is None else lines[last],
             free=None if free is None else lines[free],
-            why_free=why_free(timeline, wait, free, last),
+            why_free=_why_free(timeline, wait, free, last),
             sent_bytes=self.plan.gather_bytes(param),
             received_bytes=param.full_bytes - own,
             nbytes=param.full_bytes,
@@ -163,7 +171,7 @@ class _Facts:
             made=None if made is None else lines[made],
             launch=lines[at],
             wait=None if wait is None else lines[wait],
-            why_wait="no_sync keeps all of it until a later backward" if wait is None else why_wait(timeline, wait),
+            why_wait="no_sync keeps all of it until a later backward" if wait is None else _why_wait(timeline, wait),
             bucket=op.params,
             bucket_bytes=timeline.full_bytes(op),
             sent_bytes=sent,
@@ -190,12 +198,10 @@ class _Facts:
         return readers
 
     def _lines(self, *positions: int | None) -> dict[int, Line]:
-        found = sorted({at for at in positions if at is not None})
-        ops = [self.timeline.ops[at] for at in found]
-        codes = code_of(ops, self.traces)
+        ops = {at: self.timeline.ops[at] for at in positions if at is not None}
         return {
-            at: Line("backward" if op.backward else "forward", op.source[0], code)
-            for at, op, code in zip(found, ops, codes, strict=True)
+            at: Line("backward" if op.backward else "forward", op.source[0], code_of(op, self.traces))
+            for at, op in ops.items()
         }
 
     def _seconds(self, launch: int, wait: int) -> tuple[float | None, float | None]:
@@ -216,3 +222,108 @@ def _reduction_receives(param: Param, plan: Plan) -> int:
     own = layout.owned_numel(param.shape, plan.world_size, plan.rank)
     across = layout.all_reduce_sends((own,), plan.replicas)
     return (own * (plan.world_size - 1) + across) * param.reduce_dtype.itemsize
+
+
+def _lifetime(param: Param, timeline: Timeline, gathers: int) -> str:
+    """What the stage means for a parameter that a step gathers so many times."""
+    plan = timeline.plan
+    stage = STAGES[plan.policy.stage]
+    if not param.sharded:
+        return f"every rank has all of it: {_why_replicated(param, plan)}"
+    if param.resident:
+        return f"{stage.name} shards it for the optimizer; all of it stays in memory, so that nothing is freed"
+    if gathers == 0:
+        return f"{stage.name} gathers it where it is used"
+    if stage.gathered_once:
+        return f"{stage.name} gathers it once, in forward, and frees it after its last use"
+    if not param.gathered_once and gathers == 1:
+        return f"{stage.name} frees it after its last use in forward; {_no_backward(timeline)}"
+    if not param.gathered_once:
+        return f"{stage.name} frees it after its last use in each half, and gathers it again for backward"
+    return f"{stage.name} gathers it once for forward and backward: {_why_once(param, plan)}"
+
+
+def _no_backward(timeline: Timeline) -> str:
+    return "backward does not read it" if timeline.ops[-1].backward else "there is no backward"
+
+
+def _why_replicated(param: Param, plan: Plan) -> str:
+    policy = plan.policy
+    if not STAGES[policy.stage].sharded:
+        return "DDP shards nothing"
+    if not layout.is_sharded(param.shape):
+        return "it has no rows to cut"
+    nbytes = prod(param.shape) * param.dtype.itemsize
+    if nbytes < policy.replicate_below_bytes:
+        return f"its {size(nbytes)} are below Policy.replicate_below_bytes={policy.replicate_below_bytes:,}"
+    return "Policy.replicated names it"
+
+
+def _why_once(param: Param, plan: Plan) -> str:
+    if param.unit in plan.policy.keep_units:
+        return "Policy.keep_units names its unit"
+    return "it is among the last that forward gathers, and staying does not raise the peak of gathered bytes"
+
+
+def _why_launch(timeline: Timeline, at: int, after: int, bound: Bound) -> str:
+    """Why a gather starts at position ``at``, given what :func:`thunder_zero.schedule.prefetch.bounds` says."""
+    half = "backward" if timeline.ops[at].backward else "forward"
+    if bound is Bound.PHASE:
+        return f"it starts with {half}, so that it ends as soon as it can"
+    if bound is Bound.USE:
+        field = "prefetch" if timeline.plan.sizes.ahead_bytes else "in_flight_bytes"
+        return f"it starts right before its use: Policy.{field}=0"
+    place = _place(timeline, after)
+    if bound is Bound.PREFETCH:
+        prefetch = timeline.plan.sizes.prefetch
+        count = "one unit" if prefetch == 1 else f"{prefetch} units"
+        return f"it starts {place}, {count} ahead (Policy.prefetch)"
+    if bound is Bound.TIMES:
+        return f"it starts {place}: by the measured times (Policy.times) it still ends before its use"
+    if bound is Bound.FIRST:
+        return f"it starts {place}: the first gather of {half} has the wire to itself"
+    if bound is Bound.IN_FLIGHT:
+        limit = size(timeline.plan.sizes.in_flight_bytes)
+        return f"it starts {place}: earlier, more than {limit} would be in flight (Policy.in_flight_bytes)"
+    return "it starts after the gather before it, whose use comes first, or after the line that writes its shard"
+
+
+def _place(timeline: Timeline, after: int) -> str:
+    """``right after the wait for blocks.1: 6 parameters``."""
+    op = timeline.ops[after]
+    if op.kind is Kind.WAIT:
+        return f"right after the wait for {label(op.params, timeline.plan, gradients=False)}"
+    return "right before backward first reads a bucket that forward gathered"
+
+
+def _why_free(timeline: Timeline, wait: int, free: int | None, last_read: int | None) -> str:
+    """Why the parameter that a wait brings is freed at position ``free``, or is not."""
+    op = timeline.ops[wait]
+    if free is None:
+        return "it stays in memory"
+    if last_read is None:
+        return "nothing reads it: it is gathered with its bucket"
+    if timeline.ops[free].backward and not op.backward:
+        return "after its last use in backward, which reads what forward gathered"
+    again = any(
+        other.kind is Kind.GATHER and set(other.params) & set(timeline.ops[free].params)
+        for other in timeline.ops[free:]
+    )
+    if again:
+        return "after its last use in this half; it is gathered again"
+    return "after its last use" if op.backward else f"after its last use; {_no_backward(timeline)}"
+
+
+def _why_wait(timeline: Timeline, at: int) -> str:
+    """Why a reduction is waited for at position ``at``."""
+    op, rest = timeline.ops[at], timeline.ops[at + 1 :]
+    if all(other.kind is not Kind.COMPUTE for other in rest[:-1]):
+        return "at the end of backward, behind all of its compute"
+    if any(set(other.reads) & set(op.writes) for other in rest[:-1] if other.kind is Kind.COMPUTE):
+        return "right before the line that reads the reduced gradient"
+    limit = size(timeline.plan.sizes.in_flight_bytes)
+    if next(other for other in rest if other.kind is not Kind.WAIT).kind is Kind.GATHER:
+        what = "gathers start ahead: with them"
+    else:
+        what = "the next gradient is made: with it"
+    return f"before {what}, more than {limit} would be in flight (Policy.in_flight_bytes)"

@@ -1,4 +1,12 @@
-"""One parameter in one program, step by step: frozen data, and as text."""
+"""One parameter in one program, step by step: frozen data, and as text.
+
+::
+
+    at rest     rows 0 to 7 of 64 on this rank, 2.00 KiB of 16.0 KiB
+    forward
+      gather    fut0 = zero_all_gather(t_w, 'h.0.w')
+                alone; it starts with forward, so that it ends as soon as it can
+"""
 
 from __future__ import annotations
 
@@ -8,10 +16,9 @@ from textwrap import wrap
 
 from thunder_zero.amounts import duration, name_of, size
 from thunder_zero.plan import Param, Plan
-from thunder_zero.policy import STAGES
-from thunder_zero.tools.report.code import clip
+from thunder_zero.tools.report.text import WIDTH, clip, place_of
 
-WIDTH, HANGING = 100, 12  # columns
+HANGING = 12  # columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +154,7 @@ class Explanation:
 
 def _lines(explanation: Explanation) -> Iterator[str]:
     param, plan = explanation.param, explanation.plan
-    copies = f", one of {plan.replicas} copies" if plan.replicas > 1 else ""
-    stage = STAGES[plan.policy.stage].name
-    yield from wrap(f"{_named(param)}; {stage}, rank {plan.rank} of {plan.world_size}{copies}", WIDTH)
+    yield from wrap(f"{_named(param)}; {place_of(plan)}", WIDTH)
     yield from _part("at rest", _at_rest(explanation))
     yield from _part("", explanation.lifetime)
     if param.sharded and not explanation.gathers:

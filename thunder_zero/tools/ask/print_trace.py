@@ -1,18 +1,19 @@
-"""``tz.print_trace``: prints the traces of a model with the meaning of each line."""
+"""``tz.print_trace``: prints the traces of a model with the meaning of each line; the same as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 
 from thunder_zero.amounts import size
 from thunder_zero.compiled import Traces
+from thunder_zero.schedule.timeline import Op
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import memory as forecast_of
-from thunder_zero.tools.forecast.same_traces import require_of
+from thunder_zero.tools.forecast.memory import require_of
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.report.line_meanings import HALVES, Gap, Row, SourceLine, rows, select
 from thunder_zero.tools.report.trace_printer import print_rows, print_total
@@ -131,3 +132,51 @@ def _origin(bsym: BoundSymbol) -> str:
     if name is None or positions is None or positions.lineno is None or Path(name).is_relative_to(THUNDER):
         return ""
     return f"{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
+
+
+def json_of(traces: Traces, half: str = "both", *, unit: str | None = None, fold: bool = False) -> dict[str, Any]:
+    """What :func:`thunder_zero.print_trace` prints, as numbers and strings; sizes in bytes.
+
+    Raises:
+        ValueError: there is no such unit.
+    """
+    plan = traces.plan
+    forecast = _forecast(traces, Console(quiet=True))
+    shown = {name: select(rows_of(traces, name, forecast), plan, unit, only_parameters=fold) for name in HALVES[half]}
+    return {
+        "stage": plan.policy.stage,
+        "rank": plan.rank,
+        "world_size": plan.world_size,
+        "replicas": plan.replicas,
+        "units": list(plan.units),
+        "lines": [_json_of_row(name, row) for name, rows in shown.items() for row in rows],
+    }
+
+
+def _json_of_row(half: str, row: Row | Gap) -> dict[str, Any]:
+    if isinstance(row, Gap):
+        return {"half": half, "lines_left_out": row.lines}
+    return {
+        "half": half,
+        "position": row.line.position,
+        "code": row.line.code,
+        "origin": row.line.origin,
+        "kind": None if row.kind is None else str(row.kind),
+        "parameters": list(row.params),
+        "of_gradients": row.gradients,
+        "sent": row.sent,
+        "deferred": row.deferred,
+        "gathered": row.gathered,
+        "alive": row.line.alive,
+        "peak": row.line.peak,
+    }
+
+
+def code_of(op: Op, traces: Traces) -> str:
+    """The statement of an operation on one line, without the comment that has its shape."""
+    trace = traces.backward if op.backward else traces.forward
+    if trace is None:
+        raise ValueError("the timeline has a backward half, and the traces have none")
+    with tracectx(trace):
+        lines = trace.bound_symbols[op.source[0]].python(indent=0, print_depth=1)
+    return " ".join(line.partition("  #")[0].strip() for line in lines if not line.lstrip().startswith("#"))

@@ -1,4 +1,4 @@
-"""``tz.tools.save_timeline``: the forecast of a step for Perfetto, beside a profile of one."""
+"""``tz.tools.save_timeline``: the forecast of a step for Perfetto, with a profile of one."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thunder_zero.compiled import Traces
-from thunder_zero.policy import STAGES
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.names import launch_label, wait_label
 from thunder_zero.schedule.timeline import Kind
-from thunder_zero.tools.ask.code_of import code_of
-from thunder_zero.tools.cost.estimate import estimate
+from thunder_zero.tools.ask.print_trace import code_of, rows_of
+from thunder_zero.tools.cost.costs import Lane
+from thunder_zero.tools.cost.estimate import Estimate, estimate
 from thunder_zero.tools.cost.lanes import Span
-from thunder_zero.tools.cost.step_time import Estimate
-from thunder_zero.tools.cost.wire import Lane
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.report.line_meanings import Row, SourceLine, label, rows
+from thunder_zero.tools.report.line_meanings import HALVES, Row, label
+from thunder_zero.tools.report.text import place_of
 from thunder_zero.zero_module import traces_of
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def save_timeline(
     device: Device | str,
     measured: str | PathLike[str] | None = None,
 ) -> None:
-    """Write the forecast of a step to a file for https://ui.perfetto.dev, beside a profile of measured steps.
+    """Write the forecast of a step to a file for https://ui.perfetto.dev, with a profile of measured steps.
 
     The forecast has a lane for compute, one for each wire, and a counter of gathered bytes. Its slices have the paths
     of parameters, and among their arguments the line of the trace, FLOPs and bytes. A profile moves in time, so that
@@ -65,32 +64,33 @@ def save_timeline(
     device = device_of(device)
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     forecast = estimate(traces, device)
-    beside = [] if measured is None else _read(Path(measured))
-    pid = 1 + max((event["pid"] for event in beside if isinstance(event.get("pid"), int)), default=0)
-    events = [*_forecast(forecast, traces, pid), *_moved(beside, forecast)]
+    profile = [] if measured is None else _events_of(Path(measured))
+    pid = 1 + max((event["pid"] for event in profile if isinstance(event.get("pid"), int)), default=0)
+    events = [*_forecast(forecast, traces, pid), *_moved(profile, forecast)]
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
 def _forecast(forecast: Estimate, traces: Traces, pid: int) -> Iterator[Event]:
-    plan = traces.plan
-    stage = STAGES[plan.policy.stage].name
-    title = f"forecast: {stage}, rank {plan.rank} of {plan.world_size}, {forecast.device.name}"
+    title = f"forecast: {place_of(traces.plan)}, {forecast.device.name}"
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": title}}
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": -1}}
     lanes = [lane for lane in LANES if any(span.lane is lane for span in forecast.spans)]
     for number, lane in enumerate(lanes):
         yield {"ph": "M", "pid": pid, "tid": number, "name": "thread_name", "args": {"name": LANES[lane]}}
-    rows_of = _rows(traces)
+    halves = ((half, row) for half in HALVES["both"] for row in rows_of(traces, half, None))
+    rows = {(half == "backward", row.line.position): row for half, row in halves}
     for span in forecast.spans:
         if span.seconds > 0:
-            yield _slice(span, forecast, rows_of[span.op], pid, lanes.index(span.lane))
+            op = forecast.timeline.ops[span.op]
+            line = rows[op.backward, op.source[0]], code_of(op, traces)
+            yield _slice(span, forecast, *line, pid, lanes.index(span.lane))
     yield from _gathered(forecast, pid)
 
 
-def _slice(span: Span, forecast: Estimate, row: Row, pid: int, tid: int) -> Event:
+def _slice(span: Span, forecast: Estimate, row: Row, code: str, pid: int, tid: int) -> Event:
     op, cost = forecast.timeline.ops[span.op], forecast.costs[span.op]
     half = "backward" if op.backward else "forward"
-    args: Event = {"line": row.line.code, "half": half, "parameters": list(row.params)}
+    args: Event = {"line": code, "half": half, "parameters": list(row.params)}
     if span.lane is not Lane.COMPUTE:
         name, args["sent_bytes"] = launch_label(op.kind, op.params), cost.sent_bytes
     elif span.waits:
@@ -101,17 +101,6 @@ def _slice(span: Span, forecast: Estimate, row: Row, pid: int, tid: int) -> Even
         args |= {"work": str(op.work), "flops": cost.flops, "traffic_bytes": cost.traffic_bytes}
     times = {"ts": span.start * MICRO, "dur": span.seconds * MICRO}
     return {"ph": "X", "pid": pid, "tid": tid, "cat": "forecast", "name": name, "args": args} | times
-
-
-def _rows(traces: Traces) -> list[Row]:
-    """The meaning of each operation's line."""
-    ops = traces.timeline.ops
-    codes = dict(zip([(op.backward, op.source[0]) for op in ops], code_of(ops, traces), strict=True))
-    found: dict[tuple[bool, int], Row] = {}
-    for backward in (False, True):
-        lines = [SourceLine(code, at) for (half, at), code in codes.items() if half is backward]
-        found.update(((backward, row.line.position), row) for row in rows(lines, traces.timeline, backward=backward))
-    return [found[op.backward, op.source[0]] for op in ops]
 
 
 def _gathered(forecast: Estimate, pid: int) -> Iterator[Event]:
@@ -126,8 +115,8 @@ def _gathered(forecast: Estimate, pid: int) -> Iterator[Event]:
         before = nbytes
 
 
-def _read(path: Path) -> list[Event]:
-    """The events of a profile."""
+def _events_of(path: Path) -> list[Event]:
+    """Those of a profile."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     try:
         profile = json.loads(data)

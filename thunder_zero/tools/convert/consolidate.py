@@ -48,7 +48,7 @@ class Optim:
 
 
 @dataclass(frozen=True)
-class Contents:
+class Consolidated:
     """What to write.
 
     Attributes:
@@ -132,7 +132,7 @@ def _limit(out: Path, max_file_bytes: int | str | None) -> int | None:
     return None if max_file_bytes is None else bytes_of("max_file_bytes", max_file_bytes)
 
 
-def _find_contents(source: OpenCheckpoint, dtype: torch.dtype | None, optimizer: bool, ema: str | None) -> Contents:
+def _find_contents(source: OpenCheckpoint, dtype: torch.dtype | None, optimizer: bool, ema: str | None) -> Consolidated:
     model = source.tensors_to_write(f"{MODEL}.", dtype)
     if not model:
         raise ValueError(f"{source.path} has no model; pass a checkpoint that thunder_zero.save wrote")
@@ -140,7 +140,7 @@ def _find_contents(source: OpenCheckpoint, dtype: torch.dtype | None, optimizer:
         model = _averaged(source, model, ema)
     prefixes = (f"{MODEL}.", f"{OPTIM}.") if optimizer else (f"{MODEL}.",)
     left_out = [name for name in source.keys_of_single_ranks() if name.startswith(prefixes)]
-    return Contents(model, source.values(f"{MODEL}."), _read_optim(source) if optimizer else None, left_out)
+    return Consolidated(model, source.values(f"{MODEL}."), _read_optim(source) if optimizer else None, left_out)
 
 
 def _averaged(source: OpenCheckpoint, model: list[TensorToWrite], ema: str) -> list[TensorToWrite]:
@@ -165,7 +165,7 @@ def _read_optim(source: OpenCheckpoint) -> Optim:
     return Optim(source.tensors_to_write(f"{OPTIM}.{STATE}."), source.values(f"{OPTIM}.{STATE}."), groups)
 
 
-def _warn_of_omissions(out: Path, contents: Contents) -> None:
+def _warn_of_omissions(out: Path, contents: Consolidated) -> None:
     if contents.left_out:
         warnings.warn(
             f"{out.name} does not contain the ranks' own values of ignored parameters: {', '.join(contents.left_out)}; "
@@ -189,13 +189,13 @@ def _reading_with_progress(source: OpenCheckpoint, done: Callable[[int], None]) 
     return read
 
 
-def _write_torch(create: Create, out: Path, contents: Contents, read: ReadTensor) -> tuple[Path, ...]:
+def _write_torch(create: Create, out: Path, contents: Consolidated, read: ReadTensor) -> tuple[Path, ...]:
     with create(out) as stream:
         torch.save(_torch_tree(contents, read), stream)
     return (out,)
 
 
-def _torch_tree(contents: Contents, read: ReadTensor) -> dict[str, Any]:
+def _torch_tree(contents: Consolidated, read: ReadTensor) -> dict[str, Any]:
     """The nested dict of a torch file, with all values."""
     model: dict[str, Any] = {}
     for tensor in contents.model:
@@ -212,7 +212,7 @@ def _torch_tree(contents: Contents, read: ReadTensor) -> dict[str, Any]:
 
 
 def _write_safetensors(
-    create: Create, out: Path, contents: Contents, read: ReadTensor, max_file_bytes: int | None
+    create: Create, out: Path, contents: Consolidated, read: ReadTensor, max_file_bytes: int | None
 ) -> list[Path]:
     optim = contents.optim
     if optim is None:

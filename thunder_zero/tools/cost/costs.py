@@ -1,15 +1,233 @@
-"""The cost of each operation on a device: FLOPs, traffic with memory, bytes sent, seconds."""
+"""The cost of each operation on a device: FLOPs, traffic with memory, bytes sent, seconds.
+
+::
+
+    compute  y <- x, w        FLOPs of a product; bytes of x, w and y        seconds on the compute lane
+    gather   fut0 <- t_w      a ring: 7 steps of 8 ranks, bytes sent         seconds on the wire inside a node
+
+Without hybrid sharding all ranks are one ring. With it, a reduce-scatter inside a copy of the model is followed by an
+all-reduce across the copies, of the rows that a rank owns; the copies' ranks are ``world_size`` apart.
+
+Traces of a run on CPUs have pointwise lines one by one. Where they count as fused, as nvFuser or inductor would, those
+that no product, attention or collective lies between are one kernel: it reads each value from outside once, and writes
+what somebody outside reads. Depth is the number of kernels of other kinds that a line must come after; a line that may
+come later is as deep as what reads it first. What is no line of a trace (a loss, an optimizer) runs operator by
+operator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import prod
 
+from thunder_zero.amounts import itemsize, name_of
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
-from thunder_zero.tools.cost.fused import FREE, fused_traffic
-from thunder_zero.tools.cost.traffic import cast_bytes, compute_dtype, traffic_bytes
-from thunder_zero.tools.cost.wire import Lane, Ring, rings
 from thunder_zero.tools.devices.device import Device
+
+
+class Lane(StrEnum):
+    """What runs one thing after another."""
+
+    COMPUTE = "compute"
+    INSIDE = "inside"  # the wire of a copy of the model
+    ACROSS = "across"  # the wire between copies
+
+
+class Sends(StrEnum):
+    """What a ring does."""
+
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALL_REDUCE = "all_reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A part of a launch.
+
+    Attributes:
+        lane: the wire that it runs on.
+        ranks: how many take part.
+        stride: how far apart they are.
+        nbytes: what the busiest rank sends, and receives.
+        steps: how often it sends to its neighbour.
+        sends: what it does.
+        tensors: how many travel.
+    """
+
+    lane: Lane
+    ranks: int
+    stride: int
+    nbytes: int
+    steps: int
+    sends: Sends = Sends.GATHER
+    tensors: int = 1
+
+
+def rings(op: Op, timeline: Timeline) -> tuple[Ring, ...]:
+    """The rings of a launch, one after the other; none if nothing travels. Together they send its ``wire_bytes``."""
+    return tuple(ring for ring in _rings(op, timeline) if ring.nbytes) if op.kind in LAUNCHES else ()
+
+
+def _rings(op: Op, timeline: Timeline) -> Iterator[Ring]:
+    plan = timeline.plan
+    world, copies = plan.world_size, plan.replicas
+    params = timeline.params_of(op)
+    whole = sum(plan.reduce_bytes(param) for param in params if not param.sharded)
+    sends = [timeline.busiest_sends(op, param) for param in params if param.sharded]
+    inside, across = (sum(part) for part in zip(*sends, strict=True)) if sends else (0, 0)
+    of_whole = Lane.ACROSS if copies > 1 else Lane.INSIDE
+    moves = Sends.GATHER if op.kind is Kind.GATHER else Sends.SCATTER
+    yield Ring(of_whole, plan.ranks, 1, whole, 2 * (plan.ranks - 1), Sends.ALL_REDUCE, len(params) - len(sends))
+    yield Ring(Lane.INSIDE, world, 1, inside, world - 1, moves, len(sends))
+    yield Ring(Lane.ACROSS, copies, world, across, 2 * (copies - 1), Sends.ALL_REDUCE, len(sends))
+
+
+def traffic_bytes(op: Op, timeline: Timeline) -> int:
+    """Bytes that a computation reads and writes; 0 of views, and of all that is not COMPUTE.
+
+    Each tensor is read once, no more than the memory that it views (an expanded one), and of tensors that are indexed
+    no more than is written (an embedding's rows). A fused region has its inputs and outputs.
+    """
+    if op.kind is not Kind.COMPUTE or op.work in (Work.NONE, Work.VIEW):
+        return 0
+    written = sum(timeline.nbytes(name) for name in op.updates or op.writes)
+    read = [_read_bytes(name, timeline) for name in dict.fromkeys(op.reads) if name not in op.updates]
+    if op.work is Work.INDEX:
+        read = [min(nbytes, written) for nbytes in read]
+    return written + sum(read)
+
+
+def _read_bytes(name: str, timeline: Timeline) -> int:
+    """Bytes of a value that is read once: no more than the memory that it views."""
+    return min(timeline.nbytes(name), timeline.nbytes(timeline.memory(name)) or timeline.nbytes(name))
+
+
+def _cast_bytes(op: Op, timeline: Timeline) -> int:
+    """Bytes that a launch reads and writes to cast shards, or gradients, to the dtype in which they travel."""
+    total = 0
+    for name, param in zip(op.reads, timeline.params_of(op), strict=True):
+        sends, value = timeline.travels_in(op, param), timeline.values.get(name)
+        has = value.dtype if value is not None else ""
+        if has and has != name_of(sends):
+            shape = timeline.plan.shard_shape(param) if op.kind is Kind.GATHER else param.shape
+            total += prod(shape) * (itemsize(has) + sends.itemsize)
+    return total
+
+
+def compute_dtype(op: Op, timeline: Timeline) -> str:
+    """The dtype of an operation's products: that of the first floating-point tensor that it reads, or of the first
+    tensor; "" if it reads none."""
+    dtypes = [timeline.values[name].dtype for name in op.reads if name in timeline.values]
+    return next((dtype for dtype in dtypes if "float" in dtype), next(iter(dtypes), ""))
+
+
+FREE = frozenset({Work.VIEW, Work.NONE})
+FUSED = FREE | {Work.POINTWISE, Work.REDUCTION}
+
+
+def fused_traffic(timeline: Timeline) -> tuple[int, ...]:
+    """Bytes that each operation reads and writes; those of a fused kernel are at its last line."""
+    kernels, stored = _kernels(timeline), _stored_in(timeline)
+    inside = {at: number for number, members in enumerate(kernels) for at in members}
+    readers = _readers(timeline)
+    found = [0 if at in inside else traffic_bytes(op, timeline) for at, op in enumerate(timeline.ops)]
+    for number, members in enumerate(kernels):
+        ops = [timeline.ops[at] for at in members]
+        written = [name for op in ops for name in op.writes]
+        needed = {stored[name] for name in written if any(inside.get(reader) != number for reader in readers[name])}
+        found[members[-1]] = _kernel_traffic(ops, needed, stored, timeline)
+    return tuple(found)
+
+
+def _kernel_traffic(ops: Sequence[Op], needed: set[str], stored: Mapping[str, str], timeline: Timeline) -> int:
+    """Of one kernel: what it reads from outside, and what it makes that others need. Views are free."""
+    computing = [op for op in ops if op.work not in FREE]
+    made = {stored[name] for op in computing for name in op.writes}
+    read = {stored.get(name, name): name for op in computing for name in op.reads}
+    from_outside = sum(_read_bytes(name, timeline) for memory, name in read.items() if memory not in made)
+    return from_outside + sum(map(timeline.nbytes, made & needed))
+
+
+def _stored_in(timeline: Timeline) -> dict[str, str]:
+    """The value whose memory each value is in; what has the work of a view is in that of what it reads, as
+    :func:`thunder_zero.tools.cost.costs.traffic_bytes` has it."""
+    stored: dict[str, str] = {}
+    for op in timeline.ops:
+        for name in op.writes:
+            seen = op.reads[0] if op.work is Work.VIEW and op.reads else timeline.memory(name)
+            stored[name] = stored.get(seen, timeline.memory(seen)) if seen != name else name
+    return stored
+
+
+def _is_fused(op: Op) -> bool:
+    return op.kind is Kind.COMPUTE and op.work in FUSED and not op.updates and bool(op.source)
+
+
+def _readers(timeline: Timeline) -> defaultdict[str, list[int]]:
+    """The positions that read each value; those that free it do not."""
+    readers: defaultdict[str, list[int]] = defaultdict(list)
+    for at, op in enumerate(timeline.ops):
+        for name in op.reads if op.kind is not Kind.FREE else ():
+            readers[name].append(at)
+    return readers
+
+
+def _kernels(timeline: Timeline) -> list[list[int]]:
+    """The positions of each fused kernel: lines of one half and depth that are connected by values."""
+    depths = _depths(timeline)
+    of: dict[int, int] = {}  # position -> one of its kernel, the root of a tree
+
+    def root(at: int) -> int:
+        while of[at] != at:
+            at = of[at]
+        return at
+
+    written: dict[str, int] = {}
+    for at, op in enumerate(timeline.ops[:-1]):
+        if not _is_fused(op):
+            continue
+        of[at] = at
+        for name in op.reads:
+            before = written.get(name)
+            if before is not None and depths[before] == depths[at] and timeline.ops[before].backward is op.backward:
+                of[root(before)] = at
+        written.update(dict.fromkeys(op.writes, at))
+    kernels: defaultdict[int, list[int]] = defaultdict(list)
+    for at in of:
+        kernels[root(at)].append(at)
+    return list(kernels.values())
+
+
+def _depths(timeline: Timeline) -> list[int]:
+    """The depth of each operation in its half."""
+    depths = [0] * len(timeline.ops)
+    of: dict[str, int] = {}
+    for at, op in enumerate(timeline.ops):
+        if at == timeline.border:
+            of.clear()
+        read = max((of.get(name, 0) for name in op.reads), default=0)
+        depths[at] = read + (op.kind is Kind.COMPUTE and not _is_fused(op))
+        of.update(dict.fromkeys(op.writes, depths[at]))
+    readers = _readers(timeline)
+    for at in reversed(range(len(timeline.ops) - 1)):
+        op = timeline.ops[at]
+        if _is_fused(op):
+            later = [
+                _latest(timeline.ops[reader], depths[reader])
+                for name in op.writes
+                for reader in readers[name]
+                if timeline.ops[reader].backward is op.backward and reader < len(timeline.ops) - 1
+            ]
+            depths[at] = max(depths[at], min(later, default=0))
+    return depths
+
+
+def _latest(reader: Op, depth: int) -> int:
+    return depth if _is_fused(reader) or reader.kind is not Kind.COMPUTE else depth - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +266,9 @@ def costs_of(timeline: Timeline, device: Device, *, fused: bool = False) -> tupl
     Raises:
         ValueError: the device has no FLOP/s for a dtype, or no link to other nodes where a ring leaves the node.
     """
-    if not fused:
-        return tuple(
-            _cost(op, traffic_bytes(op, timeline), timeline, device, runs=op.work is not Work.NONE)
-            for op in timeline.ops
-        )
-    traffic = fused_traffic(timeline)
+    traffic = fused_traffic(timeline) if fused else [traffic_bytes(op, timeline) for op in timeline.ops]
     return tuple(
-        _cost(op, nbytes, timeline, device, runs=bool(nbytes or op.flops))
+        _cost(op, nbytes, timeline, device, runs=bool(nbytes or op.flops) if fused else op.work is not Work.NONE)
         for op, nbytes in zip(timeline.ops, traffic, strict=True)
     )
 
@@ -64,7 +277,7 @@ def _cost(op: Op, nbytes: int, timeline: Timeline, device: Device, *, runs: bool
     """``nbytes``: traffic of a computation; ``runs``: whether it is a kernel of its own."""
     if op.kind in LAUNCHES:
         one_wire = timeline.plan.world_size > device.devices_per_node
-        cost, cast = _cost_of_launch(rings(op, timeline), device, one_wire), cast_bytes(op, timeline)
+        cost, cast = _cost_of_launch(rings(op, timeline), device, one_wire), _cast_bytes(op, timeline)
         held = device.seconds(0, "", cast, Work.POINTWISE) if cast else 0.0
         return replace(cost, traffic_bytes=cast, launch_seconds=cost.launch_seconds + held)
     if op.kind is not Kind.COMPUTE or not runs:
@@ -89,8 +302,3 @@ def _cost_of_launch(parts: Sequence[Ring], device: Device, one_wire: bool) -> Co
         launch_seconds=sum(one.launch_seconds for one in sent),
         finish_seconds=sum(one.finish_seconds for one in sent),
     )
-
-
-def peak_seconds(op: Op, timeline: Timeline, device: Device) -> float:
-    """Seconds of an operation's FLOPs at the device's peak."""
-    return op.flops / device.peak(compute_dtype(op, timeline)) if op.flops else 0.0

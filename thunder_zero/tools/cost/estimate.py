@@ -1,13 +1,31 @@
-"""``tz.tools.estimate``: forecasts the time of a step from its traces, on a device."""
+"""``tz.tools.estimate``: forecasts the time of a step on a device, from its traces or its timeline.
+
+::
+
+    compute   | x | x      |wait| x     | x |
+    inside        | gather a    | gather b |
+                  ^ launch      ^ one wire carries one launch at a time
+
+A launch starts once the operations before it are done and its wire is free. A wait ends with its launch. On a
+calibrated device starting a launch and the end of a wait take compute's time too, and a launch under way may slow
+compute down.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
 from thunder_zero.compiled import Traces
-from thunder_zero.tools.cost.step_time import Estimate, counts_fused, step_time
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
+from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of
+from thunder_zero.tools.cost.lanes import Lanes, Span
+from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import whole_step
-from thunder_zero.tools.forecast.optimizer import MakeOptimizer
+from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
 
 
@@ -53,3 +71,141 @@ def estimate(
     timeline = whole_step(traces, loss, optimizer) if around else traces.timeline
     on = device_of(device)
     return step_time(timeline, on, fused=counts_fused(traces, on, fused), model=traces.lifted)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The time of a step's forward and backward; of the loss and the optimizer too, if they were given.
+
+    Attributes:
+        timeline: what runs.
+        device: on what.
+        costs: of each operation.
+        model_seconds: of the model's FLOPs at the device's peak, without work that is done again.
+    """
+
+    timeline: Timeline
+    device: Device
+    costs: tuple[Cost, ...]
+    model_seconds: float
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """When each operation runs: computations, waits that last, and the rings of launches."""
+        return simulate(self.timeline, self.costs, overlaps=self.device.overlaps)
+
+    @cached_property
+    def seconds(self) -> float:
+        """How long the step takes."""
+        return max((span.end for span in self.spans if span.lane is Lane.COMPUTE), default=0.0)
+
+    @cached_property
+    def compute_seconds(self) -> float:
+        """How long the rank computes, what collectives take from it included."""
+        return sum(span.seconds for span in self.spans if span.lane is Lane.COMPUTE and not span.waits)
+
+    @cached_property
+    def exposed_seconds(self) -> float:
+        """How long compute waits for communication."""
+        return sum(span.seconds for span in self.spans if span.waits)
+
+    @cached_property
+    def wire_seconds(self) -> Mapping[Lane, float]:
+        """How long each wire is busy."""
+        found: dict[Lane, float] = {}
+        for span in self.spans:
+            if span.lane is not Lane.COMPUTE:
+                found[span.lane] = found.get(span.lane, 0.0) + span.seconds
+        return found
+
+    @cached_property
+    def critical_path(self) -> tuple[Span, ...]:
+        """Computations and rings, each of which starts where the one before ends; together they take the step."""
+        on_compute = [at for at, span in enumerate(self.spans) if span.lane is Lane.COMPUTE and not span.waits]
+        at = max(on_compute, key=lambda number: self.spans[number].end, default=None)
+        path: list[Span] = []
+        while at is not None:
+            path.append(self.spans[at])
+            at = self.spans[at].after
+        return tuple(reversed(path))
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all products, attention and convolutions that run."""
+        return sum(cost.flops for cost in self.costs)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What the busiest rank sends."""
+        return sum(cost.sent_bytes for cost in self.costs)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: the share of the step that the model's FLOPs would take at the device's peak."""
+        return self.model_seconds / self.seconds if self.seconds else 0.0
+
+    def tokens_per_second(self, tokens: int) -> float:
+        """Tokens that a rank trains in a second, if its share of a batch has this many."""
+        return tokens / self.seconds
+
+    def __str__(self) -> str:
+        ms = 1e3
+        wires = ", ".join(f"{lane} {seconds * ms:.3g} ms" for lane, seconds in self.wire_seconds.items()) or "none"
+        return (
+            f"step {self.seconds * ms:.3g} ms on {self.device.name}: compute {self.compute_seconds * ms:.3g} ms, "
+            f"exposed communication {self.exposed_seconds * ms:.3g} ms (wires: {wires}), MFU {self.mfu:.1%}"
+        )
+
+
+def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model: Timeline | None = None) -> Estimate:
+    """The time of a scheduled timeline on a device.
+
+    Args:
+        timeline: the step.
+        device: what it runs on.
+        fused: whether pointwise lines are fused, which are one by one here.
+        model: the timeline before anything was done again, for the model's FLOPs; None: those that are not ``again``.
+
+    Raises:
+        ValueError: the device has no FLOP/s for a dtype, or no link to other nodes where a ring leaves the node.
+    """
+    costs = costs_of(timeline, device, fused=fused)
+    return Estimate(timeline, device, costs, sum(model_seconds(model or timeline, device)))
+
+
+def counts_fused(traces: Traces, device: Device, fused: bool | None = None) -> bool:
+    """Whether pointwise lines that are one by one in the traces count fused on the device.
+
+    Regions that a fuser has made count as they are. Otherwise as the caller says, or as the model's executors do on a
+    described device, where Thunder's default ones fuse; on a measured CPU they have fused what they fuse.
+    """
+    if traces.has_regions:
+        return False
+    return (traces.fuses and not isinstance(device, Calibrated)) if fused is None else fused
+
+
+def model_seconds(timeline: Timeline, device: Device) -> list[float]:
+    """Of each operation's FLOPs at the device's peak; 0 of work that is done again."""
+    return [
+        op.flops / device.peak(compute_dtype(op, timeline)) if op.flops and not op.repeated else 0.0
+        for op in timeline.ops
+    ]
+
+
+def simulate(timeline: Timeline, costs: Sequence[Cost], *, overlaps: bool = True) -> tuple[Span, ...]:
+    """When each operation runs. Without overlap, compute waits for each launch at once."""
+    lanes = Lanes()
+    finishing: dict[str, float] = {}
+    for at, (op, cost) in enumerate(zip(timeline.ops, costs, strict=True)):
+        if op.kind in LAUNCHES:
+            lanes.compute(at, cost.launch_seconds)
+            lanes.launch(at, op.writes[0], cost.wires, cost.loads)
+            finishing[op.writes[0]] = cost.finish_seconds
+            if not overlaps:
+                lanes.wait(at, op.writes[0])
+        elif op.kind is Kind.WAIT:
+            lanes.wait(at, op.reads[0])
+            lanes.compute(at, finishing[op.reads[0]])
+        elif op.kind is Kind.COMPUTE:
+            lanes.compute(at, cost.seconds, always=True)
+    return lanes.spans()

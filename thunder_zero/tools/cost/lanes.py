@@ -1,4 +1,10 @@
-"""The lanes of a simulated step: compute, and the wires beside it, which may share its core.
+"""The lanes of a simulated step: compute, and the wires, whose rings may share its core.
+
+::
+
+    compute   | x         | y      |wait| z |       x is longer while a ring takes a share of its core
+    inside        | ring    | ring      |           a wire carries one ring at a time
+    across                  | ring  |               a ring of one launch may come after another of it
 
 A ring with a load takes that share of the core. If compute runs meanwhile, they share it as the system's scheduler
 does: rings get what they ask for up to half of the core, and compute has the rest. If rings ask for more than half,
@@ -12,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from thunder_zero.tools.cost.wire import Lane
+from thunder_zero.tools.cost.costs import Lane
 
 HALF = 0.5  # of the core: what rings get at most while compute runs
 

@@ -1,23 +1,52 @@
-"""``tz.tools.calibrate``: measures this machine, and the collectives of the ranks that call it."""
+"""``tz.tools.calibrate``: measures this machine, and the collectives of the ranks that call it.
+
+::
+
+    round 1, 2, ...   seconds of each point of measures.py, on all ranks at the same time
+    device            of the medians over rounds, the mean over ranks: curves over sizes
+
+Rounds may alternate with other work. ``thunder-zero calibrate`` writes the device to a file.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
 from math import isfinite
+from pathlib import Path
+from statistics import mean, median
 from time import monotonic
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.agree import all_or_none
 from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.lost_ranks import speaks_gloo
-from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
-from thunder_zero.tools.devices.calibrated import Calibrated
-from thunder_zero.tools.devices.rounds import DTYPES, Calibration
+from thunder_zero.comm.small_collectives import all_gather_object, barrier, broadcast_object_from_rank_0
+from thunder_zero.tools.devices.calibrated import Calibrated, Collective, Curve
+from thunder_zero.tools.devices.device import Link
+from thunder_zero.tools.devices.measures import (
+    SIZES,
+    TIMES,
+    TRAIN,
+    Collectives,
+    enough_times,
+    measures,
+    seconds_of,
+)
+from thunder_zero.tools.devices.named import save_device
 from thunder_zero.tools.report.progress import show_status
 
+DTYPES = (torch.float32, torch.bfloat16)
+Key = tuple[Any, ...]  # what was measured: such as ("launch", "gather", bytes sent)
 LEAST_ROUNDS = 3
 
 
@@ -76,3 +105,182 @@ def _measured(calibration: Calibration, seconds: float, agreed: Callable[[bool],
             show(f"round {rounds}, {max(end - monotonic(), 0):.0f} s left")
             calibration.round()
     return calibration.device()
+
+
+class Calibration:
+    """Measurements of one machine; with a group, on all its ranks at the same time: each method is then a collective.
+
+    Args:
+        group: of gloo; None measures this process alone.
+        dtypes: of products.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+        self._group = group if group is not None and group.size() > 1 else None
+        self._measures = tuple(measures(dtypes))
+        self._times = [enough_times(one.run) for one in self._measures]
+        self._collectives = None if self._group is None else Collectives(self._group)
+        self._found: dict[Key, list[float]] = defaultdict(list)
+
+    def round(self) -> None:
+        """Measure each point once."""
+        for one, times in zip(self._measures, self._times, strict=True):
+            if self._group is not None:
+                barrier(self._group)  # ranks share caches and memory
+            self._found["compute", *one.key].append(seconds_of(one.run, times) / one.lines)
+        if self._collectives is not None:
+            self._round_of_collectives(self._collectives)
+
+    def _round_of_collectives(self, collectives: Collectives) -> None:
+        for kind, sent in collectives.points:
+            for name, seconds in collectives.timed(kind, sent).items():
+                self._found[name, kind, sent].append(seconds)
+        for kind in TIMES:
+            self._found["tensor", kind].append(collectives.seconds_a_tensor(kind))
+            launch, finish, train = (
+                median(self._found[name, kind, SIZES[-1]]) for name in ("launch", "finish", "train")
+            )
+            slower = collectives.slows_compute(kind, train / TRAIN, launch + finish)
+            self._found["taken", kind].append(slower)
+
+    def device(self) -> Calibrated:
+        """The device, equal on all ranks: of medians over rounds, the mean over ranks.
+
+        Raises:
+            RuntimeError: nothing was measured yet.
+        """
+        if not self._found:
+            raise RuntimeError("there is no round of measurements yet; call round() first")
+        own = {key: median(seconds) for key, seconds in self._found.items()}
+        found = own
+        if self._group is not None:
+            every = all_gather_object(own, self._group)
+            found = {key: mean(of[key] for of in every) for key in every[0]}
+        ranks = 1 if self._group is None else self._group.size()
+        return _measured_device(found, ranks, {"backend": "none" if self._group is None else "gloo", **about()})
+
+
+def _measured_device(found: Mapping[Key, float], ranks: int, about: Mapping[str, str]) -> Calibrated:
+    """The device that has these seconds by point."""
+    products: dict[str, dict[str, Curve]] = defaultdict(dict)
+    traffic: dict[str, Curve] = {}
+    for work, dtype in dict.fromkeys(key[1:3] for key in found if key[0] == "compute"):
+        curve = Curve.measured((key[3], found[key]) for key in found if key[:3] == ("compute", work, dtype))
+        if dtype:
+            products[work][dtype] = curve
+        else:
+            traffic[work] = curve
+    collectives = {kind: _collective(kind, found) for kind in TIMES if ("taken", kind) in found}
+    return Calibrated(
+        name=about["cpu"],
+        flops_per_second={dtype: _best_rate(curve) for dtype, curve in products["matmul"].items()},
+        memory_bytes_per_second=_best_rate(traffic["pointwise"]),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks,
+        inside=_link(collectives),
+        devices_per_node=ranks,
+        products=products,
+        traffic=traffic,
+        collectives=collectives,
+        ranks=ranks,
+        about=about,
+    )
+
+
+def _collective(kind: str, found: Mapping[Key, float]) -> Collective:
+    def curve(name: str) -> Curve:
+        return Curve.measured((sent, found[name, kind, sent]) for sent in SIZES)
+
+    taken = max(found["taken", kind], 0.0)
+    wires = []
+    for sent in SIZES:
+        launch, finish, train = (found[name, kind, sent] for name in ("launch", "finish", "train"))
+        wires.append((sent, wire_seconds(train, launch + finish, taken * sent / SIZES[-1], TRAIN)))
+    of_size = Curve(((0.0, 0.0), (SIZES[-1], taken)))
+    return Collective(curve("launch"), Curve.measured(wires), curve("finish"), of_size, found["tensor", kind])
+
+
+def wire_seconds(elapsed: float, held: float, taken: float, train: int) -> float:
+    """Seconds on the wire of one of several equal collectives that were launched together, in ``elapsed`` seconds.
+
+    Launches and waits hold up compute for ``held`` seconds each time. Those of all but one run beside the wire, which
+    they delay by the share of the core that it asks for.
+
+    >>> wire_seconds(11.0, held=1.0, taken=0.0, train=2), wire_seconds(12.0, held=1.0, taken=5.0, train=2)
+    (5.0, 5.0)
+    """
+    wire = elapsed / train
+    for _ in range(20):
+        load = min(taken / wire, 1.0) if wire > 0 else 1.0
+        wire = (elapsed - held - load * (train - 1) * held) / train
+    return max(wire, 0.0)
+
+
+def _best_rate(curve: Curve) -> float:
+    return max(size / seconds for size, seconds in curve.points if size and seconds)
+
+
+def _link(collectives: Mapping[str, Collective]) -> Link:
+    """What the gathers' curve comes to: for those who ask for a link."""
+    if not collectives:
+        return Link(1e9)
+    wire = collectives["gather"].wire
+    return Link(1 / max(wire.seconds_per_unit, 1e-15), wire.points[0][1])
+
+
+def about() -> dict[str, str]:
+    """Versions and machine."""
+    names = ("torch", "lightning-thunder", "thunder-zero")
+    return {
+        "cpu": _cpu(),
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        **{name: version(name) for name in names},
+    }
+
+
+def _cpu() -> str:
+    """The processor's name, as Linux has it, or else Python."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def calibrate_to(path: Path, seconds: float) -> None:
+    """Measure, write a file that :func:`thunder_zero.tools.load_device` reads, and print what came out.
+
+    Raises:
+        OSError: the file cannot be written; nothing was measured then.
+        ValueError: ``seconds`` is not above 0.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path}: there is no folder {path.parent}")
+    with _ranks():
+        device = calibrate(seconds)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            save_device(device, path)
+            print(_summary(device, path))
+
+
+@contextmanager
+def _ranks() -> Iterator[None]:
+    """The process group that torchrun's variables describe; none without them."""
+    if "RANK" not in os.environ:
+        yield
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _summary(device: Calibrated, path: Path) -> str:
+    """The best of the curves, in words."""
+    rates = [f"{dtype} {rate / 1e9:.3g} GFLOP/s" for dtype, rate in device.flops_per_second.items()]
+    rates.append(f"memory {device.memory_bytes_per_second / 1e9:.3g} GB/s")
+    rates += [
+        f"{kind} {1 / one.wire.seconds_per_unit * 8 / 1e9:.3g} Gbit/s" for kind, one in device.collectives.items()
+    ]
+    who = "one process" if device.ranks == 1 else f"{device.ranks} ranks"
+    return f"{path}: {device.name}, {who}, each {', '.join(rates)}"

@@ -59,7 +59,7 @@ class Device:
         inside: its link to the devices of its node.
         across: its link to other nodes, which the devices of a node use side by side; None if it has none.
         devices_per_node: how many devices a node has.
-        overlaps: whether collectives run beside compute; otherwise each compute waits for those under way.
+        overlaps: whether collectives run while the device computes; otherwise each compute waits for those under way.
 
     Raises:
         ValueError: a number is not above 0.

@@ -1,12 +1,22 @@
-"""Finds the device that an argument names: one of ``DEVICES``, or a file."""
+"""Finds the device that an argument names: one of ``DEVICES``, or a file, which is JSON.
+
+::
+
+    "h100"                                          -> DEVICES["h100"]
+    "laptop.json"  {"format": ..., "products": {"matmul": {"float32": [[131072, 2.5e-6], ...]}}, ...}  -> Calibrated
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import fields
 from os import PathLike, fspath
 from pathlib import Path
+from typing import Any
 
-from thunder_zero.tools.devices.device import DEVICES, Device
-from thunder_zero.tools.devices.device_file import load_device
+from thunder_zero.tools.devices.calibrated import Calibrated, Collective, Curve
+from thunder_zero.tools.devices.device import DEVICES, Device, Link
 
 CHOICES = f"one of {', '.join(DEVICES)}, the path of a file that calibrate wrote, or a thunder_zero.tools.Device"
 
@@ -33,3 +43,86 @@ def device_of(device: Device | str | PathLike[str]) -> Device:
     if not Path(name).is_file():
         raise ValueError(f"there is no device {name!r}; give {CHOICES}")
     return load_device(name)
+
+
+FORMAT = "thunder_zero device 1"
+
+
+def load_device(path: str | Path) -> Calibrated:
+    """The device that :func:`thunder_zero.tools.calibrate`, or ``thunder-zero calibrate``, wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is none, or is damaged.
+    """
+    text = Path(path).read_text(errors="replace")
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); give a file of thunder-zero calibrate") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(
+            f"{path} is no file of this version's thunder-zero calibrate (format {found!r}, not {FORMAT!r}); calibrate "
+            f"this machine again"
+        )
+    try:
+        return _from_data(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path} is damaged: {what}; calibrate this machine again") from None
+
+
+def save_device(device: Calibrated, path: str | Path) -> None:
+    """Write a device to a file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    data = to_data(device)
+    lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in data.items())
+    Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def to_data(device: Calibrated) -> dict[str, Any]:
+    """What JSON can hold: a curve is its list of points."""
+    return {"format": FORMAT, **_plain({field.name: getattr(device, field.name) for field in fields(device)})}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Curve):
+        return value.points
+    if isinstance(value, Collective | Link):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: _plain(one) for name, one in value.items()} if isinstance(value, Mapping) else value
+
+
+def _from_data(data: Mapping[str, Any]) -> Calibrated:
+    """The device of such data; an error if it is damaged."""
+    products = {work: {dtype: _curve(points) for dtype, points in of.items()} for work, of in data["products"].items()}
+    traffic = {work: _curve(points) for work, points in data["traffic"].items()}
+    for work, of in (("matmul", products), ("pointwise", traffic)):
+        if not of.get(work):
+            raise ValueError(f"it has no curve of {work} work")
+    return Calibrated(
+        name=str(data["name"]),
+        flops_per_second=data["flops_per_second"],
+        memory_bytes_per_second=data["memory_bytes_per_second"],
+        memory_bytes=data["memory_bytes"],
+        inside=Link(**data["inside"]),
+        devices_per_node=data["ranks"],
+        products=products,
+        traffic=traffic,
+        collectives={kind: _collective(one) for kind, one in data["collectives"].items()},
+        ranks=data["ranks"],
+        about={str(name): str(value) for name, value in data["about"].items()},
+    )
+
+
+def _collective(data: Mapping[str, Any]) -> Collective:
+    curves = {name: _curve(data[name]) for name in ("launch", "wire", "finish", "taken")}
+    return Collective(**curves, tensor_seconds=float(data["tensor_seconds"]))
+
+
+def _curve(points: Any) -> Curve:
+    return Curve(tuple((float(size), float(seconds)) for size, seconds in points))

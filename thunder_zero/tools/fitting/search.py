@@ -14,11 +14,10 @@ from itertools import combinations, product
 
 from thunder_zero.policy import STAGES, Policy
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.tools.fitting.budget import cheapest
+from thunder_zero.tools.fitting.budget import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN, Parts, UnitChoice, cheapest
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Candidate, Prices
-from thunder_zero.tools.fitting.parts import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN, Parts, UnitChoice
 
-Beside = Callable[[tuple[int, int]], int]  # from bytes of a bucket and in flight
+Overhead = Callable[[tuple[int, int]], int]  # from bytes of a bucket and in flight
 
 CORRECTIONS = 8  # of the bytes that the parts are chosen for
 TRIES = 24  # of cheaper choices for one unit or two
@@ -56,10 +55,6 @@ class Choices:
         )
 
 
-def _ignore(count: int) -> None:
-    """Tell nobody."""
-
-
 @dataclass(frozen=True)
 class Search:
     """The candidates for one program.
@@ -75,7 +70,7 @@ class Search:
     lifted: Timeline
     asked: Policy
     prices: Prices = USUAL_PRICES
-    tell: Callable[[int], None] = _ignore
+    tell: Callable[[int], None] = lambda count: None
     evaluated: dict[Choices, Candidate] = field(default_factory=dict)
 
     def candidate(self, choices: Choices) -> Candidate:
@@ -85,45 +80,45 @@ class Search:
             self.evaluated[choices] = Candidate(self.lifted, choices.policy(self.asked), self.prices)
         return self.evaluated[choices]
 
-    def best(self, memory_bytes: int, beside: Beside) -> Choices | None:
+    def best(self, memory_bytes: int, overhead: Overhead) -> Choices | None:
         """The cheapest choices that take at most ``memory_bytes``, and among equals those with the largest buckets.
 
         Args:
             memory_bytes: that a step may take.
-            beside: what it takes besides the bytes that the estimate counts.
+            overhead: what it takes in addition to the bytes that the estimate counts.
         """
         best, tries = None, TRIES
-        for choices in sorted(self._fitting(memory_bytes, beside), key=self._cost):
-            target = memory_bytes - beside(choices.sizes)
+        for choices in sorted(self._fitting(memory_bytes, overhead), key=self._cost):
+            target = memory_bytes - overhead(choices.sizes)
             best, tries = self._improved(choices, best or choices, target, tries)
         return best
 
-    def about(self, memory_bytes: int, beside: Beside) -> Choices | None:
+    def about(self, memory_bytes: int, overhead: Overhead) -> Choices | None:
         """Almost the same with fewer candidates: without cheaper choices for single units."""
-        return min(self._fitting(memory_bytes, beside), key=self._cost, default=None)
+        return min(self._fitting(memory_bytes, overhead), key=self._cost, default=None)
 
-    def least(self, beside: Beside) -> Choices:
+    def least(self, overhead: Overhead) -> Choices:
         """The choices that take the fewest bytes, as far as the search finds them: units may differ. The sizes of
         buckets are those that are best for units that do not."""
-        best = self.least_alike(beside, (PLAIN, AGAIN, *self._options))
-        nbytes = self._total(best, beside)
+        best = self.least_alike(overhead, (PLAIN, AGAIN, *self._options))
+        nbytes = self._total(best, overhead)
         step = nbytes // 8
         while step > nbytes // FINEST:
-            lower = self._fitting_of(best.sizes, nbytes - step - beside(best.sizes))
+            lower = self._fitting_of(best.sizes, nbytes - step - overhead(best.sizes))
             if lower is None:
                 step //= 4
             else:
-                best, nbytes = lower, self._total(lower, beside)
+                best, nbytes = lower, self._total(lower, overhead)
         return best
 
-    def least_alike(self, beside: Beside, options: Sequence[UnitChoice] = (PLAIN, AGAIN)) -> Choices:
+    def least_alike(self, overhead: Overhead, options: Sequence[UnitChoice] = (PLAIN, AGAIN)) -> Choices:
         """Of these choices for all units alike, the one that takes the fewest bytes."""
         tried = [self.alike(choice, sizes) for choice in options for sizes in self.sizes]
-        return min(tried, key=lambda choices: self._total(choices, beside))
+        return min(tried, key=lambda choices: self._total(choices, overhead))
 
-    def _total(self, choices: Choices, beside: Beside) -> int:
+    def _total(self, choices: Choices, overhead: Overhead) -> int:
         """The bytes that a step takes."""
-        return self.candidate(choices).peak + beside(choices.sizes)
+        return self.candidate(choices).peak + overhead(choices.sizes)
 
     @cached_property
     def units(self) -> tuple[str, ...]:
@@ -159,9 +154,9 @@ class Search:
     def _cost(self, choices: Choices) -> float:
         return self.candidate(choices).cost
 
-    def _fitting(self, memory_bytes: int, beside: Beside) -> list[Choices]:
+    def _fitting(self, memory_bytes: int, overhead: Overhead) -> list[Choices]:
         """For each size of buckets, choices that fit."""
-        found = (self._fitting_of(sizes, memory_bytes - beside(sizes)) for sizes in self.sizes)
+        found = (self._fitting_of(sizes, memory_bytes - overhead(sizes)) for sizes in self.sizes)
         return [choices for choices in found if choices is not None]
 
     def _fitting_of(self, sizes: tuple[int, int], target: int) -> Choices | None:

@@ -14,9 +14,9 @@ from thunder_zero.amounts import name_of
 from thunder_zero.compiled import Traces
 from thunder_zero.runtime.writes import digests_of
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
-from thunder_zero.tools.forecast.kinds import Holds
+from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.forecast.memory import begun
-from thunder_zero.tools.forecast.optimizer import MakeOptimizer
+from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
 from thunder_zero.tools.forecast.watch import Watch
 from thunder_zero.traces.work import WORK

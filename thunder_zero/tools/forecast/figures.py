@@ -15,16 +15,37 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 
 from thunder_zero.amounts import size
 from thunder_zero.plan import Plan
-from thunder_zero.tools.forecast.kinds import Holds
-from thunder_zero.tools.report.code import clip
+from thunder_zero.tools.report.text import WIDTH, clip
+
+
+class Holds(StrEnum):
+    """What a storage holds; each storage has one kind from its allocation to its end."""
+
+    PARAMETER = "parameters at rest"
+    BUFFER = "buffers of the module"
+    OPTIMIZER = "optimizer state"
+    INPUT = "inputs"
+    GATHERED = "gathered parameters"
+    SAVED = "saved for backward"
+    FULL_GRADIENT = "full gradients"
+    REDUCED_GRADIENT = "reduced gradients"
+    DEFERRED = "deferred gradients"
+    IN_FLIGHT = "buffers of collectives"
+    LOSS = "outputs and loss"
+    WORKSPACE = "workspaces"
+    TEMPORARY = "temporaries"
+
 
 OPTIMIZER_STEP = "optimizer step"  # the last half, which is no trace
 LARGEST = 8  # tensors that are named
-WIDTH = 100  # columns
+AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
+SHARDED = (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT)  # less of it on more ranks
+OF_BATCH = (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS, Holds.WORKSPACE)  # less of it in smaller batches
 COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # shown with the lines that make them
 
 

@@ -1,31 +1,33 @@
-"""``tz.tools.memory``: forecasts the memory of a training step from the traces that will run."""
+"""``tz.tools.memory``: forecasts the memory of a training step from the traces that will run.
+
+Traces go in; out come lines with the bytes alive after each, storages with the lines between which they live, and the
+peak. Whoever shows a forecast with traces asks :func:`require_of` whether it is one of them.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from thunder_zero.comm.backends import UNSENT
 from thunder_zero.compiled import Traces
+from thunder_zero.plan import Plan
 from thunder_zero.policy import STAGES, is_count
 from thunder_zero.schedule.timeline import Kind
-from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, ByKind, Memory, MemoryLine, Storage
-from thunder_zero.tools.forecast.kinds import Holds
-from thunder_zero.tools.forecast.optimizer import MakeOptimizer, optimizer_at_rest
-from thunder_zero.tools.forecast.rehearsal import Rehearsal
-from thunder_zero.tools.forecast.replay import Loss, Replay, RunLine
-from thunder_zero.tools.forecast.same_traces import plan_of
+from thunder_zero.tools.forecast.figures import AT_REST, OPTIMIZER_STEP, ByKind, Holds, Memory, MemoryLine, Storage
+from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, optimizer_at_rest
+from thunder_zero.tools.forecast.replay import Loss, Replay, RunLine, printed
 from thunder_zero.tools.forecast.watch import Allocation, Watch
 from thunder_zero.tools.report.line_meanings import SourceLine, rows
+from thunder_zero.tools.report.text import place_of
 from thunder_zero.zero_module import traces_of
 
 from thunder.core.devices import DeviceType
 from thunder.core.module import ThunderModule
 from thunder.core.proxies import TensorProxy
-
-AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
 
 
 def memory(
@@ -185,3 +187,35 @@ def _excluded(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None
         yield "backward: the traces (of a model: those that ran last) have none; run or trace it with gradients"
     if backend == "nccl" and _backend_of(traces) != "nccl":
         yield "what CUDA computes otherwise: the traces are of a run on CPUs; trace a module that is on a CUDA device"
+
+
+def plan_of(traces: Traces) -> Plan:
+    """The plan, without the function that found its units, which often cannot be pickled."""
+    return replace(traces.plan, policy=replace(traces.plan.policy, unit_of=None))
+
+
+def require_of(memory: Memory, traces: Traces) -> None:
+    """Refuse what is no forecast of these traces.
+
+    Raises:
+        TypeError: it is no forecast.
+        ValueError: it is one of other traces.
+    """
+    action = "give what thunder_zero.tools.memory returns for these traces"
+    if not isinstance(memory, Memory):
+        raise TypeError(f"memory is of type {type(memory).__name__}; {action}")
+    if memory.plan != plan_of(traces):
+        theirs, ours = map(place_of, (memory.plan, traces.plan))
+        ours = ours if ours != theirs else "the same rank with another module or policy"
+        raise ValueError(f"memory is a forecast of {theirs}, the traces are of {ours}; {action}")
+    forecast = {(line.half, line.position): line.code for line in memory.lines if line.position >= 0}
+    halves = [("forward", traces.forward), ("backward", traces.backward)]
+    here = {(half, line.position): line.code for half, trace in halves if trace for line in printed(trace)[1]}
+    for half, position in sorted(forecast.keys() | here.keys()):
+        pair = (forecast.get((half, position), "missing"), here.get((half, position), "missing"))
+        there, line = (code.partition("\n")[0] for code in pair)
+        if there != line:
+            raise ValueError(
+                f"memory is a forecast of other traces, where line {position} of {half} is {there!r}, not {line!r}; "
+                f"{action}"
+            )

@@ -37,8 +37,7 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.passes import transform_for_execution
 from thunder.executors.torchex import ex as torch_executor
 
-INLINED = (Work.POINTWISE, Work.VIEW, Work.NONE)
-FUSED = (*INLINED, Work.REDUCTION)
+FUSED = (Work.POINTWISE, Work.VIEW, Work.NONE, Work.REDUCTION)
 LOOKUPS = ("embedding", "gather", "index_select", "take", "take_along_axis", "take_along_dim")  # pointwise for inductor
 NOTHING = frozenset[int]()
 Event = tuple[list[int], dict[int, int], list[int]]  # of a step: what its result replaces, new buffers, what it frees

@@ -1,12 +1,18 @@
-"""One rank's share of a model without values, over which a forecast runs the calls of traces."""
+"""One rank's share of a model without values, and its optimizer, for the lines of a forecast.
+
+Before the step there are shards, ZeRO-1's full parameters, deferred gradients, and the optimizer's state, which a first
+step makes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import Parameter, signature
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter
 
 from thunder_zero.comm.backends import unsent_transport
 from thunder_zero.comm.staging import HostCopies
@@ -14,7 +20,78 @@ from thunder_zero.plan import Plan
 from thunder_zero.runtime.accumulation import Accumulation
 from thunder_zero.runtime.state import Share
 from thunder_zero.runtime.writes import digests_of
-from thunder_zero.tools.forecast.watch import META
+from thunder_zero.tools.forecast.figures import Holds
+from thunder_zero.tools.forecast.watch import META, NoForecast, Watch, needs_no_values
+
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+def optimizer_at_rest(
+    make: MakeOptimizer, shards: Mapping[str, nn.Parameter], watch: Watch, *, foreach: bool
+) -> torch.optim.Optimizer:
+    """An optimizer of these shards, by path, that has made its state in a first step.
+
+    Args:
+        make: makes it.
+        shards: without values.
+        watch: sees what it allocates.
+        foreach: torch chooses foreach for the real shards, as for plain tensors on CUDA; not for DTensors.
+
+    Raises:
+        TypeError: not a class of optimizers, nor a function that makes one of parameters.
+        NoForecast: it does not run without values, or needs a closure.
+    """
+    if isinstance(make, torch.optim.Optimizer) or not callable(make):
+        raise TypeError(
+            f"optimizer is of type {type(make).__name__}; give a class, such as torch.optim.AdamW, or a function from "
+            f"parameters to an optimizer: lambda params: torch.optim.SGD(params, 0.1)"
+        )
+    watch.kind = Holds.OPTIMIZER
+    with needs_no_values("the optimizer: it", "leave out fused=True, or give its bytes as reserve="):
+        optimizer = _made(make, shards.values())
+        for group in optimizer.param_groups:
+            if foreach and group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True  # of meta tensors torch does not know better
+        take_step(optimizer, {path: torch.empty_like(shard) for path, shard in shards.items()}, shards)
+        _name_state(optimizer, shards, watch)
+    return optimizer
+
+
+def _made(make: MakeOptimizer, shards: Iterable[Tensor]) -> torch.optim.Optimizer:
+    try:
+        optimizer = make(shards)
+    except TypeError as error:
+        raise TypeError(
+            f"optimizer= was called with the parameters and raised {error}; give a class, such as torch.optim.AdamW, "
+            f"or a function from parameters to an optimizer: lambda params: torch.optim.SGD(params, 0.1)"
+        ) from error
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise NoForecast(
+            f"cannot forecast the optimizer: the step of {type(optimizer).__name__} needs a closure, which runs "
+            f"forward and backward again; leave out optimizer=, and give its bytes as reserve="
+        )
+    return optimizer
+
+
+def _name_state(optimizer: torch.optim.Optimizer, shards: Mapping[str, nn.Parameter], watch: Watch) -> None:
+    """``blocks.0.up.weight: exp_avg``; what is nobody's own belongs to all."""
+    for path, shard in shards.items():
+        for name, value in optimizer.state.get(shard, {}).items():
+            for tensor in tree_iter(value):
+                if isinstance(tensor, Tensor) and (allocation := watch.see(tensor)).kind is Holds.OPTIMIZER:
+                    allocation.name = allocation.name or f"{path}: {name}"
+    watch.name_new("all parameters")
+
+
+def take_step(
+    optimizer: torch.optim.Optimizer, gradients: Mapping[str, Tensor], shards: Mapping[str, nn.Parameter]
+) -> None:
+    """Step with these gradients, by path, and let go of them."""
+    for path, gradient in gradients.items():
+        shards[path].grad = gradient
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class Rehearsal(Share):

@@ -20,12 +20,10 @@ from torch.autograd.graph import get_gradient_edge
 from thunder_zero.compiled import Traces
 from thunder_zero.runtime.calls import Calls
 from thunder_zero.schedule.timeline import Kind, Op
-from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP
-from thunder_zero.tools.forecast.kinds import Holds
-from thunder_zero.tools.forecast.optimizer import take_step
+from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Holds
 from thunder_zero.tools.forecast.regions import run_region
-from thunder_zero.tools.forecast.rehearsal import Rehearsal
-from thunder_zero.tools.forecast.watch import META, NoForecast, Watch
+from thunder_zero.tools.forecast.rehearsal import Rehearsal, take_step
+from thunder_zero.tools.forecast.watch import META, Watch, needs_no_values
 from thunder_zero.tools.report.line_meanings import label
 from thunder_zero.traces.symbols import functions_of
 
@@ -56,7 +54,7 @@ class _Given(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class _Printed:
+class Printed:
     """A line of a trace as Python.
 
     Attributes:
@@ -73,10 +71,10 @@ class _Printed:
     objects: dict[str, Any]
 
 
-PRINTED: WeakKeyDictionary[TraceCtx, tuple[dict[str, Any], tuple[_Printed, ...]]] = WeakKeyDictionary()
+PRINTED: WeakKeyDictionary[TraceCtx, tuple[dict[str, Any], tuple[Printed, ...]]] = WeakKeyDictionary()
 
 
-def _printed(trace: TraceCtx) -> tuple[dict[str, Any], tuple[_Printed, ...]]:
+def printed(trace: TraceCtx) -> tuple[dict[str, Any], tuple[Printed, ...]]:
     """What the lines of a trace name, and those that run. Printing takes as long as running, and a plan runs the same
     lines on several meshes."""
     if trace not in PRINTED:
@@ -86,7 +84,7 @@ def _printed(trace: TraceCtx) -> tuple[dict[str, Any], tuple[_Printed, ...]]:
                 if line.sym.id not in NOT_RUN:
                     code = "\n".join(line.python(indent=0, print_depth=1))
                     compiled = compile(code, "<line>", "exec")
-                    lines.append(_Printed(position, line, code, compiled, line.object_ctx()))
+                    lines.append(Printed(position, line, code, compiled, line.object_ctx()))
         PRINTED[trace] = context, tuple(lines)
     return PRINTED[trace]
 
@@ -250,7 +248,7 @@ class Replay:
     @torch.no_grad()
     def _run(self, half: str, trace: TraceCtx, values: dict[str, Any]) -> Any:
         """Run the lines of a half; returns what it returns, and leaves its last values in ``values``."""
-        names, lines = _printed(trace)
+        names, lines = printed(trace)
         context = names | functions_of(Calls(self.share), self.traces.plan)
         ops = {op.source[0]: op for op in self.traces.timeline.ops if op.backward is (half == "backward")}
         with tracectx(trace):
@@ -269,18 +267,12 @@ class Replay:
             result[0] if len(result) == 1 else result,
         )
 
-    def _execute(self, line: _Printed, context: dict[str, Any], values: dict[str, Any]) -> None:
-        try:
+    def _execute(self, line: Printed, context: dict[str, Any], values: dict[str, Any]) -> None:
+        with needs_no_values(f"memory: the line {line.code.partition(chr(10))[0]!r}", "measure the step instead"):
             if line.line.sym.is_fusion:
                 run_region(line.line, values, self.watch.see)
             else:
                 exec(line.compiled, context, values)
-        except (RuntimeError, NotImplementedError) as error:
-            raise NoForecast(
-                f"cannot forecast memory: a line does not run on tensors without values, "
-                f"{line.code.splitlines()[0]!r} "
-                f"({str(error).partition(chr(10))[0]}); measure the step instead"
-            ) from error
 
     def _learn(self, op: Op, values: dict[str, Any]) -> None:
         """What storages hold, from the line that made or took them."""
@@ -321,17 +313,14 @@ def _value_of(loss: Loss, output: Any) -> Tensor:
         NoForecast: it reads a value.
         TypeError: the function does not take an output alone, or the loss is not one number with a gradient.
     """
+    action = "give one that reads no value (.item(), if, a boolean mask), or none"
     try:
-        value = loss(output)
+        with needs_no_values("the loss: it", action):
+            value = loss(output)
     except TypeError as error:
         raise TypeError(
             f"loss= was called with what forward returns and raised {error}; give a function of that alone, such as "
             f"lambda output: F.cross_entropy(output, targets)"
-        ) from error
-    except (RuntimeError, NotImplementedError) as error:
-        raise NoForecast(
-            f"cannot forecast the loss: it does not run on tensors without values "
-            f"({str(error).partition(chr(10))[0]}); give one that reads no value (.item(), if, a boolean mask), or none"
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
         what = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -7,7 +7,8 @@ of it is gone. The code may name any device, and may bring tensors with values; 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from thunder_zero.tools.forecast.kinds import Holds
+from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.forecast.workspaces import hidden_bytes
 
 META = torch.device("meta")
@@ -25,6 +26,20 @@ META = torch.device("meta")
 
 class NoForecast(RuntimeError):
     """Something does not run on tensors without values. The message says what."""
+
+
+@contextmanager
+def needs_no_values(what: str, action: str) -> Iterator[None]:
+    """Inside the block torch's errors are refusals: that ``what`` does not run without values, and what to do."""
+    try:
+        yield
+    except NoForecast:
+        raise
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise NoForecast(
+            f"cannot forecast {what} does not run on tensors without values ({first}); {action}"
+        ) from error
 
 
 @dataclass(slots=True)
@@ -102,10 +117,7 @@ class Watch(TorchDispatchMode):
 
     def leaves(self, tensor: Tensor) -> None:
         """The storage moves to other memory, which is not watched."""
-        gone = self.see(tensor)
-        if gone.freed is None:
-            gone.freed = self.events
-            self._count(-gone.nbytes)
+        self._end(self.see(tensor))
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         """As ``without_values``, but views of a storage are views of what stands in for it. It does not count, nor
@@ -123,7 +135,7 @@ class Watch(TorchDispatchMode):
         return torch.empty(0, dtype=tensor.dtype, device=META).set_(stands_in, *place)
 
     def _passing(self, nbytes: int, name: str) -> None:
-        """An operator allocates these beside its results, and frees them."""
+        """An operator allocates these in addition to its results, and frees them."""
         self.allocations.append(
             Allocation(nbytes, self.line, self.events, Holds.WORKSPACE, freed=self.events + 1, name=name)
         )
@@ -149,7 +161,9 @@ class Watch(TorchDispatchMode):
         self.highest, self.events_at_highest = self.now, self.events
 
     def _free(self, key: int) -> None:
-        gone = self._alive.pop(key)
+        self._end(self._alive.pop(key))
+
+    def _end(self, gone: Allocation) -> None:
         if gone.freed is None:
             gone.freed = self.events
             self._count(-gone.nbytes)

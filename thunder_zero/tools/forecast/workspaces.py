@@ -112,7 +112,7 @@ class Convolution:
 
 
 def hidden_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
-    """What a call of an operator allocates at most beside its results; 0 for all but convolutions on known CPUs.
+    """What a call of an operator allocates at most besides its results; 0 for all but convolutions on known CPUs.
 
     Args:
         func: of ``torch.ops.aten``.

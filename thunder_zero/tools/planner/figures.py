@@ -1,4 +1,10 @@
-"""What a plan of training says. Frozen data."""
+"""What a plan of training says, for each stage on each mesh. Frozen data.
+
+::
+
+    ZeRO-3 on 128 x 8       128 copies of the model, each sharded over the 8 devices of a node
+    ZeRO-3 on 1024          one copy, sharded over all
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,54 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from thunder_zero.policy import STAGES
-from thunder_zero.tools.planner.meshes import Mesh
+from thunder_zero.policy import STAGES, is_count
+
+APART = 8  # a mesh shards over so many times as many ranks as the one before
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """``shards`` ranks hold one copy of the model, of which there are ``replicas``."""
+
+    replicas: int
+    shards: int
+
+    @property
+    def ranks(self) -> int:
+        """Of all copies."""
+        return self.replicas * self.shards
+
+    def __str__(self) -> str:
+        return str(self.shards) if self.replicas == 1 else f"{self.replicas} x {self.shards}"
+
+
+def meshes(stage: int, world_size: int, devices_per_node: int) -> tuple[Mesh, ...]:
+    """Meshes of a stage: all ranks, a node, and between them 8, 64 .. nodes. DDP has one.
+
+    Raises:
+        ValueError: no count; several nodes, of which one is not full.
+    """
+    if not is_count(world_size) or not world_size:
+        raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
+    if world_size > devices_per_node and world_size % devices_per_node:
+        raise ValueError(
+            f"{world_size} ranks do not fill nodes of {devices_per_node} devices; give a multiple of "
+            f"{devices_per_node}, or another number of devices per node"
+        )
+    whole = (Mesh(1, world_size),)
+    if not STAGES[stage].sharded or world_size <= devices_per_node:
+        return whole
+    found = []
+    shards = devices_per_node
+    while shards < world_size:
+        if world_size % shards == 0:
+            found.append(Mesh(world_size // shards, shards))
+        shards *= APART
+    return (*found, *whole)
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """A stage on a mesh, with the least computed again that fits; bytes and seconds of the busiest rank and of a step.
 
     Attributes:
@@ -19,7 +67,7 @@ class Row:
         mesh: ranks that share a copy of the model, and copies.
         recompute: of the policy.
         fits: whether ``needed_bytes`` fit.
-        needed_bytes: at the peak, with what is beside tensors.
+        needed_bytes: at the peak, with the overhead that is no tensor.
         peak_bytes: of tensors at the peak, the optimizer's step included.
         at_rest_bytes: of tensors between two steps.
         peak_half: "forward", "loss", "backward" or "optimizer step".
@@ -93,8 +141,8 @@ class TrainingPlan:
     devices_per_node: int
     memory_bytes: int
     tokens: int
-    rows: tuple[Row, ...]
-    chosen: Row | None
+    rows: tuple[PlanRow, ...]
+    chosen: PlanRow | None
     reason: str
     code: str
     assumed: tuple[str, ...]

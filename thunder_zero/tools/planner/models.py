@@ -1,20 +1,28 @@
-"""Models by name for ``thunder-zero plan``, as plain torch modules: Llama 3 and a GPT."""
+"""What is planned: a model by its name (Llama 3, GPT-2), or a module with inputs, loss, blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_iter
+
+from thunder_zero.policy import is_count
+from thunder_zero.tools.from_file import module_and_inputs
 
 THETA = 500_000.0  # base of Llama 3's rotary frequencies
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class ModelSizes:
     """The sizes of a decoder-only transformer.
 
     Attributes:
@@ -34,7 +42,7 @@ class Sizes:
 class Attention(nn.Module):
     """Causal attention; several heads of queries share one of keys and values."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
         self.heads, self.key_heads, self.head = sizes.heads, sizes.key_heads, sizes.width // sizes.heads
         self.query = nn.Linear(sizes.width, sizes.width, bias=False)
@@ -74,7 +82,7 @@ def turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 class LlamaBlock(nn.Module):
     """Attention and a gated MLP, each behind an RMSNorm."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.RMSNorm(sizes.width), nn.RMSNorm(sizes.width)
         self.attention = Attention(sizes)
@@ -92,7 +100,7 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """Llama 3: rotary positions, grouped queries, and a head of its own."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
         self.blocks = nn.ModuleList(LlamaBlock(sizes) for _ in range(sizes.blocks))
@@ -112,10 +120,10 @@ class Llama(nn.Module):
         return out
 
 
-class GptBlock(nn.Module):
+class Gpt2Block(nn.Module):
     """Attention and an MLP, each behind a layer norm."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.LayerNorm(sizes.width), nn.LayerNorm(sizes.width)
         self.attention = Attention(sizes)
@@ -129,14 +137,14 @@ class GptBlock(nn.Module):
         return out
 
 
-class Gpt(nn.Module):
+class Gpt2(nn.Module):
     """GPT-2's layout: learned positions, and an embedding that is the head, too."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: ModelSizes) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
         self.positions = nn.Embedding(sizes.length, sizes.width)
-        self.blocks = nn.ModuleList(GptBlock(sizes) for _ in range(sizes.blocks))
+        self.blocks = nn.ModuleList(Gpt2Block(sizes) for _ in range(sizes.blocks))
         self.norm = nn.LayerNorm(sizes.width)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -151,17 +159,17 @@ class Gpt(nn.Module):
 class Known:
     """A model by name."""
 
-    make: Callable[[Sizes], nn.Module]
-    sizes: Sizes
+    make: Callable[[ModelSizes], nn.Module]
+    sizes: ModelSizes
 
 
 # Llama 3: Dubey et al., The Llama 3 Herd of Models, 2024, table 3; its vocabulary has 128,256 entries.
 KNOWN: Mapping[str, Known] = MappingProxyType(
     {
-        "llama3-8b": Known(Llama, Sizes(32, 4096, 32, 8, 14336, 128256, 8192)),
-        "llama3-70b": Known(Llama, Sizes(80, 8192, 64, 8, 28672, 128256, 8192)),
-        "llama3-405b": Known(Llama, Sizes(126, 16384, 128, 8, 53248, 128256, 8192)),
-        "gpt-1.3b": Known(Gpt, Sizes(24, 2048, 16, 16, 8192, 50304, 1024)),
+        "llama3-8b": Known(Llama, ModelSizes(32, 4096, 32, 8, 14336, 128256, 8192)),
+        "llama3-70b": Known(Llama, ModelSizes(80, 8192, 64, 8, 28672, 128256, 8192)),
+        "llama3-405b": Known(Llama, ModelSizes(126, 16384, 128, 8, 53248, 128256, 8192)),
+        "gpt-1.3b": Known(Gpt2, ModelSizes(24, 2048, 16, 16, 8192, 50304, 1024)),
     }
 )
 
@@ -176,3 +184,161 @@ def cross_entropy(logits: Tensor) -> Tensor:
     """The loss of next tokens, in float32; the targets are anybody's."""
     targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Blocks of one list that are alike, one after the other.
+
+    Attributes:
+        path: of the list.
+        names: of the blocks in it, in order.
+    """
+
+    path: str
+    names: tuple[str, ...]
+
+    def units(self, count: int) -> tuple[str, ...]:
+        """Paths of the first blocks."""
+        return tuple(f"{self.path}.{name}" if self.path else name for name in self.names[:count])
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A module to plan for.
+
+    Attributes:
+        name: for messages and tables.
+        module: it needs no values.
+        inputs: the arguments of its forward: one rank's share of a batch.
+        loss: from what forward returns to the loss; None if nobody gave one.
+        tokens: of one rank in a step.
+        alike: the most of its blocks that are alike; None if none are.
+        batch: rows of the inputs that could be fewer; 1 if the caller cannot choose them.
+        build: Python that makes the module, for the code to paste: imports, if any, and one line.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    loss: Callable[[Any], Tensor] | None
+    tokens: int
+    alike: Alike | None
+    batch: int
+    build: str
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are alike."""
+        return len(self.alike.names) if self.alike else 0
+
+    @contextmanager
+    def with_blocks(self, count: int) -> Iterator[nn.Module]:
+        """Inside the block, the module has this many of the alike blocks."""
+        if self.alike is None or count >= self.blocks:
+            yield self.module
+            return
+        members = self.module.get_submodule(self.alike.path)._modules
+        everything = dict(members)
+        gone = set(self.alike.names[count:])
+        members.clear()
+        kept = [(name, block) for name, block in everything.items() if name not in gone]
+        is_numbered = all(name.isdecimal() for name in everything)
+        members.update((str(at) if is_numbered else name, block) for at, (name, block) in enumerate(kept))
+        try:
+            yield self.module
+        finally:
+            members.clear()
+            members.update(everything)
+
+
+def subject_of(
+    model: nn.Module | str,
+    *inputs: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    length: int | None = None,
+    micro_batch: int = 1,
+) -> Subject:
+    """A module, a model by its name, or one that a function of a file makes, ``FILE.py:function``.
+
+    Args:
+        model: a module, a key of ``KNOWN``, or a place.
+        inputs, loss: of a module.
+        length: tokens of a sequence, of a model by name; None: the model's.
+        micro_batch: sequences of one rank in a step, of a model by name.
+
+    Raises:
+        ValueError: there is no such model or function; an option is no count, or is for another kind of model; nothing
+            is trained.
+        TypeError: neither a module nor a string.
+        OSError: the file cannot be read.
+    """
+    if isinstance(model, nn.Module):
+        if length is not None or micro_batch != 1:
+            given = "micro_batch" if length is None else "sequence_length"
+            raise ValueError(f"{given} belongs to models by name; change the shapes of the inputs")
+        subject = of_module(model, *inputs, loss=loss)
+    elif not isinstance(model, str):
+        raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module, a name, or FILE.py:function")
+    elif inputs or loss is not None:
+        given = "inputs" if inputs else "loss="
+        raise ValueError(f"{model} comes with inputs and a loss; give {given} with a module alone")
+    else:
+        subject = (_of_file if ".py:" in model else _by_name)(model, length, micro_batch)
+    if not any(param.requires_grad for param in subject.module.parameters()):
+        raise ValueError(f"{subject.name} has no parameter that requires a gradient; there is no training to plan")
+    return subject
+
+
+def _of_file(place: str, length: int | None, micro_batch: int) -> Subject:
+    if length is not None or micro_batch != 1:
+        raise ValueError(f"{place} makes its own inputs; change their shapes there, not with other options")
+    module, inputs = module_and_inputs(place)
+    return replace(of_module(module, *inputs), name=place, batch=1, build=f"module = ...  # yours: {place} returns it")
+
+
+def _by_name(name: str, length: int | None, micro_batch: int) -> Subject:
+    if name not in KNOWN:
+        raise ValueError(f"there is no model {name!r}; choose {', '.join(KNOWN)}, or give FILE.py:function")
+    length = KNOWN[name].sizes.length if length is None else length
+    for what, count, of in (("sequence_length", length, "tokens"), ("micro_batch", micro_batch, "sequences")):
+        if not is_count(count) or not count:
+            raise ValueError(f"{what} is {count!r}; give a number of {of}, at least 1")
+    with torch.device("meta"):
+        module = named(name, length)
+        tokens = torch.empty(micro_batch, length, dtype=torch.long)
+    build = f'from thunder_zero.tools.planner.models import named\nmodule = named("{name}", {length})  # untrained'
+    return replace(of_module(module, tokens, loss=cross_entropy), name=name, build=build)
+
+
+def of_module(module: nn.Module, *inputs: Any, loss: Callable[[Any], Tensor] | None = None) -> Subject:
+    """A module with its inputs. Tokens are the elements of the first tensor of whole numbers of two dimensions, or the
+    rows of the first tensor."""
+    tensors = [leaf for leaf in tree_iter(inputs) if isinstance(leaf, Tensor)]
+    whole = [one for one in tensors if not one.is_floating_point() and one.ndim == 2]
+    tokens = whole[0].numel() if whole else prod(tensors[0].shape[:-1]) if tensors else 1
+    name = type(module).__name__
+    batch = len(tensors[0]) if tensors and tensors[0].ndim > 1 else 1
+    build = f"module = ...  # yours: the {name} that was planned"
+    return Subject(name, module, inputs, loss, tokens, alike_blocks(module), batch, build)
+
+
+def alike_blocks(module: nn.Module) -> Alike | None:
+    """The blocks in a row of one list, alike in all but their values, that have the most parameters."""
+    best, most = None, 0
+    for path, parent in module.named_modules():
+        if not isinstance(parent, nn.ModuleList | nn.Sequential):
+            continue
+        for _, run in groupby(parent.named_children(), key=lambda child: _looks(child[1])):
+            members = list(run)
+            count = sum(param.numel() for _, child in members for param in child.parameters())
+            if len(members) > 1 and count > most:
+                best, most = Alike(path, tuple(name for name, _ in members)), count
+    return best
+
+
+def _looks(module: nn.Module) -> tuple[Any, ...]:
+    """What alike modules have in common."""
+    tensors: Sequence[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    shapes = tuple((name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in tensors)
+    return type(module), repr(module), shapes

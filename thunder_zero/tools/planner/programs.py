@@ -14,29 +14,20 @@ from thunder_zero.compiled import Traces
 from thunder_zero.plan import Plan, make_plan
 from thunder_zero.policy import STAGES, Policy
 from thunder_zero.precision import MixedPrecision
-from thunder_zero.tools.cost.step_time import Estimate
+from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
+from thunder_zero.tools.dry_run import Interpreted
 from thunder_zero.tools.forecast.memory import memory
-from thunder_zero.tools.interpreted import Interpreted
-from thunder_zero.tools.planner.held import Held, held_whole
-from thunder_zero.tools.planner.meshes import Mesh
-from thunder_zero.tools.planner.step import NotPeriodic, estimate_whole
-from thunder_zero.tools.planner.subject import Subject
+from thunder_zero.tools.planner.figures import Mesh
+from thunder_zero.tools.planner.models import Subject
+from thunder_zero.tools.planner.repeat import Held, NotPeriodic, estimate_whole, held_whole
 
 TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What is compiled: a stage, and what backward computes again (``Policy.recompute``)."""
-
-    stage: int
-    recompute: str
-
-
 @dataclass(frozen=True)
 class Evaluated:
-    """A choice on a mesh."""
+    """A policy on a mesh."""
 
     held: Held
     estimate: Estimate
@@ -44,7 +35,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Programs:
+class SubjectPrograms:
     """The compiled programs of a subject.
 
     Attributes:
@@ -59,8 +50,8 @@ class Programs:
     shards: int
     tell: Callable[[str], None]
     interpreted: dict[int, Interpreted] = field(default_factory=dict)
-    compiled: dict[tuple[Choice, int], Traces] = field(default_factory=dict)
-    enough: dict[Choice, int] = field(default_factory=dict)
+    compiled: dict[tuple[Policy, int], Traces] = field(default_factory=dict)
+    enough: dict[Policy, int] = field(default_factory=dict)
     planned: dict[tuple[Policy, Mesh], Plan] = field(default_factory=dict)
 
     @cached_property
@@ -69,41 +60,40 @@ class Programs:
         policy = Policy(mixed_precision=self.precision)
         return make_plan(self.subject.module, policy, self.shards, 0).largest_block_bytes
 
-    def policy(self, choice: Choice) -> Policy:
-        """The policy of a choice, with sizes that are the same on all meshes: a block is a bucket, one block is
-        gathered ahead, and one reduction is under way while the next block's gradients are made."""
-        policy = Policy(choice.stage, recompute=choice.recompute, mixed_precision=self.precision)
+    def policy(self, stage: int, recompute: str) -> Policy:
+        """A policy with sizes that are the same on all meshes: a block is a bucket, one block is gathered ahead, and
+        one reduction is under way while the next block's gradients are made."""
+        policy = Policy(stage, recompute=recompute, mixed_precision=self.precision)
         return replace(policy, bucket_bytes=self.block_bytes, prefetch=1, in_flight_bytes=2 * self.block_bytes)
 
-    def plan(self, choice: Choice, mesh: Mesh) -> Plan:
+    def plan(self, policy: Policy, mesh: Mesh) -> Plan:
         """The plan of the whole model, for the rank with the most rows."""
-        policy = self.policy(choice)
         if (policy, mesh) not in self.planned:
             self.planned[policy, mesh] = make_plan(self.subject.module, policy, mesh.shards, 0, mesh.replicas)
         return self.planned[policy, mesh]
 
-    def evaluate(self, choice: Choice, mesh: Mesh, device: Device) -> Evaluated:
+    def evaluate(self, policy: Policy, mesh: Mesh, device: Device) -> Evaluated:
         """The memory and the time of a step of the whole model.
 
         Traces few of its alike blocks, more if those do not repeat, and all of them if none of them do.
         """
         blocks = self.subject.blocks
-        for count in [one for one in (*TRACED, blocks) if one >= self.enough.get(choice, 0)]:
+        for count in [one for one in (*TRACED, blocks) if one >= self.enough.get(policy, 0)]:
             traced = min(count, blocks)
             try:
-                found = self._evaluated(choice, mesh, device, traced)
+                found = self._evaluated(policy, mesh, device, traced)
             except NotPeriodic:
                 continue
-            self.enough[choice] = count
+            self.enough[policy] = count
             return found
         raise AssertionError("a model that is traced whole repeats nothing")
 
-    def _evaluated(self, choice: Choice, mesh: Mesh, device: Device, traced: int) -> Evaluated:
+    def _evaluated(self, policy: Policy, mesh: Mesh, device: Device, traced: int) -> Evaluated:
         copies = self.subject.blocks - traced
         units = self.subject.alike.units(traced) if self.subject.alike else ()
-        traces = self._compiled(choice, mesh, traced)
-        self.tell(f"forecasts the memory of {STAGES[choice.stage].name} on {mesh}, recompute={choice.recompute!r}")
-        with collecting_later():
+        traces = self._compiled(policy, mesh, traced)
+        self.tell(f"forecasts the memory of {STAGES[policy.stage].name} on {mesh}, recompute={policy.recompute!r}")
+        with _collecting_later():
             forecast = memory(traces, loss=self.subject.loss, optimizer=adamw, backend="nccl")
         held = held_whole(forecast, traces, units, copies)
         return Evaluated(held, estimate_whole(traces, device, units, copies), traced)
@@ -114,31 +104,31 @@ class Programs:
         flat = traces.forward.output[0]["flat_output"]
         return len(flat) == 1 and tuple(flat[0].shape) == ()
 
-    def _compiled(self, choice: Choice, mesh: Mesh, traced: int) -> Traces:
+    def _compiled(self, policy: Policy, mesh: Mesh, traced: int) -> Traces:
         """The traces for a mesh: those of any mesh with another plan, since a schedule does not depend on it."""
-        if (choice, traced) not in self.compiled:
-            with self.subject.with_blocks(traced), collecting_later():
+        if (policy, traced) not in self.compiled:
+            with self.subject.with_blocks(traced), _collecting_later():
                 interpreted = self._interpreted(traced)
-                begun = (choice.stage > 0, traced) in {(one.stage > 0, blocks) for one, blocks in self.compiled}
+                begun = (policy.stage > 0, traced) in {(one.stage > 0, blocks) for one, blocks in self.compiled}
                 doing = "schedules" if begun else "compiles"  # the sharded stages have one joint trace
-                self.tell(f"{doing} {STAGES[choice.stage].name}, recompute={choice.recompute!r}")
-                self.compiled[choice, traced] = interpreted.under(self.policy(choice))
-        traces = self.compiled[choice, traced]
+                self.tell(f"{doing} {STAGES[policy.stage].name}, recompute={policy.recompute!r}")
+                self.compiled[policy, traced] = interpreted.under(policy)
+        traces = self.compiled[policy, traced]
         plan = replace(traces.plan, world_size=mesh.shards, replicas=mesh.replicas)
-        return on_mesh(traces, plan)
+        return _on_mesh(traces, plan)
 
     def _interpreted(self, traced: int) -> Interpreted:
-        """The module with few blocks, interpreted once for all choices and meshes."""
+        """The module with few blocks, interpreted once for all policies and meshes."""
         if traced not in self.interpreted:
             self.tell(f"interprets {self.subject.name} with {traced} of {self.subject.blocks} blocks")
-            policy = self.policy(Choice(3, "none"))
+            policy = self.policy(3, "none")
             self.interpreted[traced] = Interpreted(
                 self.subject.module, self.subject.inputs, {}, policy, (self.shards, 0, 1)
             )
         return self.interpreted[traced]
 
 
-def on_mesh(traces: Traces, plan: Plan) -> Traces:
+def _on_mesh(traces: Traces, plan: Plan) -> Traces:
     """The same program of a rank of another mesh."""
     lifted = traces.lifted
     return replace(
@@ -155,7 +145,7 @@ def adamw(params: object) -> torch.optim.Optimizer:
 
 
 @contextmanager
-def collecting_later() -> Iterator[None]:
+def _collecting_later() -> Iterator[None]:
     """Python's collector of cycles takes a quarter of a compilation's time; inside the block it waits."""
     was = gc.isenabled()
     gc.disable()

@@ -1,8 +1,11 @@
-"""Explains each line of a trace from its timeline: kind, parameters, bytes.
+"""Explains timelines, and each line of a trace from its timeline: kind, parameters, bytes.
 
 ::
 
-    ft1 = zero_all_gather(t_w, 'h.0.w')            gather  h.0.w          1.50 KiB   2.00 KiB
+    gather   fut0 <- t_w                           h.0.w                       a timeline alone
+    wait     w <- fut0                             h.0.w
+
+    ft1 = zero_all_gather(t_w, 'h.0.w')            gather  h.0.w          1.50 KiB   2.00 KiB      lines of a trace
     t2 = zero_wait(ft1)                            wait    h.0.w                     2.00 KiB
     t3 = torch.nn.functional.linear(x, t2, None)   compute h.0.w                     2.00 KiB
     del t2                                         free    h.0.w                          0 B
@@ -18,7 +21,29 @@ from itertools import pairwise
 
 from thunder_zero.plan import Plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
-from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
+from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
+
+BORDER = "-- backward --"
+VALUES_WIDTH = 32  # fixed, so that the texts of two timelines can be compared line by line
+
+
+def format_timeline(timeline: Timeline) -> str:
+    """The operations in order: kind, writes and reads, parameters, and "again" for a copy.
+
+    Long names make long lines. A border separates the halves.
+    """
+    lines = [_line(op) for op in timeline.ops]
+    border = next((at for at, op in enumerate(timeline.ops) if op.backward), None)
+    if border is not None:
+        lines.insert(border, BORDER)
+    return "\n".join(lines)
+
+
+def _line(op: Op) -> str:
+    reads = ", ".join(op.reads)
+    values = reads if op.kind is Kind.FREE else f"{', '.join(op.writes)} <- {reads}".strip()
+    return f"{op.kind:<8} {values:<{VALUES_WIDTH}}  {', '.join(op.params)}{'  again' if op.repeated else ''}".rstrip()
+
 
 HALVES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
 

@@ -21,12 +21,10 @@ from rich.text import Text
 
 from thunder_zero.amounts import size
 from thunder_zero.plan import Plan
-from thunder_zero.policy import STAGES
 from thunder_zero.schedule.timeline import Kind
-from thunder_zero.tools.report.code import clip, fill, fold
 from thunder_zero.tools.report.line_meanings import Gap, Row, label, total
+from thunder_zero.tools.report.text import WIDTH, clip, fill, fold, place_of
 
-WIDTH = 100  # columns, without a terminal
 NARROWEST, WIDEST = 80, 140
 KIND, PARAMETERS, BYTES = 7, 25, 8  # columns
 STYLES = {
@@ -89,9 +87,7 @@ def _columns(rows: Sequence[Row | Gap], width: int) -> Columns:
 
 def _print_title(plan: Plan, half: str, columns: Columns, console: Console) -> None:
     """The heading of a half, on a line of its own if it is long, and the heads of the columns."""
-    copies = f", one of {plan.replicas} copies" if plan.replicas > 1 else ""
-    stage = STAGES[plan.policy.stage].name
-    title = Text(f"# {half}, {stage}, rank {plan.rank} of {plan.world_size}{copies}", "bold")
+    title = Text(f"# {half}, {place_of(plan)}", "bold")
     if len(title) > columns.code:
         _print(console, title)
         title = Text("#", "bold")

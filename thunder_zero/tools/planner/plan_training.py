@@ -1,4 +1,8 @@
-"""``tz.tools.plan_training``: compares stages and meshes, and recommends one."""
+"""``tz.tools.plan_training``: compares stages and meshes, and recommends one.
+
+A model, a world and a device go in. Few of the model's blocks are compiled for each stage and repeated; each mesh then
+gets its bytes and seconds, and the least recompute that fits; out comes a table with a recommendation and code.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from thunder_zero.amounts import bytes_of, name_of
-from thunder_zero.policy import RECOMPUTE, STAGES, is_count
+from thunder_zero.policy import RECOMPUTE, STAGES, Policy, is_count
 from thunder_zero.precision import MixedPrecision
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.planner.beside_step import adamw_traffic, loss_traffic, state_bytes
-from thunder_zero.tools.planner.code import code_of
-from thunder_zero.tools.planner.constants import BESIDE
-from thunder_zero.tools.planner.figures import Row, TrainingPlan
-from thunder_zero.tools.planner.meshes import Mesh, meshes
-from thunder_zero.tools.planner.programs import Choice, Evaluated, Programs
-from thunder_zero.tools.planner.reason import AS_FAST, reason_of
-from thunder_zero.tools.planner.subject import Subject, of_module, subject_of
+from thunder_zero.tools.planner.figures import Mesh, PlanRow, TrainingPlan, meshes
+from thunder_zero.tools.planner.models import Subject, subject_of
+from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, loss_traffic, overhead_bytes, state_bytes
+from thunder_zero.tools.planner.programs import Evaluated, SubjectPrograms
+from thunder_zero.tools.planner.text import AS_FAST, code_of, reason_of
 from thunder_zero.tools.report.progress import Steps, show_steps
 
 PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
@@ -68,68 +69,29 @@ def plan_training(
             that do not belong to this kind of model; a model in which nothing is trained.
         TypeError: neither a plain module nor a string; no device.
     """
-    stages = known_stages(stages)
-    described = described_device(device, devices_per_node)
+    stages = _known_stages(stages)
+    described = _with_nodes(device_of(device), devices_per_node)
     memory = described.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
-    subject = _subject(model, inputs, loss, sequence_length, micro_batch)
+    subject = subject_of(model, *inputs, loss=loss, length=sequence_length, micro_batch=micro_batch)
     rows = sum(len(meshes(stage, world_size, described.devices_per_node)) for stage in stages)
     with show_steps("tz.tools.plan_training", rows) as steps:
         return _Comparison(subject, world_size, described, memory, precision, steps).plan(stages)
 
 
-def _subject(
-    model: nn.Module | str,
-    inputs: tuple[Any, ...],
-    loss: Callable[[Any], Tensor] | None,
-    sequence_length: int | None,
-    micro_batch: int,
-) -> Subject:
-    """What is planned.
-
-    Raises:
-        ValueError: an unknown model; options of another kind of model; nothing is trained.
-        TypeError: neither a module nor a string.
-    """
-    if isinstance(model, str):
-        if inputs or loss is not None:
-            given = "inputs" if inputs else "loss="
-            raise ValueError(f"{model} comes with inputs and a loss; give {given} with a module alone")
-        subject = subject_of(model, sequence_length, micro_batch)
-    elif isinstance(model, nn.Module):
-        if sequence_length is not None or micro_batch != 1:
-            given = "micro_batch" if sequence_length is None else "sequence_length"
-            raise ValueError(f"{given} belongs to models by name; change the shapes of the inputs")
-        subject = of_module(model, *inputs, loss=loss)
-    else:
-        raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module, a name, or FILE.py:function")
-    if not any(param.requires_grad for param in subject.module.parameters()):
-        raise ValueError(f"{subject.name} has no parameter that requires a gradient; there is no training to plan")
-    return subject
-
-
-def known_stages(stages: Sequence[int]) -> tuple[int, ...]:
-    """The stages to compare.
-
-    Raises:
-        ValueError: there are none, or no such.
-    """
+def _known_stages(stages: Sequence[int]) -> tuple[int, ...]:
     known = range(len(STAGES))
     if not isinstance(stages, Sequence) or not stages or any(not is_count(one) or one not in known for one in stages):
         raise ValueError(f"stages is {stages!r}; give some of 0, 1, 2 and 3, such as (2, 3)")
     return tuple(dict.fromkeys(stages))
 
 
-def described_device(device: Device | str, devices_per_node: int | None) -> Device:
-    """The device, with other nodes.
-
-    Raises:
-        ValueError: there is no such device; ``devices_per_node`` is no count.
-        TypeError: ``device`` is neither a device nor a string.
-    """
-    if devices_per_node is not None and (not is_count(devices_per_node) or not devices_per_node):
+def _with_nodes(device: Device, devices_per_node: int | None) -> Device:
+    """The device, in nodes of this many."""
+    if devices_per_node is None:
+        return device
+    if not is_count(devices_per_node) or not devices_per_node:
         raise ValueError(f"devices_per_node is {devices_per_node!r}; give the number of devices of a node, at least 1")
-    found = device_of(device)
-    return found if devices_per_node is None else replace(found, devices_per_node=devices_per_node)
+    return replace(device, devices_per_node=devices_per_node)
 
 
 @dataclass(frozen=True)
@@ -145,7 +107,7 @@ class _Comparison:
 
     def plan(self, stages: Sequence[int]) -> TrainingPlan:
         """All of it."""
-        by_stage: dict[int, list[Row]] = {}
+        by_stage: dict[int, list[PlanRow]] = {}
         least: Sequence[str] = RECOMPUTE  # what does not fit in a higher stage on all ranks does not fit in a lower one
         for stage in sorted(stages, reverse=True):
             by_stage[stage] = self._rows(stage, least)
@@ -168,14 +130,13 @@ class _Comparison:
             assumed=assumed(self.subject, self.precision, self.device, returns_loss=self._programs.returns_loss()),
         )
 
-    def _code(self, chosen: Row) -> str:
-        policy = self._programs.policy(Choice(chosen.stage, chosen.recompute))
-        return code_of(chosen, policy, self.subject.build)
+    def _code(self, chosen: PlanRow) -> str:
+        return code_of(chosen, self._programs.policy(chosen.stage, chosen.recompute), self.subject.build)
 
     @cached_property
-    def _programs(self) -> Programs:
+    def _programs(self) -> SubjectPrograms:
         shards = meshes(3, self.world_size, self.device.devices_per_node)[0].shards
-        return Programs(self.subject, self.precision, shards, self.steps.tell)
+        return SubjectPrograms(self.subject, self.precision, shards, self.steps.tell)
 
     @cached_property
     def _loss_bytes(self) -> int:
@@ -184,44 +145,43 @@ class _Comparison:
         with self.subject.with_blocks(1) as module:
             return loss_traffic(module, self.subject.inputs, self.precision.param_dtype, self.subject.loss)
 
-    def _rows(self, stage: int, levels: Sequence[str]) -> list[Row]:
+    def _rows(self, stage: int, levels: Sequence[str]) -> list[PlanRow]:
         """The meshes of a stage, those of fewest shards first. What does not fit on a mesh does not fit on one of fewer
         shards, so that each starts with what the one before computes again."""
-        found: list[Row] = []
+        found: list[PlanRow] = []
         for mesh in reversed(meshes(stage, self.world_size, self.device.devices_per_node)):
             if self._state_bytes(stage, mesh) > self.memory_bytes:
                 levels = levels[-1:]
             while True:
-                choice = Choice(stage, levels[0])
-                one = self._programs.evaluate(choice, mesh, self.device)
+                policy = self._programs.policy(stage, levels[0])
+                one = self._programs.evaluate(policy, mesh, self.device)
                 if self._needed_bytes(one, mesh) <= self.memory_bytes or len(levels) == 1:
                     break
                 levels = levels[1:]
             self.steps.tell(f"simulates a step of {STAGES[stage].name} on {mesh}")
-            found.append(self._row(choice, mesh, one))
+            found.append(self._row(policy, mesh, one))
             self.steps.advance()
         return found[::-1]
 
     def _state_bytes(self, stage: int, mesh: Mesh) -> int:
         """What a rank holds at rest in any case: shards and AdamW's averages, full parameters of ZeRO-1."""
-        plan = self._programs.plan(Choice(stage, "none"), mesh)
+        plan = self._programs.plan(self._programs.policy(stage, "none"), mesh)
         return state_bytes(plan) + sum(param.full_bytes for param in plan.params if param.resident)
 
     @staticmethod
     def _needed_bytes(one: Evaluated, mesh: Mesh) -> int:
-        communicators = 1 if mesh.replicas == 1 else 3
-        return max(one.held.peak, one.held.optimizer_step) + BESIDE.nbytes(communicators, one.held.storages)
+        return max(one.held.peak, one.held.optimizer_step) + overhead_bytes(mesh.replicas, one.held.storages)
 
-    def _row(self, choice: Choice, mesh: Mesh, one: Evaluated) -> Row:
+    def _row(self, policy: Policy, mesh: Mesh, one: Evaluated) -> PlanRow:
         held, estimate, needed = one.held, one.estimate, self._needed_bytes(one, mesh)
         speed = self.device.memory_bytes_per_second
         loss = self._loss_bytes / speed
-        optimizer = adamw_traffic(self._programs.plan(choice, mesh)) / speed
+        optimizer = adamw_traffic(self._programs.plan(policy, mesh)) / speed
         seconds = estimate.seconds + loss + optimizer
-        return Row(
-            stage=choice.stage,
+        return PlanRow(
+            stage=policy.stage,
             mesh=mesh,
-            recompute=choice.recompute,
+            recompute=policy.recompute,
             fits=needed <= self.memory_bytes,
             needed_bytes=needed,
             peak_bytes=max(held.peak, held.optimizer_step),
@@ -240,7 +200,7 @@ class _Comparison:
         )
 
 
-def best_of(rows: Sequence[Row]) -> Row | None:
+def best_of(rows: Sequence[PlanRow]) -> PlanRow | None:
     """The fastest that fits; of those that are nearly as fast, the one that needs least memory."""
     fitting = [row for row in rows if row.fits]
     fastest = max((row.tokens_per_second for row in fitting), default=0.0)
@@ -278,5 +238,5 @@ def assumed(subject: Subject, precision: MixedPrecision, device: Device, *, retu
         f"compute in {compute}, gradients on the wire in {reduce}; {shards} shards and AdamW's two averages, stepped "
         f"by AdamW(fused=True); {loss}; memory is that of lines that are not fused",
         "a collective is a flat ring, with a latency for each rank that a message passes",
-        str(BESIDE),
+        OVERHEAD,
     )

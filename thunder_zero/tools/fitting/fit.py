@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import IO, Any
@@ -16,27 +15,27 @@ from typing import IO, Any
 from rich.console import Console
 from torch import Tensor, nn
 
-from thunder_zero.amounts import bytes_of, size
+from thunder_zero.amounts import bytes_of
 from thunder_zero.comm.agree import on_rank_0, ranks_of_default_group
 from thunder_zero.compiled import Traces
 from thunder_zero.policy import ZERO3, Policy
+from thunder_zero.tools.dry_run import Interpreted
+from thunder_zero.tools.fitting.budget import AGAIN, PLAIN
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Prices
-from thunder_zero.tools.fitting.parts import AGAIN, PLAIN
 from thunder_zero.tools.fitting.search import Choices, Search
-from thunder_zero.tools.fitting.trade import Trade, print_trade
+from thunder_zero.tools.fitting.text import Least, TradeOff, print_trade_off, refusal
 from thunder_zero.tools.forecast.figures import Memory
-from thunder_zero.tools.forecast.kinds import Holds
 from thunder_zero.tools.forecast.memory import memory
-from thunder_zero.tools.forecast.optimizer import MakeOptimizer
+from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
-from thunder_zero.tools.interpreted import Interpreted
 from thunder_zero.tools.report.progress import show_status
+from thunder_zero.tools.report.text import WIDTH
 
 from thunder.core.module import ThunderModule
 from thunder.extend import Executor
 
 COMPILATIONS = 3  # that confirm a choice
-STEPS = 7  # of the printed trade
+STEPS = 7  # of the printed trade-off
 
 Tell = Callable[[str], None]
 
@@ -95,13 +94,11 @@ def fit(
     _require(module, prices)
     most = bytes_of("memory_bytes", memory_bytes)
     asked, args, kwargs = _checked(policy, inputs)
-    ranks = ranks_of_default_group() if world_size is None else world_size
-    if ranks is None:
-        raise ValueError("world_size is None, and there is no process group; give the number of ranks")
-
-    interpret = partial(Interpreted, module, args, kwargs, asked, (ranks, 0, replicas), executors=executors)
+    world = (_ranks(world_size), 0, replicas)
+    interpret = partial(Interpreted, module, args, kwargs, asked, world, executors=executors)
     forecast = partial(memory, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
-    decide = partial(_decided, interpret, forecast, asked, most, prices, Console(file=file, width=100))
+    forecasts = partial(_Forecasts, interpret, forecast)
+    decide = partial(_decided, forecasts, asked, most, prices, Console(file=file, width=WIDTH))
     return on_rank_0("tz.tools.fit", decide).policy(_by_unit(asked))
 
 
@@ -109,18 +106,6 @@ def _by_unit(asked: Policy) -> Policy:
     """The same policy, where ``recompute_units`` alone says which units are computed again whole, for the search to
     choose."""
     return replace(asked, recompute="cheap") if asked.recompute == "units" else asked
-
-
-@contextmanager
-def _telling(go_on: Callable[[], None]) -> Iterator[Tell]:
-    """Yields a function: it shows what is done now, and tells the other ranks that this one goes on."""
-    with show_status("tz.tools.fit") as show:
-
-        def tell(what: str) -> None:
-            show(what)
-            go_on()
-
-        yield tell
 
 
 @dataclass(frozen=True)
@@ -151,6 +136,13 @@ class _Forecasts:
         return traces, self.forecast(traces)
 
 
+def _ranks(world_size: int | None) -> int:
+    ranks = ranks_of_default_group() if world_size is None else world_size
+    if ranks is None:
+        raise ValueError("world_size is None, and there is no process group; give the number of ranks")
+    return ranks
+
+
 def _require(module: nn.Module, prices: Prices) -> None:
     if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
         raise TypeError(
@@ -177,23 +169,28 @@ def _checked(
 
 
 def _decided(
-    interpret: Callable[[], Interpreted],
-    forecast: Callable[[Traces], Memory],
+    forecasts: Callable[[Tell], _Forecasts],
     asked: Policy,
     memory_bytes: int,
     prices: Prices,
     console: Console,
     go_on: Callable[[], None],
 ) -> Choices:
-    """The choices; prints the trade. Calls ``go_on`` now and then."""
-    with _telling(go_on) as tell:
-        best, trade = _chosen(_Forecasts(interpret, forecast, tell), asked, memory_bytes, prices)
-    print_trade(trade, console)
+    """The choices; prints the trade-off. Shows what is done now, and each time calls ``go_on``, for the other ranks."""
+    with show_status("tz.tools.fit") as show:
+
+        def tell(what: str) -> None:
+            show(what)
+            go_on()
+
+        compiled, best = _chosen(forecasts(tell), asked, memory_bytes, prices)
+        rows = list(_trade_off(compiled, best))
+    print_trade_off(rows, console)
     return best
 
 
-def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Prices) -> tuple[Choices, list[Trade]]:
-    """Search, and confirm by compilations, each of which corrects the estimate; the choices, and the trade."""
+def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Prices) -> tuple[_Compiled, Choices]:
+    """Search, and confirm by compilations, each of which corrects the estimate; what was compiled, and the best."""
     traces, as_asked = forecasts.of(asked)
     if traces.lifted is None or traces.backward is None:
         raise ValueError("nothing here needs a gradient, so there is no step to fit; call it outside torch.no_grad()")
@@ -202,20 +199,20 @@ def _chosen(forecasts: _Forecasts, asked: Policy, memory_bytes: int, prices: Pri
     )
     again = traces.plan.recomputed
     first = Choices(asked.keep_units, tuple(unit for unit in traces.plan.units if unit in again), *search.sizes[0])
-    compiled = _Compiled(forecasts, search, {first: _exact(first, as_asked.peak, search)})
+    compiled = _Compiled(forecasts, search, {first: as_asked.peak})
     best = None
     if (as_asked.optimizer_step or 0) <= memory_bytes:
         best = _confirmed(compiled, memory_bytes) or _least_that_fits(compiled, memory_bytes)
     if best is None:
         raise _refused(compiled, as_asked, memory_bytes)
-    return best, list(_trade(compiled, best))
+    return compiled, best
 
 
 def _confirmed(compiled: _Compiled, memory_bytes: int) -> Choices | None:
     """The cheapest of the compiled choices that fit, after compilations of what the search finds best; None if none
     fits."""
     for _ in range(COMPILATIONS):
-        choices = compiled.search.best(memory_bytes, compiled.beside)
+        choices = compiled.search.best(memory_bytes, compiled.overhead)
         if choices is None or choices in compiled.exact:
             break
         compiled.add(choices)
@@ -229,9 +226,9 @@ def _least_that_fits(compiled: _Compiled, memory_bytes: int) -> Choices | None:
     search = compiled.search
     finds = [partial(search.alike, choice, search.sizes[-1]) for choice in (AGAIN, PLAIN)]
     finds += [partial(_all_again, compiled)] * bool(search.units)
-    for find in (*finds, partial(search.least_alike, compiled.beside), partial(search.least, compiled.beside)):
+    for find in (*finds, partial(search.least_alike, compiled.overhead), partial(search.least, compiled.overhead)):
         choices = find()
-        if choices not in compiled.exact and compiled.add(choices).peak <= memory_bytes:
+        if choices not in compiled.exact and compiled.add(choices) <= memory_bytes:
             break
     return compiled.cheapest(memory_bytes)
 
@@ -247,26 +244,7 @@ def _refused(compiled: _Compiled, as_asked: Memory, memory_bytes: int) -> DoesNo
         _least_that_fits(compiled, memory_bytes)  # whose peak the message compares with the optimizer's step
     least = _least(compiled, as_asked.optimizer_step or 0)
     offloads = compiled.search.asked.cpu_offload
-    return DoesNotFit(_refusal(as_asked, least, memory_bytes, offloads=offloads), least.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Exact:
-    """What the compilation of a choice says.
-
-    Attributes:
-        choices: that were compiled.
-        peak: its exact forecast.
-        beside: what the estimate leaves out: at rest, the loss, and buffers of transports, which depend on buckets.
-    """
-
-    choices: Choices
-    peak: int
-    beside: int
-
-
-def _exact(choices: Choices, peak: int, search: Search) -> _Exact:
-    return _Exact(choices, peak, peak - search.candidate(choices).peak)
+    return DoesNotFit(refusal(as_asked, least, memory_bytes, offloads=offloads), least.nbytes)
 
 
 @dataclass(frozen=True)
@@ -276,90 +254,69 @@ class _Compiled:
     Attributes:
         forecasts: compiles them.
         search: estimates them.
-        exact: what was found, in the order of compilation; it begins with the policy as asked for.
+        exact: their peaks, in the order of compilation; it begins with the policy as asked for.
     """
 
     forecasts: _Forecasts
     search: Search
-    exact: dict[Choices, _Exact]
+    exact: dict[Choices, int]
 
-    def add(self, choices: Choices) -> _Exact:
-        """Compile a choice."""
-        peak = self.forecasts.of(choices.policy(self.search.asked))[1].peak
-        self.exact[choices] = _exact(choices, peak, self.search)
+    def add(self, choices: Choices) -> int:
+        """Compile a choice; returns its peak."""
+        self.exact[choices] = self.forecasts.of(choices.policy(self.search.asked))[1].peak
         return self.exact[choices]
 
-    def beside(self, sizes: tuple[int, int]) -> int:
-        """What the estimate leaves out, by the last choice of these sizes, or else the first of any."""
-        found = list(self.exact.values())
-        return next((one for one in reversed(found) if one.choices.sizes == sizes), found[0]).beside
+    def overhead(self, sizes: tuple[int, int]) -> int:
+        """What the estimate leaves out: at rest, the loss, and buffers of transports, which depend on buckets. By the
+        last choice of these sizes, or else the first of any."""
+        found = list(self.exact)
+        one = next((choices for choices in reversed(found) if choices.sizes == sizes), found[0])
+        return self.exact[one] - self.search.candidate(one).peak
 
     def peak(self, choices: Choices) -> int:
         """The exact peak where it is known, else the estimate."""
         if choices in self.exact:
-            return self.exact[choices].peak
-        return self.search.candidate(choices).peak + self.beside(choices.sizes)
+            return self.exact[choices]
+        return self.search.candidate(choices).peak + self.overhead(choices.sizes)
 
     def cheapest(self, memory_bytes: int) -> Choices | None:
         """Of those that fit, the one that costs least."""
-        fitting = [choices for choices, one in self.exact.items() if one.peak <= memory_bytes]
+        fitting = [choices for choices, peak in self.exact.items() if peak <= memory_bytes]
         return min(fitting, key=lambda choices: self.search.candidate(choices).cost, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Least:
-    """The least memory that was found.
-
-    Attributes:
-        nbytes: at its peak.
-        in_optimizer_step: whether the peak is in the optimizer's step.
-        again: number of units that are computed again whole; None for a model without units.
-        saved_by_again: bytes that computing all units again saves, and nothing else changed, of the policy as asked
-            for; below 0 if it adds some.
-        saved_by_cheap: bytes that ``recompute="cheap"`` saves, of a policy that asks for ``"none"``.
-        in_flight_bytes: of the policy.
-    """
-
-    nbytes: int
-    in_optimizer_step: bool
-    again: int | None
-    saved_by_again: int
-    saved_by_cheap: int
-    in_flight_bytes: int
-
-
-def _least(compiled: _Compiled, optimizer_step: int) -> _Least:
+def _least(compiled: _Compiled, optimizer_step: int) -> Least:
     """The least of what was compiled, and what ``recompute`` is good for."""
-    one = min(compiled.exact.values(), key=lambda one: one.peak)
+    choices, peak = min(compiled.exact.items(), key=lambda one: one[1])
     search, first = compiled.search, next(iter(compiled.exact))
     as_asked = search.candidate(first)
     cheap = replace(as_asked, policy=replace(as_asked.policy, recompute="cheap"))
-    counted = len(search.candidate(one.choices).timeline.plan.recomputed) if search.units else None
-    nbytes = max(one.peak, optimizer_step)
-    return _Least(
+    counted = len(search.candidate(choices).timeline.plan.recomputed) if search.units else None
+    nbytes = max(peak, optimizer_step)
+    return Least(
         nbytes=nbytes,
         in_optimizer_step=nbytes == optimizer_step,
         again=counted,
         saved_by_again=compiled.peak(first) - compiled.peak(_all_again(compiled)),
         saved_by_cheap=as_asked.peak - cheap.peak if search.asked.recompute == "none" else 0,
-        in_flight_bytes=one.choices.in_flight_bytes,
+        in_flight_bytes=choices.in_flight_bytes,
     )
 
 
-def _trade(compiled: _Compiled, best: Choices) -> Iterator[Trade]:
+def _trade_off(compiled: _Compiled, best: Choices) -> Iterator[TradeOff]:
     """Choices from the least memory to the least cost, with the one that was made; exact peaks where there are some."""
-    search, beside, peak_of = compiled.search, compiled.beside, compiled.peak
-    cheapest_of_all = search.about(sys.maxsize, beside) or best
-    least, most = peak_of(search.least_alike(beside)), peak_of(cheapest_of_all)
+    search, overhead, peak_of = compiled.search, compiled.overhead, compiled.peak
+    cheapest_of_all = search.about(sys.maxsize, overhead) or best
+    least, most = peak_of(search.least_alike(overhead)), peak_of(cheapest_of_all)
     targets = [least + (most - least) * step // (STEPS - 1) for step in range(STEPS)]
-    found = {choices for target in targets if (choices := search.about(target, beside)) is not None}
+    found = {choices for target in targets if (choices := search.about(target, overhead)) is not None}
     cost = float("inf")
     for choices in sorted({*found, best}, key=lambda choices: (peak_of(choices), search.candidate(choices).cost)):
         one = search.candidate(choices)
         if one.cost >= cost and choices != best:
             continue
         cost = min(cost, one.cost)
-        yield Trade(
+        yield TradeOff(
             peak=peak_of(choices),
             sent=one.sent,
             flops=one.flops,
@@ -369,35 +326,3 @@ def _trade(compiled: _Compiled, best: Choices) -> Iterator[Trade]:
             in_flight_bytes=choices.in_flight_bytes,
             chosen=choices == best,
         )
-
-
-def _refusal(as_asked: Memory, least: _Least, memory_bytes: int, *, offloads: bool) -> str:
-    """What is missing, what makes the peak, and what would help."""
-    where = " (in the optimizer's step)" if least.in_optimizer_step else ""
-    at = as_asked.by_kind
-    kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(at.items())[:3])
-    sharded = sum(at.get(kind, 0) for kind in (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT))
-    batch = sum(at.get(kind, 0) for kind in (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.WORKSPACE, Holds.LOSS))
-    helps = {
-        "twice the ranks": sharded // 2,
-        "half the batch": batch // 2,
-        "cpu_offload on GPUs": 0 if offloads else sharded,
-        'recompute="cheap"': max(least.saved_by_cheap, 0),
-    }
-    offers = ", ".join(f"{what} (about {size(nbytes)} less)" for what, nbytes in helps.items() if nbytes)
-    return (
-        f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(least.nbytes)}{where}, "
-        f"{size(least.nbytes - memory_bytes)} more, with {_with(least)}; "
-        f"the peak as asked for, {size(as_asked.peak)}, has {kinds}; what would help: {offers}"
-    )
-
-
-def _with(least: _Least) -> str:
-    """How the least memory comes about, and what computing units again has to do with it."""
-    in_flight = f"{size(least.in_flight_bytes)} in flight"
-    if least.again is None:
-        return in_flight
-    gain = least.saved_by_again
-    what = f"takes {size(abs(gain))} {'less' if gain > 0 else 'more'} than" if gain else "takes as much as"
-    units = f"{least.again} unit{'s' * (least.again > 1)} computed again" if least.again else "no unit computed again"
-    return f'{units} (recompute="units" {what} the policy as asked for) and {in_flight}'

@@ -1,4 +1,4 @@
-"""Folds Python statements to a width.
+"""Text that fits into a width: the console, texts that are cut, Python statements that are folded.
 
 ::
 
@@ -12,15 +12,44 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from rich.console import Console
+from rich.table import Table
+
+from thunder_zero.plan import Plan
+from thunder_zero.policy import STAGES
+
+WIDTH = 100  # columns, without a terminal
 INDENT = " " * 4  # of continuation lines
 WHOLE_LINES = 2  # a statement of at most so many lines is shown whole
 TOKENS = re.compile(
     r"""(?P<string>'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|(?P<comma>, )|(?P<opens>[(\[{])|(?P<closes>[)\]}])"""
 )
 MOST_ITEMS = 12  # of a collection in a statement that is not shown whole
+
+
+def stdout_console() -> Console:
+    """The standard output; without a terminal it is 100 columns wide."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+def table_of(heads: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str] = ("",)) -> Table:
+    """A table without lines; columns are aligned to the right, but for those with the heads ``left``."""
+    table = Table(box=None)
+    for head in heads:
+        table.add_column(head, justify="left" if head in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def place_of(plan: Plan) -> str:
+    """``ZeRO-3, rank 0 of 8, one of 2 copies``."""
+    copies = f", one of {plan.replicas} copies" if plan.replicas > 1 else ""
+    return f"{STAGES[plan.policy.stage].name}, rank {plan.rank} of {plan.world_size}{copies}"
 
 
 def fold(code: str, width: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Counts what a step does beside forward and backward: the traffic of the loss and of AdamW."""
+"""What a plan adds to forward and backward: the loss and AdamW, and memory that holds no tensors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,33 @@ from torch.utils._pytree import tree_map_only
 from thunder_zero.plan import Plan
 from thunder_zero.tools.forecast.around import Operators
 
+MiB, GiB = 1 << 20, 1 << 30
+
+# Of CUDA, with the code of kernels and the workspaces of cuBLAS: 723 MiB with the first tensor
+# (https://discuss.pytorch.org/t/73021, 2020); a round number above it
+CONTEXT = GiB
+# Of each NCCL communicator: buffers of a channel and direction: 4 MiB, 512 KiB and about 4.7 MiB for the protocols
+# simple, LL and LL128 (DEFAULT_BUFFSIZE and others, https://github.com/NVIDIA/nccl/blob/master/src/init.cc); 32
+# channels, 2 directions
+COMMUNICATOR = 32 * 2 * int(9.2 * MiB)
+# Of torch's allocator: a segment of small blocks and one of larger ones that are not full; to a multiple of BLOCK it
+# rounds each block up (https://github.com/pytorch/pytorch/blob/main/c10/core/AllocatorConfig.h: kSmallBuffer,
+# kLargeBuffer, kMinBlockSize)
+SEGMENTS = 2 * MiB + 20 * MiB
+BLOCK = 512
+OVERHEAD = (
+    f"overhead that is no tensor: {CONTEXT >> 20:,} MiB for CUDA's context, {COMMUNICATOR >> 20} MiB for each NCCL "
+    f"communicator (1; 3 with copies), {SEGMENTS >> 20} MiB for segments of the allocator that are not full, and "
+    f"{BLOCK} B for each tensor; fragments are not counted"
+)
+
 TRAFFIC = 7  # shards: AdamW reads parameter, gradient and two averages, and writes all but the gradient, in one pass
 STATE = 3  # shards that rest: parameter and two averages
+
+
+def overhead_bytes(copies: int, storages: int) -> int:
+    """Bytes that no tensor has, with so many copies of the model; each storage is rounded up by less than a block."""
+    return CONTEXT + (1 if copies == 1 else 3) * COMMUNICATOR + SEGMENTS + storages * BLOCK
 
 
 def loss_traffic(
@@ -50,15 +75,15 @@ def loss_traffic(
 
 def adamw_traffic(plan: Plan) -> int:
     """Bytes of memory that a fused AdamW reads and writes on a rank."""
-    return TRAFFIC * trained_bytes(plan)
+    return TRAFFIC * _trained_bytes(plan)
 
 
 def state_bytes(plan: Plan) -> int:
     """Bytes of trained parameters and of AdamW's averages that a rank holds between steps."""
-    return STATE * trained_bytes(plan)
+    return STATE * _trained_bytes(plan)
 
 
-def trained_bytes(plan: Plan) -> int:
+def _trained_bytes(plan: Plan) -> int:
     """Bytes of a rank's shards of the parameters that are trained."""
     trained = [param for param in plan.params if param.requires_grad]
     return sum(prod(plan.shard_shape(param)) * param.dtype.itemsize for param in trained)

@@ -1,0 +1,257 @@
+"""What calibration measures: compute, and collectives through the transport of a step.
+
+::
+
+    matmul    float32   131,072 FLOPs        a linear layer's three products, 256 rows by 8
+    pointwise           1.5 MiB of traffic   torch.add of two tensors
+    gather              64 KiB sent          launch, wait, several launched together, and while it computes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, cycle, product
+from math import ceil
+from time import perf_counter, sleep
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from thunder_zero.amounts import name_of
+from thunder_zero.comm.backends import transport_for
+from thunder_zero.comm.handle import Result, Waitable
+from thunder_zero.comm.small_collectives import barrier
+from thunder_zero.comm.transport import Transport
+from thunder_zero.plan import Param
+from thunder_zero.schedule.timeline import Work
+
+Run = Callable[[], object]
+
+ROWS = 256  # tokens of a product's batch
+WIDTHS = (8, 64, 256, 512, 1024, 2048)  # of a product's square weight
+LENGTHS = (16, 64, 256, 512)  # tokens of a sequence
+HEADS, HEAD = 8, 64  # of attention
+IMAGES = (4, 16, 64)  # height and width of an image
+CHANNELS = 32
+ELEMENTS = tuple(1 << power for power in (6, 12, 16, 18, 20, 22))  # of a tensor in float32
+COLUMNS = 512  # of a tensor whose rows are reduced or looked up
+POOL = 16 << 20  # elements of all tensors of a size together, at most
+SHORTEST = 0.002  # seconds of a measurement, at least
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One point of a curve.
+
+    Attributes:
+        work: class of the work.
+        dtype: of products; "" of other work.
+        size: FLOPs of products, bytes of traffic of other work.
+        run: does all of it once.
+        lines: of a trace, of one size each, that a run stands for.
+    """
+
+    work: Work
+    dtype: str
+    size: float
+    run: Run
+    lines: int = 1
+
+    @property
+    def key(self) -> tuple[str, str, float]:
+        """Names the point."""
+        return str(self.work), self.dtype, self.size
+
+
+def measures(dtypes: Sequence[torch.dtype]) -> Iterator[Measure]:
+    """All points of compute; products in each of the dtypes, other work in float32."""
+    for dtype in dtypes:
+        name = name_of(dtype)
+        for of_size in (*map(_product, WIDTHS), *map(_attention, LENGTHS), *map(_convolution, IMAGES)):
+            work, flops, make, lines = of_size
+            yield Measure(work, name, flops, make(dtype), lines)
+    for elements in ELEMENTS:
+        yield from _traffic(elements)
+    tensor = torch.zeros(8, 8)
+    yield Measure(Work.VIEW, "", 0, lambda: tensor.permute(1, 0))
+
+
+def seconds_of(run: Run, times: int) -> float:
+    """Seconds of one run, of several."""
+    start = perf_counter()
+    for _ in range(times):
+        run()
+    return (perf_counter() - start) / times
+
+
+def enough_times(run: Run) -> int:
+    """How often to run it, so that a clock can tell how long it takes; it has run before."""
+    run()
+    for times in (1 << power for power in count()):
+        if (seconds := seconds_of(run, times) * times) >= SHORTEST / 4:
+            return max(1, round(times * SHORTEST / seconds))
+    raise AssertionError("a time is reached")
+
+
+Sized = tuple[Work, float, Callable[[torch.dtype], Run], int]  # class, FLOPs, run, lines
+
+
+def _product(width: int) -> Sized:
+    """The three products of a linear layer, one after the other: forward, and the gradients of input and weight."""
+
+    def make(dtype: torch.dtype) -> Run:
+        x, weight, gradient = (torch.randn(shape, width).to(dtype) for shape in (ROWS, width, ROWS))
+        return lambda: (F.linear(x, weight), gradient @ weight, gradient.t() @ x)
+
+    return Work.MATMUL, 2 * ROWS * width**2, make, 3
+
+
+def _attention(length: int) -> Sized:
+    """Causal attention, forward and backward: 2 + 5 products of all queries with all keys."""
+
+    def make(dtype: torch.dtype) -> Run:
+        query, key, value = (torch.randn(1, HEADS, length, HEAD).to(dtype).requires_grad_() for _ in range(3))
+        gradient = torch.randn(1, HEADS, length, HEAD).to(dtype)
+
+        def run() -> None:
+            out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            torch.autograd.grad(out, (query, key, value), gradient)
+
+        return run
+
+    return Work.ATTENTION, 7 * 2 * HEADS * length**2 * HEAD / 2, make, 2
+
+
+def _convolution(side: int) -> Sized:
+    """A convolution of 3 x 3 and the gradients of its input and weight."""
+
+    def make(dtype: torch.dtype) -> Run:
+        image = torch.randn(2, CHANNELS, side, side).to(dtype).requires_grad_()
+        weight = torch.randn(CHANNELS, CHANNELS, 3, 3).to(dtype).requires_grad_()
+        gradient = torch.randn(2, CHANNELS, side, side).to(dtype)
+
+        def run() -> None:
+            torch.autograd.grad(F.conv2d(image, weight, padding=1), (image, weight), gradient)
+
+        return run
+
+    return Work.CONVOLUTION, 2 * 2 * side**2 * 9 * CHANNELS**2, make, 3
+
+
+def _traffic(elements: int) -> Iterator[Measure]:
+    """Work whose time depends on bytes: what it reads and writes, each tensor once. Each run reads other tensors, as a
+    step does, as far as they fit into the pool."""
+    many = max(1, min(16, POOL // (2 * elements)))
+    tensors, others = ([torch.randn(elements) for _ in range(many)] for _ in range(2))
+    nbytes, columns = tensors[0].nbytes, min(COLUMNS, elements)
+    rows = [tensor.view(-1, columns) for tensor in tensors]
+    table = torch.randn(4096, columns)
+    places = torch.randint(4096, (len(rows[0]),))
+    pairs, a_row = cycle(zip(tensors, others, strict=True)), cycle(rows)
+    yield Measure(Work.POINTWISE, "", 3 * nbytes, lambda: torch.add(*next(pairs)))
+    yield Measure(Work.REDUCTION, "", 2 * nbytes, lambda: F.layer_norm(next(a_row), (columns,)))
+    yield Measure(Work.INDEX, "", 2 * nbytes, lambda: F.embedding(places, table))
+    yield Measure(Work.RANDOM, "", nbytes, lambda: torch.rand(elements))
+
+
+CPU = torch.device("cpu")
+SIZES = tuple(1 << power for power in (12, 16, 18, 20, 22))  # bytes that the busiest rank sends
+SENT_COLUMNS = 64
+TRAIN = 4  # launched together, as a step's follow each other
+OVERLAPPED = 2  # launched together while a rank computes
+OVERLAPPED_WIDTH = 1024  # of the products that run meanwhile: 4 MiB, as a step's weights pass through caches
+SMALL = 8  # tensors of a bucket of many
+TIMES = {"gather": 1, "scatter": 1, "all_reduce": 2}  # how often (W - 1) / W of the bytes are sent
+
+
+class Collectives:
+    """Measures the collectives of a group, on every rank at the same time; each method is a collective.
+
+    Attributes:
+        points: kind and bytes sent of each point, in the order in which all ranks measure them.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._transport: Transport = transport_for(group, CPU)
+        self._starts = {point: self._start_of(*point) for point in product(TIMES, SIZES)}
+        self.points = tuple(self._starts)
+
+    def timed(self, kind: str, sent: int) -> dict[str, float]:
+        """Seconds of collectives of this size, while nothing computes: ``launch``, of the call that starts one;
+        ``finish``, of its wait, once all has arrived; ``train``, of several that were launched together, until the last
+        wait has returned."""
+        start = self._starts[kind, sent]
+        barrier(self._group)
+        alone, _ = _clocked(lambda: start().wait())
+        barrier(self._group)
+        launch, handle = _clocked(start)
+        sleep(1.3 * alone + 0.002)  # all has arrived
+        finish, _ = _clocked(handle.wait)
+        barrier(self._group)
+        train, _ = _clocked(lambda: [handle.wait() for handle in [start() for _ in range(TRAIN)]])
+        return {"launch": launch, "finish": finish, "train": train}
+
+    def slows_compute(self, kind: str, wire: float, held: float) -> float:
+        """Seconds by which one collective of the largest size, which takes ``wire`` seconds, makes compute longer that
+        runs meanwhile, without the ``held`` seconds of its launch and wait."""
+        start = self._starts[kind, SIZES[-1]]
+        left, right = torch.ones(ROWS, OVERLAPPED_WIDTH), torch.ones(OVERLAPPED_WIDTH, OVERLAPPED_WIDTH)
+        once = seconds_of(lambda: left @ right, 4)
+        times = ceil(1.5 * OVERLAPPED * (wire + held) / once)
+
+        def compute() -> None:
+            for _ in range(times):
+                left @ right
+
+        def overlapped() -> None:
+            handles = [start() for _ in range(OVERLAPPED)]
+            compute()
+            for handle in handles:
+                handle.wait()
+
+        barrier(self._group)
+        alone, _ = _clocked(compute)
+        barrier(self._group)
+        together, _ = _clocked(overlapped)
+        return (together - alone) / OVERLAPPED - held
+
+    def seconds_a_tensor(self, kind: str) -> float:
+        """By how much each further tensor of a bucket makes its launch and wait longer, at the least bytes."""
+        one, many = (self._start_of(kind, SIZES[0], tensors) for tensors in (1, SMALL))
+        seconds = []
+        for start in (one, many):
+            barrier(self._group)
+            launch, handle = _clocked(start)
+            sleep(0.005)
+            seconds.append(launch + _clocked(handle.wait)[0])
+        return max(seconds[1] - seconds[0], 0.0) / (SMALL - 1)
+
+    def _start_of(self, kind: str, sent: int, tensors: int = 1) -> Callable[[], Waitable]:
+        """A function that launches a bucket of which the busiest rank sends so many bytes."""
+        world = self._group.size()
+        full = sent * world / (TIMES[kind] * (world - 1)) / 4  # elements of float32
+        rows = ceil(full / SENT_COLUMNS / tensors / world) * world
+        params = [_param((rows, SENT_COLUMNS)) for _ in range(tensors)]
+        shape = (rows // world, SENT_COLUMNS) if kind == "gather" else (rows, SENT_COLUMNS)
+        sources: list[Tensor] = [torch.ones(shape) for _ in params]
+        starts: dict[str, Callable[[Sequence[Tensor], Sequence[Param]], Waitable]] = {
+            "gather": self._transport.all_gather,
+            "scatter": self._transport.reduce_scatter,
+            "all_reduce": self._transport.all_reduce,
+        }
+        return lambda: starts[kind](sources, params)
+
+
+def _param(shape: tuple[int, ...]) -> Param:
+    float32 = torch.float32
+    return Param("x", (), shape, float32, float32, float32, True, "", True, False, True)
+
+
+def _clocked(call: Callable[[], Result]) -> tuple[float, Result]:
+    start = perf_counter()
+    result = call()
+    return perf_counter() - start, result

@@ -1,0 +1,122 @@
+"""What ``tz.tools.fit`` says: the trade-off between memory and work, or why nothing fits.
+
+::
+
+        peak      sent  done again  units kept  again  in flight  cost
+     100 MiB  50.0 MiB  1.50 GFLOP           1      2   4.00 MiB  1.50  ████████████████
+     120 MiB  40.0 MiB                       3      0   4.00 MiB  1.00  █ <- chosen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from thunder_zero.amounts import size
+from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED, Memory
+from thunder_zero.tools.report.text import table_of
+
+COLUMNS = ("peak", "sent", "done again", "units kept", "again", "in flight", "cost", "")
+BAR = 16  # columns of the longest bar
+
+
+@dataclass(frozen=True, slots=True)
+class TradeOff:
+    """One choice of the trade-off between memory and work.
+
+    Attributes:
+        peak: bytes at the peak of a step.
+        sent: bytes that a rank sends in a step.
+        flops: estimated FLOPs of work done again.
+        cost: of both, in bytes on the wire.
+        kept: number of units that stay gathered, by whatever chose them.
+        again: number of units that are computed again whole.
+        in_flight_bytes: of the policy.
+        chosen: whether it is the answer.
+    """
+
+    peak: int
+    sent: int
+    flops: float
+    cost: float
+    kept: int
+    again: int
+    in_flight_bytes: int
+    chosen: bool = False
+
+
+def print_trade_off(rows: Sequence[TradeOff], console: Console) -> None:
+    """Print the choices, least memory first, with the cost of each over the least; the bars show the difference.
+    Of rows with equal figures, one is printed."""
+    costs = [row.cost for row in rows]
+    least, spread = min(costs, default=0), max(costs, default=0) - min(costs, default=0)
+    printed: dict[tuple[str, ...], TradeOff] = {}
+    for row in rows:
+        figures = _figures(row, least)
+        if row.chosen or figures not in printed:
+            printed[figures] = row
+    bars = ("█" * max(round(BAR * (row.cost - least) / (spread or 1)), 1) for row in printed.values())
+    ends = (bar + " <- chosen" * row.chosen for bar, row in zip(bars, printed.values(), strict=True))
+    console.print(table_of(COLUMNS, [(*cells, end) for cells, end in zip(printed, ends, strict=True)]))
+
+
+def _figures(row: TradeOff, least: float) -> tuple[str, ...]:
+    """As they are printed; the cost over the least one."""
+    flops = f"{row.flops / 1e9:.2f} GFLOP" if row.flops else ""
+    counts = str(row.kept), str(row.again), size(row.in_flight_bytes)
+    return size(row.peak), size(row.sent), flops, *counts, f"{row.cost / (least or 1):.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The least memory that was found.
+
+    Attributes:
+        nbytes: at its peak.
+        in_optimizer_step: whether the peak is in the optimizer's step.
+        again: number of units that are computed again whole; None for a model without units.
+        saved_by_again: bytes that computing all units again saves, and nothing else changed, of the policy as asked
+            for; below 0 if it adds some.
+        saved_by_cheap: bytes that ``recompute="cheap"`` saves, of a policy that asks for ``"none"``.
+        in_flight_bytes: of the policy.
+    """
+
+    nbytes: int
+    in_optimizer_step: bool
+    again: int | None
+    saved_by_again: int
+    saved_by_cheap: int
+    in_flight_bytes: int
+
+
+def refusal(as_asked: Memory, least: Least, memory_bytes: int, *, offloads: bool) -> str:
+    """What is missing, what makes the peak, and what would help."""
+    where = " (in the optimizer's step)" if least.in_optimizer_step else ""
+    at = as_asked.by_kind
+    kinds = ", ".join(f"{size(nbytes)} of {kind}" for kind, nbytes in list(at.items())[:3])
+    sharded, batch = (sum(at.get(kind, 0) for kind in kinds) for kinds in (SHARDED, OF_BATCH))
+    helps = {
+        "twice the ranks": sharded // 2,
+        "half the batch": batch // 2,
+        "cpu_offload on GPUs": 0 if offloads else sharded,
+        'recompute="cheap"': max(least.saved_by_cheap, 0),
+    }
+    offers = ", ".join(f"{what} (about {size(nbytes)} less)" for what, nbytes in helps.items() if nbytes)
+    return (
+        f"no policy fits into {size(memory_bytes)}: the least that was found takes {size(least.nbytes)}{where}, "
+        f"{size(least.nbytes - memory_bytes)} more, with {_with(least)}; "
+        f"the peak as asked for, {size(as_asked.peak)}, has {kinds}; what would help: {offers}"
+    )
+
+
+def _with(least: Least) -> str:
+    """How the least memory comes about, and what computing units again has to do with it."""
+    in_flight = f"{size(least.in_flight_bytes)} in flight"
+    if least.again is None:
+        return in_flight
+    gain = least.saved_by_again
+    what = f"takes {size(abs(gain))} {'less' if gain > 0 else 'more'} than" if gain else "takes as much as"
+    units = f"{least.again} unit{'s' * (least.again > 1)} computed again" if least.again else "no unit computed again"
+    return f'{units} (recompute="units" {what} the policy as asked for) and {in_flight}'
