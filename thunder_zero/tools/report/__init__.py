@@ -1,5 +1,5 @@
 """Explains timelines to people, as text; knows no Thunder.
 
-The doors: ``timeline_text.py`` for a timeline alone, ``line_meanings.py`` and ``trace_printer.py`` for a trace with its
-timeline (``tz.print_trace``). ``progress.py`` says what long work does now.
+``line_meanings.py`` is the door: a timeline alone, or a trace with its timeline, which ``trace_printer.py`` prints
+(``tz.print_trace``). ``text.py`` has what all tools print with; ``progress.py`` says what long work does now.
 """
