@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-WARN_AFTER = 4  # programs for one function
+WARN_AFTER = 4  # different shapes
 SECONDS = 1.0  # a compilation that takes less is not mentioned
 
 Shapes = Mapping[str, torch.Size]
@@ -30,12 +30,14 @@ class Compilations:
         forward: the module's, whose signature names inputs.
         terminal: where to say what is compiled; None: nowhere.
         shapes: of the inputs of each forward that compiled something.
+        warned: that they change.
     """
 
     name: str
     forward: Callable[..., Any]
     terminal: TextIO | None
     shapes: list[Shapes] = field(default_factory=list)
+    warned: bool = False
 
     @contextmanager
     def watched(self, programs: Callable[[], int], args: Any, kwargs: Any) -> Iterator[None]:
@@ -64,7 +66,14 @@ class Compilations:
             both = "forward and backward" if torch.is_grad_enabled() else "forward"
             print(f"compiled {both} of {self.name} for {_listed(shapes)}: {seconds:.1f} s", file=self.terminal)
         self.shapes.append(shapes)
-        warn_of_changes(self.name, self.shapes)
+        self._warn()
+
+    def _warn(self) -> None:
+        """Warn once of shapes of inputs that change from compilation to compilation."""
+        different = {str(shapes): shapes for shapes in self.shapes}
+        if len(different) == WARN_AFTER and not self.warned and (sentence := changed([*different.values()])):
+            self.warned = True
+            warnings.warn(f"{self.name} was compiled for {WARN_AFTER} shapes: {sentence}", stacklevel=2)
 
 
 def terminal_of(shows: bool, rank: int) -> TextIO | None:
@@ -74,7 +83,10 @@ def terminal_of(shows: bool, rank: int) -> TextIO | None:
 
 def shapes_of(forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Size]:
     """The shapes of those arguments that are tensors, by their names in the signature."""
-    bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
+    try:
+        bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
+    except TypeError:  # a decorator that takes other arguments than it says
+        bound = {f"argument {at}": value for at, value in enumerate(args)} | kwargs
     flat: dict[str, Any] = {}
     for name, value in bound.items():
         flat |= value if isinstance(value, dict) else {name: value}
@@ -85,22 +97,11 @@ def _listed(shapes: Shapes) -> str:
     return ", ".join(str(shape) for shape in dict.fromkeys(map(tuple, shapes.values()))) or "its inputs"
 
 
-def warn_of_changes(name: str, shapes: Sequence[Shapes]) -> None:
-    """Warn once that the shapes of inputs change from compilation to compilation.
-
-    Args:
-        name: of the module's class.
-        shapes: of the inputs of each compilation.
-    """
-    if len(shapes) == WARN_AFTER and (sentence := changed(shapes)):
-        warnings.warn(f"{name} was compiled {WARN_AFTER} times: {sentence}", stacklevel=2)
-
-
 def changed(shapes: Sequence[Shapes]) -> str | None:
     """Which input changes from program to program of one function, and what to do; None if shapes do not.
 
     Args:
-        shapes: of each program's inputs, by the expressions that dynamo has for them.
+        shapes: of each program's inputs, by the names of arguments, or the expressions that dynamo has for them.
     """
     for name in shapes[-1] if shapes else ():
         found = list(dict.fromkeys(tuple(each[name]) for each in shapes if name in each))

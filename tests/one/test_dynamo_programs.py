@@ -106,6 +106,18 @@ def test_lines_have_the_users_source() -> None:
     assert "eval_with_key" not in text
 
 
+class Layer(nn.Module):
+    """A linear layer, and what a function makes of it."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.then = nn.Linear(4, 4), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return self.then(y)
+
+
 # Grad modes
 
 
@@ -160,22 +172,93 @@ def test_what_is_computed_without_gradients_requires_none(make: Callable[[], nn.
         assert out.requires_grad
 
 
-def test_a_model_that_reads_the_grad_mode_is_captured_in_each() -> None:
-    class Reads(nn.Module):
+def asks_by_another_name(y: Tensor) -> Tensor:
+    asks = getattr(torch, "is_grad_" + "enabled")
+    return y * 2 if asks() else y * 5
+
+
+def asks_a_tensor(y: Tensor) -> Tensor:
+    return y * 2 if getattr(y, "requires_" + "grad") else y * 5
+
+
+@torch.compiler.disable
+def asks_outside(y: Tensor) -> Tensor:
+    return y * 2 if torch.is_grad_enabled() else y * 5
+
+
+def turns_on(y: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return y.detach().requires_grad_(True).sin()
+
+
+ASKING: list[Callable[[Tensor], Tensor]] = [asks_by_another_name, asks_a_tensor, asks_outside, turns_on]
+
+
+@pytest.mark.parametrize("then", ASKING, ids=lambda then: then.__name__)
+def test_what_depends_on_the_grad_mode_is_captured_in_each(then: Callable[[Tensor], Tensor]) -> None:
+    module = Layer(then)
+    for modes in (("no_grad", "grad", "no_grad"), ("grad", "no_grad")):
+        model = tz.compile(deepcopy(module), 3)
+        for mode in modes:
+            with torch.no_grad() if mode == "no_grad" else nullcontext():
+                got, expected = model(X), module(X)
+            torch.testing.assert_close(got, expected)
+            assert got.requires_grad == expected.requires_grad, mode
+
+
+def test_what_raises_with_gradients_on_runs_without() -> None:
+    """Writes to a leaf, and to an output of unbind."""
+
+    class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.layer(x)
-            return y if torch.is_grad_enabled() else y * 2 if not y.requires_grad else y * 3
+            first, _ = self.layer(x.mul_(2)).unbind(0)
+            return first.mul_(2)
 
-    module = fresh(Reads)
-    for modes in (("no_grad", "grad"), ("grad", "no_grad")):
-        model = tz.compile(deepcopy(module), 3)
-        for mode in modes:
-            with torch.no_grad() if mode == "no_grad" else nullcontext():
-                torch.testing.assert_close(model(X), module(X))
+    module = fresh(Writes)
+    model = tz.compile(deepcopy(module), 3)
+    with torch.no_grad():
+        torch.testing.assert_close(model(X.clone().requires_grad_()), module(X.clone().requires_grad_()))
+
+
+def test_inputs_that_share_memory_are_apart_or_refused_where_forward_writes() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x.add_(1)
+            z: Tensor = self.layer(x)
+            return z + y
+
+    module = fresh(Writes)
+    model, both = tz.compile(deepcopy(module), 3), torch.arange(16.0).view(4, 4).sin()
+    torch.testing.assert_close(model(*both.clone().split(2)), module(*both.clone().split(2)))
+    for x, y in ((both[:2], both[1:3]), (both, both.t())):
+        with pytest.raises(RuntimeError, match=r"shapes \(., 4\) and \(., 4\), are views of the same memory"):
+            model(x, y)
+
+
+def test_names_of_parameters_hide_none_of_the_programs() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.torch, self.zero_wait = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+            self.register_buffer("Tensor", torch.ones(4))
+            self.parts = nn.ModuleDict({"if": nn.Linear(4, 4)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            C0 = self.parts["if"](x * self.torch + self.zero_wait)
+            return C0 * self.Tensor
+
+    module = fresh(Named)
+    model = tz.compile(deepcopy(module), 3)
+    torch.testing.assert_close(model(X), module(X))
+    model(X).sum().backward()
 
 
 def test_tensors_made_in_inference_mode_are_taken() -> None:
@@ -198,18 +281,6 @@ def path(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def interpreted() -> Any:
     return mock.patch.object(graphs, "acquire", side_effect=direct.NoSymbol("a test"))
-
-
-class Layer(nn.Module):
-    """A linear layer, and what a function makes of it."""
-
-    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.then = nn.Linear(4, 4), then
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)
-        return self.then(y)
 
 
 def test_random_numbers_are_drawn_once_for_both_halves(path: str) -> None:
@@ -287,9 +358,13 @@ def test_errors_of_the_user_pass() -> None:
 )
 def test_lengths_that_change_are_warned_of(make: Callable[[nn.Module], Any]) -> None:
     model = make(fresh(lambda: nn.Linear(4, 4)))
+    with model.no_sync():  # another program, for the same shape
+        model(X)
     for rows in range(2, compilations.WARN_AFTER + 1):
         model(X[:1].expand(rows, 4))
-    with pytest.warns(UserWarning, match=rf"Linear was compiled {compilations.WARN_AFTER} times: input .*\b(input|0)"):
+    with pytest.warns(
+        UserWarning, match=rf"Linear was compiled for {compilations.WARN_AFTER} shapes: input .*\b(input|0)"
+    ):
         model(X[:1].expand(10, 4))
 
 

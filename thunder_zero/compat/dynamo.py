@@ -10,23 +10,30 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._dynamo import config
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.output_graph import GraphCompileReason
 from torch._dynamo.utils import graph_break_reasons
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._guards import CompileContext, TracingContext
 from torch._ops import HigherOrderOperator
 from torch.amp.autocast_mode import _enter_autocast
 
 LOGGING = re.compile(r"(debug|info|warning|warn|error|exception|critical|log)(_once|_advice)?")
-BackendRaised = BackendCompilerFailed
 TooManyPrograms = FailOnRecompileLimitHit
 
-GRAD_MODE = frozenset(("is_grad_enabled", "is_inference_mode_enabled", "requires_grad", "grad_fn", "is_leaf"))
+GRAD_MODE = frozenset(  # names in code whose graph may not be that of another grad mode
+    (
+        *("is_grad_enabled", "is_inference_mode_enabled", "is_inference", "requires_grad", "requires_grad_", "grad_fn"),
+        *("is_leaf", "enable_grad", "set_grad_enabled", "inference_mode"),
+    )
+)
 
 # What stands in its graphs.
 AnyHigherOrder = HigherOrderOperator
@@ -66,14 +73,50 @@ def whole(most: int, breaks: list[str]) -> Iterator[None]:
             breaks += map(_sentence, graph_break_reasons[others:])
 
 
-def reads_grad_mode(graph: fx.GraphModule) -> bool:
-    """Whether the Python that dynamo captured may ask if gradients are on, or goes on after the graph.
+def is_for_all_modes(graph: fx.GraphModule, forward: Any) -> bool:
+    """Whether a graph, captured with gradients on, is all of ``forward`` and would be the same with gradients off: no
+    code around it would run, and none that dynamo captured asks for the mode.
 
     Called from a backend, while dynamo compiles the graph.
     """
     ended: Any = graph.compile_subgraph_reason
-    codes = TracingContext.get_traced_code() or ()
-    return bool(ended.graph_break) or any(GRAD_MODE & {*code.co_names} for code in codes)
+    codes = TracingContext.get_traced_code() or []
+    is_whole = bool(codes) and codes[0] is forward.__code__ and not ended.graph_break
+    asks = _questions() or any(GRAD_MODE & {*code.co_names} for code in codes)
+    return is_whole and not asks
+
+
+_asked: list[str] = []  # since the last graph
+
+
+def _questions() -> bool:
+    """Whether Python asked for the grad mode since this was last called."""
+    asked = bool(_asked)
+    _asked.clear()
+    return asked
+
+
+@cache
+def note_questions() -> None:
+    """Note from now on where Python that dynamo captures asks whether gradients are on, or whether a tensor needs one:
+    by whatever name."""
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    handlers[torch.is_grad_enabled] = _noted(handlers[torch.is_grad_enabled])
+    TensorVariable.method_attr_requires_grad = _noted(TensorVariable.method_attr_requires_grad)  # type: ignore[method-assign]
+
+
+def _noted(answer: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(answer)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        _asked.append(answer.__name__)
+        return answer(*args, **kwargs)
+
+    return noted
+
+
+def without_compiling() -> Any:
+    """Inside the block dynamo runs what it has compiled, and raises RuntimeError before it would compile more."""
+    return torch.compiler.set_stance("fail_on_recompile")
 
 
 def function_number() -> int | None:

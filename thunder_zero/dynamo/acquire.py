@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import getfile
+from keyword import iskeyword
 from pathlib import Path
 from types import BuiltinFunctionType
 from typing import Any
@@ -38,7 +39,8 @@ from thunder.core.update_aliases import _is_inplace_op
 from thunder.extend import TemporaryExecutor
 
 PYTHONS = ("_operator", "builtins", "math")  # homes of functions that take proxies as they are
-NOT_USERS = (str(Path(getfile(torch)).parent), str(Path(__file__).parents[1]))
+NOT_USERS = tuple(f"{folder}/" for folder in (Path(getfile(torch)).parent, Path(__file__).parents[1]))
+TAKEN = frozenset(("torch", "thunder", "Tensor", "C0", "C1", "saved_for_backward", "cotangents"))  # by Thunder's traces
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 
@@ -56,7 +58,7 @@ class Acquired:
         paths: of its inputs that are parameters.
         constants: its inputs that are tensors of the graph's own.
         returns: what the graph returns: proxies that the trace returns, and constants.
-        writes: whether it writes to a tensor in place.
+        enables: called without gradients, it turns them on for a part; what the rest makes has none.
     """
 
     trace: TraceCtx
@@ -64,9 +66,11 @@ class Acquired:
     paths: Mapping[str, str]
     constants: Mapping[str, Tensor]
     returns: Sequence[Any]
+    enables: bool = False
 
     @cached_property
     def writes(self) -> bool:
+        """Whether it writes to a tensor in place."""
         return any(_is_inplace_op(line) for line in self.trace.bound_symbols)
 
 
@@ -79,7 +83,7 @@ def acquire(flat: Flat, inputs: Sequence[Any]) -> Acquired:
     trace = TraceCtx()
     with tracectx(trace):
         given = [_input(str(node.target), value) for node, value in zip(flat.placeholders, inputs, strict=True)]
-        own = {target: _input(target, value) for target, value in flat.tensors.items()}
+        own = {target: _input(f"t_{target}", value) for target, value in flat.tensors.items()}
         args = [*given, *own.values()]
         for arg in args:
             prims.unpack_trivial(arg, name=arg.name)
@@ -92,20 +96,22 @@ def acquire(flat: Flat, inputs: Sequence[Any]) -> Acquired:
     positions = {proxy.name: position for position, proxy in enumerate(given)}
     paths = {proxy.name: target for target, proxy in own.items() if target in flat.parameters}
     constants = {proxy.name: flat.tensors[target] for target, proxy in own.items() if target not in flat.parameters}
-    return Acquired(trace, positions, paths, constants, returns)
+    return Acquired(trace, positions, paths, constants, returns, flat.enables)
 
 
-def interpreted(jitted: ThunderModule, inputs: Sequence[Any]) -> Acquired:
+def interpreted(jitted: ThunderModule, flat: Flat, inputs: Sequence[Any]) -> Acquired:
     """As :func:`acquire`, by Thunder's interpreter.
 
     Args:
-        jitted: the graph's module.
+        jitted: what Thunder knows of the graph: options and executors.
+        flat: the graph.
         inputs: of the graph.
     """
     data = compile_data(jitted)
     temporary = next(each for each in data.executors_list if isinstance(each, TemporaryExecutor))
+    module = flat.module()
     prologue, trace, epilogue = data.acquire_initial_trace(
-        jitted._model, tuple(inputs), {}, data, compile_stats(jitted), temporary
+        module, tuple(inputs), {}, data, compile_stats(jitted), temporary
     )
     positions: dict[str, int] = {}
     paths: dict[str, str] = {}
@@ -119,8 +125,8 @@ def interpreted(jitted: ThunderModule, inputs: Sequence[Any]) -> Acquired:
         elif line.sym is prims.unpack_parameter:
             paths[line.output.name] = line.args[1]
         elif line.sym is prims.unpack_buffer:
-            constants[line.output.name] = jitted._model.get_buffer(line.args[1])
-    return Acquired(trace, positions, paths, constants, returns=epilogue.bound_symbols[-1].args[0])
+            constants[line.output.name] = module.get_buffer(line.args[1])
+    return Acquired(trace, positions, paths, constants, epilogue.bound_symbols[-1].args[0], flat.enables)
 
 
 def _input(name: str, value: Any) -> TensorProxy:
@@ -134,8 +140,8 @@ def _input(name: str, value: Any) -> TensorProxy:
 
 def _free(name: str) -> str | None:
     """The name, if no other value of the trace has it; None: Thunder finds one."""
-    trace = get_tracectx()
-    return name if name.isidentifier() and not trace.has_name(name) else None
+    is_taken = name in TAKEN or iskeyword(name) or name.startswith("zero_") or get_tracectx().has_name(name)
+    return name if name.isidentifier() and not is_taken else None
 
 
 def _evaluate(flat: Flat, given: Sequence[Any], values: Mapping[str, Any]) -> Any:

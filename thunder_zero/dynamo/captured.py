@@ -116,14 +116,27 @@ class Flat:
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
     @cached_property
+    def enables(self) -> bool:
+        """Whether it turns gradients on, where dynamo captured it without."""
+        switches = [node.args[0] for node in self.graph.nodes if node.target is SET_GRAD_ENABLED]
+        return bool(switches) and bool(switches[0])
+
+    @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The attributes that are tensors."""
         return {target: value for target, value in self.attributes.items() if isinstance(value, Tensor)}
 
-    def module(self) -> nn.Module:
+    def module(self, *, empty: bool = False) -> nn.Module:
         """The graph as a module for Thunder to interpret. Not a GraphModule: Thunder would trace what that does around
-        a forward that fails, and not come to an end."""
+        a forward that fails, and not come to an end.
+
+        Args:
+            empty: only a module of that name.
+        """
         root = nn.Module()
+        if empty:
+            root.__class__ = type(self.name, (nn.Module,), {})
+            return root
         for target, value in self.attributes.items():
             _put(root, target, value.module() if isinstance(value, Flat) else value)
         forward = type(fx.GraphModule(root, self.graph)).forward

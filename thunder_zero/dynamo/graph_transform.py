@@ -23,8 +23,5 @@ class GraphTransform(ProgramTransform):
         self._state, self._runtime, self._graph = state, runtime, graph
 
     def transform_module(self, model: ThunderModule) -> None:
-        """Put the shards into the jitted graph, and our executors in front of the others."""
-        for name in model._overrides_parameters:
-            if (param := self._state.plan.by_name.get(name)) is not None:
-                model._overrides_parameters[name] = self._state.shards[param.path]
+        """Put our executors in front of the others."""
         self.install(model, self._state.plan, self._runtime, self._graph)

@@ -46,10 +46,6 @@ MOST_PROGRAMS = 64  # of one function: a frame that calls submodules of one clas
 LOG = logging.getLogger(__name__)
 
 
-class ReadsGradMode(Exception):
-    """Dynamo captured, with gradients on for all grad modes, Python that may ask for the mode."""
-
-
 @dataclass(frozen=True)
 class GradMode:
     """Whether autograd records, and whether tensors are made that it never will."""
@@ -100,8 +96,9 @@ class Graphs:
         shapes: by name, the shapes of the inputs of each graph that dynamo captured.
         ran: in the last forward, in order.
         breaks: where dynamo ended graphs of the model, and why, in sentences.
-        reads_grad_mode: forward's Python may ask for the grad mode, so that dynamo captures it in each.
-        user: the user's grad mode, while forward runs with gradients on for dynamo, whose graphs are then good in any.
+        for_all_modes: a graph that dynamo captured with gradients on is all of forward, whatever the grad mode; None
+            before there is one.
+        user: the user's grad mode, while forward enters dynamo with gradients on for such a graph.
     """
 
     captured: list[Captured] = field(default_factory=list)
@@ -109,7 +106,7 @@ class Graphs:
     shapes: dict[str, list[Mapping[str, torch.Size]]] = field(default_factory=dict)
     ran: list[Programs] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
-    reads_grad_mode: bool = False
+    for_all_modes: bool | None = None
     user: GradMode | None = None
 
 
@@ -128,6 +125,7 @@ class DynamoModule(ZeroModule):
             number = _alive(model)._capture(graph, inputs)
             return lambda *inputs: _alive(model)._call(number, inputs)
 
+        dynamo.note_questions()
         captured = dynamo.capture(self.plain, backend)
         self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
 
@@ -155,27 +153,32 @@ class DynamoModule(ZeroModule):
         return output
 
     def _captured(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what dynamo captured: with gradients on where one capture is good for all grad modes, as dynamo would
-        make one for each; programs run in the user's mode."""
+        """Call what dynamo captured. Without gradients, take the graph that it has for training, if that is good for
+        all grad modes: dynamo guards the mode, so gradients are on where it looks, and the program runs without."""
         user, graphs = GradMode.now(), self._graphs
-        if user == GradMode() or graphs.reads_grad_mode or any(map(_is_inference, tree_leaves((args, kwargs)))):
+        if user == GradMode() or not graphs.for_all_modes or any(map(_is_inference, tree_leaves((args, kwargs)))):
             return self._forward_fn(*args, **kwargs)
         graphs.user = user
         try:
-            with GradMode().entered():
+            with GradMode().entered(), dynamo.without_compiling():
                 return self._forward_fn(*args, **kwargs)
-        except dynamo.BackendRaised as error:
-            if not isinstance(error.inner_exception, ReadsGradMode):
+        except Exception:
+            if graphs.ran:
                 raise
         finally:
             graphs.user = None
-        return self._forward_fn(*args, **kwargs)
+        graphs.user = user
+        try:  # dynamo has no such graph: it captures one for both modes without gradients
+            with GradMode(enabled=False).entered():
+                return self._forward_fn(*args, **kwargs)
+        finally:
+            graphs.user = None
 
     def _capture(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
         """Keep a graph; returns its number."""
-        self._graphs.reads_grad_mode |= dynamo.reads_grad_mode(graph)
-        if self._graphs.user and self._graphs.reads_grad_mode:
-            raise ReadsGradMode
+        for_all = dynamo.is_for_all_modes(graph, type(self.plain).forward)
+        if GradMode.now() == GradMode() or not for_all:
+            self._graphs.for_all_modes = for_all and self._graphs.for_all_modes is not False
         register(graph)
         name = self._name()
         self._graphs.shapes.setdefault(name, []).append(shapes_of(graph, inputs))
@@ -209,15 +212,14 @@ class DynamoModule(ZeroModule):
         """The programs of a graph, of which none is compiled."""
         transform = GraphTransform(self.state, self._calls, name)
         executors = compile_data(self).executors_list
-        jitted = thunder.jit(flat.module(), transforms=[transform], executors=executors)
-        with torch.enable_grad(), compiling(jitted, inputs):
+        jitted = thunder.jit(flat.module(empty=True), transforms=[transform], executors=executors)
+        with torch.set_grad_enabled(not flat.enables), compiling(jitted, inputs):
             try:
                 acquired = acquire(flat, inputs)
             except NoSymbol as error:
-                LOG.info(
-                    "Thunder interprets %s of %s, as it has no symbol for %s", name, type(self.plain).__name__, error
-                )
-                acquired = interpreted(jitted, inputs)
+                kind = type(self.plain).__name__
+                LOG.info("Thunder interprets %s of %s, as it has no symbol for %s", name, kind, error)
+                acquired = interpreted(jitted, flat, inputs)
         return Programs(jitted, acquired, transform, self.state, self._calls)
 
     def _name(self) -> str:

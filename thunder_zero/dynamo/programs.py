@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -128,19 +129,21 @@ class Programs:
         """What the graph returns for inputs, by the program that this call needs."""
         acquired = self.acquired
         given = [inputs[position] for position in acquired.positions.values()]
-        differentiates = torch.is_grad_enabled() and self._differentiable
+        differentiates = self._differentiable and (torch.is_grad_enabled() or acquired.enables)
         aliases = _aliases(given) if acquired.writes else ()
         entry = self.program(Mode(differentiates, self.runtime.synced, aliases), inputs)
         rows = self.runtime.take_rows([self.state.shards[path] for path in self._paths], self._paths)
         values = dict(zip([*acquired.positions, *acquired.paths], [*given, *rows], strict=True), **acquired.constants)
-        outputs = dict(zip(self._outputs, entry.run([values[arg.name] for arg in acquired.trace.args]), strict=True))
+        with torch.set_grad_enabled(differentiates):
+            returned = entry.run([values[arg.name] for arg in acquired.trace.args])
+        outputs = dict(zip(self._outputs, returned, strict=True))
         return tuple(outputs[each.name] if isinstance(each, Proxy) else each for each in acquired.returns)
 
     def program(self, mode: Mode, inputs: Sequence[Any]) -> Entry:
         """The program for a mode, compiled if it has not been."""
         entry = self.entries.pop(mode, None)
         if entry is None:
-            with compiling(self.jitted, inputs):
+            with torch.set_grad_enabled(mode.differentiates), compiling(self.jitted, inputs):
                 entry = self._compile(mode)
         self.entries[mode] = entry
         return entry
@@ -181,12 +184,31 @@ class Programs:
 
 
 def _aliases(tensors: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """The positions of tensors that share memory, a group for each memory."""
-    groups: dict[int, list[int]] = {}
+    """The positions of tensors that share memory, a group for each memory.
+
+    Raises:
+        RuntimeError: two share a part of their memory, or order it differently; Thunder would take it for the same.
+    """
+    groups: dict[tuple[int, int], list[int]] = {}
     for position, tensor in enumerate(tensors):
-        if type(tensor) is Tensor and tensor.layout is torch.strided:
-            groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(position)
-    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+        if type(tensor) is Tensor and tensor.layout is torch.strided and tensor.numel():
+            groups.setdefault(_memory(tensor), []).append(position)
+    shared = [group for group in groups.values() if len(group) > 1]
+    unlike = [group for group in shared if not all(tensors[position].is_contiguous() for position in group)]
+    unlike += [[groups[one][0], groups[other][0]] for one, other in pairwise(sorted(groups)) if other[0] < one[1]]
+    if unlike:
+        shapes = " and ".join(str(tuple(tensors[position].shape)) for position in unlike[0])
+        raise RuntimeError(
+            f"forward writes in place, and two of its inputs or buffers, of shapes {shapes}, are views of the same "
+            f"memory, so that Thunder would compute with other values; pass a clone()"
+        )
+    return tuple(map(tuple, shared))
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte and of the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _copied(trace: TraceCtx) -> TraceCtx:
