@@ -23,7 +23,8 @@ def last_uses(ops: Iterable[Op], holds: Callable[[str], Iterable[str]]) -> dict[
     last: dict[str, int] = {}
     for at, op in enumerate(ops):
         for name in (*op.reads, *op.writes) if op.kind is not Kind.FREE else ():
-            last.update(dict.fromkeys(holds(name), at))
+            for memory in holds(name):
+                last[memory] = at
     return last
 
 

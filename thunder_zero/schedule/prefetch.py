@@ -116,7 +116,7 @@ def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
             bound = next(bound for bound, count in by_bound.items() if count == ended) if ended else Bound.PHASE
             if _starts_at_use(timeline.plan):
                 at, bound = use.at, Bound.USE
-            elif any(op.kind is Kind.COMPUTE for op in ops[at + 1 : _launched(timeline, use)]):
+            elif any(op.kind is Kind.COMPUTE for op in ops[at + 1 : timeline.writer[use.gather.writes[0]]]):
                 bound = Bound.EARLIER
             if not use.is_gathered_once:
                 found[use.gather.writes[0]] = at, bound
@@ -132,10 +132,6 @@ def _phases(timeline: Timeline) -> tuple[tuple[int, int], tuple[int, int]]:
 def _starts_at_use(plan: Plan) -> bool:
     """Whether the policy lets no gather start ahead of its use."""
     return plan.sizes.ahead_bytes == 0 or (plan.sizes.prefetch == 0 and plan.policy.times is None)
-
-
-def _launched(timeline: Timeline, use: _Use) -> int:
-    return next(at for at, op in enumerate(timeline.ops) if op.writes[:1] == use.gather.writes)
 
 
 def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
