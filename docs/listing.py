@@ -16,12 +16,8 @@ PACKAGE = ROOT / "thunder_zero"
 BEGIN, END = "<!-- listing: python docs/listing.py -->\n", "<!-- end of the listing -->"
 NEEDED = "needed while: "
 ORDER = (  # bottom up, as the table of imports has it
-    *("lazy.py", "amounts.py", "layout.py", "times.py", "precision.py", "policy.py", "sizes.py", "plan.py"),
-    *("rows.py", "parameter_attributes.py"),
-    *("schedule", "compat", "comm", "traces", "runtime", "whole_step", "checkpoint", "hugging_face"),
-    *("arguments.py", "refusals.py", "placement.py", "compilations.py", "compiled.py"),
-    *("zero_module.py", "program_transform.py", "transform.py", "dynamo", "plugin.py", "lightning.py", "tools"),
-    "__init__.py",
+    *("lazy.py", "plan", "schedule", "compat", "comm", "traces", "sharded", "optim", "frontends", "checkpoint"),
+    *("lightning.py", "tools", "__init__.py"),
 )
 NAME = 22  # columns
 

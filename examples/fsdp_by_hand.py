@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from thunder_zero import layout
+from thunder_zero.plan import layout
 from thunder_zero.schedule import Plan, passes, verify, verify_recompute
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.tools.report.line_meanings import format_timeline

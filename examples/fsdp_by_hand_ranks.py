@@ -34,7 +34,7 @@ from fsdp_by_hand import (
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from thunder_zero import layout
+from thunder_zero.plan import layout
 from thunder_zero.schedule import passes
 from thunder_zero.traces.insert import module_inputs
 from thunder_zero.traces.lift import emit, lift

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 import thunder_zero as tz
-from thunder_zero import layout
+from thunder_zero.plan import layout
 
 CELLS = 48  # characters that a tensor's rows are drawn with
 

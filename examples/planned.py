@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import thunder_zero as tz  # before thunder
-from thunder_zero import layout
+from thunder_zero.plan import layout
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import Timeline
 

@@ -33,7 +33,7 @@ from show import Bar, console_of, figures, progress_bar
 from torch import Tensor, nn
 
 import thunder_zero as tz  # before thunder
-from thunder_zero import layout
+from thunder_zero.plan import layout
 
 import thunder
 

@@ -8,55 +8,55 @@ from thunder_zero.lazy import lazy
 if TYPE_CHECKING:
     from thunder_zero import schedule as schedule
     from thunder_zero import tools as tools
+    from thunder_zero.checkpoint.hugging_face.save_pretrained import save_pretrained as save_pretrained
     from thunder_zero.checkpoint.load import Loaded as Loaded
     from thunder_zero.checkpoint.load import load as load
     from thunder_zero.checkpoint.save import save as save
-    from thunder_zero.dynamo.compile import compile as compile
-    from thunder_zero.hugging_face.save_pretrained import save_pretrained as save_pretrained
-    from thunder_zero.plugin import Recipe as Recipe
-    from thunder_zero.plugin import Zero as Zero
-    from thunder_zero.plugin import zero as zero
-    from thunder_zero.policy import DDP as DDP
-    from thunder_zero.policy import ZERO1 as ZERO1
-    from thunder_zero.policy import ZERO2 as ZERO2
-    from thunder_zero.policy import ZERO3 as ZERO3
-    from thunder_zero.policy import Policy as Policy
-    from thunder_zero.precision import MixedPrecision as MixedPrecision
-    from thunder_zero.runtime.ema import EMA as EMA
-    from thunder_zero.runtime.full_parameters import full_parameters as full_parameters
-    from thunder_zero.runtime.full_state_dict import full_state_dict as full_state_dict
-    from thunder_zero.runtime.global_numbers import clip_grad_norm_ as clip_grad_norm_
-    from thunder_zero.runtime.global_numbers import global_mean as global_mean
+    from thunder_zero.frontends.dynamo.compile import compile as compile
+    from thunder_zero.frontends.plugin import Recipe as Recipe
+    from thunder_zero.frontends.plugin import Zero as Zero
+    from thunder_zero.frontends.plugin import zero as zero
+    from thunder_zero.frontends.transform import ZeroTransform as ZeroTransform
+    from thunder_zero.frontends.zero_module import ZeroModule as ZeroModule
+    from thunder_zero.frontends.zero_module import traces_of as traces_of
+    from thunder_zero.optim.ema import EMA as EMA
+    from thunder_zero.optim.global_numbers import clip_grad_norm_ as clip_grad_norm_
+    from thunder_zero.optim.global_numbers import global_mean as global_mean
+    from thunder_zero.optim.optimizer import whole as whole
+    from thunder_zero.plan.policy import DDP as DDP
+    from thunder_zero.plan.policy import ZERO1 as ZERO1
+    from thunder_zero.plan.policy import ZERO2 as ZERO2
+    from thunder_zero.plan.policy import ZERO3 as ZERO3
+    from thunder_zero.plan.policy import Policy as Policy
+    from thunder_zero.plan.precision import MixedPrecision as MixedPrecision
+    from thunder_zero.sharded.full_parameters import full_parameters as full_parameters
+    from thunder_zero.sharded.full_state_dict import full_state_dict as full_state_dict
     from thunder_zero.tools.ask.explain import explain as explain
     from thunder_zero.tools.ask.print_trace import print_trace as print_trace
     from thunder_zero.tools.dry_run import trace as trace
-    from thunder_zero.transform import ZeroTransform as ZeroTransform
-    from thunder_zero.whole_step.optimizer import whole as whole
-    from thunder_zero.zero_module import ZeroModule as ZeroModule
-    from thunder_zero.zero_module import traces_of as traces_of
 
 look_up, listed, __all__ = lazy(
     __name__,
     {
         "thunder_zero.checkpoint.load": "Loaded load",
         "thunder_zero.checkpoint.save": "save",
-        "thunder_zero.dynamo.compile": "compile",
-        "thunder_zero.hugging_face.save_pretrained": "save_pretrained",
-        "thunder_zero.plugin": "Recipe Zero zero",
-        "thunder_zero.policy": "DDP ZERO1 ZERO2 ZERO3 Policy",
-        "thunder_zero.precision": "MixedPrecision",
-        "thunder_zero.runtime.ema": "EMA",
-        "thunder_zero.runtime.full_parameters": "full_parameters",
-        "thunder_zero.runtime.full_state_dict": "full_state_dict",
-        "thunder_zero.runtime.global_numbers": "clip_grad_norm_ global_mean",
+        "thunder_zero.frontends.dynamo.compile": "compile",
+        "thunder_zero.checkpoint.hugging_face.save_pretrained": "save_pretrained",
+        "thunder_zero.frontends.plugin": "Recipe Zero zero",
+        "thunder_zero.plan.policy": "DDP ZERO1 ZERO2 ZERO3 Policy",
+        "thunder_zero.plan.precision": "MixedPrecision",
+        "thunder_zero.optim.ema": "EMA",
+        "thunder_zero.sharded.full_parameters": "full_parameters",
+        "thunder_zero.sharded.full_state_dict": "full_state_dict",
+        "thunder_zero.optim.global_numbers": "clip_grad_norm_ global_mean",
         "thunder_zero.schedule": "",
         "thunder_zero.tools": "",
         "thunder_zero.tools.ask.explain": "explain",
         "thunder_zero.tools.ask.print_trace": "print_trace",
         "thunder_zero.tools.dry_run": "trace",
-        "thunder_zero.transform": "ZeroTransform",
-        "thunder_zero.whole_step.optimizer": "whole",
-        "thunder_zero.zero_module": "ZeroModule traces_of",
+        "thunder_zero.frontends.transform": "ZeroTransform",
+        "thunder_zero.optim.optimizer": "whole",
+        "thunder_zero.frontends.zero_module": "ZeroModule traces_of",
     },
 )
 

@@ -23,19 +23,19 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
 )
 
-from thunder_zero.arguments import Arguments, check_arguments
 from thunder_zero.comm.group import hybrid_mesh
-from thunder_zero.plugin import zero
-from thunder_zero.policy import Policy
-from thunder_zero.runtime.dtensors import parts_of
-from thunder_zero.runtime.full_state_dict import (
+from thunder_zero.frontends.arguments import Arguments, check_arguments
+from thunder_zero.frontends.plugin import zero
+from thunder_zero.frontends.transform import ZeroTransform
+from thunder_zero.frontends.zero_module import ZeroModule
+from thunder_zero.optim.global_numbers import clip_grad_norm_
+from thunder_zero.plan.policy import Policy
+from thunder_zero.sharded.dtensors import parts_of
+from thunder_zero.sharded.full_state_dict import (
     full_optimizer_state_dict,
     shard_optimizer_state_dict,
     step_shards,
 )
-from thunder_zero.runtime.global_numbers import clip_grad_norm_
-from thunder_zero.transform import ZeroTransform
-from thunder_zero.zero_module import ZeroModule
 
 import thunder
 from thunder.core.module import ThunderModule

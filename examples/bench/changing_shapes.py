@@ -21,7 +21,7 @@ from torch import nn
 import thunder_zero as tz  # before thunder
 from examples.bench.families import BY_NAME, text
 from examples.bench.overhead import clocked
-from thunder_zero.program_transform import ProgramTransform
+from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
 
 import thunder

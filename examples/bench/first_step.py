@@ -30,8 +30,8 @@ from torch import Tensor, nn
 import thunder_zero as tz  # before thunder
 from examples.bench.model import Size, loss_of, make_batch, make_model
 from examples.bench.overhead import clocked
-from thunder_zero.dynamo import module, programs
-from thunder_zero.program_transform import ProgramTransform
+from thunder_zero.frontends.dynamo import module, programs
+from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.traces.executors import ScheduleJointTrace
 
 import thunder

@@ -37,9 +37,9 @@ import thunder_zero as tz  # before thunder
 from examples.bench.contestants import trains
 from examples.bench.model import Size, make_batch, make_model
 from thunder_zero.compat import shortcuts
+from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.schedule import passes
 from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
-from thunder_zero.transform import ZeroTransform
 
 import thunder
 

@@ -31,11 +31,11 @@ from network import LOOPBACK, Seat, bytes_sent, can_limit, seats
 from torch import Tensor
 
 import thunder_zero  # noqa: F401  # first of its imports
-from thunder_zero import layout
 from thunder_zero.comm import pairwise
 from thunder_zero.comm.native import PerTensor
 from thunder_zero.comm.pairwise import PairwiseGloo
-from thunder_zero.plan import Param
+from thunder_zero.plan import layout
+from thunder_zero.plan.params import Param
 
 KiB, MiB = 1 << 10, 1 << 20
 SECONDS = 600  # for one world on one link

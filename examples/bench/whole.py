@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import thunder_zero as tz  # before thunder
 from examples.bench.model import Size, loss_of, make_batch, make_model
-from thunder_zero.whole_step.owners import Piece, assign, work_of_shape
+from thunder_zero.optim.owners import Piece, assign, work_of_shape
 
 import thunder
 

@@ -24,9 +24,9 @@ from tests.harness.one_rank import communicating, group_of_one
 from tests.harness.ranks import everyone
 from tests.harness.slow_wire import slow_wire
 from thunder_zero.comm.native import CoalescedNccl
-from thunder_zero.plan import Param, make_plan
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.plan.params import Param, make_plan
 from thunder_zero.schedule.timeline import LAUNCHES
+from thunder_zero.sharded.dtensors import local
 
 import thunder
 

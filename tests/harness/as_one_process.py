@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from thunder_zero.plan import Param, Plan
-from thunder_zero.rows import own_rows, real_rows
-from thunder_zero.runtime.dtensors import local
-from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.rows import own_rows, real_rows
+from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.sharded_model import sharded_model
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."  # torch's, in paths of parameters but not of state dicts

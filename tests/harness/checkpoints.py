@@ -20,8 +20,8 @@ from thunder_zero.checkpoint import folder
 from thunder_zero.checkpoint.contents import Contents
 from thunder_zero.checkpoint.dcp_write import WritePlanner, write_planned
 from thunder_zero.checkpoint.save import entries_of, finish_checkpoint
-from thunder_zero.layout import is_sharded, row_range
-from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.plan.layout import is_sharded, row_range
+from thunder_zero.sharded.sharded_model import sharded_model
 
 
 def adamw(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:

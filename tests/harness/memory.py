@@ -29,11 +29,11 @@ from tests.harness.models import (
     whole,
 )
 from tests.harness.timelines import in_flight_bytes
-from thunder_zero.plan import make_plan
-from thunder_zero.runtime.calls import Calls
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.plan.params import make_plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import Kind
+from thunder_zero.sharded.calls import Calls
+from thunder_zero.sharded.dtensors import local
 
 from thunder.executors.torch_compile import torch_compile_ex
 

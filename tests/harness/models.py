@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import thunder_zero as tz
 from thunder_zero.comm import pairwise
-from thunder_zero.runtime.placeholders import Placeholder
+from thunder_zero.sharded.placeholders import Placeholder
 
 import thunder
 from thunder.core.proxies import Proxy, TensorProxy

@@ -13,11 +13,11 @@ from types import MappingProxyType
 import torch
 from hypothesis import strategies as st
 
-from thunder_zero.layout import is_sharded
-from thunder_zero.plan import Param, Plan
-from thunder_zero.policy import RECOMPUTE, STAGES, MiB, Policy
+from thunder_zero.plan.layout import is_sharded
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.policy import RECOMPUTE, STAGES, MiB, Policy
+from thunder_zero.plan.times import Times
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
-from thunder_zero.times import Times
 
 CHEAP_BITS = 12
 WORK = {"*": Work.MATMUL, "?": Work.OTHER, "~": Work.RANDOM, "/": Work.VIEW, "|": Work.VIEW}  # by mark, see ``program``

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from thunder_zero.rows import own_rows
-from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.plan.rows import own_rows
+from thunder_zero.sharded.sharded_model import sharded_model
 
 
 def gradients(module: nn.Module, step: int) -> dict[str, Tensor]:

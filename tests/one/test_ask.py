@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.errors import says
 from thunder_zero.comm.handle import Handle
-from thunder_zero.runtime.waits import Labels, launching
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.schedule.timeline import Kind, Op
+from thunder_zero.sharded.waits import Labels, launching
 from thunder_zero.tools import Device, Link, cli, diff, doctor, estimate
 
 import thunder

@@ -26,7 +26,7 @@ from thunder_zero.checkpoint.contents import is_cut, split_rank_prefix
 from thunder_zero.checkpoint.dcp_read import read_metadata
 from thunder_zero.checkpoint.load import Loaded, load_extras, own_extras
 from thunder_zero.checkpoint.read import read_checkpoint
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.sharded.dtensors import local
 
 WORLDS, STAGES = (1, 2, 3, 4), (0, 1, 2, 3)
 PAIRS = [(1, 0, 3, 3), (3, 3, 1, 1), (2, 1, 4, 2), (3, 2, 3, 0)]  # worlds and stages, from and to

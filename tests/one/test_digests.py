@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from thunder_zero.runtime import writes
-from thunder_zero.runtime.writes import BLOCK, digests_of
+from thunder_zero.sharded import writes
+from thunder_zero.sharded.writes import BLOCK, digests_of
 
 MIB = 1 << 20
 SIZES = (0, 1, 7, 8, 8 * BLOCK, 8 * BLOCK + 3, 8 * MIB + 8 * BLOCK + 5)  # bytes: of no block, one, blocks of blocks

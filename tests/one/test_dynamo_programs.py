@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
 from tests.harness.models import Halves, fresh
-from thunder_zero import compilations
-from thunder_zero.dynamo import acquire as direct
-from thunder_zero.dynamo import module as graphs
-from thunder_zero.dynamo import programs
+from thunder_zero.frontends import compilations
+from thunder_zero.frontends.dynamo import acquire as direct
+from thunder_zero.frontends.dynamo import module as graphs
+from thunder_zero.frontends.dynamo import programs
 
 import thunder
 from thunder.core import interpreter
@@ -373,7 +373,7 @@ def test_a_terminal_is_told_what_is_compiled_and_how_long_it_took(monkeypatch: p
     assert compilations.terminal_of(shows=True, rank=0) is None, "pytest's standard error is no terminal"
     module, terminal = fresh(lambda: nn.Linear(4, 4)), StringIO()
     monkeypatch.setattr(compilations, "terminal_of", lambda shows, rank: terminal if shows and not rank else None)
-    monkeypatch.setattr("thunder_zero.zero_module.terminal_of", compilations.terminal_of)
+    monkeypatch.setattr("thunder_zero.frontends.zero_module.terminal_of", compilations.terminal_of)
     tz.compile(deepcopy(module), 3)(X)
     quick = terminal.getvalue()
     monkeypatch.setattr(compilations, "SECONDS", 0.0)

@@ -16,8 +16,8 @@ import thunder_zero as tz
 from tests.harness.errors import raised
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.tiers import slow
+from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.schedule import Kind
-from thunder_zero.transform import ZeroTransform
 
 from thunder.core import prims
 from thunder.core.proxies import Proxy

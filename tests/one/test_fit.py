@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
-from thunder_zero.amounts import itemsize, size
+from thunder_zero.plan.amounts import itemsize, size
 from thunder_zero.tools.dry_run import Interpreted
 from thunder_zero.tools.fitting.budget import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN
 from thunder_zero.tools.fitting.candidate import Candidate

@@ -26,11 +26,11 @@ from thunder_zero.checkpoint import save
 from thunder_zero.comm import backends, native
 from thunder_zero.comm.native import CoalescedNccl, float16_divisors
 from thunder_zero.comm.staging import HostCopies
-from thunder_zero.plan import Param, make_plan
-from thunder_zero.runtime.dtensors import part_of
-from thunder_zero.runtime.initial_values.data import Cuts, PlainModel, names_of
-from thunder_zero.runtime.resident import lay_out
-from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.plan.params import Param, make_plan
+from thunder_zero.sharded.dtensors import part_of
+from thunder_zero.sharded.initial_values.data import Cuts, PlainModel, names_of
+from thunder_zero.sharded.resident import lay_out
+from thunder_zero.sharded.sharded_model import sharded_model
 
 import thunder
 

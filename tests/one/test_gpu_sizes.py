@@ -12,9 +12,9 @@ import torch
 import thunder_zero as tz
 from examples.bench.model import Size, make_model
 from tests.harness.tiers import slow
+from thunder_zero.plan.sizes import Sizes
 from thunder_zero.schedule import make_plan
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
-from thunder_zero.sizes import Sizes
 from thunder_zero.tools.forecast.figures import Holds
 
 # A GPT with the width and the vocabulary of Llama-3 8B; its blocks, 384 MiB in bfloat16, are about as large.

@@ -21,9 +21,9 @@ from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero import Policy
 from thunder_zero.comm.transport import SingleRank
-from thunder_zero.plan import make_plan
-from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.plan.params import make_plan
 from thunder_zero.schedule import Kind, Op
+from thunder_zero.sharded.sharded_model import sharded_model
 from thunder_zero.tools import Traces
 
 import thunder

@@ -20,7 +20,7 @@ import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.models import full, is_plain, trains
 from tests.harness.tiers import slow
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.sharded.dtensors import local
 
 import thunder
 

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.tiers import slow
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.sharded.dtensors import local
 
 import thunder
 

@@ -17,7 +17,7 @@ import thunder_zero as tz
 from tests.harness.errors import raised
 from tests.harness.tiers import slow
 from tests.harness.traced import Chain, ResidualBlock, traced
-from thunder_zero.amounts import size
+from thunder_zero.plan.amounts import size
 from thunder_zero.schedule import Kind
 from thunder_zero.schedule.lifetimes import gathered_bytes
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import thunder_zero as tz
 from examples.gpt import GPT, GPTConfig
 from tests.harness.tiers import deep, slow
-from thunder_zero.policy import RECOMPUTE
+from thunder_zero.plan.policy import RECOMPUTE
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.traces.work import is_cheap, updated_by
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 import thunder_zero as tz
 from tests.harness.errors import refused
 from tests.harness.tiers import slow
-from thunder_zero.refusals import PARTS
+from thunder_zero.frontends.refusals import PARTS
 
 import thunder
 

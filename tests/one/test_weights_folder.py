@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.harness.errors import refused
-from thunder_zero.arguments import sources_of
-from thunder_zero.runtime.initial_values.weights_folder import SafetensorsWeights
+from thunder_zero.frontends.arguments import sources_of
+from thunder_zero.sharded.initial_values.weights_folder import SafetensorsWeights
 
 A, B = torch.arange(6.0).view(2, 3), torch.ones(2, dtype=torch.bfloat16)
 INDEX = "model.safetensors.index.json"

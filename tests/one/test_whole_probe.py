@@ -16,8 +16,8 @@ from torch import Tensor, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.harness.whole_steps import Changes
-from thunder_zero.whole_step.probe import SIDE, STEPS, Found, probed
-from thunder_zero.whole_step.stepper import Members, made
+from thunder_zero.optim.probe import SIDE, STEPS, Found, probed
+from thunder_zero.optim.stepper import Members, made
 
 SHAPES = ((9, 4), (5,))
 Factor = Callable[[Tensor, dict[str, Any], list[Tensor]], Any]  # of a gradient, a state and all gradients

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.harness.errors import refused
-from thunder_zero.amounts import bytes_of, float_dtype
+from thunder_zero.plan.amounts import bytes_of, float_dtype
 
 
 def test_bytes() -> None:

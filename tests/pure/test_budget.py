@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import model
-from thunder_zero.policy import Policy
+from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.lifetimes import alive_bytes
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, Op, Value, Work

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import make_param
-from thunder_zero.plan import Plan
-from thunder_zero.policy import Policy
+from thunder_zero.plan.params import Plan
+from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 from thunder_zero.tools.cost.costs import Cost, Lane, costs_of
 from thunder_zero.tools.cost.estimate import step_time

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import make_param, model, program, split, timelines
-from thunder_zero.plan import Plan
-from thunder_zero.policy import Policy
+from thunder_zero.plan.params import Plan
+from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Value, Work
 from thunder_zero.tools.cost.costs import (

@@ -11,7 +11,7 @@ from runpy import run_path
 
 import pytest
 
-from thunder_zero.policy import Policy
+from thunder_zero.plan.policy import Policy
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "thunder_zero"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import Use, gathered, lines, model, split, timelines, with_policy
-from thunder_zero.policy import Policy
+from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.last_units import largest
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.passes import run

@@ -8,7 +8,7 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunder_zero import layout
+from thunder_zero.plan import layout
 
 ROWS = st.integers(1, 100)
 WORLD = st.integers(1, 16)

@@ -27,7 +27,8 @@ from tests.harness.timelines import (
     timelines,
     with_rank,
 )
-from thunder_zero.policy import MiB, Policy
+from thunder_zero.plan.policy import MiB, Policy
+from thunder_zero.plan.times import Times
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.lifetimes import gathered_bytes
@@ -36,7 +37,6 @@ from thunder_zero.schedule.prefetch import prefetch
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.sink_waits import sink_waits
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
-from thunder_zero.times import Times
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction

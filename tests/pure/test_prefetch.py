@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import ALONE, in_flight_bytes, lines, model, timed, with_policy, with_rank
-from thunder_zero.policy import MiB, Policy
+from thunder_zero.plan.policy import MiB, Policy
+from thunder_zero.plan.times import Times
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.prefetch import ended_before, ended_in_time, prefetch
 from thunder_zero.schedule.regather import regather
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, ScheduleError, Timeline
 from thunder_zero.schedule.verify import check_pass
-from thunder_zero.times import Times
 
 NAMES = ("a.w", "b.w", "c.w", "d.w")
 BYTES = 4  # of each of them; on two ranks each rank sends and receives all of it at most

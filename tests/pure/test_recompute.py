@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import lines, program, same_results, split, with_policy
-from thunder_zero.policy import Policy
+from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.min_cut import cheapest_to_keep
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.recompute import recompute

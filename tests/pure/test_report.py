@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.harness.timelines import make_param, split
-from thunder_zero.amounts import size
-from thunder_zero.plan import Plan
-from thunder_zero.policy import Policy
+from thunder_zero.plan.amounts import size
+from thunder_zero.plan.params import Plan
+from thunder_zero.plan.policy import Policy
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.tools.report.line_meanings import Gap, Row, SourceLine, format_timeline, label, rows, select
 from thunder_zero.tools.report.text import fold

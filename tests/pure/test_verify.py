@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import ALONE, Use, model, same_results, timelines, with_policy
-from thunder_zero.policy import MiB, Policy
+from thunder_zero.plan.policy import MiB, Policy
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, Op, ScheduleError, Timeline, Value
 from thunder_zero.schedule.verify import check, check_pass, check_schedule

@@ -18,7 +18,7 @@ from tests.harness.errors import raised, says
 from tests.harness.models import count_sends, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.sharded.sharded_model import sharded_model
 
 MICRO, ROWS, STEPS = 3, 6, 3  # micro-batches of a step, rows of one over all ranks, steps
 WAYS = ("reduced", "deferred", "mixed")

@@ -32,10 +32,10 @@ from tests.harness.models import (
 )
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from thunder_zero.policy import RECOMPUTE
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.plan.policy import RECOMPUTE
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import Kind
+from thunder_zero.sharded.dtensors import local
 
 import thunder.torch as ltorch
 

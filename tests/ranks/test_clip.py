@@ -17,7 +17,7 @@ from tests.harness.errors import says
 from tests.harness.models import LENGTH, Mlp, Small, error, fresh, sharded, whole
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.sharded.dtensors import local
 
 NORMS, LIMITS = (1.0, 2.0, 3.0, inf), (1e-3, 1e3)
 ROWS = 12

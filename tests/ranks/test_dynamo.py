@@ -25,8 +25,8 @@ from tests.harness.errors import raised
 from tests.harness.loops import deferred_steps
 from tests.harness.models import Halves, Zoo, count_sends, fresh
 from tests.harness.ranks import RanksPool
-from thunder_zero import compilations
-from thunder_zero.dynamo import module as dynamo_module
+from thunder_zero.frontends import compilations
+from thunder_zero.frontends.dynamo import module as dynamo_module
 
 pytestmark = pytest.mark.slow
 

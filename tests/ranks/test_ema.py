@@ -19,7 +19,7 @@ from tests.harness.errors import raised, says
 from tests.harness.models import Small, count_sends, error, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.sharded.dtensors import local
 from thunder_zero.tools import cli
 
 DECAY, STEPS, EVERY = 0.8, 5, 2

@@ -27,9 +27,9 @@ from tests.harness.errors import says
 from tests.harness.models import Small, error, fresh
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from thunder_zero.layout import row_range
-from thunder_zero.runtime.calls import Calls
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.plan.layout import row_range
+from thunder_zero.sharded.calls import Calls
+from thunder_zero.sharded.dtensors import local
 
 import thunder
 

@@ -17,7 +17,7 @@ from tests.harness.errors import raised
 from tests.harness.models import Small, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from thunder_zero.runtime.placeholders import Placeholder
+from thunder_zero.sharded.placeholders import Placeholder
 
 TOKENS = torch.arange(9)
 HALF = tz.MixedPrecision(torch.bfloat16, overrides={"layers.1": tz.MixedPrecision()})

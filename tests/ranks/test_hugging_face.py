@@ -35,9 +35,9 @@ from tests.harness.checkpoints import adamw, same, stepped
 from tests.harness.errors import raised
 from tests.harness.models import Small, fresh, full, sharded
 from tests.harness.ranks import RanksPool
+from thunder_zero.checkpoint.hugging_face import save_pretrained as writing
 from thunder_zero.comm import small_collectives
-from thunder_zero.hugging_face import save_pretrained as writing
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.sharded.dtensors import local
 
 import thunder
 

@@ -19,8 +19,8 @@ from tests.harness.errors import raised, says
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
-from thunder_zero.runtime.waits import Clock, Moment, Waited, computed
 from thunder_zero.schedule.timeline import Kind
+from thunder_zero.sharded.waits import Clock, Moment, Waited, computed
 from thunder_zero.tools import measure_times
 
 # Each parameter is a bucket, and none is gathered once: more gathers, and other orders.

@@ -17,7 +17,7 @@ from tests.harness.loops import skips_what_overflows
 from tests.harness.models import Small, count_sends, fresh, saved, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from thunder_zero.runtime.sharded_model import sharded_model
+from thunder_zero.sharded.sharded_model import sharded_model
 
 HALF, FULL = torch.bfloat16, torch.float32
 STEPS, ROWS, WIDTH = 3, 6, 9

@@ -18,12 +18,12 @@ import thunder_zero as tz
 from tests.harness.models import Mlp, count_sends, fresh, sharded, storages
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
-from thunder_zero import layout
-from thunder_zero.plan import Plan, make_plan
-from thunder_zero.rows import real_rows
-from thunder_zero.runtime.dtensors import local
-from thunder_zero.runtime.writes import digests_of
+from thunder_zero.plan import layout
+from thunder_zero.plan.params import Plan, make_plan
+from thunder_zero.plan.rows import real_rows
 from thunder_zero.schedule.timeline import Kind
+from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.writes import digests_of
 
 X = torch.linspace(-1, 1, 14).view(2, 7)
 

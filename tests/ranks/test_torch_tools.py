@@ -19,7 +19,7 @@ import thunder_zero as tz
 from tests.harness.models import error, fresh, full
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.sharded.dtensors import local
 
 import thunder
 

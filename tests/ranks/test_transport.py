@@ -19,13 +19,13 @@ import thunder_zero as tz
 from tests.harness.models import count_sends
 from tests.harness.ranks import RanksPool, everyone
 from tests.harness.tiers import slow
-from thunder_zero import layout
 from thunder_zero.comm import native
 from thunder_zero.comm.backends import transport_for
 from thunder_zero.comm.handle import AVERAGER, Waitable, in_background
 from thunder_zero.comm.native import CoalescedNccl, PerTensor
 from thunder_zero.comm.pairwise import PACK_BELOW_BYTES, PairwiseGloo, mean_into, messages
 from thunder_zero.comm.transport import SingleRank, Transport
+from thunder_zero.plan import layout
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]

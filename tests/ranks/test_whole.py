@@ -24,9 +24,9 @@ from tests.harness.models import Mlp, Small, count_sends, error, fresh, sharded,
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import deep, slow
 from tests.harness.whole_steps import Changes, CoupledIfAsked, give, gradients
-from thunder_zero import layout
 from thunder_zero.comm.collective_tags import TaggedTransport
-from thunder_zero.whole_step import stepper
+from thunder_zero.optim import stepper
+from thunder_zero.plan import layout
 
 import thunder
 

@@ -17,7 +17,7 @@ from tests.harness.errors import raised, says
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.whole_steps import Changes, CoupledIfAsked, give, gradients
-from thunder_zero.whole_step import members, owners
+from thunder_zero.optim import members, owners
 
 import thunder
 

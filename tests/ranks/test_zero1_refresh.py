@@ -13,7 +13,7 @@ from tests.harness.as_one_process import assert_near, digest, on_all_ranks
 from tests.harness.errors import says
 from tests.harness.models import Mlp, fresh, sharded
 from tests.harness.ranks import RanksPool
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.sharded.dtensors import local
 
 
 def change(rank: int, world_size: int) -> None:

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from thunder_zero.checkpoint.dcp_write import Entries, KeyPath
-from thunder_zero.runtime.ema import EMA
-from thunder_zero.runtime.optimizers import parameters_of
-from thunder_zero.runtime.sharded_model import ShardedModel, owners_of
+from thunder_zero.optim.ema import EMA
+from thunder_zero.sharded.optimizers import parameters_of
+from thunder_zero.sharded.sharded_model import ShardedModel, owners_of
 
 MODEL, OPTIM, STATE, GROUPS, EXTRA = "model", "optim", "state", "param_groups", "extra"
 EMAS = "ema"  # averages of parameters, by the name of their extra

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.sharded.dtensors import local
 
 DESCRIBES = "torch.distributed.checkpoint.metadata"  # its classes may be in metadata
 OTHERS = {

@@ -26,8 +26,8 @@ from thunder_zero.checkpoint.read import States, read_checkpoint
 from thunder_zero.checkpoint.save import NO_EXTRAS, agreed, error_of_last, require_at_rest
 from thunder_zero.comm.agree import all_or_none
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0
-from thunder_zero.runtime.ema import EMA
-from thunder_zero.runtime.sharded_model import sharded_model, tagged
+from thunder_zero.optim.ema import EMA
+from thunder_zero.sharded.sharded_model import sharded_model, tagged
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from thunder_zero.checkpoint.dcp_read import read_entries
 from thunder_zero.checkpoint.dcp_write import Entries
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
 from thunder_zero.comm.agree import Fact
-from thunder_zero.runtime.dtensors import dtensor_like, local
-from thunder_zero.runtime.optimizers import StepsWhole, class_name
+from thunder_zero.sharded.dtensors import dtensor_like, local
+from thunder_zero.sharded.optimizers import StepsWhole, class_name
 
 OPTIMIZER_CLASSES = "optimizer_classes"  # their names; other tools do not save them
 AS_SAVED = "build the optimizer as it was saved"

@@ -27,8 +27,8 @@ from thunder_zero.checkpoint.dcp_read import places_by_key, read_entries
 from thunder_zero.checkpoint.dcp_write import key_of
 from thunder_zero.checkpoint.manifest import USE_ANOTHER
 from thunder_zero.checkpoint.optimizer_states import read_state_dicts
-from thunder_zero.runtime.dtensors import local
-from thunder_zero.runtime.optimizers import load_exactly
+from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.optimizers import load_exactly
 
 # Where tools put them: torch's tutorials, Fabric, Trainer, Accelerate, torchtune and, at the top, torchtitan.
 ROOTS = {

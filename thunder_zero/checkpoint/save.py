@@ -30,10 +30,10 @@ from thunder_zero.checkpoint.optimizer_states import (
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.group import group_like
 from thunder_zero.comm.small_collectives import gather_object_on_rank_0
-from thunder_zero.policy import is_count
-from thunder_zero.runtime.ema import EMA
-from thunder_zero.runtime.sharded_model import sharded_model, tagged
-from thunder_zero.runtime.state import State
+from thunder_zero.optim.ema import EMA
+from thunder_zero.plan.policy import is_count
+from thunder_zero.sharded.sharded_model import sharded_model, tagged
+from thunder_zero.sharded.state import State
 
 NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 _saves: WeakKeyDictionary[State, BackgroundSaves] = WeakKeyDictionary()

@@ -24,7 +24,7 @@ from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import has_groups, process_group
 from thunder_zero.comm.handle import Result
 from thunder_zero.comm.small_collectives import all_gather_object, broadcast_object_from_rank_0, small_collective
-from thunder_zero.plan import Plan
+from thunder_zero.plan.params import Plan
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ from thunder_zero.comm.pairwise import Message, PairwiseGloo, Wait
 from thunder_zero.comm.small_collectives import all_gather_object
 from thunder_zero.comm.staging import HostCopies, Staging, needs_staging
 from thunder_zero.comm.transport import SingleRank, Transport
-from thunder_zero.plan import Param, Plan
+from thunder_zero.plan.params import Param, Plan
 
 # (device type, backend) -> transport; PerTensor for all others
 BACKENDS: Mapping[tuple[str, str], Callable[[ProcessGroup, int], Transport]] = {

@@ -37,7 +37,7 @@ from torch.distributed import ProcessGroup
 from thunder_zero.comm.handle import SENDER, Waitable, WaitsBy, in_background
 from thunder_zero.comm.lost_ranks import CPU, naming_lost_ranks, naming_tag, speaks_gloo, timeout_of
 from thunder_zero.comm.transport import Forwarding, PeerBuffers, Transport
-from thunder_zero.plan import Param
+from thunder_zero.plan.params import Param
 
 BYTES = 256  # of a message: a digest, then as much of the text as fits
 DIGEST_BYTES = 16

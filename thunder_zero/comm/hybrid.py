@@ -18,8 +18,8 @@ from torch import Tensor
 
 from thunder_zero.comm.handle import Result, Waitable
 from thunder_zero.comm.transport import PeerBuffers, Transport
-from thunder_zero.plan import Param, Plan
-from thunder_zero.rows import real_rows
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.rows import real_rows
 
 
 class Hybrid:

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_single, reduce_scatter_single
 
-from thunder_zero import layout
 from thunder_zero.comm.handle import BucketPart, Handle
 from thunder_zero.comm.transport import FLOATS, Launching, PeerBuffers
 from thunder_zero.compat.torch_gaps import divide_all, one_launch
-from thunder_zero.plan import Param
-from thunder_zero.rows import rows_in
+from thunder_zero.plan import layout
+from thunder_zero.plan.params import Param
+from thunder_zero.plan.rows import rows_in
 
 
 class _Native(Launching):

@@ -38,11 +38,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from thunder_zero import layout
 from thunder_zero.comm.handle import AVERAGER, SENDER, BucketPart, Handle, Result, in_background
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
 from thunder_zero.comm.transport import COMPLEX, FLOATS, Launching, PeerBuffers
-from thunder_zero.plan import Param
+from thunder_zero.plan import layout
+from thunder_zero.plan.params import Param
 
 Wait = Callable[[], object]  # waits for the end of a message
 Message = Callable[[Tensor, int, ProcessGroup, int], Wait]  # starts one: send or receive

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.transport import Forwarding, Transport
-from thunder_zero.plan import Param, Plan
-from thunder_zero.rows import rows_in
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.rows import rows_in
 
 
 class HostCopies:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Handle, Result, Waitable
-from thunder_zero.plan import Param
+from thunder_zero.plan.params import Param
 
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 COMPLEX = frozenset((torch.complex64, torch.complex128))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import is_namedtuple_class
 
-from thunder_zero.precision import MixedPrecision
+from thunder_zero.plan.precision import MixedPrecision
 
 BORDER = "_thunder_zero_border"  # attribute of the classes made here: the path, for error messages
 OTHERS = (tuple, list, set, frozenset, deque)

@@ -134,4 +134,4 @@ def _register_plugins() -> None:
 
 
 def _plugin(stage: int) -> Any:
-    return import_module("thunder_zero.plugin").Zero(stage=stage)
+    return import_module("thunder_zero.frontends.plugin").Zero(stage=stage)

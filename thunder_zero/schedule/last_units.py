@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from thunder_zero.plan import Plan
+from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.derived import needed_in_backward, regathered
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import Kind, Op, Timeline

@@ -44,7 +44,7 @@ from enum import StrEnum
 from itertools import accumulate
 from math import inf
 
-from thunder_zero.plan import Plan
+from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.derived import gathered_from
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
 

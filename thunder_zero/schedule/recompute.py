@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 
-from thunder_zero.plan import ROOT
+from thunder_zero.plan.params import ROOT
 from thunder_zero.schedule.copies import copies, reads_renamed
 from thunder_zero.schedule.derived import gathered_from, regathered
 from thunder_zero.schedule.lifetimes import last_reads

@@ -28,8 +28,8 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
-from thunder_zero import layout
-from thunder_zero.plan import Param, Plan
+from thunder_zero.plan import layout
+from thunder_zero.plan.params import Param, Plan
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from thunder_zero.lazy import lazy
 
 if TYPE_CHECKING:
-    from thunder_zero.compiled import Traces as Traces
+    from thunder_zero.frontends.compiled import Traces as Traces
     from thunder_zero.tools.ask.diff import diff as diff
     from thunder_zero.tools.ask.difference import Difference as Difference
     from thunder_zero.tools.ask.explanation import Explanation as Explanation
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 look_up, listed, __all__ = lazy(
     __name__,
     {
-        "thunder_zero.compiled": "Traces",
+        "thunder_zero.frontends.compiled": "Traces",
         "thunder_zero.tools.ask.diff": "diff",
         "thunder_zero.tools.ask.difference": "Difference",
         "thunder_zero.tools.ask.explanation": "Explanation",

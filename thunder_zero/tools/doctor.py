@@ -19,10 +19,10 @@ from looseversion import LooseVersion
 from torch import nn
 
 from thunder_zero.compat.imports import TESTED
-from thunder_zero.policy import STAGES
-from thunder_zero.runtime.dtensors import local
+from thunder_zero.frontends.transform import ZeroTransform
+from thunder_zero.plan.policy import STAGES
+from thunder_zero.sharded.dtensors import local
 from thunder_zero.tools.report.text import WIDTH
-from thunder_zero.transform import ZeroTransform
 
 import thunder
 

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from thunder_zero.compat.casts import cast_inputs, casting_borders
-from thunder_zero.compiled import Traces
-from thunder_zero.plan import Plan, make_plan
-from thunder_zero.policy import ZERO3, Policy
-from thunder_zero.runtime.placeholders import placeholder, set_tensor, traced
+from thunder_zero.frontends.compiled import Traces
+from thunder_zero.frontends.transform import ZeroTransform
+from thunder_zero.plan.params import Plan, make_plan
+from thunder_zero.plan.policy import ZERO3, Policy
+from thunder_zero.sharded.placeholders import placeholder, set_tensor, traced
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.traces.executors import JointPass
 from thunder_zero.traces.insert import put_inputs_at_rest
 from thunder_zero.traces.lift import is_joint
 from thunder_zero.traces.symbols import DryRuntime, Program
-from thunder_zero.transform import ZeroTransform
 
 import thunder
 from thunder import compile_data, compile_stats

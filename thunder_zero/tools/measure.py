@@ -7,13 +7,13 @@ from math import inf
 from statistics import median
 
 from thunder_zero.comm import agree
-from thunder_zero.policy import is_count
-from thunder_zero.runtime.sharded_model import tagged
-from thunder_zero.runtime.state import State
-from thunder_zero.runtime.waits import computed, mean_over_ranks
+from thunder_zero.frontends.zero_module import traces_of, zero_module
+from thunder_zero.plan.policy import is_count
+from thunder_zero.plan.times import Times
 from thunder_zero.schedule.timeline import Kind, Timeline
-from thunder_zero.times import Times
-from thunder_zero.zero_module import traces_of, zero_module
+from thunder_zero.sharded.sharded_model import tagged
+from thunder_zero.sharded.state import State
+from thunder_zero.sharded.waits import computed, mean_over_ranks
 
 from thunder.core.module import ThunderModule
 

@@ -22,7 +22,7 @@ from copy import copy
 from math import prod
 from typing import Any
 
-from thunder_zero.plan import Param
+from thunder_zero.plan.params import Param
 from thunder_zero.schedule.names import ProgramName
 from thunder_zero.traces.lift import proxies_in
 from thunder_zero.traces.symbols import Program, ZeroExecutor

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.compat.operators import NeverFuses
-from thunder_zero.plan import Param, Plan
+from thunder_zero.plan.params import Param, Plan
 from thunder_zero.schedule.names import ProgramName
 from thunder_zero.schedule.timeline import Timeline
 

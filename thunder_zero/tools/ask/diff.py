@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from thunder_zero.amounts import name_of
-from thunder_zero.compiled import Traces
-from thunder_zero.plan import ROOT, Param
+from thunder_zero.frontends.compiled import Traces
+from thunder_zero.plan.amounts import name_of
+from thunder_zero.plan.params import ROOT, Param
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, Op, Timeline

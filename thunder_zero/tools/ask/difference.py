@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from textwrap import wrap
 
-from thunder_zero.amounts import size
-from thunder_zero.plan import ROOT, Plan
-from thunder_zero.policy import STAGES, Policy
+from thunder_zero.plan.amounts import size
+from thunder_zero.plan.params import ROOT, Plan
+from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.tools.report.text import WIDTH
 
 SHORT = 30  # columns

@@ -15,11 +15,12 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING
 
-from thunder_zero import layout
-from thunder_zero.amounts import size
-from thunder_zero.compiled import Traces
-from thunder_zero.plan import Param, Plan
-from thunder_zero.policy import STAGES
+from thunder_zero.frontends.compiled import Traces
+from thunder_zero.frontends.zero_module import traces_of
+from thunder_zero.plan import layout
+from thunder_zero.plan.amounts import size
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.policy import STAGES
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.prefetch import Bound, bounds
 from thunder_zero.schedule.timeline import Kind, Op, Timeline
@@ -30,7 +31,6 @@ from thunder_zero.tools.cost.estimate import Estimate, estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.report.line_meanings import label
-from thunder_zero.zero_module import traces_of
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
-from thunder_zero.amounts import duration, name_of, size
-from thunder_zero.plan import Param, Plan
+from thunder_zero.plan.amounts import duration, name_of, size
+from thunder_zero.plan.params import Param, Plan
 from thunder_zero.tools.report.text import WIDTH, clip, place_of
 
 HANGING = 12  # columns

@@ -8,8 +8,9 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from thunder_zero.amounts import size
-from thunder_zero.compiled import Traces
+from thunder_zero.frontends.compiled import Traces
+from thunder_zero.frontends.zero_module import traces_of
+from thunder_zero.plan.amounts import size
 from thunder_zero.schedule.timeline import Op
 from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import memory as forecast_of
@@ -17,7 +18,6 @@ from thunder_zero.tools.forecast.memory import require_of
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.report.line_meanings import HALVES, Gap, Row, SourceLine, rows, select
 from thunder_zero.tools.report.trace_printer import print_rows, print_total
-from thunder_zero.zero_module import traces_of
 
 import thunder
 from thunder.core.codeutils import get_source_line

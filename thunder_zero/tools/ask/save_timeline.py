@@ -9,7 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thunder_zero.compiled import Traces
+from thunder_zero.frontends.compiled import Traces
+from thunder_zero.frontends.zero_module import traces_of
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.names import launch_label, wait_label
 from thunder_zero.schedule.timeline import Kind
@@ -21,7 +22,6 @@ from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.report.line_meanings import HALVES, Row, label
 from thunder_zero.tools.report.text import place_of
-from thunder_zero.zero_module import traces_of
 
 if TYPE_CHECKING:
     from thunder.core.module import ThunderModule

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_zero.amounts import bytes_of, float_dtype
 from thunder_zero.checkpoint.contents import EMAS, GROUPS, MODEL, OPTIM, STATE, listed
 from thunder_zero.checkpoint.optimizer_states import groups_of
 from thunder_zero.checkpoint.whole_files import (
@@ -26,6 +25,7 @@ from thunder_zero.checkpoint.whole_files import (
     remove_older,
     write_parts,
 )
+from thunder_zero.plan.amounts import bytes_of, float_dtype
 from thunder_zero.tools.convert.open_checkpoint import OpenCheckpoint, open_checkpoint
 from thunder_zero.tools.report.progress import show_progress
 

@@ -11,12 +11,12 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from thunder_zero.amounts import name_of
 from thunder_zero.checkpoint import folder, manifest
 from thunder_zero.checkpoint.contents import MODEL, OPTIM, STATE, split_rank_prefix
 from thunder_zero.checkpoint.dcp_read import places_by_key, read_entries, read_metadata
 from thunder_zero.checkpoint.manifest import Manifest
 from thunder_zero.checkpoint.whole_files import TensorToWrite, dtype_to_write
+from thunder_zero.plan.amounts import name_of
 from thunder_zero.tools.report.progress import show_progress
 from thunder_zero.tools.report.text import stdout_console
 

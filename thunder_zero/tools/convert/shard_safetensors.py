@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from thunder_zero import layout
-from thunder_zero.amounts import float_dtype
 from thunder_zero.checkpoint import folder
 from thunder_zero.checkpoint.contents import MODEL
 from thunder_zero.checkpoint.dcp_write import Entries, WritePlanner, key_of, write_metadata, write_planned
 from thunder_zero.checkpoint.whole_files import SUFFIX, dtype_to_write
-from thunder_zero.runtime.initial_values.weights_folder import SafetensorsWeights
+from thunder_zero.plan import layout
+from thunder_zero.plan.amounts import float_dtype
+from thunder_zero.sharded.initial_values.weights_folder import SafetensorsWeights
 from thunder_zero.tools.report.progress import show_progress
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 
-from thunder_zero.amounts import itemsize, name_of
+from thunder_zero.plan.amounts import itemsize, name_of
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline, Work
 from thunder_zero.tools.devices.device import Device
 

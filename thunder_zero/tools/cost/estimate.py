@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from thunder_zero.compiled import Traces
+from thunder_zero.frontends.compiled import Traces
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of
 from thunder_zero.tools.cost.lanes import Lanes, Span

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf, prod
 
-from thunder_zero.policy import STAGES
+from thunder_zero.plan.policy import STAGES
 from thunder_zero.tools.devices.device import Device
 
 FORWARD, BACKWARD = 2, 4  # FLOPs of a parameter of a product and a token

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from thunder_zero.amounts import name_of
 from thunder_zero.comm.backends import transport_for
 from thunder_zero.comm.handle import Result, Waitable
 from thunder_zero.comm.small_collectives import barrier
 from thunder_zero.comm.transport import Transport
-from thunder_zero.plan import Param
+from thunder_zero.plan.amounts import name_of
+from thunder_zero.plan.params import Param
 from thunder_zero.schedule.timeline import Work
 
 Run = Callable[[], object]

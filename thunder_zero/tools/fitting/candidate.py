@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from thunder_zero.amounts import itemsize
-from thunder_zero.plan import ROOT, Plan
-from thunder_zero.policy import Policy, is_count
+from thunder_zero.plan.amounts import itemsize
+from thunder_zero.plan.params import ROOT, Plan
+from thunder_zero.plan.policy import Policy, is_count
 from thunder_zero.schedule.lifetimes import alive_bytes, lifetimes
 from thunder_zero.schedule.passes import PASSES, applied
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline

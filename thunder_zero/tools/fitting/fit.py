@@ -15,10 +15,10 @@ from typing import IO, Any
 from rich.console import Console
 from torch import Tensor, nn
 
-from thunder_zero.amounts import bytes_of
 from thunder_zero.comm.agree import on_rank_0, ranks_of_default_group
-from thunder_zero.compiled import Traces
-from thunder_zero.policy import ZERO3, Policy
+from thunder_zero.frontends.compiled import Traces
+from thunder_zero.plan.amounts import bytes_of
+from thunder_zero.plan.policy import ZERO3, Policy
 from thunder_zero.tools.dry_run import Interpreted
 from thunder_zero.tools.fitting.budget import AGAIN, PLAIN
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Prices

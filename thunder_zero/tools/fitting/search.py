@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, product
 
-from thunder_zero.policy import STAGES, Policy
+from thunder_zero.plan.policy import STAGES, Policy
 from thunder_zero.schedule.timeline import Timeline
 from thunder_zero.tools.fitting.budget import AGAIN, KEPT, KEPT_AND_AGAIN, PLAIN, Parts, UnitChoice, cheapest
 from thunder_zero.tools.fitting.candidate import USUAL_PRICES, Candidate, Prices

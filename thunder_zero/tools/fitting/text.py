@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from thunder_zero.amounts import size
+from thunder_zero.plan.amounts import size
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED, Memory
 from thunder_zero.tools.report.text import table_of
 

@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from thunder_zero.amounts import name_of
-from thunder_zero.compiled import Traces
-from thunder_zero.runtime.writes import digests_of
+from thunder_zero.frontends.compiled import Traces
+from thunder_zero.plan.amounts import name_of
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
+from thunder_zero.sharded.writes import digests_of
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.forecast.memory import begun
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
-from thunder_zero.amounts import size
-from thunder_zero.plan import Plan
+from thunder_zero.plan.amounts import size
+from thunder_zero.plan.params import Plan
 from thunder_zero.tools.report.text import WIDTH, clip
 
 

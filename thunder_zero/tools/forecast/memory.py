@@ -13,9 +13,10 @@ from dataclasses import replace
 from itertools import groupby
 
 from thunder_zero.comm.backends import UNSENT
-from thunder_zero.compiled import Traces
-from thunder_zero.plan import Plan
-from thunder_zero.policy import STAGES, is_count
+from thunder_zero.frontends.compiled import Traces
+from thunder_zero.frontends.zero_module import traces_of
+from thunder_zero.plan.params import Plan
+from thunder_zero.plan.policy import STAGES, is_count
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.tools.forecast.figures import AT_REST, OPTIMIZER_STEP, ByKind, Holds, Memory, MemoryLine, Storage
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer, Rehearsal, optimizer_at_rest
@@ -23,7 +24,6 @@ from thunder_zero.tools.forecast.replay import Loss, Replay, RunLine, printed
 from thunder_zero.tools.forecast.watch import Allocation, Watch
 from thunder_zero.tools.report.line_meanings import SourceLine, rows
 from thunder_zero.tools.report.text import place_of
-from thunder_zero.zero_module import traces_of
 
 from thunder.core.devices import DeviceType
 from thunder.core.module import ThunderModule

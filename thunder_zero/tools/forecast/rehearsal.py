@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_iter
 
 from thunder_zero.comm.backends import unsent_transport
 from thunder_zero.comm.staging import HostCopies
-from thunder_zero.plan import Plan
-from thunder_zero.runtime.accumulation import Accumulation
-from thunder_zero.runtime.state import Share
-from thunder_zero.runtime.writes import digests_of
+from thunder_zero.plan.params import Plan
+from thunder_zero.sharded.accumulation import Accumulation
+from thunder_zero.sharded.state import Share
+from thunder_zero.sharded.writes import digests_of
 from thunder_zero.tools.forecast.figures import Holds
 from thunder_zero.tools.forecast.watch import META, NoForecast, Watch, needs_no_values
 
@@ -95,7 +95,7 @@ def take_step(
 
 
 class Rehearsal(Share):
-    """A share without values, over which :class:`thunder_zero.runtime.calls.Calls` runs in a forecast of memory.
+    """A share without values, over which :class:`thunder_zero.sharded.calls.Calls` runs in a forecast of memory.
 
     ZeRO-1 refreshes all of its parameters, as after an optimizer's step. A parameter of an earlier micro-batch that
     ``gather_once_per_accumulation`` keeps unsharded is gathered anew.

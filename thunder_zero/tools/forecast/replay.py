@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from thunder_zero.compiled import Traces
-from thunder_zero.runtime.calls import Calls
+from thunder_zero.frontends.compiled import Traces
 from thunder_zero.schedule.timeline import Kind, Op
+from thunder_zero.sharded.calls import Calls
 from thunder_zero.tools.forecast.figures import OPTIMIZER_STEP, Holds
 from thunder_zero.tools.forecast.regions import run_region
 from thunder_zero.tools.forecast.rehearsal import Rehearsal, take_step

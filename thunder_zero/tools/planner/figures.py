@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from thunder_zero.policy import STAGES, is_count
+from thunder_zero.plan.policy import STAGES, is_count
 
 APART = 8  # a mesh shards over so many times as many ranks as the one before
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_iter
 
-from thunder_zero.policy import is_count
+from thunder_zero.plan.policy import is_count
 from thunder_zero.tools.from_file import module_and_inputs
 
 THETA = 500_000.0  # base of Llama 3's rotary frequencies

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from thunder_zero.plan import Plan
+from thunder_zero.plan.params import Plan
 from thunder_zero.tools.forecast.around import Operators
 
 MiB, GiB = 1 << 20, 1 << 30

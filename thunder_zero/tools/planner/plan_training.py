@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_zero.amounts import bytes_of, name_of
-from thunder_zero.policy import RECOMPUTE, STAGES, Policy, is_count
-from thunder_zero.precision import MixedPrecision
+from thunder_zero.plan.amounts import bytes_of, name_of
+from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
+from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of

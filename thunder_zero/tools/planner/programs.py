@@ -10,10 +10,10 @@ from functools import cached_property
 
 import torch
 
-from thunder_zero.compiled import Traces
-from thunder_zero.plan import Plan, make_plan
-from thunder_zero.policy import STAGES, Policy
-from thunder_zero.precision import MixedPrecision
+from thunder_zero.frontends.compiled import Traces
+from thunder_zero.plan.params import Plan, make_plan
+from thunder_zero.plan.policy import STAGES, Policy
+from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import Interpreted

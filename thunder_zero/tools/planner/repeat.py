@@ -18,7 +18,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from thunder_zero.compiled import Traces
+from thunder_zero.frontends.compiled import Traces
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 from thunder_zero.tools.cost.costs import Cost
 from thunder_zero.tools.cost.estimate import Estimate, counts_fused, model_seconds, step_time

@@ -14,8 +14,8 @@ from math import ceil
 
 from rich.console import Console
 
-from thunder_zero.amounts import duration, size
-from thunder_zero.policy import RECOMPUTE, STAGES, Policy
+from thunder_zero.plan.amounts import duration, size
+from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy
 from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
 from thunder_zero.tools.planner.figures import PlanRow, TrainingPlan
 from thunder_zero.tools.report.text import table_of

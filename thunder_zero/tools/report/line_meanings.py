@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from thunder_zero.plan import Plan
+from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Op, Timeline
 

@@ -19,8 +19,8 @@ from itertools import pairwise
 from rich.console import Console
 from rich.table import Table
 
-from thunder_zero.plan import Plan
-from thunder_zero.policy import STAGES
+from thunder_zero.plan.params import Plan
+from thunder_zero.plan.policy import STAGES
 
 WIDTH = 100  # columns, without a terminal
 INDENT = " " * 4  # of continuation lines

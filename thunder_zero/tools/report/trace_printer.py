@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
 
-from thunder_zero.amounts import size
-from thunder_zero.plan import Plan
+from thunder_zero.plan.amounts import size
+from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.timeline import Kind
 from thunder_zero.tools.report.line_meanings import Gap, Row, label, total
 from thunder_zero.tools.report.text import WIDTH, clip, fill, fold, place_of

@@ -1,0 +1,160 @@
+"""The arguments of ZeroTransform, ``zero`` and Zero: one signature, checked into one frozen value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import torch
+
+from thunder_zero.plan.policy import Policy
+from thunder_zero.plan.precision import MixedPrecision
+from thunder_zero.plan.times import Times
+from thunder_zero.sharded.initial_values import Sources
+from thunder_zero.sharded.initial_values.weights_folder import SafetensorsWeights
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Arguments(TypedDict, total=False):
+    """Keyword arguments; those without a line here are fields of :class:`~thunder_zero.Policy`.
+
+    Attributes:
+        process_group: ranks that share the model; the default group if None.
+        mesh: instead of a group, a mesh of one dimension (shard) or two (replicate, shard): with two, the model is
+            sharded over the second, and there are as many copies of it as the first is long (hybrid sharding).
+        device: the device of the shards (default: the parameters' device; for a module on the meta device the CPU, or
+            the current device if the group carries no CPU tensors).
+        init: gives parameters and buffers on the meta device their values, after ``reset_parameters`` of each module
+            that owns some: it is called as ``module.apply(init)`` calls it, with the module's own parameters in full.
+        weights: full tensors by their names in the module's state dict (``torch.load(..., mmap=True)``); they become
+            the values of the module's parameters and buffers, read one at a time. Or the path of a folder of
+            safetensors files, as ``save_pretrained`` writes it, or of one such file.
+        progress: rank 0 says on a terminal what it compiles, for which shapes, and how long that took, where it takes
+            more than a second (default: True).
+    """
+
+    process_group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
+    device: torch.device | str | None
+    init: Callable[[torch.nn.Module], object] | None
+    weights: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None
+    progress: bool
+    stage: int
+    unit_of: Callable[[torch.nn.Module], tuple[str, ...]] | None
+    ignored: tuple[str, ...]
+    replicated: tuple[str, ...]
+    replicate_below_bytes: int
+    mixed_precision: MixedPrecision
+    bucket_bytes: int | None
+    prefetch: int | None
+    in_flight_bytes: int | None
+    times: Times | None
+    gather_per_unit: bool
+    gather_last_units_once: bool
+    gather_once_per_accumulation: bool
+    recompute: str
+    cpu_offload: bool
+    broadcast_from: int | None
+    check_gradients: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedArguments:
+    """The arguments, checked.
+
+    Attributes:
+        policy: how to shard.
+        process_group, mesh: the ranks, one or none of the two.
+        device: the shards' device.
+        sources: initial values.
+        progress: whether compilations are announced.
+    """
+
+    policy: Policy
+    process_group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None
+    device: torch.device | None
+    sources: Sources
+    progress: bool = True
+
+
+def check_arguments(policy: Policy | int | None, **arguments: Unpack[Arguments]) -> CheckedArguments:
+    """Check the arguments.
+
+    Raises:
+        TypeError: not a policy; a field that policies do not have; init that is no function, weights no mapping.
+        OSError: ``weights`` cannot be read.
+        ValueError: a field out of range; a stage that contradicts the policy; an unknown device.
+    """
+    others: dict[str, Any] = dict(arguments)
+    where = {name: others.pop(name, None) for name in ("process_group", "mesh")}
+    device = device_named(others.pop("device", None))
+    sources = sources_of(others.pop("init", None), others.pop("weights", None))
+    progress = others.pop("progress", True)
+    return CheckedArguments(policy_of(policy, others), **where, device=device, sources=sources, progress=progress)
+
+
+def policy_of(policy: Policy | int | None, changes: Mapping[str, Any]) -> Policy:
+    """A policy, or that of a stage, with some fields changed.
+
+    Raises:
+        TypeError: not a policy; a field that policies do not have.
+        ValueError: a field out of range; a stage that contradicts the policy.
+    """
+    known = [field.name for field in fields(Policy)]
+    for name, value in changes.items():
+        if name not in known:
+            near = get_close_matches(name.lower(), known, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else "; thunder_zero.Policy lists its fields"
+            raise TypeError(f"{name}={value!r} is not a field of Policy{hint}")
+    if policy is None:
+        return Policy(**changes)
+    if isinstance(policy, bool) or not isinstance(policy, Policy | int):
+        raise TypeError(
+            f"policy is {policy!r}; give a thunder_zero.Policy, such as thunder_zero.ZERO3, or a stage 0 to 3"
+        )
+    chosen = policy if isinstance(policy, Policy) else Policy(stage=policy)
+    stage = changes.get("stage", chosen.stage)
+    if stage != chosen.stage:
+        raise ValueError(f"stage is {stage!r} and the policy's stage is {chosen.stage}; give one of the two")
+    return replace(chosen, **changes)
+
+
+def sources_of(init: object, weights: object) -> Sources:
+    """The sources of initial values.
+
+    Raises:
+        TypeError: not a function; neither a mapping nor a path.
+        OSError, ValueError: files that cannot be read.
+    """
+    if init is not None and (not callable(init) or isinstance(init, torch.nn.Module)):
+        raise TypeError(f"init is {init!r}; give a function of a module that writes its parameters, or None")
+    if isinstance(weights, str | os.PathLike):
+        weights = SafetensorsWeights(Path(weights))
+    if weights is not None and not isinstance(weights, Mapping):
+        raise TypeError(
+            f"weights is a {type(weights).__name__}; give a mapping of names to tensors, such as a state dict from "
+            f"torch.load(path, mmap=True), a folder of safetensors files, or None"
+        )
+    return Sources(init, weights)
+
+
+def device_named(device: torch.device | str | None) -> torch.device | None:
+    """The device.
+
+    Raises:
+        ValueError: torch does not know its name.
+    """
+    try:
+        return None if device is None else torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device is {device!r}, which torch does not know; give one such as 'cpu' or 'cuda:0'"
+        ) from None

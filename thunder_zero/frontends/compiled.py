@@ -1,0 +1,108 @@
+"""The compiled traces of a model, with their timelines, by Thunder's cache entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from thunder_zero.plan.params import Plan
+from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.traces.lift import lift_halves
+from thunder_zero.traces.symbols import Program, ZeroExecutor
+
+from thunder.core.prims import OpTags
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+
+@dataclass(frozen=True)
+class Traces:
+    """The program for one kind of input: both traces, their timeline and the plan.
+
+    Attributes:
+        forward: the forward trace, as it runs.
+        backward: the backward trace; None if nothing needs a gradient.
+        timeline: both halves, forward first; ``Op.source`` counts the lines of each half's trace.
+        plan: the plan of each parameter.
+        synced: whether gradients are reduced; if not, they are deferred (``no_sync``).
+        others: inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
+        epilogue: Thunder's trace that makes what the model returns from what the forward trace does.
+        lifted: the timeline before it was scheduled.
+        fuses: whether the model's executors fuse pointwise lines on a GPU, as Thunder's default ones do there.
+        registered: names of operators that Thunder has from its automatic registration alone: torch computes them and
+            their gradients.
+    """
+
+    forward: TraceCtx = field(repr=False)
+    backward: TraceCtx | None = field(repr=False)
+    timeline: Timeline
+    plan: Plan
+    synced: bool = True
+    others: Mapping[str, str] = field(default_factory=dict)
+    epilogue: TraceCtx | None = field(default=None, repr=False)
+    lifted: Timeline | None = field(default=None, repr=False)
+    fuses: bool = False
+    registered: tuple[str, ...] = ()
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether a fuser has made regions of lines."""
+        lines = (line for half in (self.forward, self.backward) if half for line in half.bound_symbols)
+        return any(line.sym.is_fusion for line in lines)
+
+    @property
+    def forward_timeline(self) -> Timeline:
+        """The forward half."""
+        return self.timeline.with_ops(op for op in self.timeline.ops if not op.backward)
+
+    @property
+    def backward_timeline(self) -> Timeline:
+        """The backward half; empty if there is no backward."""
+        return self.timeline.with_ops(op for op in self.timeline.ops if op.backward)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The compiled programs of one model.
+
+    Attributes:
+        executor: its symbols.
+        fuses: whether the model's executors fuse pointwise lines on a GPU.
+        programs: the facts about each program, by forward trace.
+    """
+
+    executor: ZeroExecutor
+    fuses: bool = False
+    programs: WeakKeyDictionary[TraceCtx, Program] = field(default_factory=WeakKeyDictionary)
+
+    def traces(self, entry: Any) -> Traces:
+        """The traces that an entry of Thunder's cache runs, with their timeline."""
+        forward = entry.computation_traces[-1]
+        backward = entry.backward_traces[-1] if entry.backward_traces else None
+        program = self.program_of(entry)
+        timeline = lift_halves(forward, backward, self.executor, program)
+        return Traces(
+            forward,
+            backward,
+            timeline,
+            program.plan,
+            synced=program.synced,
+            others=program.others,
+            epilogue=entry.epilogue_traces[-1] if entry.epilogue_traces else None,
+            lifted=program.lifted,
+            fuses=self.fuses,
+            registered=tuple(sorted(set(_registered(entry.computation_traces[0].bound_symbols)))),
+        )
+
+    def program_of(self, entry: Any) -> Program:
+        """The facts about the program of an entry of Thunder's cache."""
+        return next(self.programs[trace] for trace in entry.computation_traces if trace in self.programs)
+
+
+def _registered(lines: Iterable[BoundSymbol]) -> Iterator[str]:
+    for bsym in lines:
+        if OpTags.AUTO_REGISTERED in (bsym.sym.tags or ()):
+            yield str(bsym.sym.id)
+        yield from _registered(bsym.subsymbols)

@@ -1,0 +1,66 @@
+"""``tz.compile``: shards a module, and trains what dynamo captures of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+from torch import nn
+
+from thunder_zero.frontends.arguments import Arguments
+from thunder_zero.frontends.dynamo.module import DynamoModule
+from thunder_zero.frontends.refusals import DYNAMO_PARTS
+from thunder_zero.frontends.transform import ZeroTransform
+from thunder_zero.frontends.zero_module import adopt
+from thunder_zero.plan.policy import Policy
+
+import thunder
+from thunder.core.module import ThunderModule
+from thunder.extend import Executor
+
+
+class DynamoTransform(ZeroTransform):
+    """Shards a module whose forward dynamo captures.
+
+    Takes the same arguments as :class:`~thunder_zero.ZeroTransform`.
+    """
+
+    parts = DYNAMO_PARTS
+
+    def _adopt(self, model: ThunderModule) -> None:
+        adopt(model, DynamoModule, self._state, self._given.progress)
+        model.capture()
+
+    def _guard(self, model: ThunderModule, output: Any) -> None:
+        """Nothing: each graph guards what it returns."""
+
+
+def compile(
+    module: nn.Module,
+    policy: Policy | int | None = None,
+    *,
+    executors: Sequence[Executor] | None = None,
+    **arguments: Unpack[Arguments],
+) -> DynamoModule:
+    """Shard a module, capture its forward with dynamo (``torch.compile``), and let Thunder compile it.
+
+    >>> model = tz.compile(AutoModelForCausalLM.from_config(config), stage=3)
+
+    For modules that ``thunder.jit`` cannot trace, or whose Python takes it long; what the model is and does is the
+    same. Where dynamo ends a graph, each part has a schedule of its own, which is proven as a whole one is: a parameter
+    that two graphs read is gathered, and its gradient reduced, once for each.
+
+    Args:
+        module: a plain module.
+        policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
+        executors: those of ``thunder.jit``, such as ``[torch_compile_ex]`` (default: Thunder's).
+        arguments: as for :class:`~thunder_zero.ZeroTransform`.
+
+    Raises:
+        ValueError, RuntimeError, TypeError: as ZeroTransform does. When the model is called, RuntimeError: a parameter
+            is read outside of every graph; one function was compiled more often than dynamo may.
+    """
+    if not isinstance(module, nn.Module) or isinstance(module, ThunderModule):
+        raise TypeError(f"compile takes a plain torch module, got {type(module).__name__}; pass the module itself")
+    model: DynamoModule = thunder.jit(module, transforms=[DynamoTransform(policy, **arguments)], executors=executors)
+    return model

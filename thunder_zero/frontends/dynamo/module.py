@@ -1,0 +1,258 @@
+"""DynamoModule: the sharded model that ``tz.compile`` makes, and the graphs that it has."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+
+from thunder_zero.compat import dynamo
+from thunder_zero.compat.graphs import register
+from thunder_zero.frontends.compilations import too_many
+from thunder_zero.frontends.compiled import Compiled
+from thunder_zero.frontends.dynamo.acquire import NoSymbol, acquire, interpreted
+from thunder_zero.frontends.dynamo.captured import (
+    Flat,
+    Looks,
+    Paths,
+    detached,
+    looks,
+    paths_of,
+    require_apart,
+    shapes_of,
+    with_parameters,
+    written,
+)
+from thunder_zero.frontends.dynamo.graph_calls import GraphCalls
+from thunder_zero.frontends.dynamo.graph_transform import GraphTransform
+from thunder_zero.frontends.dynamo.programs import Programs, compiling
+from thunder_zero.frontends.dynamo.sentences import outside_of_graphs
+from thunder_zero.frontends.refusals import DYNAMO_PARTS, require_traceable
+from thunder_zero.frontends.zero_module import ZeroModule
+from thunder_zero.sharded.placeholders import ValuesNeeded
+
+import thunder
+from thunder import compile_data
+
+MOST_PROGRAMS = 64  # of one function: a frame that calls submodules of one class has one for each
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class GradMode:
+    """Whether autograd records, and whether tensors are made that it never will."""
+
+    enabled: bool = True
+    inference: bool = False
+
+    @staticmethod
+    def now() -> GradMode:
+        """The mode of the code that runs."""
+        return GradMode(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The mode, inside the block."""
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.enabled):
+            yield
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph as dynamo captured it.
+
+    Attributes:
+        graph: its parameters are inputs.
+        name: of the function that it is of.
+        looks: equal for graphs that compute the same for inputs that look the same; None if unknown.
+        positions: of the inputs that it writes to.
+        apart: for each output, whether it has no gradient.
+        made: what Thunder compiles of it, by the parameters that dynamo calls it with.
+    """
+
+    graph: fx.GraphModule
+    name: str
+    looks: Looks | None
+    positions: Sequence[int]
+    apart: Sequence[bool]
+    made: dict[Paths, Programs] = field(default_factory=dict)
+
+
+@dataclass
+class Graphs:
+    """The graphs of one model.
+
+    Attributes:
+        captured: all of them, in order.
+        names: by dynamo's numbers of the functions that they are of, in the order in which those were compiled.
+        shapes: by name, the shapes of the inputs of each graph that dynamo captured.
+        ran: in the last forward, in order.
+        breaks: where dynamo ended graphs of the model, and why, in sentences.
+        for_all_modes: a graph that dynamo captured with gradients on is all of forward, whatever the grad mode; None
+            before there is one.
+        user: the user's grad mode, while forward enters dynamo with gradients on for such a graph.
+    """
+
+    captured: list[Captured] = field(default_factory=list)
+    names: dict[int | None, str] = field(default_factory=dict)
+    shapes: dict[str, list[Mapping[str, torch.Size]]] = field(default_factory=dict)
+    ran: list[Programs] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+    for_all_modes: bool | None = None
+    user: GradMode | None = None
+
+
+class DynamoModule(ZeroModule):
+    """A sharded model whose forward dynamo captures."""
+
+    _calls: GraphCalls
+    _graphs: Graphs
+
+    def capture(self) -> None:
+        """Let dynamo capture forward, when it is called."""
+        self._calls, self._graphs = GraphCalls(self.state), Graphs()
+        model = ref(self)  # dynamo keeps what it is given, and what that returns, as long as the process lives
+
+        def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            number = _alive(model)._capture(graph, inputs)
+            return lambda *inputs: _alive(model)._call(number, inputs)
+
+        dynamo.note_questions()
+        captured = dynamo.capture(self.plain, backend)
+        self._forward_fn = lambda *args, **kwargs: captured(*args, **kwargs)  # a module would become a submodule
+
+    def graphs(self) -> Sequence[list[tuple[Compiled, Any]]]:
+        """Of each graph of the last forward, its programs."""
+        return [graph.made() for graph in self._graphs.ran]
+
+    def _programs_made(self) -> int:
+        """How many programs were compiled."""
+        made = {id(each): each for of in self._graphs.captured for each in of.made.values()}
+        return sum(len(each.entries) for each in made.values())
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._graphs.ran.clear()
+        try:
+            with dynamo.whole(MOST_PROGRAMS, self._graphs.breaks), uncollected():
+                output = self._captured(*args, **kwargs)
+        except ValuesNeeded as error:
+            raise RuntimeError(outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
+        except dynamo.TooManyPrograms as error:
+            shapes = max(self._graphs.shapes.values(), key=len, default=list[Mapping[str, torch.Size]]())
+            raise RuntimeError(too_many(type(self.plain).__name__, MOST_PROGRAMS, shapes)) from error
+        for name, buffer in self.plain.named_buffers():  # forward may have assigned to some
+            self._overrides_buffers[name] = buffer
+        return output
+
+    def _captured(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what dynamo captured. Without gradients, take the graph that it has for training, if that is good for
+        all grad modes: dynamo guards the mode, so gradients are on where it looks, and the program runs without."""
+        user, graphs = GradMode.now(), self._graphs
+        if user == GradMode() or not graphs.for_all_modes or any(map(_is_inference, tree_leaves((args, kwargs)))):
+            return self._forward_fn(*args, **kwargs)
+        graphs.user = user
+        try:
+            with GradMode().entered(), dynamo.without_compiling():
+                return self._forward_fn(*args, **kwargs)
+        except Exception:
+            if graphs.ran:
+                raise
+        finally:
+            graphs.user = None
+        graphs.user = user
+        try:  # dynamo has no such graph: it captures one for both modes without gradients
+            with GradMode(enabled=False).entered():
+                return self._forward_fn(*args, **kwargs)
+        finally:
+            graphs.user = None
+
+    def _capture(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> int:
+        """Keep a graph; returns its number."""
+        for_all = dynamo.is_for_all_modes(graph, type(self.plain).forward)
+        if GradMode.now() == GradMode() or not for_all:
+            self._graphs.for_all_modes = for_all and self._graphs.for_all_modes is not False
+        register(graph)
+        name = self._name()
+        self._graphs.shapes.setdefault(name, []).append(shapes_of(graph, inputs))
+        new = Captured(graph, name, looks(graph), written(graph), detached(graph))
+        same = (old for old in self._graphs.captured if new.looks and old.looks == new.looks and old.name == name)
+        if (old := next(same, None)) is not None:
+            new = replace(new, made=old.made)
+        self._graphs.captured.append(new)
+        return len(self._graphs.captured) - 1
+
+    def _call(self, number: int, inputs: Sequence[Any]) -> Any:
+        """Run a graph, in the user's grad mode."""
+        with (self._graphs.user or GradMode.now()).entered():
+            return self._run_graph(number, inputs)
+
+    def _run_graph(self, number: int, inputs: Sequence[Any]) -> Any:
+        """Run a graph as Thunder compiled it for these parameters."""
+        of, paths, kind = self._graphs.captured[number], paths_of(inputs), type(self.plain).__name__
+        given = [value for value, path in zip(inputs, paths, strict=True) if path is None]
+        if paths not in of.made:
+            require_traceable(self.plain, DYNAMO_PARTS)
+            of.made[paths] = self._programs(with_parameters(of.graph, inputs, kind), of.name, given)
+        require_apart(inputs, of.positions, kind)
+        self._graphs.ran.append(of.made[paths])
+        output = of.made[paths].run(given)
+        self.guard(output)
+        output = _write(output, [inputs[position] for position in of.positions])
+        return tuple(value.detach() if alone else value for value, alone in zip(output, of.apart, strict=True))
+
+    def _programs(self, flat: Flat, name: str, inputs: Sequence[Any]) -> Programs:
+        """The programs of a graph, of which none is compiled."""
+        transform = GraphTransform(self.state, self._calls, name)
+        executors = compile_data(self).executors_list
+        jitted = thunder.jit(flat.module(empty=True), transforms=[transform], executors=executors)
+        with torch.set_grad_enabled(not flat.enables), compiling(jitted, inputs):
+            try:
+                acquired = acquire(flat, inputs)
+            except NoSymbol as error:
+                kind = type(self.plain).__name__
+                LOG.info("Thunder interprets %s of %s, as it has no symbol for %s", name, kind, error)
+                acquired = interpreted(jitted, flat, inputs)
+        return Programs(jitted, acquired, transform, self.state, self._calls)
+
+    def _name(self) -> str:
+        """Functions are numbered in the order in which dynamo compiles them first, which ranks compare."""
+        return self._graphs.names.setdefault(dynamo.function_number(), f"graph {len(self._graphs.names)}")
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected inside the block: a quarter of a compilation, which makes many objects that stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _alive(model: ref[DynamoModule]) -> DynamoModule:
+    found = model()
+    assert found is not None, "it is being called"
+    return found
+
+
+def _is_inference(value: Any) -> bool:
+    """Whether autograd can never record what is computed with a value, whatever the mode."""
+    return isinstance(value, Tensor) and value.is_inference()
+
+
+def _write(output: tuple[Any, ...], inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """Write a graph's last outputs to these of its inputs, as it would have; return the others."""
+    rest = len(output) - len(inputs)
+    for tensor, value in zip(inputs, output[rest:], strict=True):
+        tensor.copy_(value)
+    return output[:rest]

@@ -1,0 +1,224 @@
+"""Puts shards and buffers into a plain module; finds before a forward whether they are as planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thunder_zero.sharded.attributes import parameter_like
+from thunder_zero.sharded.initial_values import Other
+from thunder_zero.sharded.placeholders import set_tensor
+from thunder_zero.sharded.state import State
+
+from thunder.core.module import ThunderModule
+
+Check = Callable[[], str | None]  # an error in a sentence
+
+
+def place_others(
+    model: ThunderModule, others: Iterable[Other], known: Iterable[str], device: torch.device | None
+) -> None:
+    """Set the values of buffers and ignored parameters, and move the latter to ``device``.
+
+    Args:
+        model: the jitted module.
+        others: values of tensors that are not in the plan.
+        known: names of the parameters in the plan.
+        device: the ``device`` argument of ZeroTransform.
+    """
+    for other in others:
+        set_value(model, other)
+    if device is not None:
+        planned = set(known)
+        for name, param in model._model.named_parameters(remove_duplicate=False):
+            if name not in planned:
+                param.data = param.data.to(device)
+
+
+def set_value(model: ThunderModule, other: Other) -> None:
+    """Copy a value into a tensor of the module, or replace the tensor if it is on the meta device."""
+    if not other.tensor.is_meta:
+        with torch.no_grad():
+            other.tensor.copy_(other.value)
+        return
+    is_parameter = isinstance(other.tensor, nn.Parameter)
+    value = parameter_like(other.tensor, other.value) if is_parameter else other.value
+    for name in other.names:
+        set_tensor(model._model, name, value)
+        (model._overrides_parameters if is_parameter else model._overrides_buffers)[name] = value
+
+
+def place_parameters(model: ThunderModule, state: State) -> None:
+    """Put the shards into the plain module, and where Thunder looks parameters up."""
+    for param in state.plan.params:
+        for name in param.names:
+            model._overrides_parameters[name] = state.shards[param.path]
+            set_tensor(model._model, name, state.shards[param.path])
+
+
+def place_buffers(model: ThunderModule, state: State, device: torch.device | None) -> None:
+    """Cast the buffers to the policy's dtype and move them to ``device``."""
+    precision = state.plan.policy.mixed_precision
+    for name, buffer in list(model._model.named_buffers()):
+        dtype = precision.of(name).buffer_dtype if buffer.is_floating_point() else None
+        placed = buffer.to(device=device, dtype=dtype)
+        if placed is not buffer:
+            set_tensor(model._model, name, placed)
+            model.set_buffer(name, model._model.get_buffer(name))
+
+
+def intact(model: ThunderModule, state: State) -> list[Check]:
+    """What has to stay as it is now, in the jitted module and the plain one: quick checks, before every forward.
+
+    Otherwise a change by ``.to()``, ``module.weight = ...``, ``load_state_dict(assign=True)``, ``requires_grad_`` or
+    ``.data = ...``, or a hook of a submodule, would be ignored silently, or would train something other than the plan.
+    """
+    plain: nn.Module = model._model
+    modules = list(plain.named_modules())
+    checks = [_hooks_stay(module, path) for path, module in modules]
+    for path, module in modules:
+        checks += [_stays(module._parameters, "parameter", path), _stays(module._modules, "submodule", path)]
+    kinds = {"attribute": vars(plain), "submodule": plain._modules, "buffer": plain._buffers}
+    kinds["parameter"] = plain._parameters
+    names = {name: kind for kind, holder in kinds.items() for name in holder if name not in vars(model)}
+    checks += [_hides_none(of, names) for of in (model._modules, model._parameters, model._buffers, vars(model))]
+    first: dict[int, str] = {}
+    for name, buffer in model._overrides_buffers.items():
+        first.setdefault(id(buffer), name)
+    for path, module in modules:
+        for name, buffer in module._buffers.items():  # None, or one of several names
+            jitted = first.get(id(buffer), f"{path}.{name}")
+            checks.append(_same_buffer(module._buffers, name, model._overrides_buffers, jitted))
+    return [*checks, *(_as_planned(path, shard) for path, shard in state.shards.items())]
+
+
+def require_intact(checks: Iterable[Check]) -> None:
+    """Raise for the first thing that was changed.
+
+    Raises:
+        RuntimeError: naming a parameter, buffer or submodule that was replaced, moved, cast, frozen, thawed or hooked.
+    """
+    for check in checks:
+        if (sentence := check()) is not None:
+            raise RuntimeError(sentence)
+
+
+def _hooks_stay(module: nn.Module, path: str) -> Check:
+    """Thunder reads the hooks of forward and backward when it compiles."""
+    kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    counts = tuple(map(len, kinds))
+
+    def check() -> str | None:
+        if tuple(map(len, kinds)) == counts:
+            return None
+        return (
+            f"a hook was registered on {f'submodule {path!r}' if path else 'the plain module'}, or removed, after "
+            f"thunder_zero sharded the module, whose traces would not call it; do this before thunder.jit, or hook the "
+            f"sharded model itself"
+        )
+
+    return check
+
+
+def _stays(holder: Mapping[str, Any], kind: str, path: str) -> Check:
+    """A dict of a module holds the same objects in the same order."""
+    expected = dict(holder)
+
+    def check() -> str | None:
+        if len(holder) == len(expected) and all(map(is_, holder.values(), expected.values())):
+            return None
+        for name, value in expected.items():
+            if holder.get(name) is not value:
+                return _replaced(f"{kind} {(f'{path}.{name}' if path else name)!r}", value, holder.get(name))
+        name = min(holder.keys() - expected.keys())
+        return (
+            f"{f'submodule {path!r}' if path else 'the module'} got the {kind} {name!r} after thunder_zero sharded the "
+            f"module, so no plan covers it; add it before thunder.jit"
+        )
+
+    return check
+
+
+def _hides_none(holder: Mapping[str, Any], names: Mapping[str, str]) -> Check:
+    """``model.name = ...`` hides nothing of the plain module, which traces read; ``names`` has the kind of each."""
+
+    def check() -> str | None:
+        found = names.keys() & holder
+        return None if not found else _replaced(f"{names[min(found)]} {min(found)!r}", None, holder[min(found)])
+
+    return check
+
+
+def _same_buffer(holder: Mapping[str, Any], key: str, jitted: Mapping[str, Any], name: str) -> Check:
+    """Both modules have the same buffer, which a forward may replace in both."""
+
+    def check() -> str | None:
+        if holder.get(key) is jitted.get(name):
+            return None
+        return (
+            f"buffer {name!r} was replaced after thunder_zero sharded the module, in one of the plain and the sharded "
+            f"module only; copy new values into it in place"
+        )
+
+    return check
+
+
+def _as_planned(path: str, shard: Tensor) -> Check:
+    """A shard has the shape, dtype, device, ``requires_grad`` and memory that it was made with."""
+    planned, shape, dtype, device = shard.requires_grad, shard.shape, shard.dtype, shard.device
+    memory, what = _memory_of(shard), f"parameter {path!r}"
+
+    def check() -> str | None:
+        if shard.requires_grad is planned and shard.shape == shape and _memory_of(shard) == memory:
+            return None
+        if shard.dtype is not dtype or shard.device != device:
+            return _moved(what, shard, dtype, device)
+        if shard.shape != shape:
+            return (
+                f"the memory of {what} was replaced (.data = ...): its shape is now {tuple(shard.shape)}, the shard's "
+                f"is {tuple(shape)}; copy new values into it in place"
+            )
+        if shard.requires_grad is not planned:
+            return (
+                f"requires_grad of {what} became {shard.requires_grad}, and thunder_zero planned it as {planned}; set "
+                f"it on the module before thunder.jit"
+            )
+        return (
+            f"the memory of {what} was replaced (.data = ...), and programs read what it had before; copy new values "
+            f"into it in place"
+        )
+
+    return check
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    """Identifies what holds a tensor's memory. A DTensor has such an object without memory, which ``.data = ...``
+    replaces, though it leaves the local tensor as it is."""
+    return tensor.untyped_storage()._cdata
+
+
+def _replaced(name: str, expected: object, found: object) -> str:
+    if isinstance(found, Tensor) and isinstance(expected, Tensor):
+        if found.dtype is not expected.dtype or found.device != expected.device:
+            return _moved(name, found, expected.dtype, expected.device)
+        if isinstance(expected, nn.Parameter) and not isinstance(found, nn.Parameter):
+            return (
+                f"{name} was replaced by a tensor that is no parameter, as torch.func.functional_call does, after "
+                f"thunder_zero sharded it; call the model itself, with new values copied into its parameters"
+            )
+        return (
+            f"{name} was replaced after thunder_zero sharded it; copy new values into it "
+            f"(load_original_state_dict, or in place), or transform the new module"
+        )
+    return f"{name} was replaced after thunder_zero sharded the module; change the module before thunder.jit"
+
+
+def _moved(name: str, found: Tensor, dtype: torch.dtype, device: torch.device) -> str:
+    return (
+        f"{name} was moved or cast: it is {found.dtype} on {found.device}, and thunder_zero sharded it as {dtype} on "
+        f"{device}; call .to() on the module before thunder.jit"
+    )

@@ -1,0 +1,156 @@
+"""ProgramTransform: Thunder's hooks for traces: synchronise, schedule, prove."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from thunder_zero.compat import lookasides, shortcuts
+from thunder_zero.compat.operators.choose import operators
+from thunder_zero.compat.trace_repairs import broadcast_scalars, draw_once
+from thunder_zero.compat.untraceable import RefusedPart
+from thunder_zero.compat.wrong_gradients import require_gradients, require_unwritten
+from thunder_zero.frontends.compiled import Compiled
+from thunder_zero.frontends.refusals import require_traceable
+from thunder_zero.plan.params import Plan
+from thunder_zero.schedule import verify
+from thunder_zero.schedule.timeline import ScheduleError
+from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
+from thunder_zero.traces.insert import insert_synchronize, launches_of, module_inputs, take_rows, with_enter
+from thunder_zero.traces.lift import lift_halves
+from thunder_zero.traces.symbols import Runtime, ZeroExecutor
+from thunder_zero.traces.work import draws_random_numbers
+
+from thunder import compile_data, get_default_executors
+from thunder.core.compile_data import get_compile_data
+from thunder.core.module import ThunderModule
+from thunder.core.trace import TraceCtx, TraceTag
+from thunder.core.transform_common import Transform
+from thunder.extend import FusionExecutor
+
+FUSERS = ("nvfuser", "torchcompile")  # executors that fuse all pointwise lines
+
+
+class ProgramTransform(Transform):
+    """Thunder's hooks for one program: synchronise before autodiff, schedule, prove what will run."""
+
+    parts: tuple[RefusedPart, ...] = ()  # refused when a program is compiled
+
+    def __init__(self) -> None:
+        self._compiled: Compiled | None = None
+        self._forward: TraceCtx | None = None
+        self._plain: torch.nn.Module  # install sets it
+
+    @property
+    def compiled(self) -> Compiled:
+        """The model's symbols and programs.
+
+        Raises:
+            TypeError: Thunder has not called ``transform_module``: it was given a function.
+        """
+        if self._compiled is None:
+            raise TypeError(
+                "ZeroTransform shards a module, and thunder.jit was given a function; jit the module alone, and call "
+                "the jitted module from a function that is not jitted"
+            )
+        return self._compiled
+
+    def install(self, model: ThunderModule, plan: Plan, runtime: Runtime, graph: str = "") -> None:
+        """Put our executors around the others: symbols and schedule first, the repair of fused regions last.
+
+        Args:
+            model: the jitted module, or graph of a module.
+            plan: of each parameter.
+            runtime: what the symbols call.
+            graph: the name of the graph, if the program is not all of the module.
+        """
+        shortcuts.install()
+        lookasides.list_members_in_order()
+        lookasides.refuse_calls(_is_ours)
+        lookasides.take_fields_as_constants()
+        self._plain = model._model
+        executor = ZeroExecutor(plan, runtime, graph)
+        data = compile_data(model)
+        front = operators(data.executors_list)
+        others = [other for other in data.executors_list if other not in front]  # tz.Recipe has some, too
+        is_default = {*get_default_executors()} <= {*others}
+        self._compiled = Compiled(executor, is_default or any(one.name in FUSERS for one in others))
+        schedule = ScheduleJointTrace(executor)
+        repair = RepairFusion(executor, schedule, tuple(one for one in others if isinstance(one, FusionExecutor)))
+        data.executors_list = (executor, schedule, *front, *others, repair)
+
+    def transform_traces_pre_prologue(
+        self, prologue: TraceCtx, computation: TraceCtx, epilogue: TraceCtx | None, **kwargs: Any
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        """Take rows, and synchronise them at first use."""
+        computation = self.synchronize(computation, module_inputs(prologue, computation))
+        take_rows(prologue, self.compiled.executor)
+        return prologue, computation, epilogue
+
+    def synchronize(self, computation: TraceCtx, names: Mapping[str, str]) -> TraceCtx:
+        """Synchronise at first use, and draw random numbers once; runs before autodiff.
+
+        Args:
+            computation: the functional trace.
+            names: those of its inputs that are the module's, with their paths.
+        """
+        executor = self.compiled.executor
+        require_traceable(self._plain, self.parts)
+        if torch.is_grad_enabled() and any(param.requires_grad for param in executor.plan.params):
+            require_gradients(computation, type(self._plain).__name__)
+        computation = draw_once(computation, draws_random_numbers)
+        return broadcast_scalars(insert_synchronize(computation, names, executor))
+
+    def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+        """Prove the traces that will run, and that all ranks will run the same; let each half say what it is."""
+        executor = self.compiled.executor
+        if TraceTag.BACKWARD in trace.tags:
+            self._prove({"forward": self._forward, "backward": trace})
+            return with_enter(trace, executor.named("backward"), executor)
+        if TraceTag.AUGMENTED_FORWARD in trace.tags:
+            require_unwritten(trace, type(self._plain).__name__)
+        self._forward = trace
+        half = "forward"
+        if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
+            self._prove({"forward without backward": trace})
+            half = "forward without backward"
+        named = with_enter(trace, executor.named(half), executor)
+        self.compiled.programs[named] = executor.program
+        return named
+
+    def _prove(self, halves: Mapping[str, TraceCtx]) -> None:
+        executor = self.compiled.executor
+        try:
+            prove(*halves.values(), executor=executor)
+        except ScheduleError as error:  # tell the other ranks, which would wait for this one
+            for half in halves:
+                executor.runtime.agree_on_schedule(executor.named(half), [str(error)])
+            raise
+        for half, trace in halves.items():
+            executor.runtime.agree_on_schedule(executor.named(half), launches_of(trace, executor))
+
+
+def _is_ours() -> bool:
+    """Whether the model that Thunder traces now is a sharded one."""
+    data = get_compile_data()
+    return data is not None and any(isinstance(each, ProgramTransform) for each in data.transforms)
+
+
+def _saves_nothing(forward: TraceCtx) -> bool:
+    """Whether a forward trace saves nothing for backward, so that it must end every collective it starts."""
+    return TraceTag.AUGMENTED_FORWARD not in forward.tags or not any(forward.bound_symbols[-1].args[1])
+
+
+def prove(forward: TraceCtx, backward: TraceCtx | None = None, *, executor: ZeroExecutor) -> None:
+    """Prove that the traces that will run are right.
+
+    Raises:
+        ScheduleError: a collective or a free of it is wrong.
+    """
+    timeline = lift_halves(forward, backward, executor)
+    if backward is None:
+        timeline = replace(timeline, plan=executor.plan)  # forward alone frees everything
+    verify.check(timeline, trained=() if backward is None else executor.program.trained)

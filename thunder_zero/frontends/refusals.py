@@ -1,0 +1,152 @@
+"""Modules that ZeroTransform refuses, each with the sentence that says why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from thunder_zero.compat.untraceable import UNTRACEABLE, RefusedPart
+from thunder_zero.sharded.sharded_model import is_transformed
+
+from thunder import compile_data
+from thunder.core.module import ThunderModule
+from thunder.distributed.transforms.ddp_v2 import DDPTransform
+from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
+from thunder.transforms.cudagraph import CUDAGraphTransform
+
+
+class UsedOnce(Protocol):
+    """A transform that shards one module."""
+
+    @property
+    def used(self) -> bool:
+        """Whether it already shards a module."""
+
+    @property
+    def parts(self) -> tuple[RefusedPart, ...]:
+        """The kinds of submodules that its front end refuses."""
+
+
+OWN_PARTS: tuple[RefusedPart, ...] = (
+    RefusedPart(
+        lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None,
+        "has max_norm",
+        "forward writes to the weight, which is sharded",
+        "normalise the rows in forward",
+    ),
+    RefusedPart(
+        lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse,
+        "has sparse=True",
+        "gradients are reduced as dense tensors",
+        "use sparse=False",
+    ),
+    RefusedPart(
+        lambda module: isinstance(module, nn.DataParallel),
+        "is a DataParallel",
+        "it splits batches in one process",
+        "use the module inside of it",
+    ),
+    RefusedPart(
+        lambda module: isinstance(module, DistributedDataParallel),
+        "is a DistributedDataParallel",
+        "it reduces gradients itself",
+        "use the module inside of it",
+    ),
+)
+PARTS = (*UNTRACEABLE, *OWN_PARTS)
+DYNAMO_PARTS = tuple(part for part in PARTS if part.under_dynamo)
+
+
+def require_untransformed(model: ThunderModule, transform: UsedOnce) -> None:
+    """Refuse a module that we, Thunder or torch already shard, and a transform that already shards a module.
+
+    Args:
+        model: the jitted module.
+        transform: the one that is about to shard it.
+
+    Raises:
+        RuntimeError: the module is already sharded, or is a copy of one, or has no shapes yet, or a part that cannot be
+            traced; the transform was used before.
+    """
+    module: nn.Module = model._model
+    name = type(module).__name__
+    why_not = chain(_other_transforms(model, transform, name), _other_wrappers(module, name), _state(module, name))
+    for sentence in why_not:
+        raise RuntimeError(sentence)
+    if transform.used:
+        raise RuntimeError(
+            f"the ZeroTransform given for {name} already shards a module; give each module a new ZeroTransform"
+        )
+    require_traceable(module, transform.parts)
+
+
+def _other_wrappers(module: nn.Module, name: str) -> Iterator[str]:
+    """Why a module cannot be sharded, by what it is: sentences."""
+    if isinstance(module, ThunderModule):
+        yield (
+            f"{type(module._model).__name__} is already jitted, and was given to thunder.jit again; give thunder.jit "
+            f"the plain module, or apply thunder_zero.zero to the jitted one"
+        )
+    if isinstance(module, DistributedDataParallel):
+        yield "DistributedDataParallel already reduces gradients; give thunder.jit the module inside it"
+    if vars(module).get("use_ddp") or vars(module).get("use_fsdp"):
+        yield f"{name} is already sharded by thunder.distributed; build a new module for thunder_zero"
+    if isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None:
+        yield (
+            "ZeroTransform was given a graph without parameters, as ThunderFX (thunder.dynamo) makes them, so there is "
+            "nothing to shard; compile the module with thunder_zero.compile(module, ...), or thunder.compile with "
+            "recipe=thunder_zero.Recipe(interpreter='thunder.fx')"
+        )
+
+
+def _other_transforms(model: ThunderModule, transform: UsedOnce, name: str) -> Iterator[str]:
+    """Why a module cannot be sharded, by the transforms that it has: sentences."""
+    given = compile_data(model).transforms
+    others = [other for other in given if isinstance(other, (type(transform), DDPTransform, FSDPTransform))]
+    if transform in others:
+        others.remove(transform)  # once: a list that names it twice is refused
+    if others:
+        yield (
+            f"{name} is transformed by {type(others[0]).__name__} as well, in the same list of transforms; apply one "
+            f"of them, once, to the plain module"
+        )
+    if any(isinstance(other, CUDAGraphTransform) for other in given):
+        yield (
+            f"{name} is transformed by CUDAGraphTransform (the plugin 'reduce-overhead') as well, which would capture "
+            f"the collectives and replay them without the code that starts and ends them; leave it out"
+        )
+
+
+def _state(module: nn.Module, name: str) -> Iterator[str]:
+    """Why a module cannot be sharded, by its parameters and buffers: sentences."""
+    if any(map(is_transformed, module.parameters())):
+        yield (
+            f"{name} is already transformed by ZeroTransform; use the model that the first transform returned, or "
+            f"build a new module and a new ZeroTransform"
+        )
+    for path, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            yield (
+                f"{path!r} of {name} is a lazy module's and has no shape yet; call the module once with a batch before "
+                f"thunder.jit"
+            )
+
+
+def require_traceable(root: nn.Module, parts: tuple[RefusedPart, ...]) -> None:
+    """Refuse submodules that are one of PARTS; also when a sharded module is compiled or that failed, since one may
+    have become so: torch's ``update_bn``, for one, sets ``momentum=None``.
+
+    Raises:
+        RuntimeError: naming the first.
+    """
+    for path, module in root.named_modules():
+        for part in parts:
+            if part.is_it(module):
+                where = f"submodule {path!r} of {type(root).__name__}" if path else type(root).__name__
+                raise RuntimeError(f"{where} ({type(module).__name__}) {part.what}, and {part.why}; {part.instead}")

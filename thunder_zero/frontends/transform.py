@@ -1,0 +1,156 @@
+"""ZeroTransform: Thunder's hooks for a module, which shard it, and for state dicts."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any, Unpack
+
+import torch
+
+from thunder_zero.comm import agree
+from thunder_zero.comm.backends import device_for, memory_bytes
+from thunder_zero.comm.collective_tags import doing
+from thunder_zero.comm.group import Ranks, ranks_of
+from thunder_zero.compat.casts import cast_borders, cast_inputs
+from thunder_zero.compat.torch_gaps import share_found_inf
+from thunder_zero.frontends.arguments import Arguments, check_arguments
+from thunder_zero.frontends.placement import (
+    Check,
+    intact,
+    place_buffers,
+    place_others,
+    place_parameters,
+    require_intact,
+)
+from thunder_zero.frontends.program_transform import ProgramTransform
+from thunder_zero.frontends.refusals import PARTS, require_untransformed
+from thunder_zero.frontends.zero_module import ZeroModule, adopt
+from thunder_zero.plan.params import Plan, make_plan
+from thunder_zero.plan.policy import Policy
+from thunder_zero.sharded import optimizers
+from thunder_zero.sharded.accumulation import refuse_function_transforms
+from thunder_zero.sharded.calls import Calls
+from thunder_zero.sharded.initial_values import InitialValues, Sources, initial_values
+from thunder_zero.sharded.state import State
+
+from thunder.core.module import ThunderModule
+from thunder.core.trace import is_tracing
+
+
+class ZeroTransform(ProgramTransform):
+    """Data parallelism as a Thunder transform: DDP, ZeRO-1, ZeRO-2 or ZeRO-3.
+
+    >>> model = thunder.jit(module, transforms=[tz.ZeroTransform(stage=3)])
+
+    Args:
+        policy: a :class:`~thunder_zero.Policy`, or a stage 0-3.
+        arguments: process group or mesh, device, initial values, and fields of the policy that differ from it, such as
+            ``stage=3`` or ``broadcast_from=0``: see :class:`~thunder_zero.frontends.arguments.Arguments`.
+
+    Raises:
+        ValueError: a stage or a field out of range, a module without parameters, a rank that the
+            group does not have, a device that does not exist, a mesh whose dimensions do not fit; a parameter or buffer
+            on the meta device that nothing gives a value; weights of other names or shapes.
+        RuntimeError: no process group; a module that is already transformed; ranks that differ.
+        TypeError: a function where a module is needed; not a policy; a field that policies do not have; init that is
+            no function, weights that are no mapping.
+    """
+
+    parts = PARTS
+
+    def __init__(self, policy: Policy | int | None = None, **arguments: Unpack[Arguments]) -> None:
+        super().__init__()
+        self._given = check_arguments(policy, **arguments)
+        self.used = False  # whether it already shards a module
+        self._state: State  # transform_module sets the two
+        self._intact: list[Check]
+
+    def __repr__(self) -> str:
+        return f"ZeroTransform({self.policy})"
+
+    @property
+    def policy(self) -> Policy:
+        """How the model is sharded."""
+        return self._given.policy
+
+    # Thunder's hooks, in the order in which it calls them.
+
+    def transform_module(self, model: ThunderModule) -> None:
+        """Shard the module, and put our executors in front of the others."""
+        with doing(f"the transform of {type(model._model).__name__}"):
+            self._shard(model)
+
+    def _shard(self, model: ThunderModule) -> None:
+        where, plain = self._given, model._model
+        ranks = ranks_of(where.process_group, where.mesh)
+        inside = ranks.inside
+        with agree.all_or_none(ranks.everyone):
+            require_untransformed(model, self)
+            plan = make_plan(plain, self.policy, inside.size(), inside.rank(), ranks.replicas)
+            device = device_for(plain, plan, ranks, where.device)
+        plan = replace(plan, memory_bytes=memory_bytes(device, ranks.everyone))
+        if self.policy.cpu_offload and device.type == "cpu":
+            warnings.warn(
+                "cpu_offload changes nothing: the model is on the CPU, so its shards and optimizer state already rest "
+                "in host memory",
+                stacklevel=2,
+            )
+        values = initial_values(plain, plan, ranks, device, where.sources)
+        self._given = replace(where, sources=Sources())  # a state dict is large, and the transform lives on
+        self._state = self._take_over(model, plan, ranks, device, values)
+        share_found_inf()
+        self.used = True
+        cast_borders(plain, self.policy.mixed_precision)
+        self._adopt(model)
+        self._intact = intact(model, self._state)
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        model.register_forward_hook(self._after_forward)
+
+    def _adopt(self, model: ThunderModule) -> None:
+        """Make the jitted module a sharded one, which Thunder compiles with our executors."""
+        self.install(model, self._state.plan, Calls(self._state))
+        adopt(model, ZeroModule, self._state, self._given.progress)
+        model._compiled = self.compiled
+
+    def _take_over(
+        self, model: ThunderModule, plan: Plan, ranks: Ranks, device: torch.device, values: InitialValues
+    ) -> State:
+        """Make the model's state, and put shards into its modules."""
+        state = State(model._model, plan, ranks, device, values.at_rest)
+        optimizers.watch(state, model._model)
+        place_others(model, values.others, plan.by_name, self._given.device)
+        place_parameters(model, state)
+        place_buffers(model, state, self._given.device)
+        return state
+
+    def _before_forward(self, model: ThunderModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Check the model before Thunder reads it: Thunder would fail on a changed one with words of its own.
+
+        Returns:
+            The arguments of forward, in the dtypes of compute.
+        """
+        if is_tracing():
+            raise TypeError(
+                f"thunder.jit was given a function that calls {type(model._model).__name__}, which ZeroTransform "
+                f"sharded; call the jitted module from a function that is not jitted"
+            )
+        refuse_function_transforms(type(model._model).__name__)
+        model._slots.require_at_rest()
+        self._state.require_sharded()
+        self._state.transport.drain()  # ends the collectives of a failed step
+        require_intact(self._intact)
+        self._state.agree_on_stale()
+        return cast_inputs(type(model._model).__name__, args, kwargs, self.policy.mixed_precision)
+
+    def _after_forward(self, model: ThunderModule, args: Any, output: Any) -> None:
+        """Count the forward; guard what is returned; let the host write to offloaded shards, since no backward need
+        follow, which would wait for their copies, too."""
+        self._state.training_forwards += model.training and torch.is_grad_enabled()
+        self._guard(model, output)
+        if self.policy.cpu_offload:
+            self._state.copies.wait()
+
+    def _guard(self, model: ThunderModule, output: Any) -> None:
+        """Make the backward of what a program returned raise where it would be wrong."""
+        model.guard(output)

@@ -1,0 +1,250 @@
+"""ZeroModule: the sharded model that ``thunder.jit`` with ZeroTransform makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from itertools import chain
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from thunder_zero.compat.untraceable import not_returned, not_traced
+from thunder_zero.frontends.compilations import Compilations, terminal_of
+from thunder_zero.frontends.compiled import Compiled, Traces
+from thunder_zero.frontends.refusals import PARTS, require_traceable
+from thunder_zero.sharded.accumulation import guard
+from thunder_zero.sharded.dtensors import parts_of
+from thunder_zero.sharded.full_state_dict import full_state_dict
+from thunder_zero.sharded.placeholders import ParameterSlots, set_tensor
+from thunder_zero.sharded.sharded_model import ShardedModel, sharded_model
+from thunder_zero.sharded.state import State
+
+from thunder import compile_stats
+from thunder.core.module import ThunderModule
+from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
+
+CONNECTED = (ThunderOutputFunction._backward_cls, ThunderFunction._backward_cls)  # their nodes lead to our backward
+
+
+class ZeroModule(ShardedModel, ThunderModule):
+    """A jitted module whose parameters are sharded; ``ZeroTransform`` turns a ThunderModule into one.
+
+    Thunder's own ``no_sync`` reduces once more at its end; this one does not.
+    """
+
+    _model: nn.Module
+    _forward_fn: Callable[..., Any]
+    _overrides_buffers: dict[str, Tensor]
+    _state: State
+    _compiled: Compiled
+    _slots: ParameterSlots
+    _compilations: Compilations
+
+    @property
+    def state(self) -> State:
+        """This rank's share of the model."""
+        return self._state
+
+    @property
+    def plain(self) -> nn.Module:
+        """The module that was jitted; it has the shards."""
+        return self._model
+
+    def graphs(self) -> Sequence[list[tuple[Compiled, Any]]]:
+        """The programs that Thunder compiled, with the entries of its cache: in the order in which it did, but the one
+        that ran last at the end. For each graph, where forward is not one."""
+        return [entries_of(self, self._compiled)]
+
+    def guard(self, output: Any) -> None:
+        """Make the backward of what a program returned raise where it would be wrong."""
+        guard(output, CONNECTED, type(self.plain).__name__, self.state.accumulation)
+
+    def load_original_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load full tensors by the plain module's names; names that are missing keep their values.
+
+        Raises:
+            RuntimeError: names that the module does not have, or inside ``EMA.applied``; nothing has changed.
+            ValueError: a parameter has another shape.
+        """
+        self._state.require_own_values("load a state dict")
+        own = self.state_dict()
+        if unexpected := [name for name in state_dict if name not in own]:
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(self.plain).__name__}: Unexpected key(s) in state_dict: "
+                f"{', '.join(map(repr, unexpected))}; leave them out, or call torch's set_model_state_dict, which "
+                f"skips other names if strict=False"
+            )
+        self.load_state_dict(parts_of(state_dict, own), strict=False)
+
+    def original_state_dict(self, **options: Any) -> dict[str, Any]:
+        """:func:`thunder_zero.full_state_dict`, by Thunder's name."""
+        return full_state_dict(self)
+
+    # The tree, the names and the state dict are the plain module's: torch's tools walk them.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The plain module's, which are the shards."""
+        return self._model.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The plain module's."""
+        return self._model.named_children()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain module's, of shards and buffers."""
+        return self._model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load shards and buffers as the plain module does."""
+        self._state.require_own_values("load a state dict")
+        return self._model.load_state_dict(state_dict, strict, assign)
+
+    @property
+    def training(self) -> bool:
+        """The plain module's, which the traces read."""
+        return self._model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._model.training = mode
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call a function with each module of the plain one."""
+        self._model.apply(fn)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        watched = self._compilations.watched(self._programs_made, args, kwargs)
+        with self._slots.traced(self._state.placeholders), watched:
+            try:
+                return self._run(*args, **kwargs)
+            finally:
+                self._state.labels.end()
+
+    def _programs_made(self) -> int:
+        """How many programs were compiled."""
+        return len(compile_stats(self).interpreter_cache)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._forward_fn(*args, **kwargs)
+        except Exception as error:  # where Thunder failed, its words name neither the module nor a way out
+            require_traceable(self._model, PARTS)
+            name = type(self._model).__name__
+            if (what := not_returned(error)) is not None:
+                raise TypeError(
+                    f"Thunder cannot trace {name}, which returns {what}; use a dict or a dataclass"
+                ) from error
+            if (why := not_traced(error)) is None:
+                raise
+            raise NotImplementedError(
+                f"Thunder cannot trace {name}: {why}; thunder_zero.compile(module, ...) trains it: dynamo captures it, "
+                f"and runs what fits into no graph as Python"
+            ) from error
+
+    def set_buffer(self, name: str, value: Tensor) -> None:
+        """Set a buffer of both modules; Thunder calls this with what forward assigned to one.
+
+        As in eager, nothing but the value stays: Thunder's version has the gradient of all that forward returns, which
+        the next forward refuses, and puts a buffer of the module itself under another name, where nobody reads it.
+        """
+        name, value = name.removeprefix("."), value.detach()
+        super().set_buffer(name, value)
+        set_tensor(self.plain, name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZeroModule:
+        """What ``to``, ``half`` or ``cuda`` call. They may change nothing: shards and traces have their dtypes.
+
+        Raises:
+            RuntimeError: naming the first parameter or buffer that would be moved or cast; nothing is.
+        """
+        ignored = ((name, param) for name, param in self.named_parameters() if name not in self.state.plan.by_name)
+        for name, tensor in chain(self.state.rows.items(), ignored, self.named_buffers()):
+            if fn(tensor) is not tensor:
+                raise RuntimeError(
+                    f"{name!r} cannot be moved or cast after thunder_zero sharded the module: it is {tensor.dtype} on "
+                    f"{tensor.device}; call .to() on the module before thunder.jit"
+                )
+        return self
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.__call__``; ``torch.compile`` around the model leaves to Thunder what Thunder compiles."""
+        return super().__call__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of the plain module with its shards, which holds values and computes nothing: what ``AveragedModel``
+        averages, and state dicts load into."""
+        return deepcopy(self._model, memo)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """Asked for by DistributedDataParallel before it sends rank 0's shards to all ranks as if they were theirs."""
+        raise RuntimeError(
+            f"DistributedDataParallel was given a {type(self._model).__name__} that thunder_zero trains: its backward "
+            f"already averages gradients, and from stage 1 on ranks hold different rows; train the model without it"
+        )
+
+
+def adopt(model: ThunderModule, kind: type[ZeroModule], state: State, progress: bool) -> None:
+    """Make a jitted module a ZeroModule, in place, as torch's ``fully_shard`` does with a module's class."""
+    model.__class__ = kind
+    model._state = state
+    model._non_persistent_buffers_set = model._model._non_persistent_buffers_set  # torch's state dicts ask the root
+    plain, terminal = model._model, terminal_of(progress, state.group.rank())
+    model._compilations = Compilations(type(plain).__name__, plain.forward, terminal)
+    model._slots = ParameterSlots(plain, state.plan, state.shards)
+
+
+def entries_of(jitted: ThunderModule, compiled: Compiled) -> list[tuple[Compiled, Any]]:
+    """The programs of one jitted module, the one that ran last at the end."""
+    stats = compile_stats(jitted)
+    entries = sorted(stats.interpreter_cache, key=lambda entry: entry.computation_traces is stats.last_traces)
+    return [(compiled, entry) for entry in entries]
+
+
+def zero_module(model: object) -> ZeroModule:
+    """The model, if ZeroTransform made it.
+
+    Raises:
+        TypeError: it did not.
+    """
+    sharded = sharded_model(model)
+    if not isinstance(sharded, ZeroModule):
+        raise TypeError(
+            f"expected a module jitted with ZeroTransform, got {type(model).__name__}; make one with "
+            f"thunder.jit(module, transforms=[thunder_zero.ZeroTransform(...)])"
+        )
+    return sharded
+
+
+def traces_of(model: ThunderModule, synced: bool | None = None, graph: int | None = None) -> Traces:
+    """The traces that ran last.
+
+    Args:
+        model: a model with ZeroTransform that was called.
+        synced: True: the program that reduces gradients. False: the one under ``no_sync``. None: whichever ran last.
+            If the other ran last, returns the one compiled last.
+        graph: which of the graphs that the last forward ran, from 0 on; None if it ran one.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        RuntimeError: the model has not been called, or not in this way.
+        ValueError: the last forward ran several graphs, and none was chosen; or not as many.
+    """
+    graphs: Sequence[list[tuple[Compiled, Any]]] = zero_module(model).graphs()
+    if graphs and ((graph is None and len(graphs) > 1) or not 0 <= (graph or 0) < len(graphs)):
+        raise ValueError(f"graph is {graph}, and the last forward ran {len(graphs)}; choose 0 to {len(graphs) - 1}")
+    entries: list[tuple[Compiled, Any]] = graphs[graph or 0] if graphs else []
+    for compiled, entry in reversed(entries):
+        if synced in (None, compiled.program_of(entry).synced):
+            found: Traces = compiled.traces(entry)
+            return found
+    if entries:
+        where = "outside" if synced else "inside"
+        raise RuntimeError(f"the model was not called {where} no_sync yet; call it there once")
+    raise RuntimeError("the model was not called yet, so there is no trace; call it once, or use thunder_zero.trace")

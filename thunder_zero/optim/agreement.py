@@ -1,0 +1,97 @@
+"""What ranks compare around a step of whole parameters, so that all refuse what one refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any
+
+from thunder_zero.comm.agree import Fact, all_or_none, require_same
+from thunder_zero.comm.small_collectives import all_reduce_sum
+from thunder_zero.optim.exchange import Member
+from thunder_zero.optim.options import in_words
+from thunder_zero.sharded.optimizers import hyper_parameters
+from thunder_zero.sharded.state import State
+
+FIRST = "build the same optimizer, with the same groups, on every rank"
+LATER = (
+    "set the same options on every rank; if the optimizer sets them in its own step, by gradients or for groups with "
+    "parameters only, tz.whole cannot step it"
+)
+
+
+def begin(
+    kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], state: State, *, known: bool
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Find out what a step is to do; one small collective where all ranks agree.
+
+    Args:
+        kind: name of the ordinary optimizer's class.
+        members: the parameters in the order in which they travel.
+        groups: with their hyper-parameters of this step.
+        state: the model's.
+        known: the ranks have agreed on members and groups in an earlier step.
+
+    Returns:
+        The paths of the parameters that have a gradient, and of those that every rank has in full as they are now, the
+        same on all ranks.
+
+    Raises:
+        RuntimeError: the ranks have other classes, parameters, owners or hyper-parameters; a parameter has a gradient
+            on some ranks only.
+    """
+    facts = _facts(kind, () if known else members, groups, LATER if known else FIRST)
+    if not known:
+        require_same(facts, state.group)
+    paths = [member.param.path for member in members]
+    given = [member.shard.grad is not None for member in members]
+    digest = _digest(facts)
+    total, squares, *found = _sums([digest, digest**2, *map(int, (*given, *state.resident.out_of_date(paths)))], state)
+    if state.plan.ranks * squares != total**2:  # equal if and only if all digests are
+        require_same(facts, state.group)
+    counts, out_of_date = found[: len(paths)], found[len(paths) :]
+    for path, count in zip(paths, counts, strict=True):
+        if 0 < count < state.plan.ranks:
+            raise RuntimeError(
+                f"parameter {path!r} has a gradient on {count} of {state.plan.ranks} ranks, so its owner cannot have "
+                f"the whole gradient; set .grad, or clear it, on all ranks alike"
+            )
+    at_hand = (path for path, count in zip(paths, out_of_date, strict=True) if count == 0)
+    return frozenset(path for path, count in zip(paths, counts, strict=True) if count), frozenset(at_hand)
+
+
+def _facts(kind: str, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], remedy: str) -> list[Fact]:
+    """What has to be the same on all ranks."""
+    facts = [Fact("the optimizer's class", kind, remedy)]
+    facts += [
+        Fact(f"parameter {number} of {kind}", f"{member.param.path!r}, owned by rank {member.owner}", remedy)
+        for number, member in enumerate(members)
+    ]
+    facts += [
+        Fact(f"{key!r} of group {number} of {kind}", words, remedy)
+        for number, group in enumerate(groups)
+        for key, words in in_words(hyper_parameters(group)).items()
+    ]
+    return facts
+
+
+def _digest(facts: Sequence[Fact]) -> int:
+    """24 bits, so that sums of squares fit into int64 on 32,768 ranks."""
+    return int.from_bytes(sha256(repr(facts).encode()).digest()[:3], "big")
+
+
+def raise_on_all(failure: Exception | None, kind: str, state: State) -> None:
+    """Raise on every rank if one has failed in its part of a step; one small collective.
+
+    Raises:
+        Exception: the failure, here.
+        RuntimeError: another rank failed.
+    """
+    if _sums([int(failure is not None)], state)[0]:
+        with all_or_none(state.group, f"its part of a step of {kind}"):
+            if failure is not None:
+                raise failure
+
+
+def _sums(numbers: Sequence[int], state: State) -> list[int]:
+    return all_reduce_sum(numbers, state.group, state.device) if state.plan.ranks > 1 else list(numbers)

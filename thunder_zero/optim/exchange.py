@@ -1,0 +1,169 @@
+"""Brings the rows of a bucket's parameters and gradients to their owners, and updated rows back.
+
+::
+
+    rank 0: rows 0 1   --gradient and parameter-->   owner: rows 0 1 2 3 4, steps   --parameter-->   rows 0 1
+    rank 1: rows 2 3                                                                                 rows 2 3
+    rank 2: row  4                                                                                   row  4
+
+In ZeRO-1 every rank has the parameter in full, so of the way there only the gradient's rows travel. A replicated
+parameter is on every rank with its gradient: only the way back has messages, of the whole parameter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.staging import rest_device
+from thunder_zero.plan import layout
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.sharded.dtensors import local
+from thunder_zero.sharded.state import State
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter of a bucket.
+
+    Attributes:
+        param: its entry in the plan.
+        shard: what the model has of it, and the key of its states.
+        group: the number of its group.
+        name: its name in the group, if the group has names.
+        owner: the rank of the copy of the model that steps it.
+    """
+
+    param: Param
+    shard: Tensor
+    group: int
+    name: str | None
+    owner: int
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """A whole parameter and its gradient, if it has one, on the device where shards rest."""
+
+    param: Tensor
+    grad: Tensor | None
+
+
+class ToOwners:
+    """The rows of a bucket's parameters and gradients, on their way to the owners.
+
+    Args:
+        state: the model's.
+        members: parameters of the bucket.
+        paths: of the parameters that have a gradient, on all ranks.
+        at_hand: paths of the parameters that every rank has in full (ZeRO-1): only gradients travel.
+    """
+
+    def __init__(
+        self, state: State, members: Sequence[Member], paths: Collection[str], at_hand: Collection[str]
+    ) -> None:
+        self._state, plan = state, state.plan
+        self._values: dict[str, tuple[Param, Tensor, Tensor | None]] = {}
+        outgoing, incoming = _no_mail(), _no_mail()
+        for member in members:
+            param, values = member.param, local(member.shard).detach()
+            grad = _gradient(member) if param.path in paths else None
+            if not _travels(param, plan):
+                if member.owner == plan.rank:
+                    self._values[param.path] = (param, values, grad)
+                continue
+            sent = [of for of in (None if param.path in at_hand else values, grad) if of is not None]
+            if member.owner == plan.rank:
+                whole = [torch.empty(param.shape, dtype=rows.dtype, device=state.device) for rows in sent]
+                for full, rows in zip(whole, sent, strict=True):
+                    _rows_of(full, plan, plan.rank).copy_(rows)
+                    for peer in _peers(plan):
+                        incoming[peer].append(_rows_of(full, plan, peer).view(-1))
+                first = state.resident.full(param).clone() if param.path in at_hand else whole[0]
+                self._values[param.path] = (param, first, None if grad is None else whole[-1])
+            else:
+                rows_here = [rows.to(state.device).contiguous() for rows in sent]
+                outgoing[member.owner] += [of.view(-1) for of in rows_here]
+        self._handle = _trade(state, outgoing, incoming)
+
+    def wait(self) -> dict[str, Values]:
+        """The whole parameters that this rank owns, by path."""
+        if self._handle is not None:
+            self._handle.wait()
+        found = {}
+        for path, (param, full, grad) in self._values.items():
+            place = rest_device(param, self._state.plan, self._state.device)
+            found[path] = Values(full.to(place), None if grad is None else grad.to(place))
+        self._values.clear()
+        return found
+
+
+class FromOwners:
+    """The updated rows of a bucket's parameters, on their way to all ranks.
+
+    Args:
+        state: the model's.
+        members: the bucket's parameters that have a gradient.
+        updated: the whole parameters that this rank has stepped, by path.
+    """
+
+    def __init__(self, state: State, members: Sequence[Member], updated: Mapping[str, Tensor]) -> None:
+        plan = state.plan
+        self._rows: list[tuple[Member, Tensor]] = []
+        outgoing, incoming = _no_mail(), _no_mail()
+        for member in members:
+            param = member.param
+            if member.owner == plan.rank:
+                full = updated[param.path].to(state.device).contiguous()
+                for peer in _peers(plan):
+                    outgoing[peer].append((_rows_of(full, plan, peer) if param.sharded else full).view(-1))
+                rows = _rows_of(full, plan, plan.rank) if param.sharded else full
+            else:
+                rows = torch.empty(local(member.shard).shape, dtype=param.dtype, device=state.device)
+                incoming[member.owner].append(rows.view(-1))
+            self._rows.append((member, rows))
+        self._handle = _trade(state, outgoing, incoming)
+
+    def wait(self) -> None:
+        """Write the rows into the shards."""
+        if self._handle is not None:
+            self._handle.wait()
+        for member, rows in self._rows:
+            local(member.shard).detach().copy_(rows)
+        self._rows.clear()
+
+
+def _gradient(member: Member) -> Tensor:
+    grad = member.shard.grad
+    assert grad is not None, "these have a gradient on all ranks"
+    return local(grad).detach()
+
+
+def _travels(param: Param, plan: Plan) -> bool:
+    """Whether an owner has rows of it only."""
+    return param.sharded and plan.world_size > 1
+
+
+def _peers(plan: Plan) -> list[int]:
+    return [rank for rank in range(plan.world_size) if rank != plan.rank]
+
+
+def _rows_of(full: Tensor, plan: Plan, rank: int) -> Tensor:
+    start, stop = layout.row_range(len(full), plan.world_size, rank)
+    return full[start:stop]
+
+
+def _no_mail() -> defaultdict[int, list[Tensor]]:
+    return defaultdict(list)
+
+
+def _trade(
+    state: State, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]]
+) -> Waitable | None:
+    """Launch the messages; None where one rank has everything."""
+    return state.transport.trade(outgoing, incoming) if state.plan.world_size > 1 else None

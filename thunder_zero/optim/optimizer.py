@@ -1,0 +1,313 @@
+"""``tz.whole``: an ordinary optimizer on whole parameters, over the shards of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thunder_zero.comm.collective_tags import CollectiveTag, doing
+from thunder_zero.optim.agreement import begin, raise_on_all
+from thunder_zero.optim.exchange import FromOwners, Member, ToOwners
+from thunder_zero.optim.members import (
+    listed,
+    members_of,
+    model_of,
+    moves_with_parameters_only,
+    ordinary,
+    require_maker,
+)
+from thunder_zero.optim.options import OF_BASE, changed, in_words, look_of
+from thunder_zero.optim.owners import work_of_shape
+from thunder_zero.optim.probe import Found
+from thunder_zero.optim.stepper import BucketStepper, Given, Groups, Make, copied, parameters_in
+from thunder_zero.sharded.optimizers import StepsWhole, hyper_parameters, parameters_of
+from thunder_zero.sharded.state import State
+
+
+def whole(optimizer: Make, params: Iterable[Any], /, *, trust_optimizer: bool = False, **options: Any) -> Whole:
+    """Step whole parameters with an optimizer that is not elementwise, such as Muon, Shampoo or Adafactor.
+
+    Each parameter has one owner among the ranks that share it. In ``step`` the rows of the parameter and of its
+    gradient go to the owner, which steps the ordinary optimizer on the whole and sends the updated rows back; the
+    result is that of one process. Shards, their gradients, the schedule and the model's checkpoints stay as they are.
+
+    >>> optimizer = tz.whole(torch.optim.Muon, [param for param in model.parameters() if param.ndim == 2], lr=1e-3)
+
+    A step is a collective: all ranks must call it. With u = (W - 1) / W of the parameters' bytes, a rank sends on
+    average 3 u / W bytes a step in stages 2 and 3 (gradient and parameter to the owner, the parameter back), 2 u / W in
+    stage 1, where the owner has the parameter, and u where parameters are replicated. Each state is on the owner alone.
+    Two buckets of whole parameters and gradients, and a third one's parameters, are in memory at most, spread over the
+    ranks.
+
+    Args:
+        optimizer: an optimizer's class, or a function that makes one of parameter groups and options.
+        params: parameters of one sharded model, named ones, or groups of them, as for any optimizer of torch.
+        trust_optimizer: take your word that it steps every parameter alone, and draws what all copies draw.
+        options: of the optimizer.
+
+    Returns:
+        A ``torch.optim.Optimizer`` over the shards: schedulers, ``add_param_group``, ``zero_grad``, gradient scalers
+        and ``tz.clip_grad_norm_`` work as usual. Its ``state`` has the states of this rank's own parameters, and its
+        ``repr`` the owners.
+
+    Raises:
+        TypeError: ``optimizer`` makes no ``torch.optim.Optimizer``.
+        ValueError: a parameter of no sharded model, or of another one; an optimizer that needs a closure.
+        RuntimeError: unless ``trust_optimizer``: the optimizer couples parameters, cannot be tried, or draws random
+            numbers where the model has several copies.
+        Exception: raised by the optimizer, such as for a parameter that is no matrix.
+    """
+    return Whole(optimizer, params, options, trust_optimizer)
+
+
+def take_options(groups: Sequence[dict[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+    """Give groups what a step has made of their options."""
+    for group, options in zip(groups, after, strict=True):
+        for key, value in options.items():
+            if isinstance(own := group.get(key), Tensor) and isinstance(value, Tensor):
+                own.copy_(value)  # a user or a scheduler may have it
+            else:
+                group[key] = value
+
+
+def require_own_states(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """A hook of :class:`Whole` before it loads a state dict.
+
+    Raises:
+        ValueError: it has a state of a parameter that another rank owns.
+    """
+    assert isinstance(optimizer, Whole)
+    rank, shards = optimizer.model.plan.rank, parameters_of(optimizer)
+    for number, values in state_dict["state"].items():
+        if not isinstance(number, int):
+            raise ValueError(
+                f"the state dict has a state {number!r} that is of no parameter, which tz.whole cannot load: each rank "
+                f"steps some of the parameters, and keeps its own; use an optimizer whose states are of parameters"
+            )
+        if values and number < len(shards) and (owner := optimizer.owner_of(shards[number])) != rank:
+            raise ValueError(
+                f"the state dict has a state of parameter {number}, which rank {owner} owns, and this is rank {rank}: "
+                f"another rank saved it, or the owners were others; save with tz.save and load with tz.load, which "
+                f"find the owners"
+            )
+
+
+class Closed(StepsWhole):
+    """Refuses what would reach only a part of the ordinary optimizers: their attributes, copies."""
+
+    kind = "..."  # while it is not known
+    _foreign: frozenset[str] = frozenset()  # the attributes that the ordinary optimizer alone has
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what a ``torch.optim.Optimizer`` does not have.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(
+            f"tz.whole({self.kind}) has no {name!r}: it has what torch.optim.Optimizer has, as each rank steps "
+            f"{self.kind} on a part of the parameters; put {self.kind} on model.parameters() itself if torch steps it "
+            f"there"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of this object.
+
+        Raises:
+            AttributeError: the ordinary optimizer has it, which would not see it.
+        """
+        if name in self._foreign:
+            raise AttributeError(
+                f"tz.whole({self.kind}) cannot set {name!r}, which {self.kind} has: each rank steps {self.kind} on a "
+                f"part of the parameters, and would not see it; give tz.whole a function that makes {self.kind} and "
+                f"sets it"
+            )
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Called for copies and pickles.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"tz.whole({self.kind}) cannot be copied or pickled, as it belongs to a model; save it with tz.save, or "
+            f"its state_dict()"
+        )
+
+
+class Whole(Closed):
+    """See :func:`whole`.
+
+    Args:
+        make: makes the ordinary optimizer.
+        params: of one sharded model.
+        options: of ``make``.
+        trusted: take it, whatever probe runs find.
+
+    Attributes:
+        kind: the name of the ordinary optimizer's class.
+        model: the sharded model's state.
+        members: the parameters that it trains, in the order in which they travel.
+    """
+
+    def __init__(self, make: Make, params: Iterable[Any], options: Mapping[str, Any], trusted: bool) -> None:
+        require_maker(make)
+        self._make, self._options, self._trusted = make, dict(options), trusted
+        self._buckets: list[BucketStepper] = []
+        self._steps = 0
+        self._is_compared = False
+        self._made: frozenset[BucketStepper] = frozenset()  # buckets whose optimizers all owners have made
+        self.members: list[Member] = []
+        self._owners: dict[int, int] = {}  # by the shard's id
+        groups = listed(params)
+        self.model: State = model_of([shard for group in groups for shard in group["params"]])
+        self._given: list[frozenset[str]] = [frozenset(hyper_parameters(group)) for group in groups]
+        like, found = self._tried(groups, self._given)
+        self._moving, self._moves_all, self.kind = found.moving, found.moves_all, type(like).__name__
+        made = zip(groups, like.param_groups, strict=True)
+        super().__init__([{**hyper_parameters(of), **parameters_in(group)} for group, of in made], like.defaults)
+        self._give_owners(self.param_groups)
+        self._foreign = frozenset(dir(like)).difference(OF_BASE, dir(self))
+        self.register_load_state_dict_pre_hook(require_own_states)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters get owners, those of others stay.
+
+        Raises:
+            ValueError, Exception: as :func:`whole`.
+            RuntimeError: steps have changed attributes of the ordinary optimizer, such as a count.
+        """
+        if not self._buckets:  # torch's constructor calls this
+            super().add_param_group(param_group)
+            return
+        if counts := self._buckets[0].moved_attributes():
+            raise RuntimeError(
+                f"steps of {self.kind} change its {', '.join(map(repr, counts))}, which begins anew for parameters "
+                f"that are added after a step; give tz.whole all groups before the first step, or make another "
+                f"optimizer of the new ones"
+            )
+        groups = listed([param_group])
+        model_of(groups[0]["params"], self.model)
+        given = [frozenset(hyper_parameters(groups[0]))]
+        like, _ = self._tried(groups, given)
+        super().add_param_group({**hyper_parameters(like.param_groups[0]), **parameters_in(groups[0])})
+        self._given += given
+        self._give_owners(self.param_groups[-1:])
+
+    def _tried(self, groups: Groups, given: Given, moving: frozenset[str] = frozenset()) -> tuple[Optimizer, Found]:
+        return ordinary(self._make, groups, given, self._options, self.model, moving, trusted=self._trusted)
+
+    def _give_owners(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Give owners to the parameters of the last groups."""
+        plan, offset = self.model.plan, len(self.param_groups) - len(groups)
+        loads = [0] * plan.world_size
+        for member in self.members:
+            loads[member.owner] += work_of_shape(member.param.shape)
+        named = "param_names" in groups[0]
+        for members in members_of(groups, offset, self.model, loads):
+            self.members += members
+            self._owners |= {id(member.shard): member.owner for member in members}
+            self._buckets.append(BucketStepper(self._make, self._options, members, plan.rank, named=named))
+        self._is_compared = False
+        self._listed = tuple(map(id, parameters_of(self)))
+        self._look = look_of(self.param_groups, self._moving) if offset == 0 else []
+
+    def owner_of(self, shard: Tensor) -> int | None:
+        """The rank of the copy of the model that steps a parameter; None if nobody does: it is frozen."""
+        return self._owners.get(id(shard))
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step all parameters that have a gradient; a collective.
+
+        Raises:
+            RuntimeError: a closure is given; ranks differ; a parameter has a gradient on some ranks only; the ordinary
+                optimizer raised on another rank.
+            Exception: the ordinary optimizer raised it here.
+        """
+        if closure is not None:
+            raise RuntimeError(
+                f"tz.whole({self.kind}).step was given a closure, and evaluates no loss; call backward, then step()"
+            )
+        if self._listed != tuple(map(id, parameters_of(self))):
+            raise RuntimeError(
+                f"the parameters in the groups of tz.whole({self.kind}) were changed by hand; use add_param_group, or "
+                f"make a new optimizer of other parameters"
+            )
+        self._steps += 1
+        what = f"step number {self._steps} of tz.whole({self.kind}) of {self.model.name}"
+        with doing(what):
+            paths, at_hand = begin(self.kind, self.members, self.param_groups, self.model, known=self._is_compared)
+            self._is_compared = True
+            self._probe_again()
+            self.model.transport.enter(CollectiveTag(what, repr((sorted(paths), sorted(at_hand)))))
+            raise_on_all(self._step(paths, at_hand), self.kind, self.model)
+            self._made = frozenset(self._buckets)
+            if not self.state:  # torch would take a step on this rank alone, to have states for a state dict
+                self.state[self.members[0].shard] = {}
+
+    def _probe_again(self) -> None:
+        """After a change of options or groups: on all ranks alike, since they have compared those.
+
+        Raises:
+            RuntimeError: the optimizer couples parameters now.
+        """
+        if self._look != look_of(self.param_groups, self._moving):
+            _, found = self._tried(self.param_groups, self._given, self._moving)
+            self._moving, self._moves_all = self._moving | found.moving, found.moves_all
+            self._look = look_of(self.param_groups, self._moving)
+
+    def _step(self, paths: frozenset[str], at_hand: frozenset[str]) -> Exception | None:
+        """Step these parameters, bucket by bucket: the next one travels to its owners, and the last one back, while
+        this rank steps its own. After an error the rest travels as it is, since the other ranks wait for it.
+
+        Returns:
+            What the ordinary optimizer raised.
+        """
+        failure: Exception | None = None
+        groups = after = [hyper_parameters(group) for group in self.param_groups]
+        buckets, words = self._buckets, list[dict[str, str]]()
+
+        def send(bucket: BucketStepper) -> ToOwners:
+            # while owners make their optimizers those may keep the values
+            everything = self._moves_all or bucket not in self._made
+            return ToOwners(self.model, bucket.members if everything else bucket.of_paths(paths), paths, at_hand)
+
+        arriving, leaving = send(buckets[0]), None
+        for at, bucket in enumerate(buckets):
+            values = arriving.wait()
+            if at + 1 < len(buckets):
+                arriving = send(buckets[at + 1])
+            updated = {path: value.param for path, value in values.items()}
+            if failure is None:
+                try:
+                    updated, after = bucket.step(values, copied(groups), self._given, self.state)
+                    before, words = words, list(map(in_words, after))
+                    if differ := changed(before or words, words):
+                        raise RuntimeError(moves_with_parameters_only(self.kind, min(differ)))
+                except Exception as error:
+                    failure = error
+            del values
+            back = FromOwners(self.model, bucket.members if self._moves_all else bucket.of_paths(paths), updated)
+            if leaving is not None:
+                leaving.wait()
+            leaving = back
+        assert leaving is not None, "an optimizer has parameters"
+        leaving.wait()
+        take_options(self.param_groups, after)
+        return failure
+
+    def __repr__(self) -> str:
+        """The groups, then each rank's share of the work, and the parameters that it owns."""
+        lines = [super().__repr__(), f"{self.kind} of whole parameters of {self.model.name}"]
+        works = {of.param.path: work_of_shape(of.param.shape) for of in self.members}
+        for rank in range(self.model.plan.world_size):
+            mine = [of.param.path for of in self.members if of.owner == rank]
+            share = sum(map(works.__getitem__, mine)) / max(sum(works.values()), 1)
+            lines.append(f"    rank {rank} owns {share:.0%} of the work: {', '.join(mine) or 'nothing'}")
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What is decided before anything is traced: the policy, and the plan of each parameter."""

@@ -1,0 +1,386 @@
+"""Plans each parameter: shape, shard, unit, lifetime. Frozen data.
+
+``make_plan(module, policy, world_size, rank)`` reads the module tree once; later code asks the plan, never the module,
+the stage or the process group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING
+
+from thunder_zero.plan import layout
+from thunder_zero.plan.policy import STAGES, Policy, is_count
+from thunder_zero.plan.precision import MixedPrecision
+from thunder_zero.plan.sizes import Sizes, chosen, on_cpu, on_gpu
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+ROOT = ""  # path of the root unit
+STATES = 2  # tensors of a shard's shape that an optimizer keeps: those of Adam
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter.
+
+    Attributes:
+        path: its first name in ``module.named_parameters()``.
+        aliases: its other names, if it is tied.
+        shape: full, unpadded shape.
+        dtype: of the shard, its ``.grad`` and the optimizer's state.
+        compute_dtype: of the gathered parameter, which compute reads.
+        reduce_dtype: of its gradient on the wire.
+        requires_grad: it is trained.
+        unit: path of its unit, ``""`` for the root unit.
+        sharded: each rank owns rows; otherwise it is replicated.
+        resident: sharded, and the full parameter stays in memory at rest too (ZeRO-1).
+        gathered_once: one gather serves forward and backward; otherwise backward gathers again what forward freed. A
+            new plan of ZeRO-3 says False; the schedule chooses some last units (``Policy.gather_last_units_once``).
+        gather_per_unit: each unit that uses it in forward gathers it anew.
+    """
+
+    path: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    requires_grad: bool
+    unit: str
+    sharded: bool
+    resident: bool
+    gathered_once: bool
+    gather_per_unit: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the parameter, the first one first."""
+        return (self.path, *self.aliases)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full, unpadded parameter as it is gathered."""
+        return prod(self.shape) * self.compute_dtype.itemsize
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of the full, unpadded gradient as it is reduced."""
+        return prod(self.shape) * self.reduce_dtype.itemsize
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether compute reads it in a dtype other than the shard's."""
+        return self.compute_dtype is not self.dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All parameters of one module, as one rank sees them.
+
+    Attributes:
+        policy: what the user asked for.
+        world_size: ranks among which one copy of the model is sharded.
+        rank: one of them.
+        params: the parameters, in the order of ``module.named_parameters()``.
+        replicas: copies of the sharded model (hybrid sharding).
+        memory_bytes: of the device, or of the smallest one of all ranks; None: host memory.
+    """
+
+    policy: Policy
+    world_size: int
+    rank: int
+    params: tuple[Param, ...]
+    replicas: int = 1
+    memory_bytes: int | None = None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks train the model."""
+        return self.world_size * self.replicas
+
+    @cached_property
+    def by_name(self) -> dict[str, Param]:
+        """Parameters by each of their names, aliases included."""
+        return {name: param for param in self.params for name in param.names}
+
+    @cached_property
+    def padded(self) -> tuple[Param, ...]:
+        """The parameters whose shards have padding on this rank."""
+        world = self.world_size, self.rank
+        return tuple(param for param in self.params if param.sharded and layout.padding_rows(param.shape[0], *world))
+
+    @property
+    def gathered_once(self) -> tuple[str, ...]:
+        """Paths of the sharded parameters that are gathered once for forward and backward.
+
+        ZeRO-3 knows them once it has scheduled a step, so ask ``traces_of(model).plan``. They make up whole units;
+        forward still frees those that backward does not read (biases).
+        """
+        return tuple(
+            param.path for param in self.params if param.sharded and param.gathered_once and not param.resident
+        )
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Paths of the units, in the order of their first parameters."""
+        return tuple(dict.fromkeys(param.unit for param in self.params))
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Bytes of a bucket and in flight, units gathered ahead. They do not depend on a rank's inputs, whose shapes
+        may differ between ranks: all ranks launch the same."""
+        if self.memory_bytes is None:
+            return chosen(self.policy, on_cpu(self.largest_unit_bytes))
+        largest = max(max(param.full_bytes, param.grad_bytes) for param in self.params)
+        return chosen(self.policy, on_gpu(self.largest_block_bytes, largest, self.memory_bytes - self.state_bytes))
+
+    @cached_property
+    def unit_bytes(self) -> Mapping[str, int]:
+        """For each unit, bytes of its full parameters or of their gradients, whichever are more."""
+        counts: Counter[str] = Counter()
+        for param in self.params:
+            counts[param.unit] += max(param.full_bytes, param.grad_bytes)
+        return counts
+
+    @property
+    def largest_unit_bytes(self) -> int:
+        """Bytes of the full parameters of the largest unit, or of their gradients."""
+        return max(self.unit_bytes.values(), default=0)
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """The same of the units but the root, if there are others."""
+        blocks = {unit: nbytes for unit, nbytes in self.unit_bytes.items() if unit != ROOT} or self.unit_bytes
+        return max(blocks.values())
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Estimates what rests on the device of the busiest rank: shards, or full parameters where they stay; of those
+        that are trained also the gradients and :data:`STATES` tensors of an optimizer.
+
+        ``tz.tools.memory`` has the truth. This leaves out buffers of the module and an optimizer's numbers of steps,
+        and counts the shards of ZeRO-1 that are views of full parameters once more.
+        """
+        total = 0
+        for param in self.params:
+            rows = layout.shard_shape(param.shape, self.world_size, layout.busiest_rank(self.world_size))
+            tensors = 1 + (1 + STATES) * param.requires_grad if not self.rests_on_host(param) else 0
+            total += tensors * prod(rows if param.sharded else param.shape) * param.dtype.itemsize
+            total += param.full_bytes * param.resident
+        return total
+
+    @cached_property
+    def recomputed(self) -> frozenset[str]:
+        """Paths of the units that backward computes again whole: only their borders are saved."""
+        chosen = self.units if self.policy.recompute == "units" else self.policy.recompute_units
+        return frozenset(chosen) - {ROOT}
+
+    def shard_shape(self, param: Param) -> tuple[int, ...]:
+        """Shape of the optimizer's parameter: this rank's rows with padding, or the full shape."""
+        return layout.shard_shape(param.shape, self.world_size, self.rank) if param.sharded else param.shape
+
+    def rests_on_host(self, param: Param) -> bool:
+        """Whether its shard, its gradient and the optimizer's state rest in host memory (``cpu_offload``)."""
+        return self.policy.cpu_offload and param.sharded
+
+    def gather_bytes(self, param: Param) -> int:
+        """Bytes that this rank sends to gather the parameter once."""
+        sends = layout.gather_sends(param.shape, self.world_size, self.rank) if param.sharded else 0
+        return sends * param.compute_dtype.itemsize
+
+    def reduce_bytes(self, param: Param) -> int:
+        """Bytes that this rank sends to reduce the parameter's gradient once."""
+        if not param.sharded:
+            return layout.all_reduce_sends(param.shape, self.ranks) * param.reduce_dtype.itemsize
+        inside = layout.scatter_sends(param.shape, self.world_size, self.rank)
+        rows = (layout.owned_numel(param.shape, self.world_size, self.rank),)
+        return (inside + layout.all_reduce_sends(rows, self.replicas)) * param.reduce_dtype.itemsize
+
+
+def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
+    """The default unit rule: the outermost repeated submodules that hold parameters.
+
+    A member of a ``Sequential`` or ``ModuleList`` is a block if another member of any such container in the module has
+    the same class (transformer blocks, the blocks of a ResNet's stages). A leaf counts only if a sibling in the same
+    container has its class (the layers of an MLP). The rule searches inside everything else.
+
+    Returns:
+        Paths in module order.
+    """
+    members = [child for parent in module.modules() if _is_container(parent) for child in parent.children()]
+    everywhere = Counter(type(member) for member in members)
+    blocks: list[str] = []
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        here = Counter(type(child) for child in parent.children())
+        for name, child in parent.named_children():
+            is_leaf = next(child.children(), None) is None
+            repeats = (here if is_leaf else everywhere)[type(child)] > 1
+            has_parameters = next(child.parameters(), None) is not None
+            if _is_container(parent) and repeats and has_parameters and not _is_container(child):
+                blocks.append(prefix + name)
+            else:
+                visit(child, f"{prefix}{name}.")
+
+    visit(module, "")
+    return tuple(blocks)
+
+
+def _is_container(module: nn.Module) -> bool:
+    """A ModuleList or a plain Sequential; a subclass of Sequential is a block."""
+    lists = any(kind.__name__ == "ModuleList" for kind in type(module).__mro__)
+    return lists or type(module).__name__ == "Sequential"
+
+
+def make_plan(module: nn.Module, policy: Policy, world_size: int, rank: int, replicas: int = 1) -> Plan:
+    """Plan every parameter of ``module`` for one rank, except those that the policy ignores.
+
+    Args:
+        module: the module to shard.
+        policy: how to shard it.
+        world_size: ranks among which one copy of the model is sharded.
+        rank: one of them.
+        replicas: copies of the sharded model.
+
+    Returns:
+        The plan; its parameters are in the order of ``module.named_parameters()``.
+
+    Raises:
+        ValueError: ``world_size``, ``rank`` or ``replicas`` out of range, a module without parameters, a unit
+            path that is not a submodule, an ignored path that the module does not have, a pattern that fits nothing.
+    """
+    _require_world(world_size, rank, replicas)
+    modules = {path for path, _ in module.named_modules()}
+    names = _names(module, policy, modules)
+    units = (policy.unit_of or repeated_blocks)(module)
+    for unit in units:
+        if unit not in modules:
+            raise ValueError(
+                f"unit_of names {unit!r}, which is not a submodule of {type(module).__name__}; return paths as "
+                f"named_modules() has them"
+            )
+    params = tuple(
+        _plan_param(param, tuple(paths), policy, _unit_of(paths[0], units)) for param, paths in names.items()
+    )
+    plan = Plan(policy, world_size, rank, params, replicas)
+    _require_units(plan, module)
+    return plan
+
+
+def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Parameter, list[str]]:
+    """The names of each parameter that the policy does not ignore; refuses paths that the module does not have."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    paths = {*modules, *(name for of_one in names.values() for name in of_one)}
+    _require_there(policy.ignored, paths, module)
+    _require_fitting("replicated names", policy.replicated, paths, module)
+    with_buffers = {*paths, *(name for name, _ in module.named_buffers())}
+    _require_fitting("mixed_precision overrides", policy.mixed_precision.overrides, with_buffers, module)
+    names = {param: paths for param, paths in names.items() if not any(_is_ignored(path, policy) for path in paths)}
+    if not names:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters{' that are not ignored' * bool(policy.ignored)}; there is "
+            f"nothing to shard or to reduce"
+        )
+    return names
+
+
+def _require_world(world_size: int, rank: int, replicas: int) -> None:
+    if not (is_count(world_size) and world_size):
+        raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
+    if not (is_count(rank) and rank < world_size):
+        raise ValueError(f"rank is {rank!r}; with world_size={world_size} it must be 0 to {world_size - 1}")
+    if not (is_count(replicas) and replicas):
+        raise ValueError(f"replicas is {replicas!r}; give the number of copies of the sharded model, at least 1")
+
+
+def _require_units(plan: Plan, module: nn.Module) -> None:
+    for field in ("recompute_units", "keep_units"):
+        for path in getattr(plan.policy, field):
+            if path == ROOT or path not in plan.units:
+                raise ValueError(
+                    f"{field} names {path!r}, which is no unit of {type(module).__name__}; its units are "
+                    f"{', '.join(repr(unit) for unit in plan.units if unit != ROOT) or 'none'}"
+                )
+
+
+def _require_there(ignored: tuple[str, ...], there: set[str], module: nn.Module) -> None:
+    for path in ignored:
+        if path not in there or path == ROOT:
+            raise ValueError(
+                f"ignored names {path!r}, which is no parameter and no submodule of {type(module).__name__}; "
+                f"give paths as its named_parameters() and named_modules() have them"
+            )
+
+
+def _require_fitting(field: str, patterns: Iterable[str], there: set[str], module: nn.Module) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in there - {ROOT}):
+            raise ValueError(
+                f"{field} {pattern!r}, which fits no parameter and no submodule of "
+                f"{type(module).__name__}; give a path or a pattern of paths, such as 'blocks.*.norm'"
+            )
+
+
+def _is_ignored(path: str, policy: Policy) -> bool:
+    return any(path == ignored or path.startswith(f"{ignored}.") for ignored in policy.ignored)
+
+
+def _is_replicated(path: str, policy: Policy) -> bool:
+    """Whether a pattern fits a parameter's path, or the path of a submodule around it."""
+    parts = path.split(".")
+    around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(fnmatchcase(part, pattern) for part in around for pattern in policy.replicated)
+
+
+def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, unit: str) -> Param:
+    stage = STAGES[policy.stage]
+    is_small = param.nbytes < policy.replicate_below_bytes
+    replicated = is_small or any(_is_replicated(name, policy) for name in names)
+    sharded = stage.sharded and layout.is_sharded(tuple(param.shape)) and not replicated
+    precision = _precision_of(names, policy.mixed_precision) if param.is_floating_point() else MixedPrecision()
+    compute_dtype = precision.param_dtype or param.dtype
+    return Param(
+        path=names[0],
+        aliases=names[1:],
+        shape=tuple(param.shape),
+        dtype=param.dtype,
+        compute_dtype=compute_dtype,
+        reduce_dtype=precision.reduce_dtype or compute_dtype,
+        requires_grad=param.requires_grad,
+        unit=unit,
+        sharded=sharded,
+        resident=sharded and stage.resident,
+        gathered_once=not sharded or stage.gathered_once or unit in policy.keep_units,
+        gather_per_unit=sharded and not stage.gathered_once and policy.gather_per_unit,
+    )
+
+
+def _precision_of(names: tuple[str, ...], precision: MixedPrecision) -> MixedPrecision:
+    """The precision of a parameter, found under any of its names.
+
+    Raises:
+        ValueError: overrides that differ for the names of a tied parameter.
+    """
+    found = {name: other for name in names if (other := precision.of(name)) is not precision}
+    different = [name for name, other in found.items() if other != found[next(iter(found))]]
+    if different:
+        raise ValueError(
+            f"mixed_precision has different overrides for {next(iter(found))!r} and {different[0]!r}, which are one "
+            f"tied parameter; give both the same"
+        )
+    return next(iter(found.values()), precision)
+
+
+def _unit_of(path: str, units: tuple[str, ...]) -> str:
+    """The innermost unit that holds the parameter."""
+    return max((unit for unit in units if path.startswith(f"{unit}.")), key=len, default=ROOT)

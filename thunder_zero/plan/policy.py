@@ -1,0 +1,179 @@
+"""The user's policy, and the table of stages. Frozen data.
+
+``STAGES`` alone defines a stage; all other code reads its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from thunder_zero.plan.precision import MixedPrecision
+from thunder_zero.plan.times import Times
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MiB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One row of the table: how long each tensor of a sharded parameter lives."""
+
+    name: str
+    sharded: bool  # the optimizer sees this rank's rows, gradients are reduce-scattered
+    resident: bool  # the full parameter stays in memory at rest
+    gathered_once: bool  # alive from its first use in forward to its last in backward (of ZeRO-3's units: the last)
+
+
+#                     sharded  resident  gathered_once
+STAGES: tuple[Stage, ...] = (
+    Stage("DDP", False, True, True),
+    Stage("ZeRO-1", True, True, True),
+    Stage("ZeRO-2", True, False, True),
+    Stage("ZeRO-3", True, False, False),
+)
+
+
+COUNTS = {  # fields that count something, with their units
+    "replicate_below_bytes": "bytes",
+    "bucket_bytes": "bytes",
+    "in_flight_bytes": "bytes",
+    "prefetch": "units",
+}
+OPEN = ("bucket_bytes", "prefetch", "in_flight_bytes")  # None: thunder_zero/plan/sizes.py decides
+PATHS = {  # fields of paths
+    "ignored": "paths of parameters or submodules, such as ('router',)",
+    "replicated": "patterns of paths of parameters or submodules, such as ('*.bias',)",
+    "keep_units": "paths of units, such as ('blocks.3',)",
+    "recompute_units": "paths of units, such as ('blocks.0',)",
+}
+RECOMPUTE = ("none", "cheap", "units")
+SWITCHES = (
+    "gather_per_unit",
+    "gather_last_units_once",
+    "gather_once_per_accumulation",
+    "cpu_offload",
+    "check_gradients",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a module is sharded, and how its collectives are scheduled.
+
+    Attributes:
+        stage: 0 DDP, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3 (Rajbhandari et al., arXiv 1910.02054).
+        unit_of: maps the plain module to the paths of its units, the submodules whose parameters travel together; the
+            other parameters form the root unit. Default: the repeated blocks
+            (:func:`thunder_zero.plan.params.repeated_blocks`).
+        ignored: paths of parameters, or of submodules with all of theirs, that are neither sharded, gathered nor
+            reduced; each rank trains its own (default none).
+        replicated: patterns of paths (``"*.bias"``, as in ``fnmatch``) of parameters, or of submodules with all of
+            theirs, that every rank keeps in full and whose gradients are all-reduced (default none).
+        replicate_below_bytes: every rank keeps parameters smaller than this in full and all-reduces their gradients
+            (bytes of the full parameter, default 0: all are sharded).
+        mixed_precision: the dtypes of compute and of gradients on the wire (default: those of the parameters).
+        bucket_bytes: cuts the collectives of a unit into buckets of at most this many bytes of full parameters (bytes;
+            0 sends each parameter by itself; default None: 16 MiB on the CPU; on a GPU the largest unit, or 16 MiB).
+        prefetch: units whose gathers may be in flight while an earlier unit computes (0 starts each gather right before
+            its use; default None: 2 on the CPU, 1 on a GPU).
+        in_flight_bytes: bounds the bytes in flight: gathers start ahead of their use while the gathered bytes stay
+            within it, and reductions stay in flight while the gradients that they still read, and those that backward
+            is making, do (bytes; 0 starts each gather right before its use); gathers that start ahead count beside
+            them, unless the reductions are of the last ``prefetch`` units. One collective may always be in flight,
+            however large. Default None: on the CPU two of the largest units, 4 to 32 MiB, and one byte less for
+            gathers; on a GPU the largest unit beside the largest bucket, but at most a quarter of the memory that the
+            step leaves.
+        times: measured times (:func:`thunder_zero.tools.measure_times`). With them a gather starts after the latest
+            earlier wait from which it still ends before compute needs it, if the wire carries one collective after the
+            other. They replace ``prefetch``; ``in_flight_bytes`` still applies (default None).
+        gather_per_unit: gather a parameter that several units use in forward (tied weights) once for each of them and
+            free it between, instead of once for all (default False). No effect on a parameter that is gathered once.
+        gather_last_units_once: ZeRO-3 only: do not free the last units of forward, which backward needs first, as far
+            as that does not raise the peak of gathered bytes; ``Plan.gathered_once`` lists them (default True).
+        gather_once_per_accumulation: ZeRO-2 only: parameters gathered by a forward under ``no_sync`` stay gathered
+            until the micro-batch that reduces has read them; they do not change in an accumulation (default False:
+            each micro-batch gathers). Needs memory for the gathered model.
+        recompute: values of forward that backward computes again instead of saving them. ``"none"``: only those that
+            the module checkpoints. ``"cheap"`` (default): the results of pointwise operations, casts, norms, softmax
+            and other reductions of rows, as far as that saves memory. Gathers stay the same. ``"units"``: all but the
+            borders between units.
+        recompute_units: paths of units of which only the borders are saved, whatever ``recompute`` says for the others
+            (default none).
+        keep_units: ZeRO-3 only: paths of units that forward does not free, which saves them a gather, beside those that
+            ``gather_last_units_once`` chooses (default none).
+        cpu_offload: shards, gradients and optimizer state rest in host memory; each shard is copied to the device
+            before its gather, its gradient back after the reduction (default False; on a CPU it only warns).
+        broadcast_from: rank in the process group whose parameters and buffers all ranks take at
+            the start; None (default) requires them to be equal already.
+        check_gradients: raise on NaN or Inf in a reduced gradient, on every rank, before the
+            optimizer sees it (default False; costs one pass and one small collective a backward). A gradient scaler
+            would skip such a step instead: do not combine the two.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    stage: int = 3
+    unit_of: Callable[[nn.Module], tuple[str, ...]] | None = None
+    ignored: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
+    replicate_below_bytes: int = 0
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    bucket_bytes: int | None = None
+    prefetch: int | None = None
+    in_flight_bytes: int | None = None
+    times: Times | None = None
+    gather_per_unit: bool = False
+    gather_last_units_once: bool = True
+    gather_once_per_accumulation: bool = False
+    recompute: str = "cheap"
+    recompute_units: tuple[str, ...] = ()
+    keep_units: tuple[str, ...] = ()
+    cpu_offload: bool = False
+    broadcast_from: int | None = None
+    check_gradients: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_count(self.stage) or self.stage >= len(STAGES):
+            raise ValueError(f"stage is {self.stage!r}; choose 0 (DDP), 1, 2 or 3 (ZeRO-1, ZeRO-2, ZeRO-3)")
+        for name, unit in COUNTS.items():
+            count = getattr(self, name)
+            if not is_count(count) and not (count is None and name in OPEN):
+                raise ValueError(f"{name} is {count!r}; give a number of {unit}, 0 or more")
+        for name in SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
+        if self.recompute not in RECOMPUTE:
+            raise ValueError(f"recompute is {self.recompute!r}; choose one of {', '.join(map(repr, RECOMPUTE))}")
+        for name, example in PATHS.items():
+            paths = getattr(self, name)
+            if not isinstance(paths, tuple) or not all(isinstance(path, str) for path in paths):
+                raise ValueError(f"{name} is {paths!r}; give a tuple of {example}")
+        if not isinstance(self.mixed_precision, MixedPrecision):
+            raise ValueError(
+                f"mixed_precision is {self.mixed_precision!r}; give a thunder_zero.MixedPrecision, such as "
+                f"MixedPrecision(torch.bfloat16)"
+            )
+        if self.times is not None and not isinstance(self.times, Times):
+            raise ValueError(
+                f"times is {self.times!r}; give thunder_zero.schedule.Times, as measure_times makes them, or None"
+            )
+        if self.broadcast_from is not None and not is_count(self.broadcast_from):
+            raise ValueError(f"broadcast_from is {self.broadcast_from!r}; give a rank of the process group, or None")
+        if self.unit_of is not None and not callable(self.unit_of):
+            raise ValueError(f"unit_of is {self.unit_of!r}; give a function from the module to paths of units, or None")
+
+
+def is_count(value: object) -> bool:
+    """Whether a value counts something: an int (no bool), 0 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+DDP = Policy(stage=0)
+ZERO1 = Policy(stage=1)
+ZERO2 = Policy(stage=2)
+ZERO3 = Policy(stage=3)

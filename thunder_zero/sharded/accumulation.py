@@ -1,0 +1,153 @@
+"""The gradients that ``no_sync`` has deferred so far, and the guard that refuses wrong backwards.
+
+PyTorch tells what kind of backward runs only while it runs, so a hook on the graph of each forward's outputs looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from thunder_zero.compat.torch_gaps import accumulates, is_inside_function_transform
+from thunder_zero.sharded.dtensors import Rows
+
+
+class Accumulation:
+    """Full gradients that wait for their reduction, by the paths of their parameters.
+
+    Args:
+        synced: whether gradients are reduced outside of all blocks.
+    """
+
+    def __init__(self, *, synced: bool = True) -> None:
+        self._synced = synced
+        self._deferred: dict[str, Tensor] = {}
+        self._grew = False
+
+    @property
+    def synced(self) -> bool:
+        """Whether the gradients of a forward that runs now are reduced; otherwise they are deferred."""
+        return self._synced
+
+    @property
+    def paths(self) -> Collection[str]:
+        """The parameters with deferred gradients."""
+        return self._deferred.keys()
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Defer the gradients of forwards inside of the block."""
+        before, self._synced = self._synced, False
+        try:
+            yield
+        finally:
+            self._synced = before
+
+    def defer(self, grad: Tensor, path: str) -> None:
+        """Add a full gradient to the parameter's deferred one."""
+        self._grew = True
+        deferred = self.take(path)
+        # A clone: the gradient may be a view, or somebody else's.
+        self._deferred[path] = grad.clone() if deferred is None else deferred.add_(grad)
+
+    def take(self, path: str) -> Tensor | None:
+        """Remove and return a parameter's deferred gradient; None if there is none."""
+        return self._deferred.pop(path, None)
+
+    def grew_since_asked(self) -> bool:
+        """Whether a backward under ``no_sync`` ran since the last call of this."""
+        grew, self._grew = self._grew, False
+        return grew
+
+    def drop(self) -> None:
+        """Forget all deferred gradients."""
+        self._deferred.clear()
+        self._grew = False
+
+
+LEAF = "torch::autograd::AccumulateGrad"  # the node that adds to the .grad of a parameter or input
+ROWS = Rows._backward_cls
+
+
+def guard(output: Any, ours: tuple[type, ...], model: str, accumulation: Accumulation) -> None:
+    """Make the backward of a forward that has just run raise where it would be wrong.
+
+    Args:
+        output: what the forward returned.
+        ours: the types of the nodes that connect its tensors to the compiled backward.
+        model: name of the model's class.
+        accumulation: the model's.
+
+    The backward raises a RuntimeError, before any of its collectives, on each rank that runs it:
+
+    - with ``create_graph=True``: the compiled backward has no graph, so a gradient penalty would lose its part;
+    - with ``torch.autograd.grad`` or ``inputs=``, if ``no_sync`` defers its gradients or has deferred others: those of
+      the parameters left out would be added, or lost, though nobody asked for them.
+    """
+    was_synced = accumulation.synced
+    nodes = {node for tensor in _tensors_in(output) if (node := tensor.grad_fn) is not None}
+    for node in nodes:
+        if not isinstance(node, ours):
+            continue
+        inputs = _inputs_of(node)  # a hook that held the node would keep its saved tensors alive
+
+        def look(gradients: Any, inputs: tuple[Node, ...] = inputs) -> None:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"cannot differentiate the backward of {model} (create_graph=True, as a gradient penalty or a "
+                    f"Hessian needs): Thunder compiles it without a graph, so this part of the gradient would be lost; "
+                    f"leave create_graph out, or train this model without thunder.jit"
+                )
+            if not (was_synced and not accumulation.paths) and not accumulates(_leaves_of(inputs)):
+                raise RuntimeError(
+                    f"torch.autograd.grad, or backward(inputs=...), through {model} in the middle of an accumulation: "
+                    f"no_sync defers the gradients of all its parameters, so they would be added or lost; call it "
+                    f"outside of no_sync and before the accumulation begins"
+                )
+
+        node.register_prehook(look)
+
+
+def refuse_function_transforms(model: str) -> None:
+    """Raise inside of ``torch.func`` and ``vmap``: Thunder reads memory that their tensors do not have.
+
+    Raises:
+        RuntimeError: a function transform is active.
+    """
+    if is_inside_function_transform():
+        raise RuntimeError(
+            f"{model} was called inside of torch.func or vmap, which cannot look into what Thunder compiled; give it "
+            f"a whole batch, and use torch.autograd.grad or torch.autograd.functional.jacobian outside of them"
+        )
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from _tensors_in(item)
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from _tensors_in(item)
+    elif is_dataclass(tree):
+        for field in fields(tree):
+            yield from _tensors_in(getattr(tree, field.name))
+
+
+def _inputs_of(node: Node) -> tuple[Node, ...]:
+    """The nodes of what the compiled forward was given: one of all rows, and those of inputs that require grad."""
+    return tuple({found: None for found, _ in node.next_functions if found is not None})
+
+
+def _leaves_of(inputs: Iterable[Node]) -> Iterator[Node]:
+    """The leaves among them: parameters, behind their rows, and inputs."""
+    for given in inputs:
+        behind = (leaf for leaf, _ in given.next_functions) if isinstance(given, ROWS) else (given,)
+        yield from (leaf for leaf in behind if leaf is not None and leaf.name() == LEAF)

@@ -1,0 +1,201 @@
+"""The functions that compiled traces call while they run, bound to one model's state.
+
+A line of a trace has tensors and paths; what is done with them is decided here::
+
+    t5 = zero_all_gather(t_w, 'w')        Calls.all_gather((t_w,), ('w',)): all rows, stale ones or none
+    t6 = zero_wait(t5)                    the handle's wait
+    t9 = zero_reduce_scatter(g_w, 'w')    Calls.reduce: with what no_sync has deferred
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from thunder_zero.comm.collective_tags import doing
+from thunder_zero.comm.handle import Waitable
+from thunder_zero.plan.params import Param
+from thunder_zero.schedule.names import ProgramName
+from thunder_zero.schedule.timeline import Kind
+from thunder_zero.sharded.dtensors import Rows, has_hooks
+from thunder_zero.sharded.state import Share
+from thunder_zero.sharded.waits import launching
+
+
+class Calls:
+    """The runtime of one model's traces (:class:`thunder_zero.traces.symbols.Runtime`).
+
+    Args:
+        state: the model's, or that of a rehearsal.
+    """
+
+    def __init__(self, state: Share) -> None:
+        self._state = state
+        self._plan = state.plan
+        self._transport = state.transport
+        self._accumulation = state.accumulation
+        self._agreed: set[ProgramName] = set()
+
+    @property
+    def device(self) -> torch.device:
+        """Where compute is."""
+        return self._state.device
+
+    @property
+    def synced(self) -> bool:
+        """Whether the gradients of a forward that runs now are reduced."""
+        return self._accumulation.synced
+
+    def check_synced(self, synced: bool) -> None:
+        """Part of each prologue: Thunder takes another program, or compiles one, where this raises.
+
+        Raises:
+            RuntimeError: the program reduces gradients and this forward is under ``no_sync``, or the other way round.
+        """
+        if synced is not self.synced:
+            raise RuntimeError(f"this program was compiled with synced={synced}; the forward needs {self.synced}")
+
+    def enter(self, half: str, schedule: str) -> None:
+        """The first of our lines in each half: peers that would send anything else there are refused.
+
+        Args:
+            half: such as ``"backward under no_sync"``.
+            schedule: the digest of its launches.
+        """
+        self._transport.enter_half(half, schedule, self._state.training_forwards)
+
+    def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
+        """Start gathering. ZeRO-1 sends only the parameters that an optimizer has changed since the last time, ZeRO-2
+        under ``policy.gather_once_per_accumulation`` only those that the accumulation has not gathered before."""
+        with launching(Kind.GATHER, paths):
+            handle = self._state.clock.watched(self._gather(shards, paths), paths[0], gather=True)
+        return self._state.labels.watched(handle, Kind.GATHER, paths)
+
+    def _gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
+        params = [self._plan.by_name[path] for path in paths]
+        if params[0].resident:
+            return self._state.resident.gather(shards, params, self._transport)
+        if self._plan.policy.gather_once_per_accumulation and params[0].gathered_once:
+            return self._state.kept_unsharded.gather(shards, params, self._transport, last=self.synced)
+        return self._transport.all_gather(shards, params)
+
+    def reduce(self, grads: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
+        """Start reducing gradients, with their deferred sums, to their mean over ranks."""
+        self._state.resident.expect_step()
+        self._state.kept_unsharded.clear()  # backward reads no parameters that forward did not
+        params = [self._plan.by_name[path] for path in paths]
+        sums = [self._with_deferred(grad, param) for grad, param in zip(grads, params, strict=True)]
+        with launching(Kind.REDUCE, paths):
+            handle = self._state.clock.watched(self._reduce(sums, params), paths[0], gather=False)
+        self._state.labels.gradients_are_made(paths)
+        return self._state.labels.watched(handle, Kind.REDUCE, paths)
+
+    def _reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
+        start = self._transport.reduce_scatter if params[0].sharded else self._transport.all_reduce
+        return start(grads, params)
+
+    def _with_deferred(self, grad: Tensor, param: Param) -> Tensor:
+        deferred = self._accumulation.take(param.path)
+        grad = sum_and_cast(grad, param)
+        return grad if deferred is None else deferred.add_(grad)
+
+    def take_rows(self, shards: Sequence[Tensor], paths: Sequence[str]) -> tuple[Tensor, ...]:
+        """The rows that a program reads, connected to the shards that train.
+
+        Under ``no_sync`` those of a shard with hooks on its gradient are not: backward returns no gradient, which
+        autograd hands on to hooks. They run when the gradient is reduced, as FSDP2's do.
+        """
+        if not self.synced:
+            shards = [shard.detach().requires_grad_() if has_hooks(shard) else shard for shard in shards]
+        rows: tuple[Tensor, ...] = Rows.apply(self._state, paths, *shards)  # type: ignore[no-untyped-call]
+        return rows
+
+    def defer(self, grad: Tensor, path: str) -> None:
+        """Keep a full gradient until the next reduction of its parameter."""
+        self._state.copies.wait()  # this backward does not end with ``wait_offloaded``
+        self._accumulation.defer(sum_and_cast(grad, self._plan.by_name[path]), path)
+        self._state.labels.gradients_are_made((path,))
+
+    def reduce_deferred(self, paths: Sequence[str]) -> None:
+        """Reduce the deferred gradients of parameters that this backward does not reach, and add them to ``.grad``.
+
+        Nothing travels unless a backward ran under ``no_sync``. Then ranks agree, by one small collective, on the
+        parameters that any of them has deferred; a rank without such a gradient sends zeros. One parameter travels at
+        a time.
+
+        Raises:
+            RuntimeError: policy ``check_gradients`` finds NaN or Inf.
+        """
+        if not self._accumulation.grew_since_asked():
+            return
+        self._state.resident.expect_step()
+        means = {}
+        for path in self._state.on_any_rank(paths, self._accumulation.paths):
+            param = self._plan.by_name[path]
+            total = self._accumulation.take(path)
+            nothing = torch.zeros((), dtype=param.reduce_dtype, device=self.device).expand(param.shape)
+            full = nothing if total is None else total
+            (means[path],) = self._reduce([full], [param]).wait()
+        self.wait_offloaded(list(means.values()))
+        if means and self._plan.policy.check_gradients:
+            self.check_finite(list(means.values()), list(means))
+        for path, mean in means.items():
+            accumulate(self._state.shards[path], self._state.gradient(mean, path))
+
+    def check_finite(self, grads: Sequence[Tensor], paths: Sequence[str]) -> None:
+        """Policy ``check_gradients``: stop on all ranks if a gradient on any of them is NaN or Inf.
+
+        Raises:
+            RuntimeError: naming the first such parameter, on every rank.
+        """
+        with doing(f"policy check_gradients of {self._state.name}"):
+            bad = self._state.first_on_any_rank(not_finite(grads, self.device))
+        if bad is not None:
+            self._state.drop_deferred()
+            raise RuntimeError(
+                f"the gradient of parameter {paths[bad]!r} is NaN or Inf, and policy check_gradients stops here: no "
+                f".grad was changed, the gradients that no_sync deferred are dropped; lower the learning rate, scale "
+                f"the loss or look at this batch"
+            )
+
+    def wait_offloaded(self, grads: Sequence[Tensor]) -> None:
+        """Policy ``cpu_offload``: wait until these reduced gradients are in host memory."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def agree_on_schedule(self, program: ProgramName, lines: Sequence[str]) -> None:
+        """Compare the collectives of all ranks before a program first runs.
+
+        Only the first forward, the first backward and the first forward without backward are compared here, line by
+        line. A later compilation (another batch size) may happen on one rank alone; :meth:`enter` compares its digest
+        whenever it runs. A forward of DDP may run on one rank alone, too: it has no collective.
+
+        Raises:
+            RuntimeError: naming the first line that differs, and the rank.
+        """
+        is_silent = not program.reduces and not any(param.sharded for param in self._plan.params)
+        if program not in self._agreed and not is_silent:
+            self._agreed.add(program)
+            self._state.require_same_schedule(str(program), lines)
+
+
+def accumulate(shard: Tensor, grad: Tensor) -> None:
+    """Add to ``.grad`` as autograd does, with the hooks of the shard."""
+    with torch.enable_grad():
+        alias = shard.view_as(shard)
+    torch.autograd.backward(alias, grad)
+
+
+def sum_and_cast(grad: Tensor, param: Param) -> Tensor:
+    """A full gradient in the dtype in which it is reduced, and of the parameter's shape: Thunder takes a 0-dim CPU
+    tensor for a number, and leaves it to autograd to sum its gradient."""
+    if grad.shape != param.shape:
+        grad = grad.sum_to_size(param.shape)
+    return grad if grad.dtype is param.reduce_dtype else grad.to(param.reduce_dtype)
+
+
+def not_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Whether each gradient has NaN or Inf."""
+    return torch.stack([(~grad.isfinite().all()).to(device) for grad in grads])

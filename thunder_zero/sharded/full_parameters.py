@@ -1,0 +1,125 @@
+"""``tz.full_parameters``: the plain module with its real weights, for a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thunder_zero.comm.agree import Fact, all_or_none, broadcast, require_same
+from thunder_zero.comm.collective_tags import doing
+from thunder_zero.compat.casts import without_casts
+from thunder_zero.plan.params import Param
+from thunder_zero.plan.rows import own_rows
+from thunder_zero.sharded.attributes import parameter_like
+from thunder_zero.sharded.placeholders import ParameterSlots
+from thunder_zero.sharded.sharded_model import sharded_model
+from thunder_zero.sharded.state import State
+
+
+@contextmanager
+def full_parameters(model: nn.Module, *, writeback: bool = False, rank0_only: bool = False) -> Iterator[Any]:
+    """The plain module with full parameters inside the block: to generate, export, inspect or initialise.
+
+    A collective: all ranks enter the block, and with ``writeback`` all leave it. Parameters are gathered one at a time;
+    inside the block each rank holds the whole model in the dtypes of its shards, beside the shards. The sharded model
+    itself cannot be called meanwhile.
+
+    >>> with tz.full_parameters(model) as module, torch.no_grad():
+    ...     tokens = module.generate(prompt)
+
+    Args:
+        model: a model with ZeroTransform.
+        writeback: at the end of the block the shards take the values that the parameters have on rank 0. If the block
+            raises on any rank, nothing is written and every rank raises.
+        rank0_only: only rank 0 of the process group gets full parameters, and holds them; on other ranks the module
+            refuses to compute.
+
+    Yields:
+        The module that was jitted, without the casts of mixed precision.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+        ValueError: ``writeback``, and a parameter has another shape or dtype at the end; nothing is written.
+        RuntimeError: the block is inside another one of the same model; an argument differs between ranks; with
+            ``writeback``, another rank raised.
+    """
+    sharded = sharded_model(model)
+    state, module = sharded.state, sharded.plain
+    full = _gathered(state, writeback, rank0_only)
+    found: dict[str, Tensor] = {}
+    failure: Exception | None = None
+    try:
+        with _unsharded(state, module, full):
+            yield module
+            if writeback and full:
+                found = {param.path: _value(module, param, full[param.path]) for param in state.plan.params}
+    except Exception as error:
+        if not writeback:
+            raise
+        failure = error
+    if writeback:
+        with doing(f"the end of full_parameters of {state.name}"):
+            with all_or_none(state.group, "the block of full_parameters"):
+                if failure is not None:
+                    raise failure
+            _write_back(state, found)
+
+
+def _gathered(state: State, writeback: bool, rank0_only: bool) -> dict[str, nn.Parameter]:
+    """Full parameters by path; every rank takes part, and keeps them or not."""
+    everyone = state.group
+    found: dict[str, nn.Parameter] = {}
+    with doing(f"full_parameters of {state.name}"):
+        with all_or_none(everyone, "full_parameters"):
+            state.require_sharded()
+            if writeback:
+                state.require_own_values("write back")
+        require_same([Fact("writeback", str(writeback)), Fact("rank0_only", str(rank0_only))], everyone)
+        for param in state.plan.params:
+            value = state.gather_now(param)
+            if not rank0_only or everyone.rank() == 0:
+                found[param.path] = parameter_like(state.shards[param.path], value)
+    return found
+
+
+@contextmanager
+def _unsharded(state: State, module: nn.Module, full: dict[str, nn.Parameter]) -> Iterator[None]:
+    """Inside the block the plain module has these parameters, or placeholders, instead of shards."""
+    state.unsharded = True
+    try:
+        slots = ParameterSlots(module, state.plan, state.shards)
+        with without_casts(module), slots.holding({**state.placeholders, **full}):
+            yield
+    finally:
+        state.unsharded = False
+
+
+def _value(module: nn.Module, param: Param, before: Tensor) -> Tensor:
+    """What a parameter is at the end of the block: written to, or replaced.
+
+    Raises:
+        ValueError: it has another shape or dtype.
+    """
+    value = module.get_parameter(param.path).detach()
+    if value.shape != before.shape or value.dtype is not before.dtype:
+        raise ValueError(
+            f"parameter {param.path!r} is {tuple(value.shape)} {value.dtype} at the end of full_parameters, and was "
+            f"{tuple(before.shape)} {before.dtype}; write new values into it in place"
+        )
+    return value
+
+
+@torch.no_grad()
+def _write_back(state: State, found: dict[str, Tensor]) -> None:
+    """Copy rank 0's values into the shards, one parameter at a time."""
+    for param in state.plan.params:
+        rows, value = state.rows[param.path], found.get(param.path)
+        if value is None:
+            value = torch.empty(param.shape, dtype=rows.dtype, device=rows.device)
+        broadcast(value, 0, state.group, state.device)
+        rows.copy_(own_rows(value, param, state.plan))
+        state.mark_stale([param.path])

@@ -1,0 +1,146 @@
+"""``tz.full_state_dict``; full state dicts of optimizers, and back, for Fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from thunder_zero.comm.small_collectives import full_tensor, gather_object_on_rank_0
+from thunder_zero.sharded.dtensors import local, part_of
+from thunder_zero.sharded.optimizers import StepsWhole, parameters_of
+from thunder_zero.sharded.sharded_model import owner_of, owners_of, replaced, sharded_model, tagged
+from thunder_zero.sharded.state import State
+
+
+@tagged("full_state_dict")
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Get every parameter and buffer of the plain module on every rank, in full.
+
+    A collective: all ranks must call it.
+
+    >>> torch.save(tz.full_state_dict(model), "model.pt")
+
+    Args:
+        model: a model with ZeroTransform.
+
+    Returns:
+        Copies on the model's device, by the plain module's names.
+
+    Raises:
+        TypeError: not a model with ZeroTransform.
+    """
+    sharded = sharded_model(model)
+    parts: dict[str, Any] = get_model_state_dict(sharded)  # as DTensors: torch would gather them unannounced
+    found = _in_full(parts, sharded.state)
+    own = {_memory_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return {name: value.clone() if _memory_of(value) in own else value for name, value in found.items()}
+
+
+@torch.no_grad()
+def full_optimizer_state_dict(optimizer: Optimizer, *, wanted: bool) -> dict[str, Any]:
+    """An optimizer's state dict with full tensors, as the plain module's optimizer has it; a collective.
+
+    Args:
+        optimizer: steps shards, and possibly other parameters, whose states stay as they are.
+        wanted: return the result, on the CPU; otherwise this rank only takes part, and returns an empty dict.
+    """
+    own = optimizer.state_dict()
+    states: dict[int, Any] = {}
+    params = parameters_of(optimizer)
+    for number, owner in enumerate(owners_of(params)):  # all ranks gather in the same order
+        values = own["state"].get(number, {})
+        if owner is None:
+            full = values
+        elif isinstance(optimizer, StepsWhole):
+            of_ranks = gather_object_on_rank_0(_on_cpu(values), owner[0].group)
+            full = next((values for values in of_ranks if values), {})
+        else:
+            full = _in_full(values, owner[0])
+        if wanted and full:
+            states[number] = _on_cpu(full)
+        del full  # before the next is gathered
+    return {**own, "state": states} if wanted else {}
+
+
+@torch.no_grad()
+def shard_optimizer_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Lay the full states of a plain module's optimizer state dict out as the parameters are; DTensors stay.
+
+    A hook of ``Optimizer.register_load_state_dict_pre_hook``.
+
+    Raises:
+        ValueError: a state has another shape than its parameter.
+    """
+    params = parameters_of(optimizer)
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    if len(indices) != len(params):
+        return state_dict  # torch refuses it right after this hook
+    states = dict(state_dict["state"])
+    alike = _alike((states.get(index, {}), param) for index, param in zip(indices, params, strict=True))
+    for index, param in zip(indices, params, strict=True):
+        if (owner := owner_of(param)) is None or index not in states:
+            continue
+        if not isinstance(optimizer, StepsWhole):
+            states[index] = _parts(owner[1].path, states[index], param, alike)
+        elif optimizer.owner_of(param) != owner[0].plan.rank:
+            del states[index]
+    return {**state_dict, "state": states}
+
+
+@torch.no_grad()
+def step_shards(optimizer: Optimizer) -> None:
+    """Replace the parameters that a plain module had, in an optimizer, by its shards, and their states by parts."""
+    alike = _alike((values, before) for before, values in optimizer.state.items() if isinstance(before, Tensor))
+    for group in optimizer.param_groups:
+        for at, before in enumerate(group["params"]):
+            if (owner := replaced(before)) is not None:
+                state, param = owner
+                shard = group["params"][at] = state.shards[param.path]
+                if before in optimizer.state:
+                    optimizer.state[shard] = _parts(param.path, optimizer.state.pop(before), shard, alike)
+
+
+def _in_full(values: Mapping[str, Any], state: State) -> dict[str, Any]:
+    """The values of a state dict, DTensors gathered; a collective."""
+    return {
+        name: full_tensor(value, state.group) if isinstance(value, DTensor) else value for name, value in values.items()
+    }
+
+
+def _memory_of(value: Any) -> int | None:
+    """Where a tensor's memory begins; None of anything else."""
+    return local(value).untyped_storage().data_ptr() if isinstance(value, Tensor) else None
+
+
+def _alike(states: Iterable[tuple[Mapping[str, Any], Tensor]]) -> set[str]:
+    """The names of states that have their parameter's shape: a number may be a step, or the average of a number."""
+    pairs = [(name, value, param) for values, param in states for name, value in values.items() if param.ndim]
+    return {name for name, value, param in pairs if isinstance(value, Tensor) and value.shape == param.shape}
+
+
+def _parts(path: str, values: Mapping[str, Any], param: Tensor, alike: Container[str]) -> dict[str, Any]:
+    """A parameter's states, those of ``alike`` names laid out as the parameter is."""
+    parts = dict(values)
+    for name, value in values.items():
+        if not isinstance(value, Tensor) or not isinstance(param, DTensor):
+            continue
+        if value.shape == param.shape and name in alike:
+            parts[name] = part_of(value, param)
+        elif value.numel() != 1:
+            raise ValueError(
+                f"cannot cut the optimizer's {name!r} of parameter {path!r} into rows: it has shape "
+                f"{tuple(value.shape)} in the state dict, and is neither one number nor of the parameter's shape "
+                f"{tuple(param.shape)}; load it into an optimizer made by tz.whole, or where the parameter is "
+                f"replicated (stage 0)"
+            )
+    return parts
+
+
+def _on_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()}

@@ -1,0 +1,190 @@
+"""The user's sources, the module that needs values, the values; what ranks compare of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from thunder_zero.comm import agree
+from thunder_zero.comm.group import Ranks
+from thunder_zero.comm.staging import rest_device
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.rows import own_rows
+
+CPU = torch.device("cpu")  # where values are drawn, whatever the device: a seed means the same on all machines
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The user's sources of initial values.
+
+    Attributes:
+        init: called as ``module.apply(init)`` calls it, after ``reset_parameters``.
+        weights: full tensors by their names in the plain module's state dict.
+    """
+
+    init: Callable[[nn.Module], object] | None = None
+    weights: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A value for a tensor outside the plan: a buffer, or a parameter that the policy ignores.
+
+    Attributes:
+        names: all its names in the module.
+        tensor: the module's tensor.
+        value: its initial value.
+    """
+
+    names: Sequence[str]
+    tensor: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class InitialValues:
+    """Initial values.
+
+    Attributes:
+        at_rest: by path, each planned parameter as it is at rest: in full, or this rank's rows.
+        others: of tensors outside the plan that were on the meta device or are read from a state dict.
+    """
+
+    at_rest: dict[str, Tensor]
+    others: list[Other]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainModel:
+    """The plain module whose tensors need values.
+
+    Attributes:
+        module: the module.
+        plan: what each parameter is.
+        ranks: the process groups that train it.
+        device: where compute is.
+        names: all names of each parameter and buffer, in the module's order.
+    """
+
+    module: nn.Module
+    plan: Plan
+    ranks: Ranks
+    device: torch.device
+    names: Mapping[Tensor, Sequence[str]]
+
+    def name_of(self, tensor: Tensor) -> str:
+        """The tensor's first name; a planned parameter's path."""
+        return self.names[tensor][0]
+
+    def param_of(self, tensor: Tensor) -> Param | None:
+        """The plan of a parameter; None of a buffer, and of a parameter that the policy ignores."""
+        return self.plan.by_name.get(self.name_of(tensor))
+
+    @property
+    def sender(self) -> int | None:
+        """The rank that gives its values to all (``policy.broadcast_from``)."""
+        return self.plan.policy.broadcast_from
+
+    def travels(self, tensor: Tensor) -> bool:
+        """Whether one rank sends the tensor's values to all: not those that the policy ignores."""
+        is_ignored = isinstance(tensor, nn.Parameter) and self.param_of(tensor) is None
+        return self.sender is not None and not is_ignored
+
+    def arrives(self, tensor: Tensor) -> bool:
+        """Whether another rank sends the tensor's values to this one."""
+        return self.travels(tensor) and self.sender != self.ranks.everyone.rank()
+
+
+def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
+    """All names of each parameter and buffer."""
+    names: dict[Tensor, list[str]] = {}
+    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    for name, tensor in chain[tuple[str, Tensor]](parameters, buffers):
+        names.setdefault(tensor, []).append(name)
+    return names
+
+
+def fitted(value: object, like: Tensor, what: str) -> Tensor:
+    """The value in the dtype of the module's tensor.
+
+    Args:
+        value: a value from a source.
+        like: the module's tensor.
+        what: the beginning of the sentence that refuses the value.
+
+    Raises:
+        ValueError: the value has another shape, or is no tensor with values.
+    """
+    if not isinstance(value, Tensor) or value.is_meta:
+        found = "tensor on the meta device (without values)" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{what} as a {found}; give a tensor of shape {tuple(like.shape)}")
+    if value.shape != like.shape:
+        raise ValueError(
+            f"{what} with shape {tuple(value.shape)}, where the module has shape {tuple(like.shape)}; build the module "
+            f"that the values belong to"
+        )
+    return value.detach().to(like.dtype)
+
+
+class Failures:
+    """Remembers the first failure until all ranks are where they can hear of it."""
+
+    def __init__(self) -> None:
+        self._first: Exception | None = None
+
+    @contextmanager
+    def remembered(self) -> Iterator[None]:
+        """Remember what the block raises instead of raising it."""
+        try:
+            yield
+        except Exception as failure:
+            self._first = self._first or failure
+
+    def raise_first(self) -> None:
+        """Raise the first failure, if there was one."""
+        if self._first is not None:
+            raise self._first
+
+
+class Cuts:
+    """Full parameters cut to what is at rest; digests of them where every rank makes its own."""
+
+    def __init__(self, model: PlainModel, *, are_read: bool) -> None:
+        self._model = model
+        self._are_read = are_read
+        self._digests: dict[str, str] = {}
+
+    def cut(self, full: Tensor, path: str) -> Tensor:
+        """The parameter as it is at rest: in full, or this rank's rows."""
+        if self._model.sender is None and self._model.ranks.everyone.size() > 1:
+            self._digests[path] = agree.digest(full)
+        param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
+        if param.resident:
+            return full.to(device)
+        # Cut where the full values are: if the rows rest in host memory, the device never has all of them.
+        return own_rows(full, param, plan).to(rest_device(param, plan, device))
+
+    def compare(self) -> None:
+        """Raise on every rank if ranks cut different values; a collective, unless one rank sent them.
+
+        Raises:
+            RuntimeError: naming the first parameter that differs.
+        """
+        if self._model.sender is None:
+            facts = [self._fact(path, digest) for path, digest in self._digests.items()]
+            agree.require_same(facts, self._model.ranks.everyone)
+
+    def _fact(self, path: str, digest: str) -> agree.Fact:
+        when = "before it builds the module"
+        if self._model.module.get_parameter(path).is_meta:
+            when = "before the transform, which draws them"
+        remedy = f"seed every rank alike {when}, or pass broadcast_from=0"
+        if self._are_read:
+            remedy = "give every rank the same weights, or pass broadcast_from=0"
+        return agree.Fact(f"the initial value of parameter {path!r}", f"weights with SHA-256 {digest}", remedy)

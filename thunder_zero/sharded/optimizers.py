@@ -1,0 +1,230 @@
+"""What all optimizers share: parameters, exact loads, whole steps; hooks around every step.
+
+Before a step: refuse one that would be lost or wrong, of parameters that a transform replaced, of shards whose
+gradients are not reduced yet, or that hold averages. After it: raise the versions of the rows, by which autograd
+refuses a backward whose forward read them before, and mark other ranks' rows of ZeRO-1's buffers as stale: the step of
+a DTensor does neither. If torch fails in it, name ``tz.whole``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from traceback import walk_tb
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim import optimizer as of_torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from thunder_zero.compat.torch_gaps import on_failed_steps
+from thunder_zero.sharded import sharded_model
+from thunder_zero.sharded.state import State
+
+PARAMETERS = ("params", "param_names")  # entries of a group that are no options
+
+
+class StepsWhole(Optimizer):
+    """An optimizer over shards that steps no rows: each parameter is stepped whole, by the rank that owns it, and its
+    states are whole, on that rank alone.
+
+    Attributes:
+        kind: the name of the class of the optimizer that steps whole parameters.
+    """
+
+    kind: str
+
+    @abstractmethod
+    def owner_of(self, shard: Tensor) -> int | None:
+        """The rank of the copy of the model that steps a parameter; None if nobody does: it is frozen."""
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key not in PARAMETERS}
+
+
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Inside the block optimizers step without the hooks of all optimizers: those of this package, and the users'."""
+    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
+    kept = {name: vars(of_torch)[name] for name in names}
+    vars(of_torch).update((name, {}) for name in names)  # torch may be walking through those kept
+    try:
+        yield
+    finally:
+        vars(of_torch).update(kept)
+
+
+def exact(loaded: Any, saved: Any) -> Any:
+    """What torch has loaded, in the dtypes that were saved: it casts tensors to the parameter's."""
+    if isinstance(loaded, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict):
+        return {key: exact(value, saved[key]) for key, value in loaded.items()}
+    if isinstance(loaded, list | tuple):
+        return type(loaded)(exact(value, of) for value, of in zip(loaded, saved, strict=True))
+    return loaded
+
+
+def class_name(optimizer: Optimizer) -> str:
+    """The class of an optimizer, or of that which steps whole parameters for it: their states are alike."""
+    return optimizer.kind if isinstance(optimizer, StepsWhole) else type(optimizer).__name__
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that the optimizer steps, in its order."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def names_of(group: Mapping[str, Any]) -> Sequence[str | None]:
+    """The names of a group's parameters; None for each, if the group has no names."""
+    names: Sequence[str | None] = group.get("param_names", [None] * len(group["params"]))
+    return names
+
+
+def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict``, but refuses the state of another kind of optimizer, which torch may accept and
+    then fail in a step.
+
+    Raises:
+        ValueError: the state is of another kind of optimizer, or the optimizer refuses it.
+    """
+    kind, before = class_name(optimizer), [dict(group) for group in optimizer.param_groups]
+    defaults = set(optimizer.defaults)
+    try:
+        optimizer.load_state_dict(saved)
+    except Exception as error:
+        raise ValueError(
+            f"{kind} refuses the saved optimizer state ({type(error).__name__}: {error}); load it into an optimizer of "
+            f"the kind that saved it"
+        ) from error
+    for own, group in zip(before, optimizer.param_groups, strict=True):
+        if missing := sorted((defaults & own.keys()) - group.keys()):
+            raise ValueError(
+                f"the saved optimizer state has no {missing[0]!r}, so it is not of {kind}; load it into an optimizer "
+                f"of the kind that saved it"
+            )
+        for name, value in own.items():
+            group.setdefault(name, value)  # a scheduler's or a user's own entries, which were not saved
+
+
+def load_exactly(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """``load_state`` that keeps the dtypes with which states were saved.
+
+    torch casts states to the parameter's dtype: a float32 momentum of a bfloat16 parameter would lose bits.
+
+    Raises:
+        ValueError: as ``load_state``.
+    """
+    load_state(optimizer, saved)
+    params = parameters_of(optimizer)
+    for number, values in saved["state"].items():
+        optimizer.state[params[number]] = exact(optimizer.state[params[number]], values)
+
+
+MIXED = "mixed torch.Tensor and DTensor"  # in an error of torch
+
+_hooked = False
+
+
+def watch(state: State, module: nn.Module) -> None:
+    """From now on note the steps of a model's shards, and refuse steps of its plain module's parameters.
+
+    Args:
+        state: the model's.
+        module: the plain module, which still has its own parameters.
+    """
+    global _hooked
+    sharded_model.register(state, module)
+    if not _hooked:
+        for hook in (_refuse_replaced, _refuse_early):
+            register_optimizer_step_pre_hook(hook)
+        register_optimizer_step_post_hook(_note_step)
+        on_failed_steps(_explain)
+        _hooked = True
+
+
+def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for param in parameters_of(optimizer):
+        if (before := sharded_model.replaced(param)) is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} holds the plain module's parameter {before[1].path!r}, which the "
+                f"transform replaced, so its step would be lost; build the optimizer on model.parameters() of the "
+                f"model that thunder.jit or thunder_zero.zero returned"
+            )
+
+
+def _refuse_early(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    kind, stepped = type(optimizer).__name__, parameters_of(optimizer)
+    for state in sharded_model.states():
+        if path := state.open_accumulation(stepped):
+            raise RuntimeError(
+                f"{kind} cannot step: no_sync still holds unreduced gradients of parameter {path!r}; run forward and "
+                f"backward of the last micro-batch outside of no_sync, or drop them with model.zero_grad()"
+            )
+        if not state.averaged.isdisjoint(map(id, stepped)):
+            state.require_own_values(f"step {kind}")
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    stepped = {id(param) for param in parameters_of(optimizer)}
+    for state in sharded_model.states():
+        paths = [path for path, shard in state.shards.items() if id(shard) in stepped]
+        increment_version([state.rows[path] for path in paths])
+        state.mark_stale(paths)
+
+
+def _explain(optimizer: Optimizer, error: BaseException) -> None:
+    """Add to an error of torch's DTensors, in a step of our shards, what to do."""
+    if isinstance(optimizer, StepsWhole) or getattr(error, "__notes__", None) or not _is_of_dtensors(error):
+        return
+    owners = [sharded_model.owners_of(group["params"]) for group in optimizer.param_groups]
+    if any(map(any, owners)):
+        mixed = next((number for number, of in enumerate(owners) if any(of) and not all(of)), None)
+        error.add_note(f"thunder_zero: {_plain_part(optimizer) or _way_on(optimizer, str(error), mixed)}")
+
+
+def _plain_part(optimizer: Optimizer) -> str | None:
+    """What to do where a shard's gradient, or a state of its shape, is a plain tensor."""
+    for shard in parameters_of(optimizer):
+        if not isinstance(shard, DTensor):
+            continue
+        if shard.grad is not None and not isinstance(shard.grad, DTensor):
+            return f"a shard of shape {tuple(shard.shape)} has a plain .grad; make it by torch.zeros_like(param)"
+        for name, value in optimizer.state.get(shard, {}).items():
+            is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.is_floating_point()
+            if is_plain and value.shape == shard.shape and shard.ndim:
+                return (
+                    f"the state {name!r} of a shard of shape {tuple(shard.shape)} is a plain tensor, as a plain "
+                    f"optimizer's is; load it by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with "
+                    f"full_state_dict=True, or by thunder_zero.load"
+                )
+    return None
+
+
+def _way_on(optimizer: Optimizer, error: str, mixed: int | None) -> str:
+    """What to do; ``mixed`` is the number of a group with shards and other tensors."""
+    kind = type(optimizer).__name__
+    if mixed is not None and MIXED in error:
+        return (
+            f"group {mixed} of {kind} has shards, and plain tensors such as parameters that the policy ignores, which "
+            f"torch does not step in one list; put the plain ones into a group of their own"
+        )
+    for option in ("fused", "foreach"):
+        if f"_{option}_" in error and any(group.get(option) for group in optimizer.param_groups):
+            return f"torch has no rule for the {option} step of {kind} on shards; leave {option}=True out"
+    return (
+        f"torch cannot take this step of {kind} on shards; step whole parameters instead, with tz.whole({kind}, "
+        f"params, ...) in place of {kind}(params, ...), for the same params and options"
+    )
+
+
+def _is_of_dtensors(error: BaseException) -> bool:
+    """Whether torch's DTensors raised it, or an operator that was given them."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return MIXED in str(error) or frames[-1].f_globals.get("__name__", "").startswith("torch.distributed.tensor.")

@@ -1,0 +1,172 @@
+"""Placeholders stand for parameters while forward runs: shapes and dtypes; using a value raises.
+
+Thunder and dynamo read the module tree, and would trace DTensors with operators of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import resolve_name
+from torch.utils._pytree import tree_iter
+
+from thunder_zero.plan.params import Plan
+
+# What may be asked of a placeholder: what it looks like, new tensors that look like it, and itself.
+_LOOKS = """
+    shape dtype device layout requires_grad is_leaf grad_fn retains_grad ndim names name itemsize nbytes output_nr
+    is_cpu is_cuda is_meta is_mps is_xpu is_xla is_ipu is_hpu is_maia is_mtia is_vulkan is_mkldnn is_nested
+    is_quantized is_sparse is_sparse_csr _version _base _backward_hooks _post_accumulate_grad_hooks
+    size dim ndimension stride numel nelement element_size storage_offset data_ptr get_device __len__ __hash__
+    is_contiguous is_floating_point is_complex is_signed is_pinned is_shared is_inference is_conj is_neg is_same_size
+    is_set_to is_tensor is_storage is_distributed
+    empty_like zeros_like ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full
+    new_empty_strided result_type can_cast
+"""
+LOOKS = frozenset(_LOOKS.split())
+NAN = float("nan")
+_traced = ContextVar("_traced", default=False)
+
+
+class ValuesNeeded(RuntimeError):
+    """Something computed with a placeholder, or wrote to it.
+
+    Args:
+        sentence: what, and what to do instead.
+        path: of the parameter.
+    """
+
+    def __init__(self, sentence: str, path: str) -> None:
+        super().__init__(sentence)
+        self.path = path
+
+
+class Placeholder(nn.Parameter):
+    """A parameter of full shape without values; what computes with it, or writes to it, raises.
+
+    Attributes:
+        path: of the parameter in the module.
+    """
+
+    path: str
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name, attribute = _name(func)
+        with torch.DisableTorchFunctionSubclass():
+            # Dynamo traces this as code; in its graph, the parameter is an input.
+            if torch.compiler.is_compiling() or (name in LOOKS and attribute in (None, "__get__")):
+                return func(*args, **kwargs)
+            if attribute == "__get__" and name == "data":
+                return args[0]
+            if attribute == "__get__" and name == "grad" and _traced.get():
+                return None
+            held = next(leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Placeholder))
+            raise ValuesNeeded(
+                f"{f'.{name}' if attribute else resolve_name(func) or name} cannot use parameter {held.path!r}: "
+                f"thunder_zero sharded it, its values are in the shards, and only what is compiled of the model's "
+                f"forward gathers them; to compute with the plain module or to read its values, use the module that "
+                f"thunder_zero.full_parameters(model) gives",
+                held.path,
+            )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch.DisableTorchFunctionSubclass():
+            return f"Placeholder({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Placeholder:
+    """The placeholder of a parameter: of the same shape and with its attributes, with the memory of one element.
+
+    Thunder traces shapes and dtypes (those of compute) from the plain module; the values are in the shards.
+    """
+    # Kernels that pass by __torch_function__ find NaN.
+    value = NAN if dtype.is_floating_point or dtype.is_complex else 0
+    made = Placeholder(torch.full((), value, dtype=dtype, device=device).expand(param.shape), param.requires_grad)
+    vars(made).update(vars(param), path=path)
+    return made
+
+
+class ParameterSlots:
+    """Where a module has its parameters: the shards at rest, others for a while.
+
+    Args:
+        module: the plain module.
+        plan: of its parameters.
+        shards: by path.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan, shards: Mapping[str, Tensor]) -> None:
+        self._name, self._are_traced, self._shards = type(module).__name__, False, shards
+        self._slots: list[tuple[MutableMapping[str, Any], str, str]] = []
+        for name, param in plan.by_name.items():
+            parent, _, attribute = name.rpartition(".")
+            self._slots.append((module.get_submodule(parent)._parameters, attribute, param.path))
+
+    @contextmanager
+    def holding(self, others: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside the block the module has these, by path."""
+        try:
+            for holder, key, path in self._slots:
+                holder[key] = others[path]
+            yield
+        finally:
+            for holder, key, path in self._slots:
+                holder[key] = self._shards[path]
+
+    def require_at_rest(self) -> None:
+        """Raise while forward runs.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        if self._are_traced:
+            raise RuntimeError(
+                f"{self._name} was called inside of its own forward, or from a second thread, after thunder_zero "
+                f"sharded it; call the sharded model once at a time"
+            )
+
+    @contextmanager
+    def traced(self, placeholders: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside the block the module has placeholders; in every call, since dynamo guards which objects it has."""
+        self._are_traced = True
+        try:
+            with self.holding(placeholders), traced():
+                yield
+        finally:
+            self._are_traced = False
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    """Inside the block, placeholders have the gradient None: Thunder asks for it when it traces."""
+    token = _traced.set(True)
+    try:
+        yield
+    finally:
+        _traced.reset(token)
+
+
+def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a parameter or a buffer in its place in the module tree."""
+    parent, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(parent), attribute, tensor)
+
+
+def _name(func: Callable[..., Any]) -> tuple[str, str | None]:
+    """The name of a function, or of an attribute with the way in which it is used (``__get__``, ``__set__``)."""
+    if func.__name__ in ("__get__", "__set__", "__delete__"):
+        return func.__self__.__name__, func.__name__  # type: ignore[attr-defined]
+    return func.__name__, None

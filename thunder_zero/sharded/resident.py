@@ -1,0 +1,240 @@
+"""Full parameters that stay: ZeRO-1's resident ones, those that an accumulation keeps unsharded.
+
+::
+
+    ZeRO-1, rank 1 of 2      buffer [ rows of rank 0 | own rows ]    the optimizer steps its own rows in place;
+                                      ^ stale after a step           a gather then fills the others'
+    ZeRO-2, accumulating     the first micro-batch gathers, the next ones read the same tensors, the last frees them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thunder_zero.comm.handle import Waitable, WaitsBy
+from thunder_zero.comm.staging import is_staged, rest_device
+from thunder_zero.comm.transport import Transport
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.rows import own_rows, padded, rows_in
+from thunder_zero.sharded.writes import Versions, digests_of
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Tensors by parameter path.
+
+    Attributes:
+        rows: what programs read: this rank's rows with padding, or the full parameter where it is replicated.
+        buffers: ZeRO-1's full parameters, padded.
+        shared: paths of the buffers whose own rows are ``rows`` themselves, not copies of them.
+    """
+
+    rows: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    shared: tuple[str, ...]
+
+
+def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> RankMemory:
+    """Memory with the values of ``at_rest``, which is emptied: an unpadded full tensor must not outlive its copy."""
+    rows: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    for param in plan.params:
+        value = at_rest.pop(param.path)
+        if param.resident:
+            buffers[param.path] = buffer = padded(value.to(param.compute_dtype), param, plan)
+            is_copied = is_staged(param, plan, device)
+            value = own_rows(value, param, plan) if is_copied else rows_in(buffer, param, plan.world_size, plan.rank)
+        rows[param.path] = _at_rest(value, rest_device(param, plan, device), device)
+    shared = tuple(path for path in buffers if not is_staged(plan.by_name[path], plan, device))
+    return RankMemory(rows, buffers, shared)
+
+
+def _at_rest(rows: Tensor, place: torch.device, device: torch.device) -> Tensor:
+    """The rows where they rest; in host memory they are pinned, if ``device`` is a GPU."""
+    rows = rows.to(place)
+    return rows.pin_memory() if device.type == "cuda" and place.type == "cpu" else rows
+
+
+class AnyRank(Protocol):
+    """See :meth:`thunder_zero.sharded.state.State.on_any_rank`."""
+
+    def __call__(self, paths: Sequence[str], here: Collection[str], also: Tensor | None) -> list[str]:
+        """Which of ``paths`` any rank has."""
+
+
+class ResidentParameters:
+    """The full parameters, padded; their own rows are the shards, or copies of them, cast or offloaded.
+
+    Args:
+        buffers: the full parameters by path.
+        shared: paths of the buffers whose own rows are the shards themselves, not copies.
+        versions: tells which shards changed.
+        digested: the shards of all buffers, in which writes without a version are looked for, too; or none of them,
+            where nothing else holds their values.
+
+    Attributes:
+        shared: as given.
+    """
+
+    def __init__(
+        self,
+        buffers: Mapping[str, Tensor],
+        shared: tuple[str, ...],
+        versions: Versions,
+        digested: Mapping[str, Tensor],
+    ) -> None:
+        self._buffers = buffers
+        self.shared = shared
+        self._versions = versions
+        self._digested = digested
+        self._digests = self._digests_now()
+        self._stale: set[str] = set()  # paths whose rows changed on this rank or, once ranks agreed, on any
+        self._may_step = False  # gradients were reduced since ranks last agreed, so an optimizer may have stepped
+        versions.note(buffers)
+
+    def expect_step(self) -> None:
+        """Gradients were reduced: an optimizer may step before the next forward, on some ranks or on all."""
+        self._may_step = True
+
+    def mark_stale(self, paths: Iterable[str]) -> None:
+        """These parameters changed: their next gather refreshes the other ranks' rows."""
+        self._stale.update(self._buffers.keys() & set(paths))
+
+    def _digests_now(self) -> Tensor | None:
+        return digests_of(tuple(self._digested.values())) if self._digested else None
+
+    def agree_on_stale(self, on_any_rank: AnyRank) -> None:
+        """Let all ranks refresh the parameters that changed on any.
+
+        Ranks agree after each backward, since then an optimizer may have stepped on some of them and not on others (a
+        scaler that found an Inf), and after other changes here: loaded, initialised or updated in place. One small
+        collective; none while nothing can have changed. Such other changes must be made on all ranks, as with any
+        replicated parameter: a rank without them would not take part.
+
+        Digests find writes that nothing reported, such as a hand-written optimizer's through ``.data``. They count
+        where ranks agree anyway; elsewhere another rank, whose rows may be as they were, would not take part.
+
+        Raises:
+            RuntimeError: such a write without a backward since ranks last agreed, or ever, and ranks do not agree now.
+        """
+        if not self._buffers:
+            return
+        self._stale.update(filter(self._versions.changed, self._buffers))
+        before, now = self._digests, self._digests_now()
+        written = None if before is None or now is None else before != now
+        if self._may_step or self._stale:
+            self._stale = set(on_any_rank(tuple(self._buffers), self._stale, written))
+            self._may_step, self._digests = False, now
+        elif written is not None and written.any():
+            path = tuple(self._buffers)[int(written.int().argmax())]
+            raise RuntimeError(
+                f"parameter {path!r} was written to in a way that PyTorch does not see (.data, numpy, a kernel), with "
+                f"no backward since ranks last compared their rows, so ZeRO-1 cannot know whether all ranks did so; "
+                f"write in place, as in param.copy_(new) under torch.no_grad(), on every rank"
+            )
+
+    def out_of_date(self, paths: Iterable[str]) -> list[bool]:
+        """Whether each full parameter may differ from the shards, as far as this rank can tell; parameters that are not
+        resident, or whose buffers are copies in another dtype or place, do."""
+        before, now = self._digests, self._digests_now()
+        written = [False] * len(self._digested) if before is None or now is None else (before != now).tolist()
+        unseen = {path for path, was in zip(self._digested, written, strict=True) if was}
+        return [
+            path not in self.shared or path in self._stale or path in unseen or self._versions.changed(path)
+            for path in paths
+        ]
+
+    def full(self, param: Param) -> Tensor:
+        """The full parameter as it was refreshed last, unpadded: a view."""
+        return self._buffers[param.path][: param.shape[0]]
+
+    def gather(self, shards: Sequence[Tensor], params: Sequence[Param], transport: Transport) -> Waitable:
+        """Refresh the stale parameters; the handle gives all of them."""
+        paths = [param.path for param in params]
+        buffers = [self._buffers[path] for path in paths]
+        stale = [at for at, path in enumerate(paths) if path in self._stale]
+        refresh = None
+        if stale:
+            refresh = transport.all_gather(
+                [shards[at] for at in stale], [params[at] for at in stale], into=[buffers[at] for at in stale]
+            )
+            self._stale.difference_update(paths)  # not before: if the launch fails, the rows are still out of date
+        full = tuple(buffer[: param.shape[0]] for buffer, param in zip(buffers, params, strict=True))
+
+        def wait() -> tuple[Tensor, ...]:
+            if refresh is not None:
+                refresh.wait()
+                self._versions.note(paths)
+            return full
+
+        return WaitsBy(wait)
+
+
+class KeptUnsharded:
+    """ZeRO-2's gathered parameters between micro-batches (``policy.gather_once_per_accumulation``)."""
+
+    def __init__(self, shards: Mapping[str, Tensor], versions: Versions) -> None:
+        self._held: dict[str, Tensor] = {}
+        self._shards = shards
+        self._versions = versions
+        self._digests: dict[str, Tensor] = {}  # of shards, when they were gathered
+
+    def require_unwritten(self) -> None:
+        """Raise if a shard changed behind PyTorch's back since it was gathered.
+
+        Raises:
+            RuntimeError: another rank, whose rows may be as they were, would not gather again.
+        """
+        paths = [path for path in self._held if not self._versions.changed(path)]
+        if not paths:
+            return
+        before = torch.stack([self._digests[path] for path in paths])
+        written = before != digests_of([self._shards[path] for path in paths])
+        if written.any():
+            path = paths[int(written.int().argmax())]
+            raise RuntimeError(
+                f"parameter {path!r} was written to in the middle of an accumulation, in a way that PyTorch does not "
+                f"see (.data, numpy, a kernel), and gather_once_per_accumulation still holds its old values; write to "
+                f"it after the last micro-batch, outside of no_sync"
+            )
+
+    def gather(
+        self, shards: Sequence[Tensor], params: Sequence[Param], transport: Transport, *, last: bool
+    ) -> Waitable:
+        """Gather the parameters that no earlier micro-batch left; the last one, which reduces, leaves none."""
+        self.drop(filter(self._versions.changed, tuple(self._held)))
+        found = {param.path: self._held.get(param.path) for param in params}
+        missing = [at for at, param in enumerate(params) if found[param.path] is None]
+        handle = None
+        if missing:
+            rows = [shards[at] for at in missing]
+            handle = transport.all_gather(rows, [params[at] for at in missing])
+            if not last:
+                self._digests.update(zip((params[at].path for at in missing), digests_of(rows).unbind(), strict=True))
+        if last:
+            self.drop(found)
+        else:
+            self._versions.note(found)
+
+        def wait() -> tuple[Tensor, ...]:
+            arrived = iter(() if handle is None else handle.wait())
+            full = {path: next(arrived) if held is None else held for path, held in found.items()}
+            if not last:
+                self._held.update(full)
+            return tuple(full.values())
+
+        return WaitsBy(wait)
+
+    def drop(self, paths: Iterable[str]) -> None:
+        """Let go of these parameters."""
+        for path in paths:
+            self._held.pop(path, None)
+
+    def clear(self) -> None:
+        """Let go of all parameters."""
+        self._held.clear()

@@ -1,0 +1,159 @@
+"""The interface of a sharded model for loops, checkpoints, state dicts; finds the model of a shard.
+
+A front end, such as ``thunder.jit`` with ZeroTransform, makes models that implement it; code that uses them does not
+know which front end made them. What is found, by a shard or by the parameter that it replaced, is not kept alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar, cast
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from thunder_zero.comm.collective_tags import doing
+from thunder_zero.comm.group import has_groups
+from thunder_zero.compat.torch_gaps import at_exit
+from thunder_zero.plan.params import Param
+from thunder_zero.sharded.state import State
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class ShardedModel(nn.Module):
+    """A model whose parameters are shards.
+
+    ``named_parameters`` gives the shards and ``named_buffers`` the buffers, under the plain module's names.
+    """
+
+    @property
+    @abstractmethod
+    def state(self) -> State:
+        """This rank's share of the model."""
+
+    @property
+    @abstractmethod
+    def plain(self) -> nn.Module:
+        """The module that was sharded; it has the shards."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep full gradients instead of reducing them; the next backward outside reduces the sum.
+
+        As in PyTorch the forward decides: a backward defers its gradients if its forward ran inside of the block.
+
+        Deferred gradients are not in ``.grad``. ``zero_grad`` of the model drops them; an optimizer's, as in FSDP2, and
+        ``param.grad = None`` do not. Drop those that the end of an epoch leaves, or they are added to the next
+        gradients.
+
+        >>> with model.no_sync():
+        ...     for x in micro_batches[:-1]:
+        ...         loss(model(x)).backward()
+        >>> loss(model(micro_batches[-1])).backward()
+        """
+        with self.state.accumulation.unsynced():
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``; also drops the gradients that ``no_sync`` has deferred."""
+        super().zero_grad(set_to_none)
+        self.state.drop_deferred()
+
+
+def tagged(what: str) -> Callable[[Function], Function]:
+    """Gives a public function that is a collective its tag: errors about ranks that differ call it ``what``."""
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def named(*args: Any, **kwargs: Any) -> Any:
+            models = [given for given in (*args, *kwargs.values()) if isinstance(given, ShardedModel)]
+            with doing(" of ".join([what, *(model.state.name for model in models)])):
+                return function(*args, **kwargs)
+
+        return cast(Function, named)
+
+    return decorate
+
+
+def sharded_model(model: object) -> ShardedModel:
+    """The model, if it is sharded.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if isinstance(model, ShardedModel):
+        return model
+    raise TypeError(
+        f"expected a module jitted with ZeroTransform, got {type(model).__name__}; make one with "
+        f"thunder.jit(module, transforms=[thunder_zero.ZeroTransform(...)])"
+    )
+
+
+class ShardEntry(NamedTuple):
+    """A shard, or a parameter that a plain module had before the transform: its model, its path there."""
+
+    state: weakref.ref[State]
+    path: str
+    is_shard: bool
+
+
+_states: weakref.WeakSet[State] = weakref.WeakSet()
+_entries = WeakTensorKeyDictionary()
+
+
+def register(state: State, module: nn.Module) -> None:
+    """Enter a model's tensors; the plain module still has its own parameters."""
+    _states.add(state)
+    for path, shard in state.shards.items():
+        _entries[module.get_parameter(path)] = ShardEntry(weakref.ref(state), path, is_shard=False)
+        _entries[shard] = ShardEntry(weakref.ref(state), path, is_shard=True)
+
+
+def _leave_groups() -> None:
+    """At exit: let torch join gloo's threads, which it does when the last reference to a destroyed group goes.
+
+    Such a thread may still have to drop the tensors of the last collective; once the interpreter ends, that aborts the
+    process. Groups that were not destroyed are torch's: another handler at exit may still save a model.
+    """
+    if not has_groups():
+        for state in states():
+            state.leave_group()
+
+
+at_exit(_leave_groups)
+
+
+def states() -> list[State]:
+    """The states of all models that are alive."""
+    return list(_states)
+
+
+def is_transformed(param: nn.Parameter) -> bool:
+    """Whether the parameter is a shard: its module was transformed before, by a model that may be gone."""
+    return param in _entries and _entries[param].is_shard
+
+
+def owner_of(param: Tensor) -> tuple[State, Param] | None:
+    """The model and the parameter that this is the shard of; None for any other tensor."""
+    return _found(param, is_shard=True)
+
+
+def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
+    """:func:`owner_of` each of these."""
+    return list(map(owner_of, params))
+
+
+def replaced(param: Tensor) -> tuple[State, Param] | None:
+    """The model, and the parameter that this was before the transform; None for any other tensor."""
+    return _found(param, is_shard=False)
+
+
+def _found(param: Tensor, *, is_shard: bool) -> tuple[State, Param] | None:
+    entry: ShardEntry | None = _entries.get(param)
+    state = None if entry is None or entry.is_shard is not is_shard else entry.state()
+    return None if entry is None or state is None else (state, state.plan.by_name[entry.path])

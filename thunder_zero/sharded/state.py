@@ -1,0 +1,261 @@
+"""One rank's share of one model: shards, placeholders, and everything with the model's lifetime.
+
+Training code steps the shards; compiled traces reach this state through ``calls.py``, which needs a :class:`Share`::
+
+    shards['w']          DTensor (5, 8), what the optimizer steps     placeholders['w']    (5, 8) without values
+    rows['w']            (3, 8), its memory and the padding           transport            gathers and reduces
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from thunder_zero.comm import agree
+from thunder_zero.comm.backends import model_transport
+from thunder_zero.comm.collective_tags import CollectiveTag, TaggedTransport, doing, what_is_done
+from thunder_zero.comm.group import Ranks
+from thunder_zero.comm.small_collectives import all_reduce_max, barrier, next_number, to_device
+from thunder_zero.comm.staging import HostCopies
+from thunder_zero.compat.torch_gaps import let_go_of_groups
+from thunder_zero.plan.params import Param, Plan
+from thunder_zero.plan.rows import real_rows
+from thunder_zero.sharded.accumulation import Accumulation
+from thunder_zero.sharded.attributes import with_attributes_of
+from thunder_zero.sharded.dtensors import as_dtensor, parameter, specs_of
+from thunder_zero.sharded.placeholders import placeholder
+from thunder_zero.sharded.resident import KeptUnsharded, ResidentParameters, lay_out
+from thunder_zero.sharded.waits import Clock, Labels
+from thunder_zero.sharded.writes import Versions
+
+
+class Share:
+    """One rank's share of one model, as if it had no peers: the transport alone knows them.
+
+    Args:
+        at_rest: values by path, in full (ZeRO-1, replicated) or this rank's rows; emptied.
+        specs: how ranks share each parameter, by path; none in stage 0, and where there are no peers.
+        digests: look for writes to the rows of resident parameters that raise no version.
+
+    Attributes:
+        plan: what each parameter is.
+        device: where compute is.
+        name: of the model, the same on all ranks, as errors call it: ``"model 0 (Net)"``.
+        transport: launches the collectives.
+        copies: copies of shards in host memory to the device, which may still run.
+        rows: what programs read, by path: this rank's rows with their padding, or the full parameter.
+        specs: as given.
+        frozen: paths of the parameters that do not train.
+        single_rows: paths of the sharded parameters of one row.
+        shards: the optimizer's parameters by path, in the same memory: DTensors, if there are specs.
+        accumulation: gradients whose reduction is deferred.
+        resident: ZeRO-1's full parameters.
+        kept_unsharded: gathered parameters that the next micro-batch reads again.
+        clock: records waits while ``measure_times`` runs.
+        labels: labels waits and units while a profiler runs.
+        training_forwards: how many forwards have ended in training mode and with gradients enabled.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        name: str,
+        transport: TaggedTransport,
+        copies: HostCopies,
+        at_rest: dict[str, Tensor],
+        specs: Mapping[str, DTensorSpec],
+        *,
+        digests: bool = True,
+    ) -> None:
+        self.plan, self.device, self.name, self.transport, self.copies = plan, device, name, transport, copies
+        self.accumulation = Accumulation()
+        self.training_forwards = 0
+        self.clock = Clock(device)
+        self.labels = Labels(plan)
+        memory = lay_out(plan, device, at_rest)
+        self.rows, self.specs = memory.rows, specs
+        self.frozen = frozenset(param.path for param in plan.params if not param.requires_grad)
+        self.single_rows = frozenset(param.path for param in plan.params if param.sharded and param.shape[0] == 1)
+        self.shards: dict[str, nn.Parameter] = {}
+        self._layouts: dict[str, tuple[int | None, DTensorSpec | None]] = {}  # how many rows, if there is padding
+        for param in plan.params:
+            rows, spec = real_rows(memory.rows[param.path].detach(), param, plan), specs.get(param.path)
+            self.shards[param.path] = parameter(rows, spec, requires_grad=param.requires_grad)
+            self._layouts[param.path] = len(rows) if param in plan.padded else None, spec
+        versions = Versions(self.shards)
+        is_copied = plan.world_size > 1 or len(memory.shared) < len(memory.buffers)
+        digested = {path: self.rows[path] for path in memory.buffers} if digests and is_copied else {}
+        self.resident = ResidentParameters(memory.buffers, memory.shared, versions, digested)
+        self.kept_unsharded = KeptUnsharded(self.rows, versions)
+
+    def gradient(self, rows: Tensor, path: str) -> Tensor:
+        """The gradient of a shard, from its rows with their padding."""
+        count, spec = self._layouts[path]
+        return as_dtensor(rows if count is None else rows[:count], spec)
+
+    def on_any_rank(self, paths: Sequence[str], here: Container[str], also: Tensor | None = None) -> list[str]:
+        """Those of ``paths`` that any rank has in ``here``, or flags in ``also`` (a bool for each path): other ranks
+        are as this one, and nothing is flagged."""
+        return [path for path in paths if path in here]
+
+    def first_on_any_rank(self, flags: Tensor) -> int | None:
+        """The first flag that any rank has set: none has."""
+        return None
+
+    def require_same_schedule(self, program: str, lines: Sequence[str]) -> None:
+        """Compare the collectives of a program between ranks: there is no other rank."""
+
+    def drop_deferred(self) -> None:
+        """Abandon the accumulation: its deferred gradients and the parameters that it keeps unsharded."""
+        self.accumulation.drop()
+        self.kept_unsharded.clear()
+
+
+class State(Share):
+    """One rank's share of one model.
+
+    Attributes:
+        ranks: the process groups that train the model.
+        group: all of these ranks.
+        placeholders: what the plain module has while forward runs, by path: full shape, no memory.
+        unsharded: the plain module has full parameters (``full_parameters``), and the model cannot be called.
+        averaged: the ids of the parameters that have the values of their averages (``EMA.applied``).
+    """
+
+    def __init__(
+        self, module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, at_rest: dict[str, Tensor]
+    ) -> None:
+        """Make the shards and placeholders of a plain module, which stays as it is.
+
+        Args:
+            module: has the original parameters.
+            plan: what each of them is.
+            ranks: the process groups that train the model.
+            device: where compute is.
+            at_rest: their values by path, in full (ZeRO-1, replicated) or this rank's rows; emptied.
+        """
+        self.ranks, self.group = ranks, ranks.everyone
+        self.unsharded = False
+        self.averaged: frozenset[int] = frozenset()
+        copies = HostCopies(device, offloaded=plan.policy.cpu_offload)
+        name = f"model {next_number(self.group)} ({type(module).__name__})"
+        transport = model_transport(plan, ranks, device, copies, name)
+        super().__init__(plan, device, name, transport, copies, at_rest, specs_of(plan, ranks, device))
+        plain = {param.path: module.get_parameter(param.path) for param in plan.params}
+        for path, original in plain.items():
+            with_attributes_of(self.shards[path], original)
+        self.placeholders = {
+            param.path: placeholder(param.path, plain[param.path], param.compute_dtype, device) for param in plan.params
+        }
+
+    def require_sharded(self) -> None:
+        """Raise if the plain module has full parameters.
+
+        Raises:
+            RuntimeError: naming the model.
+        """
+        if self.unsharded:
+            raise RuntimeError(
+                f"{self.name} is inside full_parameters; leave that block first, or call the module that it gives"
+            )
+
+    def require_own_values(self, action: str) -> None:
+        """Raise if parameters have the values of their averages.
+
+        Args:
+            action: what cannot be done then, such as "save".
+
+        Raises:
+            RuntimeError: naming the model.
+        """
+        if self.averaged:
+            raise RuntimeError(
+                f"cannot {action}: the parameters of {self.name} are averages inside of EMA.applied; leave that block "
+                f"first"
+            )
+
+    def leave_group(self) -> None:
+        """Drop all references to the process groups; the model cannot be called again."""
+        vars(self.transport).clear()  # compiled programs hold it, too
+        for mesh in {spec.mesh for spec in self.specs.values()}:  # shards hold it, too
+            let_go_of_groups(mesh)
+        del self.ranks, self.group, self.transport
+
+    def agree_on_stale(self) -> None:
+        """See :meth:`thunder_zero.sharded.resident.ResidentParameters.agree_on_stale` and
+        :meth:`thunder_zero.sharded.resident.KeptUnsharded.require_unwritten`."""
+        self.kept_unsharded.require_unwritten()
+        self.resident.agree_on_stale(self.on_any_rank)
+
+    def on_any_rank(self, paths: Sequence[str], here: Container[str], also: Tensor | None = None) -> list[str]:
+        """Those of ``paths`` that any rank has in ``here``, or flags in ``also`` (a bool for each path); one small
+        collective, if there are several ranks."""
+        if self.plan.ranks == 1 and also is None:
+            return [path for path in paths if path in here]
+        flags = to_device([path in here for path in paths], torch.int32, self.device)
+        if also is not None:
+            flags += also.to(self.device)
+        if self.plan.ranks > 1:
+            with doing(f"the comparison of changed parameters of {self.name}"):
+                all_reduce_max(flags, self.group)
+        return [path for path, flag in zip(paths, flags.tolist(), strict=True) if flag]
+
+    def first_on_any_rank(self, flags: Tensor) -> int | None:
+        """The position of the first flag that any rank has set; one small collective."""
+        flags = flags.to(torch.int32)
+        all_reduce_max(flags, self.group)
+        return int(flags.argmax()) if flags.any() else None
+
+    def require_same_schedule(self, program: str, lines: Sequence[str]) -> None:
+        """Compare the collectives of a program between ranks.
+
+        Raises:
+            RuntimeError: naming the first line that differs, and the rank.
+        """
+        with doing(f"the first {program} of {self.name}"):
+            agree.require_same_schedule(program, lines, self.group)
+
+    def open_accumulation(self, shards: Iterable[Tensor]) -> str | None:
+        """The first parameter with a deferred gradient among those of these shards; None if there is none."""
+        if not self.accumulation.paths:
+            return None
+        among = set(map(id, shards))
+        return next((path for path in self.accumulation.paths if id(self.shards[path]) in among), None)
+
+    def mark_stale(self, paths: Iterable[str]) -> None:
+        """These parameters changed: the next forward refreshes the other ranks' rows, if they are resident."""
+        changed = tuple(paths)
+        self.resident.mark_stale(changed)
+        self.kept_unsharded.drop(changed)
+
+    def gather_now(self, param: Param, shard: Tensor | None = None) -> Tensor:
+        """The full, unpadded parameter, from the shards as they are now; a collective.
+
+        Args:
+            param: the parameter.
+            shard: this rank's rows of another tensor of the parameter's shape, of any dtype, to be gathered instead.
+        """
+        shard = self.rows[param.path] if shard is None else shard.contiguous()
+        if not param.sharded:
+            return shard.clone()
+        exact = replace(param, compute_dtype=shard.dtype)
+        what = what_is_done() or f"a gather of {self.name}"
+        self.transport.enter(CollectiveTag(what, f"{param.path} {exact.compute_dtype}"))
+        full = self.transport.all_gather([shard], [exact]).wait()[0].clone()
+        self.copies.wait()
+        return full
+
+    def seconds_alone(self, paths: Sequence[str]) -> float:
+        """Seconds in which these sharded parameters are gathered while nothing else travels; a collective."""
+        params, shards = [self.plan.by_name[path] for path in paths], [self.rows[path] for path in paths]
+        barrier(self.group)
+        self.transport.enter(CollectiveTag(f"measure_times of {self.name}", repr(paths)))
+        start = self.clock.now()
+        self.transport.all_gather(shards, params).wait()
+        self.copies.wait()
+        return start.until(self.clock.now())
