@@ -56,7 +56,7 @@ class TwoLayers(nn.Module):
 
 WORLD_SIZE = 2
 # Each layer's parameters travel together. As in the textbook, forward frees them all; step 12 shows our default.
-POLICY = tz.Policy(stage=3, unit_of=lambda module: ("up", "down"), gather_last_units_once=False)
+POLICY = tz.Policy(stage=3, unit_of=lambda module: ("up", "down"), reshard_after_forward=True)
 
 
 # 1. Thunder runs the module once in its interpreter and records every operation. In this functional trace the
@@ -239,18 +239,18 @@ def check_numbers(module: nn.Module, x: Tensor, plan: Plan, output: Tensor, grad
     )
 
 
-# 12. So far this was the textbook. By default the policy also sets gather_last_units_once: the last units of forward
+# 12. So far this was the textbook. By default reshard_after_forward is None: the last units of forward
 #     stay gathered until backward, which starts with them, as long as that does not raise the peak of gathered bytes.
 #     Here down is gathered while up computes, so both are in memory at the peak anyway.
 
 
 def gather_last_unit_once(textbook: tz.schedule.Timeline, module: nn.Module, x: Tensor) -> None:
-    fewer = tz.trace(module, x, policy=replace(POLICY, gather_last_units_once=True), world_size=WORLD_SIZE).timeline
+    fewer = tz.trace(module, x, policy=replace(POLICY, reshard_after_forward=None), world_size=WORLD_SIZE).timeline
     peaks = [max(gathered_bytes(timeline)) for timeline in (textbook, fewer)]
     diff = list(difflib.unified_diff(communication(textbook), communication(fewer), n=0, lineterm=""))[2:]
     lines = [line for line in diff if not line.startswith("@@")]
     lines.append("peak of gathered bytes: {} without it, {} with it".format(*peaks))
-    show("12. What gather_last_units_once changes", "\n".join(lines))
+    show("12. What reshard_after_forward=None changes", "\n".join(lines))
 
 
 # Helpers that print.

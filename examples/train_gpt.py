@@ -84,8 +84,10 @@ class Run:
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options_parser(__doc__)
-    once = "ZeRO-3: gather the last blocks once for forward and backward, as many as cost no memory (yes)"
-    parser.add_argument("--gather-last-units-once", action=argparse.BooleanOptionalAction, default=True, help=once)
+    reshard = (
+        "ZeRO-3: free all blocks after forward, also the last, which else stay if that costs no memory"
+    )
+    parser.add_argument("--reshard-after-forward", action="store_true", help=reshard)
     parser.add_argument("--size", choices=SIZES, default="small", help="size of the model (small)")
     parser.add_argument("--tied", action="store_true", help="the output head uses the embedding's weight")
     dtype = "dtype of compute, gathers and reductions; parameters and optimizer state stay float32 (float32)"
@@ -139,7 +141,7 @@ class Trainer:
         module = GPT(config).to(ranks.device)
         precision = tz.MixedPrecision(DTYPES[options.dtype])
         policy = tz.Policy(
-            options.stage, gather_last_units_once=options.gather_last_units_once, mixed_precision=precision
+            options.stage, reshard_after_forward=options.reshard_after_forward or None, mixed_precision=precision
         )
         self.model = thunder.jit(module, transforms=[tz.ZeroTransform(policy)])
         self.optimizer = torch.optim.AdamW(

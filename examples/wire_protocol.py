@@ -8,7 +8,7 @@ Trains a small perceptron by hand: `Wire` has the three collectives, `Layer` cal
 every byte that leaves this rank is counted, and when. It trains twice, and all ranks end with the same weights, bit for
 bit, both times. Then ZeroTransform trains the same model and sends the same bytes; in ZeRO-1 it refreshes the other
 ranks' rows in the next forward, not after the step, and in ZeRO-3 it is told not to save bytes
-(`gather_last_units_once=False`), which it would by keeping this small model's weights from forward to backward. The
+(`reshard_after_forward=True`), which it would by keeping this small model's weights from forward to backward. The
 picture shows who sends how much to whom in a step, and how that adds up. Always runs on CPUs (gloo), on any number of
 ranks; rows that do not divide by it make the last rank's part smaller.
 """
@@ -237,7 +237,7 @@ def train_by_hand(options: argparse.Namespace, ranks: Ranks) -> Run:
 
 def train_sharded(options: argparse.Namespace, ranks: Ranks) -> Run:
     """Train with ZeroTransform."""
-    policy = tz.Policy(options.stage, gather_last_units_once=False)
+    policy = tz.Policy(options.stage, reshard_after_forward=True)
     model = thunder.jit(perceptron(options.seed), transforms=[tz.ZeroTransform(policy)])
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE)
     with bar_of("ZeroTransform", options, ranks) as bar:

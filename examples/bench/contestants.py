@@ -212,7 +212,7 @@ def ours() -> Iterator[Contestant]:
     """This package, with Thunder's default executors and with torch.compile."""
     rows: list[tuple[str, int, str, dict[str, Any]]] = [
         *((f"zero{stage}", stage, f"thunder_zero {stage}", {}) for stage in range(4)),
-        ("zero3-regather", 3, "thunder_zero 3, all gathered again", {"gather_last_units_once": False}),
+        ("zero3-regather", 3, "thunder_zero 3, all gathered again", {"reshard_after_forward": True}),
         *((f"zero3-{how}", 3, f"thunder_zero 3, recompute {how}", {"recompute": how}) for how in ("none", "units")),
     ]
     for name, stage, group, choices in rows:

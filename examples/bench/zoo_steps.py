@@ -26,7 +26,7 @@ BUCKET_BYTES = 4096  # several gathers, in models as small as these
 
 
 def policy(stage: int) -> tz.Policy:
-    return tz.Policy(stage, bucket_bytes=BUCKET_BYTES, gather_last_units_once=False)
+    return tz.Policy(stage, bucket_bytes=BUCKET_BYTES, reshard_after_forward=True)
 
 
 FRONT_ENDS: dict[str, Callable[[nn.Module, int], Any]] = {

@@ -52,7 +52,7 @@ def cuda() -> Iterator[None]:
 
 
 def policy_of(stage: int, **fields: Any) -> tz.Policy:
-    return tz.Policy(stage=stage, gather_last_units_once=False, **fields)
+    return tz.Policy(stage=stage, reshard_after_forward=True, **fields)
 
 
 def shard(module: nn.Module, policy: tz.Policy, device: str) -> Any:

@@ -50,7 +50,7 @@ class InPlace(nn.Module):
 def main() -> None:
     """What backward computes again of Gpt, a fuser decides."""
     for module in (Loop(), InPlace()):
-        show(module, torch.ones(4), tz.Policy(stage=3, bucket_bytes=1, gather_last_units_once=False))
+        show(module, torch.ones(4), tz.Policy(stage=3, bucket_bytes=1, reshard_after_forward=True))
     add_default_executor(torch_compile_ex)
     half = tz.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
     parts = tz.Policy(stage=3, bucket_bytes=300, mixed_precision=half, gather_per_unit=True)

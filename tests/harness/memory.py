@@ -37,7 +37,7 @@ from thunder_zero.sharded.dtensors import local
 
 from thunder.executors.torch_compile import torch_compile_ex
 
-TEXTBOOK = replace(tz.ZERO3, gather_last_units_once=False)
+TEXTBOOK = replace(tz.ZERO3, reshard_after_forward=True)
 ROWS = 2  # of each rank's batch
 STEPS = 2
 

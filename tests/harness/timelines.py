@@ -21,7 +21,7 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 
 CHEAP_BITS = 12
 WORK = {"*": Work.MATMUL, "?": Work.OTHER, "~": Work.RANDOM, "/": Work.VIEW, "|": Work.VIEW}  # by mark, see ``program``
-ALONE = Policy(stage=3, bucket_bytes=0, in_flight_bytes=0, gather_last_units_once=False)  # nothing merges or is ahead
+ALONE = Policy(stage=3, bucket_bytes=0, in_flight_bytes=0, reshard_after_forward=True)  # nothing merges or is ahead
 
 
 def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **fields: object) -> Param:
@@ -259,7 +259,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
         prefetch=draw(st.integers(0, 4)),
         in_flight_bytes=draw(st.sampled_from((0, 16, 64, 200, MiB))),
         gather_per_unit=draw(st.booleans()),
-        gather_last_units_once=draw(st.booleans()),
+        reshard_after_forward=draw(st.sampled_from((None, True))),
         recompute=draw(st.sampled_from(RECOMPUTE)),
     )
     params = []

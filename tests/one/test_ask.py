@@ -52,7 +52,7 @@ class Deep(nn.Module):
 
 @cache
 def traces(stage: int, *, synced: bool = True, rank: int = 0, units: int = UNITS, **fields: Any) -> tz.tools.Traces:
-    policy = tz.Policy(stage, **{"gather_last_units_once": False, "recompute": "none", **fields})
+    policy = tz.Policy(stage, **{"reshard_after_forward": True, "recompute": "none", **fields})
     return tz.trace(Deep(units), torch.ones(ROWS, WIDTH), policy=policy, world_size=2, rank=rank, synced=synced)
 
 
@@ -114,7 +114,7 @@ SAID: tuple[tuple[int, dict[str, Any], str, str], ...] = (  # stage, what differ
     # how long the parameter lives
     (0, {}, weight(2), "every rank has all of it: DDP shards nothing"),
     (1, {}, weight(2), "free never: it stays in memory"),
-    (3, {"gather_last_units_once": True}, weight(UNITS - 1), "staying does not raise the peak of gathered bytes"),
+    (3, {"reshard_after_forward": None}, weight(UNITS - 1), "staying does not raise the peak of gathered bytes"),
     (3, {"keep_units": ("layers.1",)}, weight(1), "Policy.keep_units names its unit"),
     (3, {"replicate_below_bytes": MATRIX + 1}, weight(1), "its 64 B are below Policy.replicate_below_bytes=65"),
     (3, {"replicated": ("layers.1",)}, weight(1), "Policy.replicated names it"),
@@ -142,7 +142,7 @@ def test_each_gather_is_where_its_bound_says() -> None:
         traces(3, bucket_bytes=0),
         traces(1, bucket_bytes=0, prefetch=1),
         traces(2, bucket_bytes=0, in_flight_bytes=2 * MATRIX),
-        traces(3, bucket_bytes=0, gather_last_units_once=True),
+        traces(3, bucket_bytes=0, reshard_after_forward=None),
     ):
         ops, found = of.timeline.ops, bounds(of.timeline)
         launches = {op.writes[0]: at for at, op in enumerate(ops) if op.kind is Kind.GATHER}
@@ -275,7 +275,7 @@ def test_a_timeline_for_perfetto_is_the_estimate(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("group")
 def test_a_profile_has_labels_and_stands_beside_the_forecast(tmp_path: Path) -> None:
     profile, both = tmp_path / "profile.json", tmp_path / "both.json"
-    model: Any = thunder.jit(Deep(2), transforms=[tz.ZeroTransform(3, gather_last_units_once=False)])
+    model: Any = thunder.jit(Deep(2), transforms=[tz.ZeroTransform(3, reshard_after_forward=True)])
     model(torch.ones(ROWS, WIDTH)).sum().backward()
     with torch.profiler.profile() as profiler:
         model(torch.ones(ROWS, WIDTH)).sum().backward()

@@ -186,7 +186,7 @@ def test_forward_is_proved_with_backward_and_without(training: bool) -> None:
         ): r"reads \w+, which is neither an input nor written by any operation",
         shard_in_its_place: r"reads t_layers_1_weight, the shard of layers\.1\.weight, not the gathered parameter",
     }
-    policy = replace(tz.ZERO3, bucket_bytes=0, gather_last_units_once=False)
+    policy = replace(tz.ZERO3, bucket_bytes=0, reshard_after_forward=True)
     require_refused(faults, policy, half=0, training=training)
 
 

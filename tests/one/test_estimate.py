@@ -177,7 +177,7 @@ def test_lines_are_one_kernel_where_executors_fuse_and_regions_stay_as_they_are(
 def test_a_step_by_arithmetic() -> None:
     """Two layers without biases under ZeRO-3 on two ranks. A FLOP takes a second, a byte on the wire 10, memory 0."""
     rows, width = 3, 4
-    policy = tz.Policy(3, bucket_bytes=0, prefetch=0, gather_last_units_once=False, recompute="none")
+    policy = tz.Policy(3, bucket_bytes=0, prefetch=0, reshard_after_forward=True, recompute="none")
     module = Chain(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
     device = tz.tools.Device("one", {"float32": 1.0}, 1e18, 1 << 30, inside=tz.tools.Link(0.1))
     estimate = tz.tools.estimate(trace(module, torch.ones(rows, width), policy=policy), device)

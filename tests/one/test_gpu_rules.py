@@ -190,7 +190,7 @@ def test_no_copy_of_a_shard_runs_when_training_code_goes_on(monkeypatch: pytest.
     monkeypatch.setattr(HostCopies, "note", lambda self: seen.append("copy"))
     monkeypatch.setattr(HostCopies, "wait", lambda self: seen.append("wait"))
     half = tz.MixedPrecision(torch.bfloat16, torch.float32, torch.float32)
-    policy = tz.Policy(stage=3, cpu_offload=True, mixed_precision=half, gather_last_units_once=False)
+    policy = tz.Policy(stage=3, cpu_offload=True, mixed_precision=half, reshard_after_forward=True)
     with pytest.warns(UserWarning, match="cpu_offload changes nothing"):
         model = sharded(fresh(Mlp, 4, 2), policy)
 

@@ -69,7 +69,7 @@ def test_with_nothing_kept_backward_holds_three_blocks(buckets: int, dtype: torc
     with torch.device("meta"):
         module, tokens = make_model(SMALL), torch.zeros(1, SMALL.tokens, dtype=torch.long)
     precision = tz.MixedPrecision(dtype, dtype)
-    policy = replace(tz.ZERO3, gather_last_units_once=False, prefetch=1, mixed_precision=precision)
+    policy = replace(tz.ZERO3, reshard_after_forward=True, prefetch=1, mixed_precision=precision)
     block = tz.schedule.make_plan(module, policy, 8, 0).largest_block_bytes
     policy = replace(policy, bucket_bytes=block // buckets, in_flight_bytes=2 * block)
     traces = tz.trace(module, tokens, policy=policy, world_size=8)

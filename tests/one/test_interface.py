@@ -212,7 +212,7 @@ def measured(bytes_per_second: float) -> tz.schedule.Times:
     return tz.schedule.Times(seconds, seconds, bytes_per_second)
 
 
-TEXTBOOK = replace(tz.ZERO3, gather_last_units_once=False)
+TEXTBOOK = replace(tz.ZERO3, reshard_after_forward=True)
 LAYERS = [(f"layers.{number}.weight", f"layers.{number}.bias") for number in range(3)] + [("layers.3.bias",)]
 PATHS = {path for layer in LAYERS for path in layer}
 WEIGHTS = {path for path in PATHS if path.endswith("weight")}
@@ -250,7 +250,7 @@ SEEN: dict[str, tuple[Policy, Callable[[Policy], Any], list[tuple[Any, Any]]]] =
         [(False, LAYERS[:1]), (True, [LAYERS[0], ("layers.0.weight",)])],
     ),
     # At the peak three units are alive, and so the last three are kept that backward reads.
-    "gather_last_units_once": (tz.ZERO3, regathers, [(True, []), (False, AGAIN)]),
+    "reshard_after_forward": (tz.ZERO3, regathers, [(None, []), (True, AGAIN)]),
     # Nothing; or all but linear layers; or all but the last layer.
     "recompute": (tz.ZERO3, computed_again, [("none", [0, 0]), ("cheap", [2, 0]), ("units", [2, 1])]),
     # The second of two units is computed again, but for its last layer.
@@ -274,18 +274,18 @@ def test_a_field_of_the_policy_changes_something(field: str) -> None:
 
 def test_every_field_of_the_policy_changes_something() -> None:
     unseen = {field.name for field in fields(Policy)} - SEEN.keys()
-    tests = {"gather_once_per_accumulation", "broadcast_from"}
+    tests = {"reshard_after_backward", "broadcast_from"}
     assert unseen == tests, "a field without a visible effect cannot ship; show here what it changes"
     assert all(f"test_{field}" in globals() for field in tests)
 
 
 @pytest.mark.usefixtures("group")
-def test_gather_once_per_accumulation() -> None:
+def test_reshard_after_backward() -> None:
     """Whether the second micro-batch of an accumulation gathers; the bytes: tests/ranks/test_accumulation.py."""
     counts: list[int] = []
     gather = SingleRank.all_gather
     for once in (False, True):
-        model = WAYS["transform"](Net(), replace(tz.ZERO2, gather_once_per_accumulation=once))
+        model = WAYS["transform"](Net(), replace(tz.ZERO2, reshard_after_backward=not once))
         weight = model.get_parameter("layers.1.weight")
         with model.no_sync():
             for _ in range(2):

@@ -287,7 +287,7 @@ class Scales(nn.Module):
 
 
 def a_fuser_reads_what_forward_gathered() -> bool:
-    policy = tz.Policy(stage=3, recompute="none", gather_last_units_once=False)
+    policy = tz.Policy(stage=3, recompute="none", reshard_after_forward=True)
     with mock.patch.object(executors, "repair_fusion", wraps=repair_fusion) as repair:
         tz.trace(Scales(), X, policy=policy, world_size=2, executors=[torch_compile_ex])
         (given,) = (call.args[0] for call in repair.call_args_list)

@@ -95,7 +95,7 @@ def test_no_fuser_takes_attention_and_convolutions_into_its_regions() -> None:
 @pytest.mark.slow
 def test_in_bfloat16_and_without_flash_attention() -> None:
     half = tz.MixedPrecision(torch.bfloat16)
-    policy = replace(tz.ZERO3, mixed_precision=half, gather_last_units_once=False)
+    policy = replace(tz.ZERO3, mixed_precision=half, reshard_after_forward=True)
     traces = traced(Attends, tuple(X.shape), policy)
     assert names_of_lines(traces.forward) == FORWARD
     assert not squares(traces.forward) | squares(traces.backward)

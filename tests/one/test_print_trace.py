@@ -47,7 +47,7 @@ def tied() -> nn.Module:
 
 def policy(stage: int) -> tz.Policy:
     """Otherwise ZeRO-3 would gather as little of it again as ZeRO-2."""
-    return tz.Policy(stage=stage, gather_last_units_once=False)
+    return tz.Policy(stage=stage, reshard_after_forward=True)
 
 
 def traces(

@@ -24,7 +24,7 @@ import thunder
 import thunder.torch as ltorch
 from thunder.executors.torch_compile import torch_compile_ex
 
-TEXTBOOK = replace(tz.ZERO3, gather_last_units_once=False)
+TEXTBOOK = replace(tz.ZERO3, reshard_after_forward=True)
 FUSER = [torch_compile_ex]
 TOKENS = torch.zeros(2, 6, dtype=torch.int64)
 

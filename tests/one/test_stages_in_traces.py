@@ -42,7 +42,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 WORLD_SIZE = 3  # no row count of the models is divisible by it
-TEXTBOOK = replace(tz.ZERO3, gather_last_units_once=False, prefetch=1)
+TEXTBOOK = replace(tz.ZERO3, reshard_after_forward=True, prefetch=1)
 TOKENS = torch.zeros((2, LENGTH), dtype=torch.long)
 COLLECTIVES = {
     f"zero_{name}{suffix}"

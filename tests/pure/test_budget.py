@@ -46,7 +46,7 @@ def test_no_worse_than_exhaustive_search(units: list[list[UnitCost]], budget: in
 @pytest.mark.parametrize("in_flight_bytes", [0, 20_000])
 def test_a_search_is_no_worse_than_all_schedules(in_flight_bytes: int) -> None:
     """Units of different sizes, each kept or gathered again."""
-    asked = Policy(bucket_bytes=0, in_flight_bytes=in_flight_bytes, gather_last_units_once=False)
+    asked = Policy(bucket_bytes=0, in_flight_bytes=in_flight_bytes, reshard_after_forward=True)
     units = [f"u{number}" for number in range(UNITS)]
     shapes: dict[str, dict[str, object]] = {
         f"{unit}_w": {"shape": (16, 16 + 7 * (number * number % 11))} for number, unit in enumerate(units)
@@ -69,7 +69,7 @@ def test_a_search_is_no_worse_than_all_schedules(in_flight_bytes: int) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_bytes_alive_of_a_schedule(stage: int) -> None:
     """Two units of 8 x 8 numbers, 256 bytes each; the other values have 8 bytes."""
-    timeline = run(model(Policy(stage, gather_last_units_once=False, prefetch=0, in_flight_bytes=0), "a.w", "b.w"))
+    timeline = run(model(Policy(stage, reshard_after_forward=True, prefetch=0, in_flight_bytes=0), "a.w", "b.w"))
     alive = alive_bytes(timeline)
     gathers = [at for at, op in enumerate(timeline.ops) if op.kind is Kind.GATHER]
     full = timeline.full_bytes(timeline.ops[gathers[0]])
@@ -80,13 +80,13 @@ def test_the_bytes_alive_of_a_schedule(stage: int) -> None:
 
 
 def test_a_candidate_by_unit() -> None:
-    lifted = model(Policy(gather_last_units_once=False, prefetch=0, in_flight_bytes=0), "a.w", "b.w", "c.w")
+    lifted = model(Policy(reshard_after_forward=True, prefetch=0, in_flight_bytes=0), "a.w", "b.w", "c.w")
     plain = Candidate(lifted, lifted.plan.policy)
     units = plain.units
     assert len(units) == 3
     assert [len(plain.segments[unit]) > 0 for unit in units] == [True] * 3
     assert max(plain.alive) == plain.peak
-    kept = Candidate(lifted, Policy(gather_last_units_once=False, prefetch=0, in_flight_bytes=0, keep_units=units))
+    kept = Candidate(lifted, Policy(reshard_after_forward=True, prefetch=0, in_flight_bytes=0, keep_units=units))
     assert kept.sent < plain.sent  # no second gather
     assert kept.cost < plain.cost
     assert all(kept.left[unit] > plain.left[unit] for unit in units)  # but the parameter stays

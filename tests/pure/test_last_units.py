@@ -35,7 +35,7 @@ def test_as_many_of_the_last_units_are_gathered_once_as_the_peak_has_room_for(
     after = run(model(policy, *units.split()))
     assert after.plan.gathered_once == tuple(once.split())
     assert gathered(after, backward=True) == dict.fromkeys(set(units.split()) - set(once.split()), 1)
-    again = run(model(replace(policy, gather_last_units_once=False), *units.split()))
+    again = run(model(replace(policy, reshard_after_forward=True), *units.split()))
     assert again.plan.gathered_once == ()
     assert gathered(again, backward=True) == dict.fromkeys(units.split(), 1)
     assert max(gathered_bytes(after)) == max(gathered_bytes(again))
@@ -78,5 +78,6 @@ def test_the_largest_that_fits_takes_few_tries(fitting: int, limit: int) -> None
 
 @given(timelines())
 def test_the_peak_does_not_rise(timeline: Timeline) -> None:
-    once, again = (max(gathered_bytes(run(with_policy(timeline, gather_last_units_once=on)))) for on in (True, False))
+    peaks = [max(gathered_bytes(run(with_policy(timeline, reshard_after_forward=frees)))) for frees in (None, True)]
+    once, again = peaks
     assert once <= again

@@ -238,7 +238,7 @@ def test_the_collectives_and_gathered_bytes_of_a_gpt() -> None:
     assert figures(3, 1, in_flight_bytes=0) == (4, 4, 0)  # the embedding and three blocks
     assert figures(3, 2, in_flight_bytes=0) == (4, 4, tied + 2 * in_backward + block)
     assert figures(3, 3, in_flight_bytes=0)[2] == tied + block
-    assert figures(3, 3, gather_last_units_once=False)[:2] == (4, 4 + 4)
+    assert figures(3, 3, reshard_after_forward=True)[:2] == (4, 4 + 4)
     assert figures(9, 3) == (10, 10 + 7, tied + 3 * block)  # the tied embedding and six blocks
 
 

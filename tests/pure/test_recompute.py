@@ -20,7 +20,7 @@ from thunder_zero.schedule.units import runs
 from thunder_zero.schedule.verify import check_schedule
 from thunder_zero.schedule.verify_recompute import check_recompute
 
-CHEAP, UNITS = (Policy(recompute=mode, gather_last_units_once=False, prefetch=0) for mode in ("cheap", "units"))
+CHEAP, UNITS = (Policy(recompute=mode, reshard_after_forward=True, prefetch=0) for mode in ("cheap", "units"))
 
 
 def saved(timeline: Timeline) -> set[str]:

@@ -14,7 +14,7 @@ from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, ScheduleError, Timeline
 from thunder_zero.schedule.verify import check
 
-THREE = Policy(stage=3, gather_last_units_once=False)
+THREE = Policy(stage=3, reshard_after_forward=True)
 
 
 def fused(timeline: Timeline, reader: int, extra: str) -> Timeline:

@@ -33,7 +33,7 @@ USES = (
 
 def lifted(stage: int) -> Timeline:
     """Of three units a, b and c; each parameter has 4 bytes, ``a.half`` 2."""
-    policy = Policy(stage, bucket_bytes=8, in_flight_bytes=12, gather_last_units_once=False)
+    policy = Policy(stage, bucket_bytes=8, in_flight_bytes=12, reshard_after_forward=True)
     half: dict[str, object] = {"dtype": torch.bfloat16}
     return model(policy, *USES, a_half=half, a_scalar={"shape": ()}, c_frozen={"requires_grad": False})
 

@@ -22,8 +22,8 @@ from thunder_zero.sharded.sharded_model import sharded_model
 
 MICRO, ROWS, STEPS = 3, 6, 3  # micro-batches of a step, rows of one over all ranks, steps
 WAYS = ("reduced", "deferred", "mixed")
-POLICIES = {f"stage {stage}": tz.Policy(stage=stage, gather_last_units_once=False) for stage in range(4)}
-POLICIES["holding"] = replace(tz.ZERO2, gather_once_per_accumulation=True)
+POLICIES = {f"stage {stage}": tz.Policy(stage=stage, reshard_after_forward=True) for stage in range(4)}
+POLICIES["holding"] = replace(tz.ZERO2, reshard_after_backward=False)
 
 
 class Paths(nn.Module):
@@ -93,7 +93,7 @@ def both_ways(rank: int, world_size: int, policy: tz.Policy) -> None:
             trains_as_one_process([(model, plain)], partial(accumulate, way=way, sent=sent))
         sends[way] = [sum(ranks) for ranks in zip(*on_all_ranks(sent), strict=True)]
     check_bytes(tz.traces_of(model).plan, world_size, sends["reduced"], sends["deferred"])
-    if policy.gather_once_per_accumulation:
+    if not policy.reshard_after_backward:
         changed_on_the_way(model)
 
 
@@ -107,7 +107,7 @@ def check_bytes(plan: tz.schedule.Plan, world_size: int, reduced: list[int], def
     first, scalar = each * nbytes("first"), 2 * 4 * (world_size - 1)  # the scalar is all-reduced in all stages
     common = each * nbytes("shared") + scalar
     # The layer that all micro-batches read is gathered once, if it is held.
-    gathers = (world_size - 1) * nbytes("shared") if plan.policy.gather_once_per_accumulation else 0
+    gathers = (world_size - 1) * nbytes("shared") if not plan.policy.reshard_after_backward else 0
     for step in range(1, STEPS):
         micros = slice(step * MICRO, (step + 1) * MICRO)
         spared = [plain - held for plain, held in zip(reduced[micros], deferred[micros], strict=True)]

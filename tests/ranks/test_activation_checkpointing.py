@@ -41,7 +41,7 @@ import thunder.torch as ltorch
 
 BLOCKS, STEPS = 2, 3
 VECTORS = BLOCKS * sum(path.endswith("bias") for path, _ in Block().named_parameters())
-NOTHING_KEPT = replace(tz.ZERO3, gather_last_units_once=False)
+NOTHING_KEPT = replace(tz.ZERO3, reshard_after_forward=True)
 POLICIES, NAMES = [NOTHING_KEPT, *slow(tz.ZERO3, tz.ZERO1)], ["nothing kept", "ZeRO-3", "ZeRO-1"]
 
 

@@ -277,7 +277,7 @@ def differ(rank: int, world_size: int, before: tuple[float, ...]) -> str:
 
 def evaluate_or_train(rank: int, world_size: int) -> str:
     """In ZeRO-3 both forwards have the same lines."""
-    model = tz.compile(fresh(Halves), tz.Policy(3, gather_last_units_once=False))
+    model = tz.compile(fresh(Halves), tz.Policy(3, reshard_after_forward=True))
     with torch.set_grad_enabled(rank == 1):
         return raised(lambda: model(batch()))
 

@@ -30,7 +30,7 @@ from tests.harness.ranks import RanksPool
 
 pytestmark = pytest.mark.slow
 
-AGAIN = tz.Policy(stage=3, gather_last_units_once=False)  # backward gathers all that it reads
+AGAIN = tz.Policy(stage=3, reshard_after_forward=True)  # backward gathers all that it reads
 WORLD = 2
 
 
@@ -345,7 +345,7 @@ def bits_of_gradients(rank: int, world_size: int) -> None:
     half = tz.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
     grads = []
     for checked in (False, True):
-        policy = tz.Policy(3, gather_last_units_once=False, mixed_precision=half)
+        policy = tz.Policy(3, reshard_after_forward=True, mixed_precision=half)
         model = sharded(fresh(partial(Blocks, checked=checked)), policy)
         model(batch()).square().mean().backward()
         grads.append([param.grad for param in model.parameters()])

@@ -41,7 +41,7 @@ def test_every_step_is_shown(sections: dict[str, str]) -> None:
     assert shown == [f"7. Pass {step.__name__}" for step in passes.PASSES]
     for step in passes.PASSES:
         changes = section(sections, f"7. Pass {step.__name__}:")
-        idle = step.__name__ == "gather_last_units_once" and not tutorial.POLICY.gather_last_units_once
+        idle = step.__name__ == "keep_last_units" and tutorial.POLICY.reshard_after_forward
         assert changes.startswith("changes nothing here") if idle else re.search(r"^\+", changes, re.MULTILINE), step
     assert "(5, 4) -> (3, 4)  rows 0:3 on rank 0, 3:5 on rank 1" in section(sections, "2.")
     for start, call, times in (

@@ -59,7 +59,7 @@ def accumulate(side: Side, defers: bool, sends: list[int]) -> Steps:
 def two_copies(rank: int, world_size: int, stage: int) -> None:
     """With replicated and tied parameters, and rows that two ranks do not divide."""
     plain = fresh(Small)
-    policy = tz.Policy(stage=stage, replicate_below_bytes=21, gather_last_units_once=False)
+    policy = tz.Policy(stage=stage, replicate_below_bytes=21, reshard_after_forward=True)
     model = on_mesh(plain, init_device_mesh("cpu", SHAPE, mesh_dim_names=NAMES), policy)
     sends: dict[bool, list[int]] = {False: [], True: []}
     for defers, sent in sends.items():

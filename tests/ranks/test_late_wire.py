@@ -31,10 +31,10 @@ POLICIES = {
     "0": tz.Policy(stage=0),
     "1": tz.Policy(stage=1),
     "2": tz.Policy(stage=2),
-    "3": tz.Policy(stage=3, gather_last_units_once=False),
+    "3": tz.Policy(stage=3, reshard_after_forward=True),
     "1 bfloat16": tz.Policy(stage=1, mixed_precision=HALF),
-    "2 gathered once an accumulation": tz.Policy(stage=2, gather_once_per_accumulation=True),
-    "3 bfloat16": tz.Policy(stage=3, mixed_precision=HALF, gather_last_units_once=False),
+    "2 gathered once an accumulation": tz.Policy(stage=2, reshard_after_backward=False),
+    "3 bfloat16": tz.Policy(stage=3, mixed_precision=HALF, reshard_after_forward=True),
 }
 
 

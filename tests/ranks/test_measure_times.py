@@ -24,7 +24,7 @@ from thunder_zero.sharded.waits import Clock, Moment, Waited, computed
 from thunder_zero.tools import measure_times
 
 # Each parameter is a bucket, and none is gathered once: more gathers, and other orders.
-POLICY = replace(tz.ZERO3, bucket_bytes=0, gather_last_units_once=False)
+POLICY = replace(tz.ZERO3, bucket_bytes=0, reshard_after_forward=True)
 X = torch.ones(3, 7)
 
 

@@ -88,7 +88,7 @@ def mix(rank: int, world_size: int, stage: int) -> None:
     """Numbers up to the rounding of one bfloat16 operation: Thunder's decompositions round elsewhere than eager."""
     plain = fresh(ByHand)
     module = fresh(Layers)
-    model = sharded(module, tz.Policy(stage=stage, mixed_precision=MIXED, gather_last_units_once=False))
+    model = sharded(module, tz.Policy(stage=stage, mixed_precision=MIXED, reshard_after_forward=True))
     (weights,) = trains_as_one_process([(model, plain)], train, tolerance=2e-2)
     assert {weight.dtype for name, weight in weights.items() if name != "offset"} == {FULL}
     side = Side([model], rank, world_size)

@@ -73,7 +73,7 @@ LARGE = {"base.weight", "experts.0.weight", "experts.1.weight"}
 
 def leave_out(rank: int, world_size: int, stage: int) -> None:
     plain = fresh(Lora)
-    policy = tz.Policy(stage=stage, ignored=("router",), replicate_below_bytes=SMALL, gather_last_units_once=False)
+    policy = tz.Policy(stage=stage, ignored=("router",), replicate_below_bytes=SMALL, reshard_after_forward=True)
     model = sharded(plain, policy)
     trains_as_one_process([(model, plain)], experts)
     with count_sends() as sent:

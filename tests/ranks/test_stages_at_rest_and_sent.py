@@ -48,7 +48,7 @@ def trains_a_little(rank: int, world_size: int, stage: int) -> None:
     digests_of([torch.ones(1)])  # makes the process's table of weights
     before = storages()
     # As the stage is defined; ZeRO-3 would gather all of this small model once: tests/ranks/test_stages_in_memory.py.
-    policy = tz.Policy(stage=stage, gather_last_units_once=False)
+    policy = tz.Policy(stage=stage, reshard_after_forward=True)
     plan = make_plan(fresh(Few), policy, world_size, rank)
     model = sharded(fresh(Few), policy)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)  # fused raises no tensor's version

@@ -37,7 +37,7 @@ def holds_its_stage(rank: int, world_size: int, name: str) -> dict[str, Any]:
     case, peak = CASES[name]
     result = run(case, rank, world_size)
     is_zero3, listed = case.policy.stage == 3, set(result["gathered once"])
-    assert not is_zero3 or listed == (LAST_IN_ZERO3 if case.policy.gather_last_units_once else set()), listed
+    assert not is_zero3 or listed == (set() if case.policy.reshard_after_forward else LAST_IN_ZERO3), listed
     kept = listed & PATTERNS_AGAIN if is_zero3 else ALIVE_IN_ZERO2[case.autocast]
     assert result["after forward"] == kept, (result["after forward"], kept)
     assert result["after backward"] == result["after inference"] == set()
@@ -70,7 +70,7 @@ FUSED = {
 
 def keeps_the_stage(rank: int, world_size: int, case: Case) -> dict[str, Any]:
     result = run(case, rank, world_size)
-    kept = {"layers.1.weight", "layers.2.weight"} if case.policy.gather_last_units_once else set()
+    kept = set() if case.policy.reshard_after_forward else {"layers.1.weight", "layers.2.weight"}
     assert result["after forward"] == kept, result["after forward"]
     assert result["after backward"] == result["after inference"] == set()
     assert result["peak"] == result["planned peak"], (result["peak"], result["planned peak"])
@@ -108,7 +108,7 @@ def train(rank: int, world_size: int, kind: type[nn.Module], prefetch: int) -> N
     """Keeping units trains as keeping nothing does, to the bit, with fewer bytes and the same peak."""
     found: list[dict[str, Any]] = []
     for keeps in (True, False):
-        policy = replace(tz.ZERO3, prefetch=prefetch, gather_last_units_once=keeps)
+        policy = replace(tz.ZERO3, prefetch=prefetch, reshard_after_forward=None if keeps else True)
         with count_sends() as messages:
             result = run(Case(kind, policy), rank, world_size)
         found.append({**result, "sent": sum(messages)})

@@ -91,7 +91,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_run_whose_rank_dies_ends_with_the_same_weights(zero3: tuple[str, Path], tmp_path: Path) -> None:
     """Rank 1 is killed while it trains; torchrun starts both again, and they resume from the last checkpoint.
     Gathering every unit again for backward changes the bytes they send, and no bit of the weights."""
-    options = (*TINY, "--save-every", 5, "--no-gather-last-units-once", "--out", tmp_path)
+    options = (*TINY, "--save-every", 5, "--reshard-after-forward", "--out", tmp_path)
     run = start(*torchrun("--standalone", "--nproc-per-node", 2, "--max-restarts", 2), EXAMPLE, *options)
     until = time.monotonic() + SECONDS / 2
     while not list(tmp_path.glob("*/step-5")) and run.poll() is None and time.monotonic() < until:

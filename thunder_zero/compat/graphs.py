@@ -96,6 +96,12 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     operator.ifloordiv: operator.floordiv,
     operator.imod: operator.mod,
     operator.ipow: operator.pow,
+    operator.imatmul: operator.matmul,
+    operator.iand: operator.and_,
+    operator.ior: operator.or_,
+    operator.ixor: operator.xor,
+    operator.ilshift: operator.lshift,
+    operator.irshift: operator.rshift,
 }
 _METHODS = (
     "add addcdiv addcmul clamp clamp_max clamp_min div exp index_add index_copy index_fill masked_fill masked_scatter "

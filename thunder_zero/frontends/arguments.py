@@ -57,8 +57,8 @@ class Arguments(TypedDict, total=False):
     in_flight_bytes: int | None
     times: Times | None
     gather_per_unit: bool
-    gather_last_units_once: bool
-    gather_once_per_accumulation: bool
+    reshard_after_forward: bool | None
+    reshard_after_backward: bool
     recompute: str
     cpu_offload: bool
     broadcast_from: int | None

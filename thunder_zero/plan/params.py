@@ -43,7 +43,7 @@ class Param:
         sharded: each rank owns rows; otherwise it is replicated.
         resident: sharded, and the full parameter stays in memory at rest too (ZeRO-1).
         gathered_once: one gather serves forward and backward; otherwise backward gathers again what forward freed. A
-            new plan of ZeRO-3 says False; the schedule chooses some last units (``Policy.gather_last_units_once``).
+            new plan of ZeRO-3 says False; the schedule chooses some last units (``Policy.reshard_after_forward``).
         gather_per_unit: each unit that uses it in forward gathers it anew.
     """
 

@@ -53,8 +53,7 @@ PATHS = {  # fields of paths
 RECOMPUTE = ("none", "cheap", "units")
 SWITCHES = (
     "gather_per_unit",
-    "gather_last_units_once",
-    "gather_once_per_accumulation",
+    "reshard_after_backward",
     "cpu_offload",
     "check_gradients",
 )
@@ -92,10 +91,11 @@ class Policy:
             other. They replace ``prefetch``; ``in_flight_bytes`` still applies (default None).
         gather_per_unit: gather a parameter that several units use in forward (tied weights) once for each of them and
             free it between, instead of once for all (default False). No effect on a parameter that is gathered once.
-        gather_last_units_once: ZeRO-3 only: do not free the last units of forward, which backward needs first, as far
-            as that does not raise the peak of gathered bytes; ``Plan.gathered_once`` lists them (default True).
-        gather_once_per_accumulation: ZeRO-2 only: parameters gathered by a forward under ``no_sync`` stay gathered
-            until the micro-batch that reduces has read them; they do not change in an accumulation (default False:
+        reshard_after_forward: ZeRO-3 only. None (default): all units but the last of forward, which backward needs
+            first, as far as keeping those does not raise the peak of gathered bytes; ``Plan.gathered_once`` lists
+            them. True: all units.
+        reshard_after_backward: ZeRO-2 only. False: parameters gathered by a forward under ``no_sync`` stay gathered
+            until the micro-batch that reduces has read them; they do not change in an accumulation (default True:
             each micro-batch gathers). Needs memory for the gathered model.
         recompute: values of forward that backward computes again instead of saving them. ``"none"``: only those that
             the module checkpoints. ``"cheap"`` (default): the results of pointwise operations, casts, norms, softmax
@@ -104,7 +104,7 @@ class Policy:
         recompute_units: paths of units of which only the borders are saved, whatever ``recompute`` says for the others
             (default none).
         keep_units: ZeRO-3 only: paths of units that forward does not free, which saves them a gather, beside those that
-            ``gather_last_units_once`` chooses (default none).
+            ``reshard_after_forward=None`` leaves (default none).
         cpu_offload: shards, gradients and optimizer state rest in host memory; each shard is copied to the device
             before its gather, its gradient back after the reduction (default False; on a CPU it only warns).
         broadcast_from: rank in the process group whose parameters and buffers all ranks take at
@@ -128,8 +128,8 @@ class Policy:
     in_flight_bytes: int | None = None
     times: Times | None = None
     gather_per_unit: bool = False
-    gather_last_units_once: bool = True
-    gather_once_per_accumulation: bool = False
+    reshard_after_forward: bool | None = None
+    reshard_after_backward: bool = True
     recompute: str = "cheap"
     recompute_units: tuple[str, ...] = ()
     keep_units: tuple[str, ...] = ()
@@ -147,6 +147,10 @@ class Policy:
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give True or False")
+        if self.reshard_after_forward is False:
+            raise ValueError("reshard_after_forward is False, which is ZeRO-2; give stage=2")
+        if not (self.reshard_after_forward is None or self.reshard_after_forward is True):
+            raise ValueError(f"reshard_after_forward is {self.reshard_after_forward!r}; give True or None")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute is {self.recompute!r}; choose one of {', '.join(map(repr, RECOMPUTE))}")
         for name, example in PATHS.items():

@@ -27,7 +27,7 @@ def with_last_units_once(timeline: Timeline, scheduled: Callable[[Timeline], Tim
         timeline: before any pass.
         scheduled: places and frees its gathers.
     """
-    if not timeline.plan.policy.gather_last_units_once:
+    if timeline.plan.policy.reshard_after_forward:
         return timeline
     short = timeline.with_ops(_affecting_the_peak(timeline))
 

@@ -82,7 +82,7 @@ def gathered_bytes(timeline: Timeline, unit: str | None = None) -> tuple[int, ..
     A gathered parameter occupies its full bytes from the launch of its gather, where the buffer is allocated, to its
     FREE. Resident parameters (ZeRO-1: sharded, but full at rest) do not count. On backends whose collectives send
     chunks of one size (NCCL), a parameter whose rows W does not divide takes up to W - 1 rows more. Parameters that an
-    accumulation holds over (``policy.gather_once_per_accumulation``) stay after the step, and are not counted then.
+    accumulation keeps unsharded (``policy.reshard_after_backward=False``) stay after the step, and do not count then.
     """
 
     def change(op: Op) -> int:

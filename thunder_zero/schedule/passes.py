@@ -28,7 +28,7 @@ def applied(timeline: Timeline, passes: Sequence[Pass]) -> Timeline:
     return timeline
 
 
-def gather_last_units_once(timeline: Timeline) -> Timeline:
+def keep_last_units(timeline: Timeline) -> Timeline:
     """Gathers the last units of forward once for both phases, as many as do not raise the peak of gathered bytes."""
     return with_last_units_once(timeline, lambda candidate: applied(candidate, (*GATHERING, free)))
 
@@ -39,7 +39,7 @@ GATHERING = (
     prefetch,  # start gathers ahead of their use, within the bytes in flight
 )
 PASSES = (
-    gather_last_units_once,  # choose the last units that are gathered once, without raising the peak
+    keep_last_units,  # choose the last units that are gathered once, without raising the peak
     *GATHERING,  # no gather moves any more
     sink_waits,  # end reductions late, within the bytes in flight
     recompute,  # compute again in backward what is cheap, rather than save it; no collective moves any more

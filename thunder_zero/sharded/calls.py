@@ -68,7 +68,7 @@ class Calls:
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start gathering. ZeRO-1 sends only the parameters that an optimizer has changed since the last time, ZeRO-2
-        under ``policy.gather_once_per_accumulation`` only those that the accumulation has not gathered before."""
+        under ``policy.reshard_after_backward=False`` only those that the accumulation has not gathered before."""
         with launching(Kind.GATHER, paths):
             handle = self._state.clock.watched(self._gather(shards, paths), paths[0], gather=True)
         return self._state.labels.watched(handle, Kind.GATHER, paths)
@@ -77,7 +77,7 @@ class Calls:
         params = [self._plan.by_name[path] for path in paths]
         if params[0].resident:
             return self._state.resident.gather(shards, params, self._transport)
-        if self._plan.policy.gather_once_per_accumulation and params[0].gathered_once:
+        if not self._plan.policy.reshard_after_backward and params[0].gathered_once:
             return self._state.kept_unsharded.gather(shards, params, self._transport, last=self.synced)
         return self._transport.all_gather(shards, params)
 

@@ -176,7 +176,7 @@ class ResidentParameters:
 
 
 class KeptUnsharded:
-    """ZeRO-2's gathered parameters between micro-batches (``policy.gather_once_per_accumulation``)."""
+    """ZeRO-2's gathered parameters between micro-batches (``policy.reshard_after_backward=False``)."""
 
     def __init__(self, shards: Mapping[str, Tensor], versions: Versions) -> None:
         self._held: dict[str, Tensor] = {}
@@ -199,7 +199,7 @@ class KeptUnsharded:
             path = paths[int(written.int().argmax())]
             raise RuntimeError(
                 f"parameter {path!r} was written to in the middle of an accumulation, in a way that PyTorch does not "
-                f"see (.data, numpy, a kernel), and gather_once_per_accumulation still holds its old values; write to "
+                f"see (.data, numpy, a kernel), and reshard_after_backward=False still holds its old values; write to "
                 f"it after the last micro-batch, outside of no_sync"
             )
 

@@ -129,7 +129,8 @@ class Programs:
         """What the graph returns for inputs, by the program that this call needs."""
         acquired = self.acquired
         given = [inputs[position] for position in acquired.positions.values()]
-        differentiates = self._differentiable and (torch.is_grad_enabled() or acquired.enables)
+        records = torch.is_grad_enabled() or (acquired.enables and not torch.is_inference_mode_enabled())
+        differentiates = self._differentiable and records
         aliases = _aliases(given) if acquired.writes else ()
         entry = self.program(Mode(differentiates, self.runtime.synced, aliases), inputs)
         rows = self.runtime.take_rows([self.state.shards[path] for path in self._paths], self._paths)

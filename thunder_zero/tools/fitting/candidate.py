@@ -94,7 +94,7 @@ class Candidate:
     @cached_property
     def kept(self) -> frozenset[str]:
         """The units that stay gathered from forward to backward: those of ``keep_units``, and those that the schedule
-        chooses (``gather_last_units_once``); not the root."""
+        chooses (``reshard_after_forward=None``); not the root."""
         plan = self.timeline.plan
         return frozenset(plan.by_name[path].unit for path in plan.gathered_once) - {ROOT}
 

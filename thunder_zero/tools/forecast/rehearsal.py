@@ -98,7 +98,7 @@ class Rehearsal(Share):
     """A share without values, over which :class:`thunder_zero.sharded.calls.Calls` runs in a forecast of memory.
 
     ZeRO-1 refreshes all of its parameters, as after an optimizer's step. A parameter of an earlier micro-batch that
-    ``gather_once_per_accumulation`` keeps unsharded is gathered anew.
+    ``reshard_after_backward=False`` keeps unsharded is gathered anew.
 
     Args:
         plan: of the model.
