@@ -43,7 +43,7 @@ def test_the_architecture_lists_the_first_lines_of_all_modules() -> None:
     modules = {path.name for path in PACKAGE.iterdir()} - {"__pycache__", "py.typed"}
     assert modules == set(LISTING["ORDER"])
     assert [line for line in listing.splitlines()[1:-1] if len(line.split(maxsplit=1)) < 2 or len(line) > 120] == []
-    assert len(ARCHITECTURE.replace(listing, "").splitlines()) < 170, "the page is long"
+    assert len(ARCHITECTURE.replace(listing, "").splitlines()) < 190, "the page is long"
 
 
 def test_the_changelog_names_what_is_exported() -> None:

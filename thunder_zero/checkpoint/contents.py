@@ -131,10 +131,10 @@ def contents_of(model: ShardedModel) -> Contents:
         paths=paths,
         buffers={name: value for name, value in others.items() if not isinstance(value, nn.Parameter)},
         states={name: (found[name], _extra_state(plain.get_submodule(name.rpartition(".")[0]))) for name in own},
-        rank=ranks.everyone.rank(),
-        ranks=ranks.everyone.size(),
-        in_copy=(ranks.inside.rank(), ranks.inside.size()),
-        writes=ranks.across is None or ranks.across.rank() == 0,
+        rank=ranks.world.rank(),
+        ranks=ranks.world.size(),
+        in_copy=(ranks.shard_group.rank(), ranks.shard_group.size()),
+        writes=ranks.replicate_group is None or ranks.replicate_group.rank() == 0,
     )
 
 

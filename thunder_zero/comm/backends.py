@@ -66,22 +66,26 @@ def model_transport(plan: Plan, ranks: Ranks, device: torch.device, copies: Host
     ``model`` is its name in errors. Tags are announced where that costs next to nothing (gloo, in host memory), or if
     torch's debug switch asks for it.
     """
-    groups = [ranks.inside] if ranks.across is None else [ranks.inside, ranks.across, ranks.everyone]
+    groups = (
+        [ranks.shard_group]
+        if ranks.replicate_group is None
+        else [ranks.shard_group, ranks.replicate_group, ranks.world]
+    )
     transports = [transport_for(group, device, role) for role, group in enumerate(groups)]
     transport = _in_front(Staging, transports, plan, device, copies)
-    announces = is_debugging() or (device == CPU and speaks_gloo(ranks.everyone))
-    return TaggedTransport(transport, model, ranks.everyone, announces=announces)
+    announces = is_debugging() or (device == CPU and speaks_gloo(ranks.world))
+    return TaggedTransport(transport, model, ranks.world, announces=announces)
 
 
 def _in_front(
     staging: type[Staging], transports: Sequence[Transport], plan: Plan, device: torch.device, copies: HostCopies
 ) -> Transport:
     """What is in front of the transports: of all ranks, or inside of a copy, over the copies, and of all ranks."""
-    inside, *several = transports
-    transport = inside
+    shard, *several = transports
+    transport = shard
     if several:
-        across, everyone = several
-        transport = Hybrid(inside, across, everyone, plan)
+        replicate, world = several
+        transport = Hybrid(shard, replicate, world, plan)
     return staging(transport, plan, device, copies) if needs_staging(plan, device) else transport
 
 
@@ -114,8 +118,8 @@ def device_for(module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device
         )
     originals = (module.get_parameter(param.path) for param in plan.params)
     real = (original.device for original in originals if not original.is_meta)
-    device = device or next(real, _default_device(ranks.everyone))
-    reducible = transport_for(ranks.everyone, device).averages
+    device = device or next(real, _default_device(ranks.world))
+    reducible = transport_for(ranks.world, device).averages
     for param in plan.params:
         if param.requires_grad and param.reduce_dtype not in reducible:
             raise ValueError(

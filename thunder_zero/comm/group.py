@@ -22,24 +22,24 @@ class Ranks:
     """The process groups of a model.
 
     Attributes:
-        everyone: all ranks that train it.
-        inside: the ranks that share this rank's copy of the model.
-        across: the ranks that hold the same rows as this one in each copy; None if there is one copy.
-        first_copy: the ranks of ``everyone`` that share one of the copies, in the order of their rows. The same on
+        world: all ranks that train it.
+        shard_group: the ranks that share this rank's copy of the model.
+        replicate_group: the ranks that hold the same rows as this one in each copy; None if there is one copy.
+        first_copy: the ranks of ``world`` that share one of the copies, in the order of their rows. The same on
             every rank, and not always the first ones: a mesh [[0, 2], [1, 3]] gives 0 and 2.
-        mesh: of all ranks, if one was given: its last dimension is ``inside``, in ascending order.
+        mesh: of all ranks, if one was given: its last dimension is ``shard_group``, in ascending order.
     """
 
-    everyone: dist.ProcessGroup
-    inside: dist.ProcessGroup
-    across: dist.ProcessGroup | None
+    world: dist.ProcessGroup
+    shard_group: dist.ProcessGroup
+    replicate_group: dist.ProcessGroup | None
     first_copy: tuple[int, ...]
     mesh: DeviceMesh | None = None
 
     @property
     def replicas(self) -> int:
         """The number of copies of the model."""
-        return 1 if self.across is None else self.across.size()
+        return 1 if self.replicate_group is None else self.replicate_group.size()
 
 
 def ranks_of(group: object, mesh: object) -> Ranks:
@@ -75,10 +75,10 @@ def ranks_of(group: object, mesh: object) -> Ranks:
         )
     copies = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()
     _require_matching_rows(copies)
-    everyone = _all_of(mesh)
-    first_copy = tuple(dist.get_group_rank(everyone, rank) for rank in sorted(copies[0]))
-    across = mesh.get_group(0) if len(copies) > 1 else None
-    return Ranks(everyone, mesh.get_group(mesh.ndim - 1), across, first_copy, _with_sorted_rows(mesh))
+    world = _all_of(mesh)
+    first_copy = tuple(dist.get_group_rank(world, rank) for rank in sorted(copies[0]))
+    replicate_group = mesh.get_group(0) if len(copies) > 1 else None
+    return Ranks(world, mesh.get_group(mesh.ndim - 1), replicate_group, first_copy, _with_sorted_rows(mesh))
 
 
 def _with_sorted_rows(mesh: DeviceMesh) -> DeviceMesh:

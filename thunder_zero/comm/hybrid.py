@@ -25,59 +25,59 @@ from thunder_zero.plan.rows import real_rows
 class Hybrid:
     """The transport of a model of several copies. See :class:`thunder_zero.comm.transport.Transport`."""
 
-    def __init__(self, inside: Transport, across: Transport, everyone: Transport, plan: Plan) -> None:
-        self._inside, self._across, self._everyone = inside, across, everyone
+    def __init__(self, shard: Transport, replicate: Transport, world: Transport, plan: Plan) -> None:
+        self._shard, self._replicate, self._world = shard, replicate, world
         self._plan = plan
         self._pending: set[Averaged] = set()
-        self.averages = inside.averages & across.averages & everyone.averages
+        self.averages = shard.averages & replicate.averages & world.averages
 
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Waitable:
         """Gather inside the copy."""
-        return self._inside.all_gather(shards, params, into)
+        return self._shard.all_gather(shards, params, into)
 
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average inside the copy and then, in the background, this rank's rows over all copies."""
-        reduced = self._inside.reduce_scatter(grads, params)
+        reduced = self._shard.reduce_scatter(grads, params)
 
         def average() -> tuple[Sequence[Tensor], Waitable]:
             means = reduced.wait()
             rows = [real_rows(mean, param, self._plan) for mean, param in zip(means, params, strict=True)]
-            return means, self._across.all_reduce(rows, params)
+            return means, self._replicate.all_reduce(rows, params)
 
-        return Averaged(self._across.run_after(average), params, self._plan, self._pending)
+        return Averaged(self._replicate.run_after(average), params, self._plan, self._pending)
 
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average over all ranks."""
-        return self._everyone.all_reduce(grads, params)
+        return self._world.all_reduce(grads, params)
 
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
         """Trade inside the copy."""
-        return self._inside.trade(outgoing, incoming)
+        return self._shard.trade(outgoing, incoming)
 
     def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """As the transport inside the copy does."""
-        return self._inside.run_after(start)
+        return self._shard.run_after(start)
 
     def with_tag(self, tag: int) -> Hybrid:
         """See :meth:`thunder_zero.comm.transport.Transport.with_tag`."""
         other = copy(self)
-        other._inside, other._across = self._inside.with_tag(tag), self._across.with_tag(tag)
-        other._everyone = self._everyone.with_tag(tag)
+        other._shard, other._replicate = self._shard.with_tag(tag), self._replicate.with_tag(tag)
+        other._world = self._world.with_tag(tag)
         return other
 
     @property
     def in_flight(self) -> bool:
         """See :attr:`thunder_zero.comm.transport.Transport.in_flight`."""
-        parts = (self._inside, self._across, self._everyone)
+        parts = (self._shard, self._replicate, self._world)
         return bool(self._pending) or any(transport.in_flight for transport in parts)
 
     def drain(self) -> None:
         """See :meth:`thunder_zero.comm.transport.Transport.drain`."""
         while self._pending:
             next(iter(self._pending)).wait()
-        for transport in (self._inside, self._across, self._everyone):
+        for transport in (self._shard, self._replicate, self._world):
             transport.drain()
 
 

@@ -84,12 +84,12 @@ class ZeroTransform(ProgramTransform):
     def _shard(self, model: ThunderModule) -> None:
         where, plain = self._given, model._model
         ranks = ranks_of(where.process_group, where.mesh)
-        inside = ranks.inside
-        with agree.all_or_none(ranks.everyone):
+        inside = ranks.shard_group
+        with agree.all_or_none(ranks.world):
             require_untransformed(model, self)
             plan = make_plan(plain, self.policy, inside.size(), inside.rank(), ranks.replicas)
             device = device_for(plain, plan, ranks, where.device)
-        plan = replace(plan, memory_bytes=memory_bytes(device, ranks.everyone))
+        plan = replace(plan, memory_bytes=memory_bytes(device, ranks.world))
         if self.policy.cpu_offload and device.type == "cpu":
             warnings.warn(
                 "cpu_offload changes nothing: the model is on the CPU, so its shards and optimizer state already rest "

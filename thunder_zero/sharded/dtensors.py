@@ -31,7 +31,7 @@ def specs_of(plan: Plan, ranks: Ranks, device: torch.device) -> dict[str, DTenso
     rank. None in stage 0, whose parameters are plain tensors."""
     if not STAGES[plan.policy.stage].sharded:
         return {}
-    mesh = ranks.mesh or DeviceMesh.from_group(ranks.inside, device.type)
+    mesh = ranks.mesh or DeviceMesh.from_group(ranks.shard_group, device.type)
     copies = [Replicate()] * (mesh.ndim - 1)
     placements = {True: (*copies, Shard(0)), False: (*copies, Replicate())}
     return {

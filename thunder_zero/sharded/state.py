@@ -139,7 +139,7 @@ class State(Share):
             device: where compute is.
             at_rest: their values by path, in full (ZeRO-1, replicated) or this rank's rows; emptied.
         """
-        self.ranks, self.group = ranks, ranks.everyone
+        self.ranks, self.group = ranks, ranks.world
         self.unsharded = False
         self.averaged: frozenset[int] = frozenset()
         copies = HostCopies(device, offloaded=plan.policy.cpu_offload)

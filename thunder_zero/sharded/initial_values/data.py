@@ -98,7 +98,7 @@ class PlainModel:
 
     def arrives(self, tensor: Tensor) -> bool:
         """Whether another rank sends the tensor's values to this one."""
-        return self.travels(tensor) and self.sender != self.ranks.everyone.rank()
+        return self.travels(tensor) and self.sender != self.ranks.world.rank()
 
 
 def names_of(module: nn.Module) -> dict[Tensor, list[str]]:
@@ -162,7 +162,7 @@ class Cuts:
 
     def cut(self, full: Tensor, path: str) -> Tensor:
         """The parameter as it is at rest: in full, or this rank's rows."""
-        if self._model.sender is None and self._model.ranks.everyone.size() > 1:
+        if self._model.sender is None and self._model.ranks.world.size() > 1:
             self._digests[path] = agree.digest(full)
         param, plan, device = self._model.plan.by_name[path], self._model.plan, self._model.device
         if param.resident:
@@ -178,7 +178,7 @@ class Cuts:
         """
         if self._model.sender is None:
             facts = [self._fact(path, digest) for path, digest in self._digests.items()]
-            agree.require_same(facts, self._model.ranks.everyone)
+            agree.require_same(facts, self._model.ranks.world)
 
     def _fact(self, path: str, digest: str) -> agree.Fact:
         when = "before it builds the module"

@@ -33,7 +33,7 @@ class Drawn:
         self._tensors = tensors
         self._cuts = cuts
         self._values: dict[str, Tensor] = {}
-        self._transport = transport_for(model.ranks.inside, model.device)
+        self._transport = transport_for(model.ranks.shard_group, model.device)
         self._all_draw = all_draw
         self._written: set[Tensor] = set()
         self._meta_names = {address(tensor): names[0] for tensor, names in model.names.items() if tensor.is_meta}

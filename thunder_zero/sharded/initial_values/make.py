@@ -78,7 +78,7 @@ def initial_values(
         ValueError: nothing gives a parameter or buffer a value, or it cannot be given one module at a time; a state
             dict with other names or shapes.
     """
-    group = ranks.everyone
+    group = ranks.world
     if group.size() > 1:
         agree.require_same([*agree.module_facts(module, plan, device), *_given(plan, sources)], group)
     model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
@@ -138,7 +138,7 @@ def _full(tensor: Tensor, model: PlainModel, own: FullOf) -> Tensor:
         full = torch.empty_like(tensor, device=model.device, requires_grad=False)
     else:
         full = _existing(tensor, model)
-    agree.broadcast(full, model.sender, model.ranks.everyone, model.device)
+    agree.broadcast(full, model.sender, model.ranks.world, model.device)
     return full
 
 
