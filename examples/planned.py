@@ -52,6 +52,6 @@ def sent_in_step(plan: tz.schedule.Plan, micro_batches: int) -> tuple[int, int]:
 
     ZeRO-3's parameters are the most possible: backward gathers again only what it reads.
     """
-    times = [1 if param.resident else micro_batches * (2 - param.gathered_once) for param in plan.params]
+    times = [1 if param.resident else micro_batches * (2 - param.kept_unsharded) for param in plan.params]
     parameters = sum(plan.gather_bytes(param) * count for param, count in zip(plan.params, times, strict=True))
     return parameters, sum(map(plan.reduce_bytes, plan.params))

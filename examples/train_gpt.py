@@ -84,9 +84,7 @@ class Run:
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = options_parser(__doc__)
-    reshard = (
-        "ZeRO-3: free all blocks after forward, also the last, which else stay if that costs no memory"
-    )
+    reshard = "ZeRO-3: free all blocks after forward, also the last, which else stay if that costs no memory"
     parser.add_argument("--reshard-after-forward", action="store_true", help=reshard)
     parser.add_argument("--size", choices=SIZES, default="small", help="size of the model (small)")
     parser.add_argument("--tied", action="store_true", help="the output head uses the embedding's weight")
@@ -241,7 +239,7 @@ def traffic_of(traces: tz.tools.Traces, stage: int, ranks: Ranks) -> Traffic:
         return Traffic(sent, 2 * u, f"2u; u = {u:,.0f}")
     needed = [param for param in plan.params if needed_again(param.names)]
     not_read = u - share * sum(param.full_bytes for param in needed)
-    once = share * sum(param.full_bytes for param in needed if param.gathered_once)
+    once = share * sum(param.full_bytes for param in needed if param.kept_unsharded)
     words = f"3u - {not_read:,.0f} not read by backward - {once:,.0f} gathered once; u = {u:,.0f}"
     return Traffic(sent, 3 * u - not_read - once, words)
 
@@ -257,9 +255,9 @@ def needed_again(names: tuple[str, ...]) -> bool:
 
 def modules_gathered_once(plan: tz.schedule.Plan) -> str:
     """The modules whose parameters are gathered once for forward and backward."""
-    if len(plan.gathered_once) == len(plan.params):
+    if len(plan.kept_unsharded) == len(plan.params):
         return "all of the model"
-    owners = (plan.by_name[path].unit or path.rpartition(".")[0] for path in plan.gathered_once)
+    owners = (plan.by_name[path].unit or path.rpartition(".")[0] for path in plan.kept_unsharded)
     return ", ".join(dict.fromkeys(owners)) or "nothing"
 
 
@@ -275,7 +273,7 @@ def report_of(trainer: Trainer, run: Run, traces: tz.tools.Traces) -> Report:
         tokens_per_second=trainer.shape.rows * trainer.shape.context / median(run.timed),
         traffic=traffic_of(traces, options.stage, ranks),
         memory=Memory(*trainer.held(), run.peak, max(gathered_bytes(traces.timeline)), at_border),
-        gathered_once=modules_gathered_once(traces.plan),
+        kept_unsharded=modules_gathered_once(traces.plan),
     )
 
 

@@ -58,7 +58,7 @@ class Report:
         losses: loss of each training step in nats per byte, mean over ranks.
         validation: (steps done, loss in nats per byte, mean over ranks).
         tokens_per_second: sum over ranks, in a median step.
-        gathered_once: the modules whose parameters are gathered once for forward and backward, in words.
+        kept_unsharded: the modules whose parameters are gathered once for forward and backward, in words.
     """
 
     title: str
@@ -67,7 +67,7 @@ class Report:
     tokens_per_second: float
     traffic: Traffic
     memory: Memory
-    gathered_once: str
+    kept_unsharded: str
 
     @property
     def loss_at_end(self) -> float:
@@ -87,7 +87,7 @@ def print_report(report: Report, console: Console) -> None:
         ("tokens/s", f"{report.tokens_per_second:,.0f}", "all ranks, median step"),
         ("bytes sent per rank and step", f"{traffic.timeline:,.0f}", "counted in the program that ran"),
         ("by the formula", f"{traffic.formula:,.0f}", traffic.words),
-        *([("gathered once", mb(memory.gathered_between), report.gathered_once)] if memory.gathered else []),
+        *([("gathered once", mb(memory.gathered_between), report.kept_unsharded)] if memory.gathered else []),
         ("memory at rest per rank", mb(rest), parts),
         (
             "memory at peak per rank",

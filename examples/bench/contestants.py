@@ -93,7 +93,7 @@ def gathered_once_bytes(model: nn.Module) -> int:
     ):
         return 0
     plan = tz.traces_of(model).plan
-    once = [plan.by_name[path] for path in plan.gathered_once if plan.policy.stage == 3 and not is_spared(path)]
+    once = [plan.by_name[path] for path in plan.kept_unsharded if plan.policy.stage == 3 and not is_spared(path)]
     return sum(param.full_bytes for param in once)
 
 

@@ -36,7 +36,7 @@ class Row:
         stage: the ZeRO stage whose least bytes bound it, None for ``ALONE``.
         seconds: of a step on the slowest rank, one a round.
         sent: bytes that a rank sent in a step, mean over ranks, counted on the interface, one a round.
-        gathered_once: bytes of the model that stage 3 gathers once for forward and backward.
+        kept_unsharded: bytes of the model that stage 3 gathers once for forward and backward.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Row:
     stage: int | None
     seconds: tuple[float, ...]
     sent: tuple[float, ...]
-    gathered_once: int = 0
+    kept_unsharded: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class Result:
         """Bandwidth of the bare exchange in each direction."""
         return self.wire_bytes / median(self.wire_seconds)
 
-    def bound(self, stage: int | None, gathered_once: int = 0) -> float:
+    def bound(self, stage: int | None, kept_unsharded: int = 0) -> float:
         """No step of the stage can be faster: max(compute, least bytes / bandwidth), in seconds."""
         if stage is None:
             return self.compute_seconds
-        least = floor_bytes(stage, self.world_size, self.full, self.spared + gathered_once)
+        least = floor_bytes(stage, self.world_size, self.full, self.spared + kept_unsharded)
         return max(self.compute_seconds, least / self.bytes_per_second)
 
 
@@ -196,7 +196,7 @@ HEADERS = ("contestant", "s a step", "min - max", "bound", "times the bound", "M
 
 def cells(result: Result, row: Row, memory: Memory | None) -> tuple[str, ...]:
     """One line of the table, under HEADERS."""
-    seconds, bound, sent = median(row.seconds), result.bound(row.stage, row.gathered_once), median(row.sent)
+    seconds, bound, sent = median(row.seconds), result.bound(row.stage, row.kept_unsharded), median(row.sent)
     alone = row.stage is None
     return (
         row.name,

@@ -104,7 +104,7 @@ class Bench:
         self.found = Found()
         model = make_model(Size())
         self.full, self.spared = model_bytes(model), spared_bytes(model)
-        self.gathered_once: dict[str, int] = {}  # by contestant
+        self.kept_unsharded: dict[str, int] = {}  # by contestant
 
     def run(self, logs: Path) -> None:
         """Measure everything in the options: loopback, then the networks with a rate, which share their processes."""
@@ -149,7 +149,7 @@ class Bench:
             finally:
                 self.progress.advance(task)
             losses[contestant.name] = [reply["losses"] for reply in replies]
-            self.gathered_once[contestant.name] = replies[0]["gathered_once"]
+            self.kept_unsharded[contestant.name] = replies[0]["kept_unsharded"]
             self.found.builds.setdefault(world_size, {})[contestant.name] = max(reply["seconds"] for reply in replies)
             if memory:
                 counted = Memory(**group.do("peak", name=contestant.name)[0])
@@ -184,7 +184,7 @@ class Bench:
                 one.stage,
                 tuple(seconds[one.name]),
                 tuple(sent[one.name]),
-                self.gathered_once[one.name],
+                self.kept_unsharded[one.name],
             )
             for one in built
         )

@@ -154,7 +154,7 @@ class Rank:
 
 def _param(shape: Shape, sharded: bool) -> Param:
     dtype = torch.float32
-    return Param("w", (), shape, dtype, dtype, dtype, True, "", sharded, resident=False, gathered_once=False)
+    return Param("w", (), shape, dtype, dtype, dtype, True, "", sharded, resident=False, kept_unsharded=False)
 
 
 def _collective(transport: Any, collective: str, tensors: Sequence[Tensor], params: Sequence[Param]) -> Run:

@@ -2,7 +2,7 @@
 
 Each line is one JSON command, and gets one JSON reply::
 
-    {"do": "build", "name": "zero3"}               {"losses": [8.3, ...], "seconds": 11.2, "gathered_once": 0}
+    {"do": "build", "name": "zero3"}               {"losses": [8.3, ...], "seconds": 11.2, "kept_unsharded": 0}
     {"do": "turn", "name": "zero3", "steps": 2}    {"seconds": 0.81, "sent": 69538000}       per step
     {"do": "wire", "nbytes": 92700000}             {"seconds": 0.78, "sent": 92760000}
     {"do": "peak", "name": "zero3"}                {"rest": 46200000, "peak": 120000000}
@@ -69,7 +69,7 @@ class Worker:
         seconds = time.perf_counter() - start
         model.zero_grad()
         self.rest[name] = held_bytes(before, model)
-        return {"losses": losses, "seconds": seconds, "gathered_once": gathered_once_bytes(model)}
+        return {"losses": losses, "seconds": seconds, "kept_unsharded": gathered_once_bytes(model)}
 
     def turn(self, name: str, steps: int) -> dict[str, Any]:
         """Some steps between two barriers."""

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import thunder_zero as tz
 from tests.harness.host_reads import HostReads
-from tests.harness.models import LENGTH, VOCABULARY, Gpt, Mlp, error, fresh
+from tests.harness.models import LENGTH, VOCABULARY, GptShape, Mlp, error, fresh
 from tests.harness.one_rank import communicating, group_of_one
 from tests.harness.ranks import everyone
 from tests.harness.slow_wire import slow_wire
@@ -95,7 +95,7 @@ def params_of(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, stage: in
 
 
 def test_the_sizes_of_the_schedule_are_those_for_this_gpu(cuda: None) -> None:
-    model = shard(fresh(Gpt), tz.Policy(3), "cuda")
+    model = shard(fresh(GptShape), tz.Policy(3), "cuda")
     model(tokens("cuda"))
     plan = tz.traces_of(model).plan
     assert plan.memory_bytes == torch.cuda.get_device_properties(torch.device("cuda")).total_memory
@@ -142,9 +142,9 @@ def test_frozen_parameters_of_all_dtypes_are_gathered(device: str, dtype: torch.
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_trains_as_one_process_without_waiting_for_the_device(device: str, stage: int) -> None:
     """Every line that makes the host wait raises; on the CPU such reads are counted. Each bucket is one launch."""
-    right = losses(step_of(fresh(Gpt), tokens("cpu")))
+    right = losses(step_of(fresh(GptShape), tokens("cpu")))
     with communicating():
-        model = shard(fresh(Gpt), policy_of(stage), device)
+        model = shard(fresh(GptShape), policy_of(stage), device)
     step = step_of(model, tokens(device))
     first = step()
     if device == "cuda":
@@ -175,9 +175,9 @@ def test_a_slow_wire_changes_nothing(stage: int, no_sync: bool, mixed: tz.MixedP
     """Streams are ordered and memory is kept as NCCL needs it: outputs are NaN until a sleeping stream writes them."""
     policy = policy_of(stage, mixed_precision=mixed)
     with communicating():
-        right = losses(step_of(shard(fresh(Gpt), policy, "cuda"), tokens("cuda"), no_sync))
+        right = losses(step_of(shard(fresh(GptShape), policy, "cuda"), tokens("cuda"), no_sync))
         with slow_wire() as wire:
-            found = losses(step_of(shard(fresh(Gpt), policy, "cuda"), tokens("cuda"), no_sync))
+            found = losses(step_of(shard(fresh(GptShape), policy, "cuda"), tokens("cuda"), no_sync))
     assert wire.launched > 0
     assert error(found, right) < (1e-2 if mixed else 1e-5)
 
@@ -189,7 +189,7 @@ def test_the_collectives_of_nccl_are_launched(stage: int, offload: bool) -> None
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
         half = tz.MixedPrecision(torch.bfloat16, torch.float32, torch.float32)
-        model = shard(fresh(Gpt), tz.Policy(stage=stage, cpu_offload=offload, mixed_precision=half), "cuda")
+        model = shard(fresh(GptShape), tz.Policy(stage=stage, cpu_offload=offload, mixed_precision=half), "cuda")
         losses(step_of(model, tokens("cuda")))
         assert all(p.grad is None or p.grad.shape == p.shape for p in model.parameters())
     finally:
@@ -203,9 +203,9 @@ def test_the_collectives_of_nccl_are_launched(stage: int, offload: bool) -> None
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_trains_as_on_the_cpu(stage: int, offload: bool) -> None:
-    right = losses(step_of(fresh(Gpt), tokens("cpu")))
+    right = losses(step_of(fresh(GptShape), tokens("cpu")))
     with communicating():
-        model = shard(fresh(Gpt), tz.Policy(stage=stage, cpu_offload=offload), "cuda")
+        model = shard(fresh(GptShape), tz.Policy(stage=stage, cpu_offload=offload), "cuda")
     assert error(losses(step_of(model, tokens("cuda"))), right) < 1e-4
     for param in tz.traces_of(model).plan.params:
         own = model.get_parameter(param.path)
@@ -259,7 +259,7 @@ def test_the_host_may_write_to_an_offloaded_shard_after_forward(device: str, gra
 
 def test_an_asynchronous_save_has_the_values_of_its_moment(device: str, tmp_path: Path) -> None:
     with communicating():
-        model = shard(fresh(Gpt), policy_of(3), device)
+        model = shard(fresh(GptShape), policy_of(3), device)
     step = step_of(model, tokens(device))
     step()
     saved = {name: param.detach().clone() for name, param in model.named_parameters()}

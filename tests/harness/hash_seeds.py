@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import thunder_zero as tz
-from tests.harness.models import LENGTH, Gpt
+from tests.harness.models import LENGTH, GptShape
 
 from thunder.executors.torch_compile import torch_compile_ex
 from thunder.extend import add_default_executor
@@ -48,13 +48,13 @@ class InPlace(nn.Module):
 
 
 def main() -> None:
-    """What backward computes again of Gpt, a fuser decides."""
+    """What backward computes again of GptShape, a fuser decides."""
     for module in (Loop(), InPlace()):
         show(module, torch.ones(4), tz.Policy(stage=3, bucket_bytes=1, reshard_after_forward=True))
     add_default_executor(torch_compile_ex)
     half = tz.MixedPrecision(torch.bfloat16, output_dtype=torch.float32)
     parts = tz.Policy(stage=3, bucket_bytes=300, mixed_precision=half, gather_per_unit=True)
-    show(Gpt(), torch.arange(10).view(2, LENGTH), parts)
+    show(GptShape(), torch.arange(10).view(2, LENGTH), parts)
 
 
 def show(module: nn.Module, x: Tensor, policy: tz.Policy) -> None:

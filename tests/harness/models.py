@@ -49,7 +49,7 @@ class Block(nn.Module):
         return x + self.down.forward(F.gelu(self.up.forward(x)))
 
 
-class Gpt(nn.Module):
+class GptShape(nn.Module):
     """Two blocks and a tied embedding, with parameters of all awkward shapes."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ def make_param(path: str, shape: tuple[int, ...], unit: str, policy: Policy, **f
     """A parameter as ``make_plan`` plans it, with other values for ``fields``."""
     stage = STAGES[policy.stage]
     sharded = stage.sharded and is_sharded(shape)
-    once = not sharded or stage.gathered_once
+    once = not sharded or stage.kept_unsharded
     dtype = fields.get("dtype", torch.float32)
     compute = fields.get("compute_dtype", dtype)
     reduce = fields.get("reduce_dtype", compute)
@@ -272,7 +272,7 @@ def timelines(draw: st.DrawFn) -> Timeline:
             }
             fields["requires_grad"] = draw(st.integers(0, 3)) > 0
             if policy.stage == 3 and draw(st.integers(0, 4)) == 0:
-                fields |= {"gathered_once": True}
+                fields |= {"kept_unsharded": True}
             params.append(make_param(f"u{unit}.p{number}", shape, f"u{unit}" if unit else "", policy, **fields))
     plan = Plan(policy, draw(st.integers(1, 8)), 0, tuple(params))
     paths = [param.path for param in params]
@@ -297,7 +297,7 @@ def timed(draw: st.DrawFn) -> Timeline:
     plan = timeline.plan
     seconds = st.dictionaries(st.sampled_from([param.path for param in plan.params]), st.integers(0, 60).map(float))
     forward, backward = draw(seconds), draw(seconds)
-    once = {param.unit for param in plan.params if param.gathered_once and param.sharded}
+    once = {param.unit for param in plan.params if param.kept_unsharded and param.sharded}
     forward = {path: time for path, time in forward.items() if plan.by_name[path].unit not in once}
     times = Times(forward, backward, draw(st.sampled_from((0.5, 1.0, 4.0, 16.0, inf))))
     return with_policy(timeline, times=times)

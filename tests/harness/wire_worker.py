@@ -71,7 +71,7 @@ def count(name: str) -> dict[str, Any]:
         found["whole"] = bytes_of_a_step(model, tz.whole(torch.optim.Adafactor, model.parameters(), lr=0.01))
     traces = tz.traces_of(model)
     foreseen = sum(map(traces.timeline.bytes_sent, traces.timeline.ops))
-    return {**found, "foreseen": foreseen, "kept": traces.plan.gathered_once}
+    return {**found, "foreseen": foreseen, "kept": traces.plan.kept_unsharded}
 
 
 def main() -> None:

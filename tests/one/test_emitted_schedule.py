@@ -204,12 +204,12 @@ def test_forward_alone_gathers_nothing_once_after_a_step_that_does() -> None:
     """Without a backward, a parameter that training gathers once is gathered for each unit."""
     model = sharded(fresh(tied), replace(tz.ZERO3, gather_per_unit=True))
     model(X).sum().backward()
-    once = tz.traces_of(model).plan.gathered_once
+    once = tz.traces_of(model).plan.kept_unsharded
     with torch.no_grad():
         model(X)
     paths = [path for op in tz.traces_of(model).timeline.ops if op.kind is Kind.GATHER for path in op.params]
     assert "0.weight" in once
-    assert tz.traces_of(model).plan.gathered_once == ()
+    assert tz.traces_of(model).plan.kept_unsharded == ()
     model(X).sum().backward()
-    assert tz.traces_of(model).plan.gathered_once == once, "the program that ran last was compiled earlier"
+    assert tz.traces_of(model).plan.kept_unsharded == once, "the program that ran last was compiled earlier"
     assert paths.count("0.weight") == 2

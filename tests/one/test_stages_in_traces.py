@@ -22,7 +22,7 @@ from tests.harness.models import (
     VOCABULARY,
     WIDTH,
     Block,
-    Gpt,
+    GptShape,
     Patterns,
     fresh,
     from_parameters_alone,
@@ -78,14 +78,14 @@ def collectives(trace: TraceCtx | None) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("kind", "policy", "autocast"),
-    [(Gpt, TEXTBOOK, False), (Patterns, TEXTBOOK, False), (Patterns, TEXTBOOK, True), (Patterns, tz.ZERO2, False)],
+    [(GptShape, TEXTBOOK, False), (Patterns, TEXTBOOK, False), (Patterns, TEXTBOOK, True), (Patterns, tz.ZERO2, False)],
 )
 def test_zero3_saves_shards_only(kind: type[nn.Module], policy: tz.Policy, autocast: bool) -> None:
     """ZeRO-2 saves the full parameters, or what is made of them."""
     result = traces(kind, policy, autocast)  # type: ignore[arg-type]
     parameters = parameter_inputs(result)
-    # Gpt reads its tied weight under both names, and leaves two parameters alone.
-    assert len(parameters) == len(result.plan.params) - (1 if kind is Gpt else 0)
+    # GptShape reads its tied weight under both names, and leaves two parameters alone.
+    assert len(parameters) == len(result.plan.params) - (1 if kind is GptShape else 0)
     alone = from_parameters_alone(result.forward, parameters)
     assert len(alone) > len(parameters)  # the gathered ones, and what is made of them
     assert bool(saved(result.forward) & alone) == (policy == tz.ZERO2)
@@ -99,10 +99,10 @@ def test_zero3_saves_shards_only(kind: type[nn.Module], policy: tz.Policy, autoc
 @pytest.mark.parametrize(
     ("kind", "policy", "autocast"),
     [
-        (Gpt, TEXTBOOK, False),
+        (GptShape, TEXTBOOK, False),
         *((Patterns, policy, False) for policy in (tz.DDP, tz.ZERO2, TEXTBOOK)),
         (Patterns, TEXTBOOK, True),
-        *slow((Patterns, tz.ZERO1, False), (Gpt, tz.DDP, False)),
+        *slow((Patterns, tz.ZERO1, False), (GptShape, tz.DDP, False)),
     ],
 )
 def test_backward_gathers_what_it_needs(kind: type[nn.Module], policy: tz.Policy, autocast: bool) -> None:
@@ -196,7 +196,7 @@ def test_after_fusion_backward_gathers_no_bias_of_a_unit_that_is_gathered_once()
     result = traced(model, tuple(TOKENS.shape), policy, world_size=WORLD_SIZE, fused=True, dtype=torch.long)
     assert sum(bsym.sym.is_fusion for bsym in result.forward.bound_symbols) == 6  # embedding, blocks, head
     last = {param.path for param in result.plan.params if param.path.startswith(("4", "5", "6"))}
-    assert set(result.plan.gathered_once) == last
+    assert set(result.plan.kept_unsharded) == last
     weights = [tuple(f"{block}.{part}.weight" for part in ("down", "up", "key", "norm")) for block in (3, 2, 1)]
     assert [paths for name, paths in launches(result.backward) if name == "zero_all_gather"] == weights
     waits = [op for op in result.forward_timeline.ops if op.kind is Kind.WAIT]

@@ -33,10 +33,10 @@ def test_as_many_of_the_last_units_are_gathered_once_as_the_peak_has_room_for(
 ) -> None:
     """A unit has 4 bytes: one computes, ``prefetch`` are in flight."""
     after = run(model(policy, *units.split()))
-    assert after.plan.gathered_once == tuple(once.split())
+    assert after.plan.kept_unsharded == tuple(once.split())
     assert gathered(after, backward=True) == dict.fromkeys(set(units.split()) - set(once.split()), 1)
     again = run(model(replace(policy, reshard_after_forward=True), *units.split()))
-    assert again.plan.gathered_once == ()
+    assert again.plan.kept_unsharded == ()
     assert gathered(again, backward=True) == dict.fromkeys(units.split(), 1)
     assert max(gathered_bytes(after)) == max(gathered_bytes(again))
 
@@ -44,11 +44,11 @@ def test_as_many_of_the_last_units_are_gathered_once_as_the_peak_has_room_for(
 def test_a_unit_is_gathered_once_with_all_its_parameters() -> None:
     """The bias too, although backward does not read it: the unit's gather carries it anyway, and forward frees it."""
     after = run(model(Policy(prefetch=0), "d.w", "d.v", "e.w", UNREAD))
-    assert after.plan.gathered_once == ("e.w", "e.bias")
+    assert after.plan.kept_unsharded == ("e.w", "e.bias")
     assert gathered(after, backward=True) == {"d.w": 1, "d.v": 1}
     assert lines(after, Kind.FREE) == split("free d.w; free d.v; free e.bias; free e.w; free d.v; free d.w")
     alone = run(model(Policy(), *UNITS.split(), Use("f.bias", needed=False)))
-    assert alone.plan.gathered_once == ("d.w", "e.w"), "nothing of f is alive in backward"
+    assert alone.plan.kept_unsharded == ("d.w", "e.w"), "nothing of f is alive in backward"
 
 
 def test_what_is_gathered_once_counts_as_gathered_ahead() -> None:

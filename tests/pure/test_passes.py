@@ -76,7 +76,7 @@ def test_regather_gathers_again_before_the_first_reader_in_backward() -> None:
     ],
 )
 def test_what_is_computed_again_of_a_gathered_parameter(uses: list[Use | str], again: str | None) -> None:
-    before = model(ALONE, *uses, a_once={"gathered_once": True}, a_scalar={"shape": ()})
+    before = model(ALONE, *uses, a_once={"kept_unsharded": True}, a_scalar={"shape": ()})
     views = {name: replace(value, base="a.w") for name, value in before.values.items() if name.startswith("c")}
     after = regather(before.with_ops(before.ops, views))
     copies = [line.replace("_again", "") for line in lines(after.with_ops(op for op in after.ops if op.repeated))]

@@ -112,7 +112,7 @@ def test_a_tied_parameter_is_one_parameter_with_two_names() -> None:
 )
 def test_the_table_of_the_stages(policy: Policy, sharded: bool, resident: bool, kept: bool) -> None:
     for param in make_plan(linear(), policy, 4, 0).params:
-        assert (param.sharded, param.resident, param.gathered_once) == (sharded, resident, kept)
+        assert (param.sharded, param.resident, param.kept_unsharded) == (sharded, resident, kept)
     per_unit = make_plan(linear(), replace(policy, gather_per_unit=True), 2, 0).by_name["weight"]
     assert per_unit.gather_per_unit == (policy is ZERO3), "only for what is freed"
     assert not make_plan(linear(), policy, 2, 0).by_name["weight"].gather_per_unit
@@ -122,7 +122,7 @@ def test_the_table_of_the_stages(policy: Policy, sharded: bool, resident: bool, 
 def test_zero_dimensional_and_empty_parameters_are_always_replicated(shape: tuple[int, ...]) -> None:
     for stage in range(4):
         (param,) = make_plan(parameter(shape), Policy(stage=stage), 4, 0).params
-        assert (param.sharded, param.resident, param.gathered_once) == (False, False, True)
+        assert (param.sharded, param.resident, param.kept_unsharded) == (False, False, True)
 
 
 def test_shapes_dtypes_and_bytes() -> None:

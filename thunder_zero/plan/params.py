@@ -42,7 +42,7 @@ class Param:
         unit: path of its unit, ``""`` for the root unit.
         sharded: each rank owns rows; otherwise it is replicated.
         resident: sharded, and the full parameter stays in memory at rest too (ZeRO-1).
-        gathered_once: one gather serves forward and backward; otherwise backward gathers again what forward freed. A
+        kept_unsharded: one gather serves forward and backward; otherwise backward gathers again what forward freed. A
             new plan of ZeRO-3 says False; the schedule chooses some last units (``Policy.reshard_after_forward``).
         gather_per_unit: each unit that uses it in forward gathers it anew.
     """
@@ -57,7 +57,7 @@ class Param:
     unit: str
     sharded: bool
     resident: bool
-    gathered_once: bool
+    kept_unsharded: bool
     gather_per_unit: bool = False
 
     @property
@@ -118,14 +118,14 @@ class Plan:
         return tuple(param for param in self.params if param.sharded and layout.padding_rows(param.shape[0], *world))
 
     @property
-    def gathered_once(self) -> tuple[str, ...]:
+    def kept_unsharded(self) -> tuple[str, ...]:
         """Paths of the sharded parameters that are gathered once for forward and backward.
 
         ZeRO-3 knows them once it has scheduled a step, so ask ``traces_of(model).plan``. They make up whole units;
         forward still frees those that backward does not read (biases).
         """
         return tuple(
-            param.path for param in self.params if param.sharded and param.gathered_once and not param.resident
+            param.path for param in self.params if param.sharded and param.kept_unsharded and not param.resident
         )
 
     @property
@@ -360,8 +360,8 @@ def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, uni
         unit=unit,
         sharded=sharded,
         resident=sharded and stage.resident,
-        gathered_once=not sharded or stage.gathered_once or unit in policy.keep_units,
-        gather_per_unit=sharded and not stage.gathered_once and policy.gather_per_unit,
+        kept_unsharded=not sharded or stage.kept_unsharded or unit in policy.keep_units,
+        gather_per_unit=sharded and not stage.kept_unsharded and policy.gather_per_unit,
     )
 
 

@@ -25,10 +25,10 @@ class Stage:
     name: str
     sharded: bool  # the optimizer sees this rank's rows, gradients are reduce-scattered
     resident: bool  # the full parameter stays in memory at rest
-    gathered_once: bool  # alive from its first use in forward to its last in backward (of ZeRO-3's units: the last)
+    kept_unsharded: bool  # alive from its first use in forward to its last in backward (of ZeRO-3's units: the last)
 
 
-#                     sharded  resident  gathered_once
+#                     sharded  resident  kept_unsharded
 STAGES: tuple[Stage, ...] = (
     Stage("DDP", False, True, True),
     Stage("ZeRO-1", True, True, True),
@@ -92,7 +92,7 @@ class Policy:
         gather_per_unit: gather a parameter that several units use in forward (tied weights) once for each of them and
             free it between, instead of once for all (default False). No effect on a parameter that is gathered once.
         reshard_after_forward: ZeRO-3 only. None (default): all units but the last of forward, which backward needs
-            first, as far as keeping those does not raise the peak of gathered bytes; ``Plan.gathered_once`` lists
+            first, as far as keeping those does not raise the peak of gathered bytes; ``Plan.kept_unsharded`` lists
             them. True: all units.
         reshard_after_backward: ZeRO-2 only. False: parameters gathered by a forward under ``no_sync`` stay gathered
             until the micro-batch that reduces has read them; they do not change in an accumulation (default True:

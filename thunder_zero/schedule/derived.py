@@ -43,10 +43,10 @@ def regathered(timeline: Timeline) -> dict[str, int]:
     found: dict[str, int] = {}
     for at, op in enumerate(timeline.ops[: timeline.border]):
         if op.kind is Kind.GATHER:
-            writes = op.writes if any(not param.gathered_once for param in timeline.params_of(op)) else ()
+            writes = op.writes if any(not param.kept_unsharded for param in timeline.params_of(op)) else ()
         elif timeline.ends(op, Kind.GATHER):
             params = timeline.params_of(op)
-            writes = tuple(name for name, param in zip(op.writes, params, strict=True) if not param.gathered_once)
+            writes = tuple(name for name, param in zip(op.writes, params, strict=True) if not param.kept_unsharded)
         else:
             writes = () if found.keys().isdisjoint(op.reads) and timeline.cast.isdisjoint(op.reads) else op.writes
         found.update((name, at) for name in writes if name in timeline.derived or op.kind is Kind.GATHER)

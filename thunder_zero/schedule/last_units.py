@@ -48,7 +48,9 @@ def _gathering_once(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:
     paths = frozenset().union(*runs)
     return replace(
         plan,
-        params=tuple(replace(param, gathered_once=param.gathered_once or param.path in paths) for param in plan.params),
+        params=tuple(
+            replace(param, kept_unsharded=param.kept_unsharded or param.path in paths) for param in plan.params
+        ),
     )
 
 

@@ -180,7 +180,7 @@ def _gathered_in_forward(timeline: Timeline, border: int) -> dict[str, Op]:
         for op in timeline.ops[:border]
         if timeline.ends(op, Kind.GATHER)
         for name, param in zip(op.writes, timeline.params_of(op), strict=True)
-        if param.gathered_once and not param.resident
+        if param.kept_unsharded and not param.resident
     }
     made_from = gathered_from(timeline)
     return {name: launches[of] for name, all_of in made_from.items() for of in all_of[::-1] if of in launches}

@@ -108,7 +108,7 @@ class _Phases:
                 until = end if may_stay else last[name] + 1
                 if not op.backward:
                     by_path[param.path].append(name)
-                    found[name] = range(at, until if param.gathered_once else 0)
+                    found[name] = range(at, until if param.kept_unsharded else 0)
                 else:
                     found.update(dict.fromkeys(by_path[param.path], range(at, until)))
         return found

@@ -107,7 +107,7 @@ def _chains_by_unit(timeline: Timeline) -> dict[str, dict[str, int]]:
         op = timeline.ops[at]
         units = {unit_of[read] for read in op.reads if read in unit_of}
         for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
-            if param.gather_per_unit and not param.gathered_once:
+            if param.gather_per_unit and not param.kept_unsharded:
                 units.add(param.unit)
         if len(units) == 1:
             (unit_of[name],) = units

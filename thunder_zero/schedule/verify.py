@@ -295,9 +295,9 @@ def _check_gathered_again(timeline: Timeline) -> None:
     gathered: dict[tuple[str, bool], int] = {}
     for at, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
-            phase = (param.path, op.backward and not param.gathered_once)
-            if phase in gathered and (op.backward or param.gathered_once or not param.gather_per_unit):
-                why = "is gathered once" if param.gathered_once else "needs one gather in each phase"
+            phase = (param.path, op.backward and not param.kept_unsharded)
+            if phase in gathered and (op.backward or param.kept_unsharded or not param.gather_per_unit):
+                why = "is gathered once" if param.kept_unsharded else "needs one gather in each phase"
                 raise fault(timeline, at, f"gathers {param.path} again after op {gathered[phase]}; it {why}")
             gathered[phase] = at
 

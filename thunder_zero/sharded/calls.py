@@ -77,7 +77,7 @@ class Calls:
         params = [self._plan.by_name[path] for path in paths]
         if params[0].resident:
             return self._state.resident.gather(shards, params, self._transport)
-        if not self._plan.policy.reshard_after_backward and params[0].gathered_once:
+        if not self._plan.policy.reshard_after_backward and params[0].kept_unsharded:
             return self._state.kept_unsharded.gather(shards, params, self._transport, last=self.synced)
         return self._transport.all_gather(shards, params)
 

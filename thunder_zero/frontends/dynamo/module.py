@@ -11,7 +11,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from thunder_zero.compat import dynamo
@@ -31,10 +31,8 @@ from thunder_zero.frontends.dynamo.captured import (
     with_parameters,
     written,
 )
-from thunder_zero.frontends.dynamo.graph_calls import GraphCalls
-from thunder_zero.frontends.dynamo.graph_transform import GraphTransform
-from thunder_zero.frontends.dynamo.programs import Programs, compiling
-from thunder_zero.frontends.dynamo.sentences import outside_of_graphs
+from thunder_zero.frontends.dynamo.programs import GraphCalls, Programs, compiling
+from thunder_zero.frontends.program_transform import ProgramTransform
 from thunder_zero.frontends.refusals import DYNAMO_PARTS, require_traceable
 from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.sharded.placeholders import ValuesNeeded
@@ -144,7 +142,7 @@ class DynamoModule(ZeroModule):
             with dynamo.whole(MOST_PROGRAMS, self._graphs.breaks), uncollected():
                 output = self._captured(*args, **kwargs)
         except ValuesNeeded as error:
-            raise RuntimeError(outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
+            raise RuntimeError(_outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
         except dynamo.TooManyPrograms as error:
             shapes = max(self._graphs.shapes.values(), key=len, default=list[Mapping[str, torch.Size]]())
             raise RuntimeError(too_many(type(self.plain).__name__, MOST_PROGRAMS, shapes)) from error
@@ -210,9 +208,9 @@ class DynamoModule(ZeroModule):
 
     def _programs(self, flat: Flat, name: str, inputs: Sequence[Any]) -> Programs:
         """The programs of a graph, of which none is compiled."""
-        transform = GraphTransform(self.state, self._calls, name)
-        executors = compile_data(self).executors_list
+        transform, executors = ProgramTransform(), compile_data(self).executors_list
         jitted = thunder.jit(flat.module(empty=True), transforms=[transform], executors=executors)
+        transform.install(jitted, self.state.plan, self._calls, name)
         with torch.set_grad_enabled(not flat.enables), compiling(jitted, inputs):
             try:
                 acquired = acquire(flat, inputs)
@@ -256,3 +254,25 @@ def _write(output: tuple[Any, ...], inputs: Sequence[Tensor]) -> tuple[Any, ...]
     for tensor, value in zip(inputs, output[rest:], strict=True):
         tensor.copy_(value)
     return output[:rest]
+
+
+def _outside_of_graphs(module: nn.Module, error: ValuesNeeded, breaks: Sequence[str]) -> str:
+    """Why a parameter was read outside of every graph.
+
+    Args:
+        module: the plain module.
+        error: of the parameter.
+        breaks: where dynamo ended graphs, and why, in sentences.
+    """
+    owner = module.get_submodule(error.path.rpartition(".")[0])
+    return (
+        f"{type(owner).__name__} reads parameter {error.path!r} outside of the graphs that dynamo captured of "
+        f"{type(module).__name__}, where nothing gathers it; {_reason(breaks)}; move the read into code that dynamo "
+        f"captures, or put the parameter's module into Policy.ignored"
+    )
+
+
+def _reason(breaks: Sequence[str]) -> str:
+    if not breaks:
+        return "dynamo did not capture this code (torch.compiler.disable, a dispatch mode, or a function that it skips)"
+    return breaks[-1]

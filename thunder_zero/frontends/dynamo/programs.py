@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_zero.compat.torch_gaps import at_end_of_backward, running_backward
 from thunder_zero.frontends.compiled import Compiled
 from thunder_zero.frontends.dynamo.acquire import Acquired
-from thunder_zero.frontends.dynamo.graph_calls import GraphCalls
-from thunder_zero.frontends.dynamo.graph_transform import GraphTransform
+from thunder_zero.frontends.program_transform import ProgramTransform
+from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.state import State
 from thunder_zero.traces.symbols import Program
 
@@ -109,7 +110,7 @@ class Programs:
 
     jitted: ThunderModule
     acquired: Acquired
-    transform: GraphTransform
+    transform: ProgramTransform
     state: State
     runtime: GraphCalls
     entries: dict[Mode, Entry] = field(default_factory=dict)
@@ -239,3 +240,26 @@ def compiling(jitted: ThunderModule, inputs: Sequence[Any]) -> Iterator[None]:
             yield
     finally:
         _cache_info_ctx.reset(token)
+
+
+class GraphCalls(Calls):
+    """The functions that the traces of all graphs of one model call.
+
+    Args:
+        state: the model's.
+    """
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self._at_end_of = -1  # the last backward that will reduce at its end, by autograd's number
+
+    def reduce_deferred(self, paths: Sequence[str]) -> None:
+        """Reduce the deferred gradients of parameters that no graph of this backward reaches, once it ends: until then
+        nobody knows which those are."""
+        backward = running_backward()
+        if backward != self._at_end_of:
+            self._at_end_of = backward
+            at_end_of_backward(self._reduce_rest)
+
+    def _reduce_rest(self) -> None:
+        super().reduce_deferred([param.path for param in self._state.plan.params if param.requires_grad])

@@ -24,7 +24,7 @@ from thunder_zero.sharded.initial_values.data import (
 from thunder_zero.sharded.initial_values.drawn import Drawn
 
 
-class Read:
+class ReadValues:
     """The tensors that are in the plain module's state dict, if ``weights`` is given."""
 
     def __init__(self, model: PlainModel, weights: Mapping[str, Tensor] | None, failures: Failures) -> None:
@@ -83,7 +83,7 @@ def initial_values(
         agree.require_same([*agree.module_facts(module, plan, device), *_given(plan, sources)], group)
     model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
     cuts = Cuts(model, are_read=sources.weights is not None)
-    read = Read(model, sources.weights, failures)
+    read = ReadValues(model, sources.weights, failures)
     missing = {t for t in model.names if t.is_meta and not model.arrives(t) and not read.has(t)}
     drawn = Drawn(model, missing, cuts, all_draw=sources.weights is None)
     with agree.all_or_none(group):

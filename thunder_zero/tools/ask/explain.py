@@ -234,11 +234,11 @@ def _lifetime(param: Param, timeline: Timeline, gathers: int) -> str:
         return f"{stage.name} shards it for the optimizer; all of it stays in memory, so that nothing is freed"
     if gathers == 0:
         return f"{stage.name} gathers it where it is used"
-    if stage.gathered_once:
+    if stage.kept_unsharded:
         return f"{stage.name} gathers it once, in forward, and frees it after its last use"
-    if not param.gathered_once and gathers == 1:
+    if not param.kept_unsharded and gathers == 1:
         return f"{stage.name} frees it after its last use in forward; {_no_backward(timeline)}"
-    if not param.gathered_once:
+    if not param.kept_unsharded:
         return f"{stage.name} frees it after its last use in each half, and gathers it again for backward"
     return f"{stage.name} gathers it once for forward and backward: {_why_once(param, plan)}"
 

@@ -37,7 +37,7 @@ def _halves(stage: int) -> tuple[tuple[int, int], tuple[int, int]]:
     row = STAGES[stage]
     if not row.sharded:
         return (FORWARD, 0), (BACKWARD, GATHER + SCATTER)  # an all-reduce is both
-    return (FORWARD, GATHER), (BACKWARD, SCATTER if row.gathered_once else GATHER + SCATTER)
+    return (FORWARD, GATHER), (BACKWARD, SCATTER if row.kept_unsharded else GATHER + SCATTER)
 
 
 def state_bytes(parameters: float, stage: int = 0, ranks: int = 1, *, resident: int = 2, optimizer: int = 12) -> float:
@@ -48,7 +48,7 @@ def state_bytes(parameters: float, stage: int = 0, ranks: int = 1, *, resident: 
     """
     row = STAGES[stage]
     shares = {
-        "parameter": resident / (ranks if row.sharded and not row.gathered_once else 1),
+        "parameter": resident / (ranks if row.sharded and not row.kept_unsharded else 1),
         "gradient": resident / (ranks if row.sharded and not row.resident else 1),
         "optimizer": optimizer / (ranks if row.sharded else 1),
     }
@@ -61,7 +61,7 @@ def tensor_bytes(*shape: int, itemsize: int = 4) -> int:
 
 
 @dataclass(frozen=True)
-class Gpt:
+class GptShape:
     """The sizes of a decoder-only transformer with a tied embedding, without biases and norms.
 
     Attributes:

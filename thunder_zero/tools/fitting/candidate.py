@@ -96,7 +96,7 @@ class Candidate:
         """The units that stay gathered from forward to backward: those of ``keep_units``, and those that the schedule
         chooses (``reshard_after_forward=None``); not the root."""
         plan = self.timeline.plan
-        return frozenset(plan.by_name[path].unit for path in plan.gathered_once) - {ROOT}
+        return frozenset(plan.by_name[path].unit for path in plan.kept_unsharded) - {ROOT}
 
     @cached_property
     def _ends(self) -> dict[str, int]:
@@ -156,7 +156,7 @@ class Candidate:
 def under(plan: Plan, policy: Policy) -> Plan:
     """A plan of the same parameters with another policy, which differs in its choices of units and bytes only."""
     params = tuple(
-        replace(param, gathered_once=param.gathered_once or param.unit in policy.keep_units) for param in plan.params
+        replace(param, kept_unsharded=param.kept_unsharded or param.unit in policy.keep_units) for param in plan.params
     )
     return replace(plan, policy=policy, params=params)
 

@@ -141,7 +141,7 @@ class Search:
     @property
     def _options(self) -> tuple[UnitChoice, ...]:
         """The choices for a unit; among equals the first ones are taken. What is gathered once anyway is not kept."""
-        return (*(() if STAGES[self.asked.stage].gathered_once else (KEPT, KEPT_AND_AGAIN)), PLAIN, AGAIN)
+        return (*(() if STAGES[self.asked.stage].kept_unsharded else (KEPT, KEPT_AND_AGAIN)), PLAIN, AGAIN)
 
     def alike(self, choice: UnitChoice, sizes: tuple[int, int]) -> Choices:
         """The same choice for all units."""
