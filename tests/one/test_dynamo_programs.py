@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, gumbel_softmax
+from torch.nn.functional import cross_entropy, dropout, gumbel_softmax
 from torch.utils.checkpoint import checkpoint
 
 import thunder_zero as tz
@@ -291,6 +291,18 @@ def test_random_numbers_are_drawn_once_for_both_halves(path: str) -> None:
     torch.testing.assert_close(model.plain.layer.bias.grad.full_tensor(), 4 * kept)
     with pytest.raises(RuntimeError, match="draws its random numbers again"):
         tz.compile(Layer(gumbel_softmax), 3)(X)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_smoothed_losses_leave_ignored_targets_out(path: str, weighted: bool) -> None:
+    target, weight = torch.tensor([1, -100]), torch.arange(1.0, 5.0) if weighted else None
+    module = Layer(lambda y: cross_entropy(y, target, weight, label_smoothing=0.1))
+    model = tz.compile(deepcopy(module), 3)
+    got, expected = model(X), module(X)
+    torch.testing.assert_close(got, expected)
+    got.backward()
+    expected.backward()
+    torch.testing.assert_close(model.plain.layer.weight.grad.full_tensor(), module.layer.weight.grad)
 
 
 def test_gradients_that_thunder_loses_are_refused(path: str) -> None:

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dispatch import found_inf_reduce_handler
 from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -144,6 +145,15 @@ def an_attribute_stays_as_it_was() -> bool:
 def a_reentrant_checkpoint_raises_a_string() -> bool:
     call = thunder.jit(lambda x: checkpoint(torch.sin, x, use_reentrant=True))
     return "exceptions must derive from BaseException" in raised(lambda: call(X))
+
+
+def smoothing_counts_ignored_targets() -> bool:
+    from thunder_zero.compat import lookasides
+
+    target = torch.tensor([1, -100])
+    call = thunder.jit(lambda x: cross_entropy(x, target, label_smoothing=0.1))
+    with mock.patch.object(thunder.torch, "_cross_entropy_loss_label_smoothing", lookasides._smoothed):
+        return not torch.allclose(call(X[:2]), cross_entropy(X[:2], target, label_smoothing=0.1))
 
 
 # Gradients
@@ -453,6 +463,7 @@ NEEDS = (
     Need("torch_gaps.py: on_failed_steps", nobody_is_told_of_failed_steps, TORCH),
     Need("torch_gaps.py: share_found_inf", only_the_first_gradients_placements_count, TORCH),
     Need("lookasides.py: list_members_in_order", names_come_in_another_order),
+    Need("lookasides.py: mend_label_smoothing", smoothing_counts_ignored_targets),
     Need("operators/activations.py", activations_are_decomposed),
     Need("operators/attention.py", attention_is_decomposed),
     Need("operators/choose.py", the_default_recipe_lists_none),

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thunder_zero.compat.casts import fields_of
 
+import thunder.torch as ltorch
 from thunder.core.interpreter import (
     ProvenanceRecord,
     PseudoInst,
@@ -126,3 +127,29 @@ def take_fields_as_constants() -> None:
 
 def _constants(tree: Any) -> Any:
     return wrap_const(fields_of(unwrap(tree)))
+
+
+# needed while: Thunder counts ignored targets in a mean with label smoothing.
+# The mean of ``cross_entropy(label_smoothing=)`` sums what the ignored targets (``ignore_index``) would add, too.
+
+_smoothed = ltorch._cross_entropy_loss_label_smoothing
+
+
+def mend_label_smoothing() -> None:
+    """Let the mean of a smoothed cross entropy leave out ignored targets, as torch's does."""
+    ltorch._cross_entropy_loss_label_smoothing = _smoothed_without_ignored
+
+
+def _smoothed_without_ignored(
+    a: Any, target: Any, weight: Any, ignore_index: int, reduction: str, label_smoothing: float
+) -> Any:
+    """As Thunder's, but that a mean is the sum of all targets' losses, 0 for ignored ones, by the others' weight."""
+    if reduction != "mean":
+        return _smoothed(a, target, weight, ignore_index, reduction, label_smoothing)
+    total = ltorch.sum(_smoothed(a, target, weight, ignore_index, "none", label_smoothing))
+    counts = ltorch.ne(target, ignore_index)
+    if weight is not None:
+        known = ltorch.reshape(ltorch.where(counts, target, 0), (-1,))
+        weights = ltorch.reshape(ltorch.index_select(weight, 0, known), target.shape)
+        counts = ltorch.where(counts, weights, 0)
+    return ltorch.true_divide(total, ltorch.sum(ltorch.to(counts, total.dtype)))

@@ -71,6 +71,7 @@ class ProgramTransform(Transform):
         lookasides.list_members_in_order()
         lookasides.refuse_calls(_is_ours)
         lookasides.take_fields_as_constants()
+        lookasides.mend_label_smoothing()
         self._plain = model._model
         executor = ZeroExecutor(plan, runtime, graph)
         data = compile_data(model)
