@@ -354,6 +354,34 @@ def test_a_module_that_thunder_cannot_trace_is_led_to_compile() -> None:
     torch.testing.assert_close(tz.compile(deepcopy(module), 3)(X), module(X))
 
 
+class Embeds(nn.Module):
+    """Looks tokens up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(4, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.table(tokens)  # the user's line
+        return self.layer(y)
+
+
+@pytest.mark.parametrize("way", ["tz.compile", "thunder.jit"])
+def test_an_error_of_a_program_names_the_users_line_and_the_parameter(way: str) -> None:
+    module = fresh(Embeds)
+    transforms = [tz.ZeroTransform(stage=3)]
+    model: Any = tz.compile(module, 3) if way == "tz.compile" else thunder.jit(module, transforms=transforms)
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(IndexError) as caught:
+        model(torch.tensor([1, 9]))
+    (note,) = caught.value.__notes__
+    code, source, parameter = note.splitlines()
+    assert re.match(r"in t\d+ = torch\.nn\.functional\.embedding\(", code)
+    assert re.match(r"from /.*\.py:\d+: ", source)
+    assert parameter.startswith("which reads 'table.weight'")
+    assert "# the user's line" in note or way == "thunder.jit"
+
+
 def test_errors_of_the_user_pass() -> None:
     class Raises(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from thunder_zero.compat.untraceable import not_returned, not_traced
 from thunder_zero.frontends.compilations import Compilations, terminal_of
 from thunder_zero.frontends.compiled import Compiled, Traces
+from thunder_zero.frontends.failed_line import note_failed_line
 from thunder_zero.frontends.refusals import PARTS, require_traceable
 from thunder_zero.sharded.accumulation import guard
 from thunder_zero.sharded.dtensors import parts_of
@@ -122,6 +123,9 @@ class ZeroModule(ShardedModel, ThunderModule):
         with self._slots.traced(self._state.placeholders), watched:
             try:
                 return self._run(*args, **kwargs)
+            except Exception as error:
+                note_failed_line(error, chain.from_iterable(self.graphs()))
+                raise
             finally:
                 self._state.labels.end()
 

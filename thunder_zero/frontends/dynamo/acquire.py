@@ -39,7 +39,7 @@ from thunder.core.update_aliases import _is_inplace_op
 from thunder.extend import TemporaryExecutor
 
 PYTHONS = ("_operator", "builtins", "math")  # homes of functions that take proxies as they are
-NOT_USERS = tuple(f"{folder}/" for folder in (Path(getfile(torch)).parent, Path(__file__).parents[1]))
+NOT_USERS = tuple(f"{folder}/" for folder in (Path(getfile(torch)).parent, Path(__file__).parents[2]))
 TAKEN = frozenset(("torch", "thunder", "Tensor", "C0", "C1", "saved_for_backward", "cotangents"))  # by Thunder's traces
 FRAME = re.compile(r'File "(.+)", line (\d+)')
 

@@ -67,24 +67,24 @@ class Entry:
 
     Attributes:
         computation_traces, backward_traces: as acquired, and as they run.
-        forward: returns a tuple of tensors; with a backward, with what to save for it.
-        backward: None if it has none.
+        computation_fn: returns a tuple of tensors; with a backward, with what to save for it.
+        backward_fn: None if it has none.
     """
 
     computation_traces: Sequence[TraceCtx]
     backward_traces: Sequence[TraceCtx]
-    forward: Callable[..., Any]
-    backward: Callable[..., Any] | None
+    computation_fn: Callable[..., Any]
+    backward_fn: Callable[..., Any] | None
     epilogue_traces: Sequence[TraceCtx] = ()  # none: dynamo makes what the model returns
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """What it returns, connected to autograd."""
-        result = self.forward(*inputs)
-        if self.backward is None:
+        result = self.computation_fn(*inputs)
+        if self.backward_fn is None:
             return tuple(result)
         data, (tensors, others) = result
         connect_to_autograd(
-            backward_fn=self.backward,
+            backward_fn=self.backward_fn,
             flat_args=data["flat_args"],
             flat_output=data["flat_output"],
             saved_tensors=tensors,
