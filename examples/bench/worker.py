@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thunder_zero as tz  # before thunder
-from examples.bench.contestants import LEARNING_RATE, Step, contestants, gathered_once_bytes
+from examples.bench.contestants import LEARNING_RATE, Step, contestants, kept_unsharded_bytes
 from examples.bench.held import alive, held_bytes
 from examples.bench.model import Size, loss_of, make_batch
 from examples.bench.network import bytes_sent
@@ -69,7 +69,7 @@ class Worker:
         seconds = time.perf_counter() - start
         model.zero_grad()
         self.rest[name] = held_bytes(before, model)
-        return {"losses": losses, "seconds": seconds, "kept_unsharded": gathered_once_bytes(model)}
+        return {"losses": losses, "seconds": seconds, "kept_unsharded": kept_unsharded_bytes(model)}
 
     def turn(self, name: str, steps: int) -> dict[str, Any]:
         """Some steps between two barriers."""

@@ -137,7 +137,7 @@ def test_offloaded_shards_are_never_on_the_device_together(two_fake_ranks: dist.
     shards. ZeRO-1's full parameters are at rest there."""
     module = fresh(Mlp, 4, 1)
     plan = make_plan(module, tz.Policy(stage, cpu_offload=True), 2, 0)
-    ranks: Any = mock.Mock(everyone=two_fake_ranks, inside=two_fake_ranks)
+    ranks: Any = mock.Mock(world=two_fake_ranks, shard_group=two_fake_ranks)
     cuts = Cuts(PlainModel(module, plan, ranks, META, names_of(module)), are_read=False)
     cut = {param.path: cuts.cut(module.get_parameter(param.path).detach(), param.path) for param in plan.params}
     for param in plan.params:

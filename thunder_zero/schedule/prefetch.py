@@ -78,13 +78,13 @@ class _Use:
         at: the position after which other gathers may start: that of the wait, or the one before the first read of a
             bucket that forward gathered.
         gather: the operation that gathers it.
-        is_gathered_once: forward gathered it, and backward has it from the start.
+        is_kept_unsharded: forward gathered it, and backward has it from the start.
         nbytes: bytes on the wire for it: its gather, and the reductions since the previous use.
     """
 
     at: int
     gather: Op
-    is_gathered_once: bool
+    is_kept_unsharded: bool
     nbytes: int
 
 
@@ -118,7 +118,7 @@ def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
                 at, bound = use.at, Bound.USE
             elif any(op.kind is Kind.COMPUTE for op in ops[at + 1 : timeline.writer[use.gather.writes[0]]]):
                 bound = Bound.EARLIER
-            if not use.is_gathered_once:
+            if not use.is_kept_unsharded:
                 found[use.gather.writes[0]] = at, bound
     return found
 
@@ -140,7 +140,7 @@ def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
     starts: list[tuple[int, Op]] = []
     earliest = start - 1
     for use, ended in zip(uses, _ended(timeline, uses), strict=True):
-        if not use.is_gathered_once:
+        if not use.is_kept_unsharded:
             shards = max(timeline.writer.get(read, earliest) for read in use.gather.reads)
             earliest = max(earliest, shards, uses[ended - 1].at if ended else earliest)
             starts.append((earliest, use.gather))
