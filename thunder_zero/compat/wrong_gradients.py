@@ -14,6 +14,10 @@ It loses gradients where forward writes through a view, or under ``no_grad``, to
 It has no gradient for tensors in a list, if it knows the operator by automatic registration only::
 
     t2 = torch.hstack([t0, t1])
+
+It has none for values that are put into a tensor without one::
+
+    t1 = torch.index_put(zeros, (index,), t0)
 """
 
 from __future__ import annotations
@@ -64,9 +68,10 @@ def require_gradients(computation: TraceCtx, module: str) -> None:
         module: name of the module's class.
 
     Raises:
-        RuntimeError: it gives a list of tensors to an operator that Thunder registered automatically. It writes in
-            place to an input with a gradient, or to a view of a parameter; to a value of which it reads another view
-            later; or, under no_grad, to a value that has a gradient.
+        RuntimeError: it gives a list of tensors to an operator that Thunder registered automatically, or puts values
+            with a gradient into a tensor without one. It writes in place to an input with a gradient, or to a view of a
+            parameter; to a value of which it reads another view later; or, under no_grad, to a value that has a
+            gradient.
     """
     lines = computation.bound_symbols
     leaves = {proxy.name for proxy in computation.args if proxy.requires_grad}
@@ -87,7 +92,7 @@ def require_gradients(computation: TraceCtx, module: str) -> None:
             _require_fresh(_names(line.args[0]["output"]), stale, module)
             break
         read = _names((line.args, line.kwargs))
-        _require_known(line, module)
+        _require_known(line, trained, module)
         made = line.flat_proxy_outs
         detached = any(ProxyTag.DETACHED_AUTOGRAD_GRAPH in proxy.tags for proxy in made)
         if _is_inplace_op(line):
@@ -104,7 +109,12 @@ def require_gradients(computation: TraceCtx, module: str) -> None:
             trained |= {proxy.name for proxy in made}
 
 
-def _require_known(line: BoundSymbol, module: str) -> None:
+def _require_known(line: BoundSymbol, trained: set[str], module: str) -> None:
+    if line.sym.name == "index_put" and not _names(line.args[0]) & trained and _names(line.args[2]) & trained:
+        raise RuntimeError(
+            f"forward of {module} puts values into a tensor that has no gradient, by index_put, and Thunder would lose "
+            f"theirs; assign them, as in out[index] = values{_where(line)}"
+        )
     if prims.OpTags.AUTO_REGISTERED in (line.sym.tags or ()) and any(map(_has_numbers, line.args)):
         raise RuntimeError(
             f"forward of {module} gives {line.sym.id} a list of tensors, and Thunder has no gradient for them: "
