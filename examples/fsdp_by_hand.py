@@ -29,7 +29,7 @@ from thunder_zero.schedule import Plan, passes, verify, verify_recompute
 from thunder_zero.schedule.lifetimes import gathered_bytes
 from thunder_zero.tools.report.line_meanings import format_timeline
 from thunder_zero.traces.insert import insert_synchronize, module_inputs
-from thunder_zero.traces.lift import emit, lift, lift_halves
+from thunder_zero.traces.lift import emit, lift, lift_phases
 from thunder_zero.traces.symbols import DryRuntime, ZeroExecutor
 
 import thunder
@@ -160,7 +160,7 @@ def emitted(trace: TraceCtx, timeline: tz.schedule.Timeline, executor: ZeroExecu
 #    values that it saves for backward: the shard of down.weight is one of them, and no full parameter.
 
 
-def halves(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
+def phases(trace: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
     forward, backward = split_into_forward_and_backward(trace)
     return del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
 
@@ -308,12 +308,12 @@ def one_process() -> None:
         trace = lowered(trace, executor)
         show("5. Lowered: every line is a call that Python can make", code(trace))
         trace = emitted(trace, scheduled(lifted(trace, executor)), executor)
-        forward, backward = halves(trace)
+        forward, backward = phases(trace)
         show("9. The forward that runs", code(forward))
         show("9. The backward that runs", code(backward))
 
     by_itself = tz.trace(module, x, policy=POLICY, world_size=WORLD_SIZE)
-    compare(lift_halves(forward, backward, executor), by_itself.timeline)
+    compare(lift_phases(forward, backward, executor), by_itself.timeline)
     output, grads, saved = run(forward, backward, [x, *(shards[path] for path in paths)], torch.ones(6, 3))
     show("11. It runs: the tensors that forward saves for backward", saved)
     check_numbers(module, x, plan, output, dict(zip(paths, grads, strict=True)))

@@ -22,10 +22,10 @@ from fsdp_by_hand import (
     TwoLayers,
     code,
     functional_trace,
-    halves,
     joint,
     lowered,
     own_rows,
+    phases,
     run,
     shard,
     show,
@@ -81,14 +81,14 @@ class Traces:
     Attributes:
         paths: the parameters among a trace's arguments, which follow x.
         lowered: after the four steps.
-        halves: forward and backward of the lowered trace (step 15).
-        halves_of_zero3: the same in ZeRO-3's order (step 16).
+        phases: forward and backward of the lowered trace (step 15).
+        phases_of_zero3: the same in ZeRO-3's order (step 16).
     """
 
     paths: list[str]
     lowered: TraceCtx
-    halves: tuple[TraceCtx, TraceCtx]
-    halves_of_zero3: tuple[TraceCtx, TraceCtx]
+    phases: tuple[TraceCtx, TraceCtx]
+    phases_of_zero3: tuple[TraceCtx, TraceCtx]
 
 
 def traces_of(module: nn.Module, x: Tensor, executor: ZeroExecutor) -> Traces:
@@ -98,7 +98,7 @@ def traces_of(module: nn.Module, x: Tensor, executor: ZeroExecutor) -> Traces:
     with compile_data_and_stats(thunder.compile_data(jitted), thunder.compile_stats(jitted)):
         trace = lowered(joint(synchronised(prologue, computation, executor)), executor)
         in_order = in_order_of_zero3(trace, executor)
-        return Traces(paths, trace, halves(trace), halves(in_order))
+        return Traces(paths, trace, phases(trace), phases(in_order))
 
 
 def with_notes(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
@@ -186,14 +186,14 @@ class Outcome:
 
 
 def train_once(
-    halves: tuple[TraceCtx, TraceCtx],
+    phases: tuple[TraceCtx, TraceCtx],
     runtime: RealRanks,
     arguments: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
 ) -> Outcome:
     runtime.launched.clear()
     into_output = torch.full_like(expected["output"], 1 / expected["output"].numel())  # the gradient of a mean
-    output, grads, saved = run(*halves, list(arguments.values()), into_output)
+    output, grads, saved = run(*phases, list(arguments.values()), into_output)
     found = {"output": output.detach(), **dict(zip(list(arguments)[1:], grads, strict=True))}
     torch.testing.assert_close(found, dict(expected))
     off = {name: (found[name] - expected[name]).abs().max().item() for name in expected}
@@ -233,7 +233,7 @@ def report_of(rank: int, world_size: int) -> Report:
     traces = traces_of(module, x, executor)
     arguments = {"x": x, **{path: shards[path] for path in traces.paths}}
     expected = of_the_plain_module(module, batch, plan)
-    outcomes = [train_once(each, runtime, arguments, expected) for each in (traces.halves, traces.halves_of_zero3)]
+    outcomes = [train_once(each, runtime, arguments, expected) for each in (traces.phases, traces.phases_of_zero3)]
     return Report(holdings(plan, shards), code(traces.lowered), with_notes(traces.lowered, executor), *outcomes)
 
 

@@ -1,9 +1,9 @@
-"""What announcing collective tags costs on loopback: halves of a step with and without it, in turn.
+"""What announcing collective tags costs on loopback: phases of a step with and without it, in turn.
 
     python examples/bench/collective_tags.py
 
-A half gathers two buckets of eight tensors, 4 KiB each, which is less than any half of a real model: nothing hides the
-announcement. Each round runs 50 halves of each kind. Wall time is that of the slowest rank; CPU time is that of all
+A phase gathers two buckets of eight tensors, 4 KiB each, less than any of a real model: nothing hides the
+announcement. Each round runs 50 phases of each kind. Wall time is that of the slowest rank; CPU time is that of all
 threads of rank 0, which a busy machine disturbs less. Medians and quartiles over rounds.
 """
 
@@ -24,13 +24,13 @@ from thunder_zero.comm.pairwise import PairwiseGloo
 from thunder_zero.plan.params import Param
 
 WORLD_SIZES = (2, 4)
-ROUNDS, HALVES = 10, 50
+ROUNDS, PHASES = 10, 50
 ROWS, WIDTH, TENSORS = 32, 32, 8
 
 
-def half(transport: TaggedTransport, shards: list[torch.Tensor], params: list[Param]) -> None:
+def phase(transport: TaggedTransport, shards: list[torch.Tensor], params: list[Param]) -> None:
     """Two gathers, as a forward launches and ends them."""
-    transport.enter_half("forward", "schedule", 0)
+    transport.enter_phase("forward", "schedule", 0)
     handles = [transport.all_gather(shards, params) for _ in range(2)]
     for handle in handles:
         handle.wait()
@@ -58,16 +58,16 @@ def measure(rank: int, world_size: int, store: str) -> None:
         for on, transport in kinds.items():
             dist.barrier()
             start, used = time.perf_counter(), time.process_time()
-            for _ in range(HALVES):
-                half(transport, shards, [param] * TENSORS)
-            cpu[on].append((time.process_time() - used) / HALVES)
-            slowest = torch.tensor((time.perf_counter() - start) / HALVES)
+            for _ in range(PHASES):
+                phase(transport, shards, [param] * TENSORS)
+            cpu[on].append((time.process_time() - used) / PHASES)
+            slowest = torch.tensor((time.perf_counter() - start) / PHASES)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             wall[on].append(slowest.item())
     if rank == 0:
         for on in kinds:
             how = "announced" if on else "not announced"
-            print(f"W = {world_size}, {how}: {spread(wall[on])} of wall time, {spread(cpu[on])} of CPU time a half")
+            print(f"W = {world_size}, {how}: {spread(wall[on])} of wall time, {spread(cpu[on])} of CPU time a phase")
     dist.destroy_process_group()
 
 

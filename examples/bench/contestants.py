@@ -87,7 +87,7 @@ def build_zero(size: Size, stage: int, compiled: bool, **choices: Any) -> tuple[
 
 
 def kept_unsharded_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters that backward reads and ZeRO-3 gathers once for both halves; 0 for other libraries."""
+    """Bytes of the parameters that backward reads and ZeRO-3 gathers once for both phases; 0 for other libraries."""
     if not isinstance(model, thunder.ThunderModule) or not any(
         isinstance(transform, tz.ZeroTransform) for transform in thunder.compile_data(model).transforms
     ):

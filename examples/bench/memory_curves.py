@@ -43,7 +43,7 @@ COLORS = {  # from the bottom of the picture up
     Holds.WORKSPACE: "#d9b48f",
     Holds.TEMPORARY: "#f3d9a4",
 }
-WIDE = {LOSS: 0.04, OPTIMIZER: 0.12}  # these halves are one line: their share of the step's width
+WIDE = {LOSS: 0.04, OPTIMIZER: 0.12}  # these phases are one line: their share of the step's width
 PEAK = 2  # of the measured points
 SHOWN = 0.002  # of the peak; kinds with less are not named
 
@@ -56,7 +56,7 @@ class Step:
         edges: where each line begins, and the end; lines of a trace are 1 wide.
         alive: bytes by kind in each line.
         highest: the most in each line.
-        borders: where each half begins.
+        borders: where each phase begins.
     """
 
     edges: Sequence[float]
@@ -64,9 +64,9 @@ class Step:
     highest: Sequence[float]
     borders: Mapping[str, float]
 
-    def end_of(self, half: str) -> float:
-        """Where a half ends."""
-        later = [at for at in self.borders.values() if at > self.borders[half]]
+    def end_of(self, phase: str) -> float:
+        """Where a phase ends."""
+        later = [at for at in self.borders.values() if at > self.borders[phase]]
         return min(later, default=self.edges[-1])
 
 
@@ -77,12 +77,12 @@ def step_of(memory: tz.tools.Memory) -> Step:
     borders: dict[str, float] = {}
     alive: dict[Holds, list[float]] = {kind: [] for kind in COLORS}
     for number, line in enumerate(lines):
-        borders.setdefault(line.half, edges[-1])
+        borders.setdefault(line.phase, edges[-1])
         # what the optimizer reads is alive until its line ends
-        shown = lines[number - 1] if line.half == OPTIMIZER else line
+        shown = lines[number - 1] if line.phase == OPTIMIZER else line
         for kind, values in alive.items():
             values.append(shown.alive.get(kind, 0) / MiB)
-        edges.append(edges[-1] + (len(lines) * WIDE[line.half] if line.half in WIDE else 1))
+        edges.append(edges[-1] + (len(lines) * WIDE[line.phase] if line.phase in WIDE else 1))
     return Step(edges, alive, [line.highest / MiB for line in lines], borders)
 
 
@@ -154,12 +154,12 @@ def draw(panel: Axes, step: Step, points: Sequence[tuple[float, float]]) -> None
     white: dict[str, Any] = {"facecolor": "white", "linewidth": 0, "pad": 0.5}
     place: dict[str, Any] = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
     panel.annotate("peak", points[PEAK], color=INK, fontsize=9, bbox=white, **place)
-    for half, at in step.borders.items():
+    for phase, at in step.borders.items():
         if at:
             panel.axvline(at, ymax=0.9, color=INK, linewidth=0.7, linestyle=(0, (4, 3)), alpha=0.6)
-        middle = (at + step.end_of(half)) / 2
-        name = {OPTIMIZER: "optimizer\nstep"}.get(half, half)
-        count = sum(at <= edge < step.end_of(half) for edge in step.edges[:-1])
+        middle = (at + step.end_of(phase)) / 2
+        name = {OPTIMIZER: "optimizer\nstep"}.get(phase, phase)
+        count = sum(at <= edge < step.end_of(phase) for edge in step.edges[:-1])
         words = f"{name}\n{count:,} lines" if count > 1 else name
         place = {"transform": panel.get_xaxis_transform(), "ha": "center", "va": "top"}
         panel.text(middle, 1.0, words, color=INK, fontsize=9, linespacing=1.25, **place)

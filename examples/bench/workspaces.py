@@ -65,15 +65,15 @@ def workspaces_of(case: Case) -> dict[tuple[str, str], Workspace]:
     shown: dict[tuple[str, int], int] = {}
     before = 0
     for line in memory.lines:
-        shown[line.half, line.position] = line.highest - before
+        shown[line.phase, line.position] = line.highest - before
         before = line.total
     lines = {}
-    for half, trace in (("forward", traces.forward), ("backward", traces.backward)):
+    for phase, trace in (("forward", traces.forward), ("backward", traces.backward)):
         context = trace.python_ctx()
-        for position, line in computing(traces, half, trace):
+        for position, line in computing(traces, phase, trace):
             key = (operator(line), shapes(line))
             if key not in lines:
-                lines[key] = (shown[half, position], runner(line, context))
+                lines[key] = (shown[phase, position], runner(line, context))
     parts = {str(number): run for number, (_, run) in enumerate(lines.values())}
     with torch.no_grad():
         for run in parts.values():
@@ -88,9 +88,9 @@ def workspaces_of(case: Case) -> dict[tuple[str, str], Workspace]:
     return found
 
 
-def computing(traces: tz.tools.Traces, half: str, trace: TraceCtx) -> Iterator[tuple[int, BoundSymbol]]:
+def computing(traces: tz.tools.Traces, phase: str, trace: TraceCtx) -> Iterator[tuple[int, BoundSymbol]]:
     """The lines of a trace that compute, and are no fused region, with their positions."""
-    ops = {op.source[0]: op for op in traces.timeline.ops if op.backward is (half == "backward")}
+    ops = {op.source[0]: op for op in traces.timeline.ops if op.backward is (phase == "backward")}
     for position, line in enumerate(trace.bound_symbols[:-1]):
         if position in ops and ops[position].kind is Kind.COMPUTE and line.flat_outs and not line.sym.is_fusion:
             yield position, line

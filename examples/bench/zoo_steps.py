@@ -88,7 +88,7 @@ def train(family: Family, front_end: str, stage: int, rank: int, world_size: int
     Returns:
         ``error``: the largest difference of a parameter from eager; ``graphs``; ``scheduled``; ``launched``;
         ``registered``: operators through automatic registration; ``seconds``: CPU time of the first forward, which
-        compiles both halves.
+        compiles both phases.
     """
     model = FRONT_ENDS[front_end](fresh(family), stage)
     optimizer = adamw(model)

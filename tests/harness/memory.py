@@ -63,7 +63,7 @@ class Watch:
         return {path for path, _ in self.memory}
 
     def note_peak(self) -> None:
-        """Two copies of a parameter, one for each half, count twice."""
+        """Two copies of a parameter, one for each phase, count twice."""
         self.alive()
         held = [*self.under_way, *(path for path, _ in self.memory)]
         self.peak = max(self.peak, sum(self.plan.by_name[path].full_bytes for path in held))
@@ -165,7 +165,7 @@ def run(case: Case, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def spread(timeline: tz.schedule.Timeline) -> str:
-    """The order of a half in letters: g(ather), w(ait), c(ompute); consecutive computations are one letter."""
+    """The order of a phase in letters: g(ather), w(ait), c(ompute); consecutive computations are one letter."""
     letters = {Kind.GATHER: "g", Kind.WAIT: "w", Kind.COMPUTE: "c", Kind.FREE: ""}
     text = "".join(letters[op.kind] for op in timeline.ops)
     while "cc" in text:

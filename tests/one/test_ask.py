@@ -70,7 +70,7 @@ def op_at(line: Any, of: tz.tools.Traces) -> Op:
     (op,) = (
         op
         for op in of.timeline.ops
-        if op.backward is (line.half == "backward") and op.source[0] == line.position and op.kind is not Kind.FREE
+        if op.backward is (line.phase == "backward") and op.source[0] == line.position and op.kind is not Kind.FREE
     )
     return op
 
@@ -79,13 +79,13 @@ def test_a_parameter_of_zero3_line_by_line() -> None:
     of = traces(3, bucket_bytes=0)
     shown = tz.explain(of, weight(2))
     assert (shown.rows, shown.resting_bytes) == ((0, WIDTH // 2), MATRIX // 2)
-    assert [one.launch.half for one in shown.gathers] == ["forward", "backward"]
+    assert [one.launch.phase for one in shown.gathers] == ["forward", "backward"]
     for one in shown.gathers:
         assert op_at(one.launch, of).params == op_at(one.wait, of).params == one.bucket == (weight(2),)
         assert one.first_read == one.last_read
         assert op_at(one.first_read, of).flops == 2 * ROWS * WIDTH**2
         assert one.free.code.startswith("del ")
-        assert one.free.half == one.launch.half
+        assert one.free.phase == one.launch.phase
         assert (one.nbytes, one.sent_bytes, one.received_bytes) == (MATRIX, MATRIX // 2, MATRIX // 2)
         assert 2 * MATRIX <= one.gathered_at_most <= max(gathered_bytes(of.timeline))
     assert op_at(shown.gradient.wait, of).kind is Kind.WAIT
@@ -94,7 +94,7 @@ def test_a_parameter_of_zero3_line_by_line() -> None:
     assert shown.exposed_seconds is None
     text = in_words(shown)
     assert text.startswith("layers.2.weight: 4 x 4 float32, in unit layers.2; ZeRO-3, rank 0 of 2 at rest rows 0 to 1")
-    assert "after its last use in this half; it is gathered again" in text
+    assert "after its last use in this phase; it is gathered again" in text
     assert text.endswith("a step gathered twice; this rank sends 96 B and receives 96 B for it")
 
 
@@ -157,7 +157,7 @@ def test_each_gather_is_where_its_bound_says() -> None:
 def test_each_stage_gathers_and_frees_when_it_promises() -> None:
     assert tz.explain(traces(1), weight(2)).gathers[0].free is None
     (once,) = tz.explain(traces(2), weight(2)).gathers
-    assert (once.first_read.half, once.last_read.half, once.free.half) == ("forward", "backward", "backward")
+    assert (once.first_read.phase, once.last_read.phase, once.free.phase) == ("forward", "backward", "backward")
     assert len(tz.explain(traces(3, keep_units=("layers.1",)), weight(1)).gathers) == 1
     deferred = tz.explain(traces(3, synced=False), weight(1)).gradient
     assert (deferred.wait, deferred.sent_bytes, deferred.nbytes) == (None, 0, MATRIX)
@@ -176,7 +176,7 @@ def test_a_value_made_of_the_parameter_alone_is_a_use_of_it() -> None:
     module, x = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), torch.ones(3, 4)
     of = tz.trace(module, x, policy=tz.Policy(2, mixed_precision=half, recompute="none"), world_size=2)
     (gather,) = tz.explain(of, "0.weight").gathers
-    assert gather.last_read.half == gather.free.half
+    assert gather.last_read.phase == gather.free.phase
     assert gather.last_read.position < gather.free.position
 
 
@@ -351,21 +351,21 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 def test_the_command_traces_a_file_for_any_world(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = f"{model_file}:build"
-    code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--rank", 3, "--stage", 2, "--half", "forward")
+    code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--rank", 3, "--stage", 2, "--phase", "forward")
     assert code == 0
     assert out.startswith("# forward, ZeRO-2, rank 3 of 4")
     code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--json")
     lines = json.loads(out)["lines"]
     launched = [line for line in lines if line["sent"]]
     assert [line["kind"] for line in launched].count("reduce") == 3
-    assert sum(line["sent"] for line in launched if line["half"] == "forward") == 3 * MATRIX * 3 // 4
-    assert {"forward", "backward"} == {line["half"] for line in lines}
+    assert sum(line["sent"] for line in launched if line["phase"] == "forward") == 3 * MATRIX * 3 // 4
+    assert {"forward", "backward"} == {line["phase"] for line in lines}
     code, out, _ = run(capsys, "trace", place, "--json", "--unit", "1", "--fold")
     shown = json.loads(out)["lines"]
     assert 0 < len(shown) < len(lines)
     assert any("lines_left_out" in line for line in shown)
     for device, ahead in (((), 2), (("--device", "h100"), 1)):  # units gathered ahead: Policy.prefetch
-        code, out, _ = run(capsys, "trace", place, "--half", "forward", "--json", *device)
+        code, out, _ = run(capsys, "trace", place, "--phase", "forward", "--json", *device)
         kinds = [line["kind"] for line in json.loads(out)["lines"]]
         assert (code, kinds[: kinds.index("compute")].count("gather")) == (0, 1 + ahead)
 

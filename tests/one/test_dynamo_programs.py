@@ -56,14 +56,14 @@ class Mixed(nn.Module):
 
 
 def calls_of(model: Any) -> list[Counter[str]]:
-    """How often each half calls what."""
+    """How often each phase calls what."""
     traces = tz.traces_of(model)
     assert traces.backward is not None
-    return [Counter(line.sym.name for line in half.bound_symbols) for half in (traces.forward, traces.backward)]
+    return [Counter(line.sym.name for line in phase.bound_symbols) for phase in (traces.forward, traces.backward)]
 
 
 def test_a_graph_becomes_the_program_that_thunder_would_interpret() -> None:
-    """The same calls in both halves, numbers and gradients; and no Python is interpreted."""
+    """The same calls in both phases, numbers and gradients; and no Python is interpreted."""
     module = fresh(Mixed)
     with mock.patch.object(interpreter, "_run_frame", wraps=interpreter._run_frame) as run:
         model = tz.compile(deepcopy(module), 3)
@@ -283,7 +283,7 @@ def interpreted() -> Any:
     return mock.patch.object(graphs, "acquire", side_effect=direct.NoSymbol("a test"))
 
 
-def test_random_numbers_are_drawn_once_for_both_halves(path: str) -> None:
+def test_random_numbers_are_drawn_once_for_both_phases(path: str) -> None:
     model = tz.compile(Layer(lambda y: checkpoint(lambda z: dropout(z, 0.5) * 2, y, use_reentrant=False)), 3)
     out = model(X)
     out.sum().backward()

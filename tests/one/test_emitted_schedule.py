@@ -43,14 +43,14 @@ def require_refused(
     policy: tz.Policy,
     *,
     model: Callable[[], nn.Module] = Mlp,
-    half: int = -1,
+    phase: int = -1,
     training: bool = True,
 ) -> None:
     """Compile once, and hand the transform each fault in turn, planted in the last trace that it gets, or the first.
 
     Args:
         faults: with words of the errors.
-        half: which of the traces has the faults.
+        phase: which of the traces has the faults.
         training: there is a backward; the proof runs when it comes.
     """
     hook = ZeroTransform.transform_trace_post_optimization
@@ -61,9 +61,9 @@ def require_refused(
         if training and TraceTag.BACKWARD not in trace.tags:
             return hook(self, trace, **kwargs)
         for fault, words in faults.items():
-            halves = list(traces)
-            halves[half] = broken(halves[half], fault)
-            error = raised(lambda halves=halves: [hook(self, each, **kwargs) for each in halves])  # type: ignore[misc]
+            phases = list(traces)
+            phases[phase] = broken(phases[phase], fault)
+            error = raised(lambda phases=phases: [hook(self, each, **kwargs) for each in phases])  # type: ignore[misc]
             assert re.search(f"ScheduleError: .*{words}", error), (words, error)
         return [hook(self, each, **kwargs) for each in traces][-1]
 
@@ -72,7 +72,7 @@ def require_refused(
     assert len(traces) == 1 + training
 
 
-def halves(lines: Lines, path: str = WEIGHT) -> tuple[int, int]:
+def phases(lines: Lines, path: str = WEIGHT) -> tuple[int, int]:
     """Positions of the lines that start and end to gather, or to reduce, this parameter by itself."""
     start = next(at for at, line in enumerate(lines) if line.sym.name.startswith("zero_") and path in line.args[1:])
     handle = lines[start].output.name
@@ -97,17 +97,17 @@ def returning(lines: Lines, swap: dict[str, Any]) -> Lines:
 
 def unreduced(lines: Lines) -> Lines:
     """The gradient is returned as it is on this rank."""
-    start, end = halves(lines)
+    start, end = phases(lines)
     return returning(lines, {lines[end].output.name: lines[start].args[0]})
 
 
 def no_gradient(lines: Lines) -> Lines:
-    return returning(lines, {lines[halves(lines)[1]].output.name: None})
+    return returning(lines, {lines[phases(lines)[1]].output.name: None})
 
 
 def wrong_kind(lines: Lines) -> Lines:
     """An all-reduce would give the full mean where the optimizer has rows."""
-    at, _ = halves(lines)
+    at, _ = phases(lines)
     return [*lines[:at], lines[at].from_bsym(sym=replace(lines[at].sym, name="zero_all_reduce")), *lines[at + 1 :]]
 
 
@@ -120,8 +120,8 @@ def missing_from_its_bucket(lines: Lines) -> Lines:
 NO_REDUCTION = r"returns \w+ as the gradient of layers\.1\.weight, but no reduction of layers\.1\.weight writes it"
 IN_BACKWARD: dict[Fault, str] = {
     unreduced: NO_REDUCTION,
-    lambda lines: without(no_gradient(lines), *halves(lines)): r"no gradient of layers\.1\.weight, which is trained",
-    lambda lines: without(no_gradient(lines), halves(lines)[1]): r"\(reduce layers\.1\.weight\) is never waited for",
+    lambda lines: without(no_gradient(lines), *phases(lines)): r"no gradient of layers\.1\.weight, which is trained",
+    lambda lines: without(no_gradient(lines), phases(lines)[1]): r"\(reduce layers\.1\.weight\) is never waited for",
 }
 
 
@@ -159,7 +159,7 @@ def test_a_gradient_that_is_returned_under_both_names_of_a_tied_parameter() -> N
 
 
 def lost_free(lines: Lines) -> Lines:
-    full = lines[halves(lines)[1]].output.name
+    full = lines[phases(lines)[1]].output.name
     at = next(at for at, line in enumerate(lines) if line.sym.id is prims.PrimIDs.DEL and full in names(line))
     left = [proxy for proxy in lines[at].flat_proxy_args if proxy.name != full]
     return [*lines[:at], lines[at].from_bsym(args=tuple(left)), *lines[at + 1 :]]
@@ -167,7 +167,7 @@ def lost_free(lines: Lines) -> Lines:
 
 def shard_in_its_place(lines: Lines) -> Lines:
     """The shard is read where the gathered parameter was."""
-    start, end = halves(lines)
+    start, end = phases(lines)
     swap = {lines[end].output.name: lines[start].args[0]}
 
     def read_shard(line: BoundSymbol) -> BoundSymbol:
@@ -182,12 +182,12 @@ def test_forward_is_proved_with_backward_and_without(training: bool) -> None:
     faults: dict[Fault, str] = {
         lost_free: r"(gathers layers\.1\.weight as \w+, which is never freed|reads forward's)",
         lambda lines: without(
-            lines, *halves(lines)
+            lines, *phases(lines)
         ): r"reads \w+, which is neither an input nor written by any operation",
         shard_in_its_place: r"reads t_layers_1_weight, the shard of layers\.1\.weight, not the gathered parameter",
     }
     policy = replace(tz.ZERO3, bucket_bytes=0, reshard_after_forward=True)
-    require_refused(faults, policy, half=0, training=training)
+    require_refused(faults, policy, phase=0, training=training)
 
 
 @pytest.mark.parametrize("policy", [tz.ZERO3, *slow(tz.DDP, tz.ZERO2)])

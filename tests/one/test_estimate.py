@@ -181,11 +181,11 @@ def test_a_step_by_arithmetic() -> None:
     module = Chain(nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False))
     device = tz.tools.Device("one", {"float32": 1.0}, 1e18, 1 << 30, inside=tz.tools.Link(0.1))
     estimate = tz.tools.estimate(trace(module, torch.ones(rows, width), policy=policy), device)
-    product, half = 2 * rows * width**2, 4 * width**2 // 2
+    product, phase = 2 * rows * width**2, 4 * width**2 // 2
     assert estimate.flops == 5 * product
     assert estimate.compute_seconds == pytest.approx(5 * product)
-    assert estimate.sent_bytes == 5 * half  # forward gathers two, backward the last one, and reduces two
-    assert estimate.wire_seconds == {"inside": pytest.approx(5 * half * 10)}
+    assert estimate.sent_bytes == 5 * phase  # forward gathers two, backward the last one, and reduces two
+    assert estimate.wire_seconds == {"inside": pytest.approx(5 * phase * 10)}
     assert estimate.seconds == pytest.approx(estimate.compute_seconds + estimate.exposed_seconds)
     assert estimate.mfu == pytest.approx(5 * product / estimate.seconds)
 

@@ -175,8 +175,8 @@ def test_one_interpretation_gives_the_traces_of_each_policy(fused: bool) -> None
     for policy in (tz.ZERO3, chosen, tz.Policy(bucket_bytes=0, in_flight_bytes=0), *stages, tz.ZERO3):
         found, expected = interpreted.under(policy), traced(net, SHORT, policy, fused=fused)
         assert (found.timeline, found.lifted, found.plan) == (expected.timeline, expected.lifted, expected.plan)
-        for half in ("forward", "backward", "epilogue"):
-            one, other = (str(getattr(traces, half)).partition("\n")[2] for traces in (found, expected))
+        for phase in ("forward", "backward", "epilogue"):
+            one, other = (str(getattr(traces, phase)).partition("\n")[2] for traces in (found, expected))
             assert one == other  # the first line says how long a pass took
 
 

@@ -31,7 +31,7 @@ def schedule(policy: tz.Policy) -> Timeline:
 
 
 def hidden_behind(timeline: Timeline, kind: Kind, *, backward: bool) -> Iterator[tuple[str, int]]:
-    """For each launch of this kind in a half, by its unit and in order: the FLOPs between it and its wait."""
+    """For each launch of this kind in a phase, by its unit and in order: the FLOPs between it and its wait."""
     waits = {op.reads[0]: at for at, op in enumerate(timeline.ops) if op.kind is Kind.WAIT}
     for at, op in enumerate(timeline.ops):
         if op.kind is kind and op.backward is backward:
@@ -49,7 +49,7 @@ def flops_of_a_block(timeline: Timeline, *, backward: bool, size: Size = SIZE) -
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtype"), [(3, torch.bfloat16), (2, None)])
 def test_each_collective_has_the_compute_of_a_unit_to_hide_behind(stage: int, dtype: torch.dtype | None) -> None:
-    """But for what a half begins with, and for the last reductions, behind which no unit computes."""
+    """But for what a phase begins with, and for the last reductions, behind which no unit computes."""
     timeline = schedule(tz.Policy(stage, mixed_precision=tz.MixedPrecision(dtype, dtype)))
     least = {backward: flops_of_a_block(timeline, backward=backward) for backward in (False, True)}
     gathers = list(hidden_behind(timeline, Kind.GATHER, backward=False))
@@ -75,7 +75,7 @@ def test_with_nothing_kept_backward_holds_three_blocks(buckets: int, dtype: torc
     traces = tz.trace(module, tokens, policy=policy, world_size=8)
     kinds = (Holds.GATHERED, Holds.FULL_GRADIENT)
     memory = tz.tools.memory(traces, backend="nccl")
-    most = max(sum(line.alive.get(kind, 0) for kind in kinds) for line in memory.lines if line.half == "backward")
+    most = max(sum(line.alive.get(kind, 0) for kind in kinds) for line in memory.lines if line.phase == "backward")
     assert 2.9 * block < most <= 3 * block
     timeline, inner = traces.timeline, [f"blocks.{number}" for number in range(1, SMALL.blocks)]
     least = flops_of_a_block(timeline, backward=True, size=SMALL)

@@ -153,7 +153,7 @@ def launches(policy: Policy, kind: Kind, backward: bool = False) -> list[Op]:
 
 
 def gathers(policy: Policy, backward: bool = False) -> list[tuple[str, ...]]:
-    """The parameters of each gather of a half."""
+    """The parameters of each gather of a phase."""
     return [op.params for op in launches(policy, Kind.GATHER, backward)]
 
 

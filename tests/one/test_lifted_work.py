@@ -44,11 +44,11 @@ def traces() -> tz.tools.Traces:
 
 
 def calls(traces: tz.tools.Traces, name: str, *, backward: bool = False) -> list[Op]:
-    """The operations of one half whose lines call this symbol."""
+    """The operations of one phase whose lines call this symbol."""
     trace = traces.backward if backward else traces.forward
-    half = traces.backward_timeline if backward else traces.forward_timeline
+    phase = traces.backward_timeline if backward else traces.forward_timeline
     assert trace is not None
-    return [op for op in half.ops if trace.bound_symbols[op.source[0]].sym.name == name]
+    return [op for op in phase.ops if trace.bound_symbols[op.source[0]].sym.name == name]
 
 
 def test_each_line_has_its_class_of_work(traces: tz.tools.Traces) -> None:

@@ -87,7 +87,7 @@ def test_the_kinds_of_a_step_by_arithmetic() -> None:
         Holds.REDUCED_GRADIENT: shards,
     }
     assert {kind: peak_of(kind, memory) for kind in wanted} == wanted
-    assert memory.lines[-1].half == "optimizer step"
+    assert memory.lines[-1].phase == "optimizer step"
     assert memory.optimizer_step is not None
     assert memory.optimizer_step >= memory.at_rest + shards  # the gradients
     assert memory.excluded == ()
@@ -164,7 +164,7 @@ def test_what_a_forecast_lacks_is_said(group: ProcessGroup) -> None:
         with torch.set_grad_enabled(enabled):
             y = model(torch.ones(ROWS, WIDTH))
         memory = tz.tools.memory(model, loss=Tensor.sum)
-        assert memory.lines[-1].half == ("backward" if enabled else "forward")
+        assert memory.lines[-1].phase == ("backward" if enabled else "forward")
         lacks = [what.partition(":")[0] for what in memory.excluded]
         assert lacks == (["the optimizer's state and step"] if enabled else ["backward"])
         assert str(memory).splitlines()[-1] == f"left out: {memory.excluded[0]}"
@@ -209,7 +209,7 @@ def test_the_loss_counts_what_it_makes_itself_and_no_views_of_targets() -> None:
     def added(loss: Callable[[Tensor], Tensor]) -> int:
         """What is alive at most in the loss, beside what forward left."""
         lines = tz.tools.memory(traced(layer, (ROWS, WIDTH), tz.DDP), loss=loss).lines
-        (at,) = (number for number, line in enumerate(lines) if line.half == "loss")
+        (at,) = (number for number, line in enumerate(lines) if line.phase == "loss")
         return lines[at].highest - lines[at - 1].total
 
     first = added(views[0])
@@ -358,5 +358,5 @@ def test_what_cannot_be_forecast_is_refused() -> None:
     assert lines[2].endswith(" sent gathered")
 
 
-def reads_a_value(half: str, schedule: str) -> Any:
+def reads_a_value(phase: str, schedule: str) -> Any:
     return torch.empty((), device="meta").item()

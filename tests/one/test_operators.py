@@ -43,7 +43,7 @@ BFLOAT16, FLOAT16, DOUBLE = torch.bfloat16, torch.float16, torch.float64
 
 @dataclass(frozen=True)
 class Case:
-    """A call, tensors for it, and the lines of both halves that it becomes."""
+    """A call, tensors for it, and the lines of both phases that it becomes."""
 
     call: Callable[..., Tensor]
     given: Sequence[Tensor]

@@ -68,7 +68,7 @@ def test_repeated_blocks_have_the_figures_of_the_model_traced_whole(stage: int, 
     memory = tz.tools.memory(traces, loss=cross_entropy, optimizer=adamw, backend="nccl")
     held = found.held
     assert (held.at_rest, held.peak, held.optimizer_step) == (memory.at_rest, memory.peak, memory.optimizer_step)
-    assert held.half == memory.peak_line.half
+    assert held.phase == memory.peak_line.phase
     assert dict(held.by_kind) == {str(kind): nbytes for kind, nbytes in memory.peak_line.alive.items() if nbytes}
 
 
@@ -183,7 +183,7 @@ def row(stage: int, tokens: float, needed: int = 40, shards: int = 8, **other: A
     figures = {
         "recompute": "none",
         "fits": needed <= 80,
-        "peak_half": "backward",
+        "peak_phase": "backward",
         **dict.fromkeys(("sent_bytes", "traced_blocks"), 1),
         **dict.fromkeys(("compute_seconds", "exposed_seconds", "loss_seconds", "optimizer_seconds", "mfu"), 0.1),
     }
@@ -220,7 +220,7 @@ REASONS: list[tuple[str, str]] = [
     (too_large(batch=2), f"{RANKS}, as they share 40.0 GiB of it, {HALF}"),
     (too_large(stage=0, batch=2), f"20.0 GiB more; {HALF}"),  # each rank of DDP holds all
     (too_large(needed=130, batch=2), f"; {NEITHER}"),
-    (too_large(stage=0, batch=2, peak_half="optimizer step"), f"; {NEITHER}"),
+    (too_large(stage=0, batch=2, peak_phase="optimizer step"), f"; {NEITHER}"),
 ]
 
 

@@ -56,9 +56,9 @@ def traces(
     return traced(make, shape, policy(stage), world_size=world_size, dtype=torch.int64, **how)
 
 
-def printed(shown: object, half: str = "both", **options: Any) -> list[str]:
+def printed(shown: object, phase: str = "both", **options: Any) -> list[str]:
     file = StringIO()
-    tz.print_trace(shown, half, file, **options)
+    tz.print_trace(shown, phase, file, **options)
     text = file.getvalue()
     assert "\x1b" not in text
     assert max(len(line) for line in text.splitlines() if not line.startswith("# left out: ")) <= 100
@@ -120,8 +120,8 @@ def test_both_programs_of_a_model_are_shown_with_bytes_and_memory(stage: int, gr
 
 def test_every_line_of_the_trace_is_there_and_is_python() -> None:
     shown = traces(3)
-    for half, trace in (("forward", shown.forward), ("backward", shown.backward)):
-        text = "\n".join(printed(shown, half))
+    for phase, trace in (("forward", shown.forward), ("backward", shown.backward)):
+        text = "\n".join(printed(shown, phase))
         assert trace is not None
         calls = [bsym for bsym in trace.bound_symbols if bsym.sym.name not in ("unpack_trivial", "python_return")]
         for name in {proxy.name for bsym in calls for proxy in bsym.flat_proxy_outs if len(bsym.flat_proxy_outs) == 1}:
@@ -129,7 +129,7 @@ def test_every_line_of_the_trace_is_there_and_is_python() -> None:
         dels = sum(bsym.sym.name == "python_del" for bsym in calls)
         assert sum(line.startswith("del ") for line in text.splitlines()) == dels
     assert "# embedding" not in text
-    forward, backward, both = (printed(shown, half) for half in ("forward", "backward", "both"))
+    forward, backward, both = (printed(shown, phase) for phase in ("forward", "backward", "both"))
     assert both == printed(shown)
     assert both[:-1] == forward[:-1] + backward[:-1]
     of_forward, of_backward, of_both = (numbers(lines[-1])[:4] for lines in (forward, backward, both))
@@ -141,9 +141,9 @@ def test_every_line_of_the_trace_is_there_and_is_python() -> None:
     assert not any(map(origin.match, backward))
 
 
-def test_zero3_frees_all_in_each_half_and_zero2_in_backward_if_there_is_one() -> None:
-    def freed(stage: int, half: str) -> list[tuple[str, str]]:
-        return [(match[1], match[2]) for line in printed(traces(stage), half) if (match := FREE.match(line))]
+def test_zero3_frees_all_in_each_phase_and_zero2_in_backward_if_there_is_one() -> None:
+    def freed(stage: int, phase: str) -> list[tuple[str, str]]:
+        return [(match[1], match[2]) for line in printed(traces(stage), phase) if (match := FREE.match(line))]
 
     assert freed(3, "forward")[-1] == ("2.weight", "0 B")
     assert freed(3, "backward")[-1][1] == "0 B"
@@ -198,16 +198,16 @@ def test_a_forecast_that_is_given_is_shown() -> None:
     assert len(given) == len(alone) + 1
     assert given[-2] == f"# at rest {size(adam.at_rest)}, in the optimizer's step {size(adam.optimizer_step or 0)}"
     assert given[-1] == alone[-1]
-    totals = [size(line.total) for line in adam.lines if line.half == "forward" and "linear" in line.code]
+    totals = [size(line.total) for line in adam.lines if line.phase == "forward" and "linear" in line.code]
     assert [line[-8:].strip() for line in given if line.startswith("t") and "linear(" in line] == totals
     assert marks(given) == [f"# the peak of the step: {size(adam.peak)} alive in the line above"]
     assert marks(alone) == [f"# the peak of the step: {size(tz.tools.memory(shown).peak)} alive in the line above"]
     assert adam.peak - memory.peak == adam.at_rest - memory.at_rest > 0
-    # A peak in the loss is marked between the halves.
+    # A peak in the loss is marked between the phases.
     shown = traces(0, small)
     in_loss = tz.tools.memory(shown, loss=lambda y: y.repeat(9, 9, 9).square().mean())
     lines = printed(shown, memory=in_loss)
-    assert in_loss.peak_line.half == "loss"
+    assert in_loss.peak_line.phase == "loss"
     assert marks(lines) == [f"# the peak of the step: {size(in_loss.peak)} alive in the loss"]
     assert lines[lines.index(marks(lines)[0]) + 2].startswith("# backward")
     assert marks(printed(shown, "backward", memory=in_loss)) == []
@@ -229,7 +229,7 @@ def test_it_refuses() -> None:
     rows: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         *(({"memory": tz.tools.memory(other)}, ("ValueError", *words)) for other, words in of_others),
         ({"memory": 5}, ("TypeError", "memory is of type int", "give what thunder_zero.tools.memory returns")),
-        ({"half": "forwards"}, ("ValueError", "half is 'forwards'", "choose 'forward', 'backward' or 'both'")),
+        ({"phase": "forwards"}, ("ValueError", "phase is 'forwards'", "choose 'forward', 'backward' or 'both'")),
         ({"unit": "h.0"}, ("ValueError", "unit is 'h.0'", "the units of this module are ''")),
         ({"shown": gpt()}, ("TypeError", "expected a module jitted with ZeroTransform")),
     ]

@@ -129,7 +129,7 @@ def test_backward_gathers_what_it_needs(kind: type[nn.Module], policy: tz.Policy
 )
 def test_gathered_parameters_are_freed_after_their_last_use(policy: tz.Policy, autocast: bool) -> None:
     """From the lines: each value that depends on gathered parameters alone is deleted right after its last reader, in
-    the half that gathered it, or is saved and deleted in backward (ZeRO-2, and ZeRO-3's last units)."""
+    the phase that gathered it, or is saved and deleted in backward (ZeRO-2, and ZeRO-3's last units)."""
     result = traces(Patterns, policy, autocast)
     inputs = parameter_inputs(result)
     crossing = saved(result.forward) & from_parameters_alone(result.forward, inputs)

@@ -218,7 +218,7 @@ def test_a_copy_on_several_nodes_has_one_wire() -> None:
     [
         ("h <-* x w; a <- h; b <- a x; y <-* b w", (24, 0, 24, 24)),  # reads h and x, writes b
         ("a <- x; b <- a; y <-* b w; c <- a y", (0, 24, 24, 24)),  # another kernel reads a: reads x, writes a and b
-        ("a <- x; b <- a; --; c <- a b", (0, 24, 0, 24)),  # so does another half
+        ("a <- x; b <- a; --; c <- a b", (0, 24, 0, 24)),  # so does another phase
         ("h <-* x w; again <- saved; b <- h again; y <-* b w", (24, 0, 24, 24)),  # a line may come late, as its reader
         ("v <-/ x; a <- v; b <- a x; y <-* b w", (0, 0, 16, 24)),  # views are free, their memory is read once
         ("a <- x; b <- z; y <-* a b", (16, 16, 24)),  # no value connects them

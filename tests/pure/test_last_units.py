@@ -1,4 +1,4 @@
-"""The last units of forward, gathered once for both halves without raising the peak."""
+"""The last units of forward, gathered once for both phases without raising the peak."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNREAD = Use("e.bias", needed=False)
 @pytest.mark.parametrize(
     ("policy", "units", "once"),
     [
-        (Policy(prefetch=0), UNITS, "e.w"),  # one at a time is alive: while e is used, or between the halves
+        (Policy(prefetch=0), UNITS, "e.w"),  # one at a time is alive: while e is used, or between the phases
         (Policy(prefetch=1), UNITS, "d.w e.w"),  # one computes, one is under way; c is gathered when backward is at d
         (Policy(), UNITS, "c.w d.w e.w"),
         (Policy(), "a.w b.w c.w", "a.w b.w c.w"),

@@ -210,7 +210,9 @@ def test_free_comes_after_the_last_read_of_what_may_be_a_view() -> None:
         (Policy(), ["a.w", "b.w", "c.w"], "", "free c.w; free b.w; free a.w"),  # the last units are gathered once
     ],
 )
-def test_each_half_frees_what_it_reads_last(policy: Policy, uses: list[Use | str], forward: str, backward: str) -> None:
+def test_each_phase_frees_what_it_reads_last(
+    policy: Policy, uses: list[Use | str], forward: str, backward: str
+) -> None:
     after = run(model(policy, *uses))
     assert lines(after, Kind.FREE, backward=False) == split(forward)
     assert lines(after, Kind.FREE, backward=True) == split(backward)

@@ -109,13 +109,13 @@ def moments(timeline: Timeline, times: Times, more: int) -> list[float]:
 
     The computations between two waits take the seconds in ``times``, and ``more``.
     """
-    now, wire, half = 0.0, 0.0, False
+    now, wire, phase = 0.0, 0.0, False
     ends: dict[str, float] = {}
     waited: list[float] = []
     computing = 0.0  # until the next wait, unless that comes at once
     for op in timeline.ops:
-        if op.backward is not half:
-            half, computing = True, 0.0
+        if op.backward is not phase:
+            phase, computing = True, 0.0
         if op.kind is Kind.GATHER:
             wire = max(wire, now) + timeline.wire_bytes(op) / times.bytes_per_second
             ends[op.writes[0]] = wire
@@ -124,7 +124,7 @@ def moments(timeline: Timeline, times: Times, more: int) -> list[float]:
         elif timeline.ends(op, Kind.GATHER):
             now = max(now + computing, ends[op.reads[0]])
             waited.append(now)
-            computing = (times.backward if half else times.forward).get(op.params[0], 0.0) + more
+            computing = (times.backward if phase else times.forward).get(op.params[0], 0.0) + more
     return waited
 
 

@@ -59,13 +59,16 @@ def op(text: str, at: int = 0, *, backward: bool = False) -> Op:
 
 
 OPS = [
-    op(text, at, backward=half is BACKWARD) for half in (FORWARD, BACKWARD) for at, (_, text) in enumerate(half) if text
+    op(text, at, backward=phase is BACKWARD)
+    for phase in (FORWARD, BACKWARD)
+    for at, (_, text) in enumerate(phase)
+    if text
 ]
 TIMELINE = Timeline(tuple(OPS), {}, PLAN)
 
 
 @cache
-def half(*, backward: bool) -> tuple[Row, ...]:
+def phase(*, backward: bool) -> tuple[Row, ...]:
     code = [code for code, _ in (BACKWARD if backward else FORWARD)]
     lines = [SourceLine(text, at) for at, text in enumerate(code) if not text.startswith("#")]
     return rows(lines, TIMELINE, backward=backward)
@@ -80,7 +83,7 @@ def printed(shown: tuple[Row | Gap, ...]) -> list[str]:
 
 def test_each_line_gets_kind_parameters_bytes_and_what_is_alive() -> None:
     """Rank 0 of 4 owns 64 + 8 B of the parameters, and sends those to 3 others."""
-    assert printed(half(backward=False)) == [
+    assert printed(phase(backward=False)) == [
         "# forward, ZeRO-3, rank 0 of 4                   does    parameters                    sent gathered",
         "f = zero_all_gather_coalesced((t_w, t_b),        gather  h.0.w, b                     216 B    288 B",
         "    ('h.0.w', 'h.0.b'))",
@@ -100,7 +103,7 @@ def test_each_line_gets_kind_parameters_bytes_and_what_is_alive() -> None:
 
 
 def test_gradients_are_named_as_such() -> None:
-    found = [(row.kind, row.params, row.gradients) for row in half(backward=True)]
+    found = [(row.kind, row.params, row.gradients) for row in phase(backward=True)]
     assert found == [
         (Kind.REDUCE, ("h.0.w",), True),
         (Kind.WAIT, ("h.0.w",), True),
@@ -111,7 +114,7 @@ def test_gradients_are_named_as_such() -> None:
 
 
 def rows_of(*texts: str, backward: bool = False) -> tuple[Row, ...]:
-    """Rows of a half with a line for each of these operations; several in one are separated by ";"."""
+    """Rows of a phase with a line for each of these operations; several in one are separated by ";"."""
     ops = [op(text, at, backward=backward) for at, line in enumerate(texts) for text in split(line)]
     forward = OPS[:1] if backward else []
     lines = [SourceLine(f"line {at}", at) for at in range(len(texts))]
@@ -128,9 +131,9 @@ def test_what_a_row_says_of_several_operations_or_parameters() -> None:
 
 
 def test_a_unit_s_rows_leave_out_the_others() -> None:
-    shown = select(half(backward=False), PLAN, "h.0", only_parameters=False)
+    shown = select(phase(backward=False), PLAN, "h.0", only_parameters=False)
     assert [each.line.position if isinstance(each, Row) else each for each in shown] == [1, *range(2, 11)]
-    assert select(half(backward=False), PLAN, "", only_parameters=False) == ()
+    assert select(phase(backward=False), PLAN, "", only_parameters=False) == ()
 
 
 def test_lines_that_concern_no_parameter_become_one() -> None:

@@ -320,7 +320,7 @@ def one_change(good: Timeline, data: st.DataObject) -> tuple[str, Op, Timeline]:
         "read": lambda: changed(good, at, reads=one_of(op.reads, names)),
         "write": lambda: changed(good, at, writes=one_of(op.writes, names)),
         "params": lambda: changed(good, at, params=one_of(op.params, paths)),
-        "half": lambda: changed(good, at, backward=not op.backward),
+        "phase": lambda: changed(good, at, backward=not op.backward),
         "repeated": lambda: changed(good, at, repeated=not op.repeated),
     }
     how = data.draw(st.sampled_from(list(changes)), label="how")

@@ -81,16 +81,16 @@ def meet(rank: int, world_size: int, make: type[PairwiseGloo | PerTensor]) -> No
     with another_try():
         models = [TaggedTransport(make(group), f"model {number} (Net)", group, announces=True) for number in range(2)]
         for model in models:
-            model.enter_half("forward", "schedule", 5)
+            model.enter_phase("forward", "schedule", 5)
         alike(rank, *models)
         # Another model on each rank, whose messages differ in size, which would abort a process if they met.
-        models[rank].enter_half("forward", "schedule", 5)
+        models[rank].enter_phase("forward", "schedule", 5)
         said = raised(lambda: gather(models[rank], 2 + 200 * rank).wait())
         assert_differ(said, *[f"forward number 2 of model {n} (Net) after 5 training forwards" for n in range(2)])
         assert raised(models[rank].drain) == said
     with another_try():
         third = TaggedTransport(make(group), "model 2 (Net)", group, announces=True)
-        third.enter_half("backward", f"schedule {rank}", 5)
+        third.enter_phase("backward", f"schedule {rank}", 5)
         said = raised(lambda: gather(third, 2).wait())
         assert_differ(said, *["backward number 1 of model 2 (Net) after 5 training forwards"] * 2)
     assert broadcast_object_from_rank_0(7, group) == 7, "the group is sound"
@@ -300,8 +300,8 @@ def other_branches(rank: int, world_size: int, stage: int) -> None:
     model = sharded(fresh(Branches), stage)
     model(batch(0), 0).sum().backward()
     said = raised(lambda: model(batch(1), 1 + rank).sum().backward())
-    half, after = ("backward", "2 training forwards") if stage == 0 else ("forward", "1 training forward")
-    assert_differ(said, *[f"{half} number 2 of {model.state.name} after {after}"] * 2)
+    phase, after = ("backward", "2 training forwards") if stage == 0 else ("forward", "1 training forward")
+    assert_differ(said, *[f"{phase} number 2 of {model.state.name} after {after}"] * 2)
 
 
 @pytest.mark.slow
@@ -348,5 +348,5 @@ def failing_launch() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_in_the_middle_of_a_half_is_missed_by_the_others(ranks_pool: RanksPool) -> None:
+def test_a_rank_that_fails_in_the_middle_of_a_phase_is_missed_by_the_others(ranks_pool: RanksPool) -> None:
     ranks_pool.run(2, fails_in_the_middle, timeout=110)

@@ -52,7 +52,7 @@ def check_times(times: tz.schedule.Times, model: Any) -> None:
     gathers = [op for op in traces.timeline.ops if op.kind is Kind.GATHER]
     for seconds, is_backward in ((times.forward, False), (times.backward, True)):
         paths = [op.params[0] for op in gathers if op.backward is is_backward]
-        assert list(seconds) == sorted(paths[:-1]), "the last one of a half needs none"
+        assert list(seconds) == sorted(paths[:-1]), "the last one of a phase needs none"
         assert all(value > 0 for value in seconds.values()), seconds
     stage = traces.plan.policy.stage
     assert bool(gathers) == (stage > 0)
@@ -162,8 +162,8 @@ def waits(*spans: tuple[str, float, float]) -> list[Waited]:
 
 def expected(forward: str, backward: str) -> list[tuple[str, bool, bool]]:
     """The waits of a step, as ``waits`` names them."""
-    halves = enumerate((forward, backward))
-    return [(path.strip("()"), "(" not in path, bool(half)) for half, paths in halves for path in paths.split()]
+    phases = enumerate((forward, backward))
+    return [(path.strip("()"), "(" not in path, bool(phase)) for phase, paths in phases for path in paths.split()]
 
 
 def test_seconds_between_waits_and_not_in_them() -> None:

@@ -55,7 +55,7 @@ def every_kind(rank: int, world_size: int, policy: tz.Policy) -> None:
     timeline = tz.traces_of(model).timeline
     trained = {name for name, _ in plain.named_parameters()} - ZOO_WITHOUT_GRAD
     assert sorted(moved(timeline, Kind.REDUCE)) == sorted(trained)
-    # In both halves together; ZeRO-3 keeps its unit, one of the last, gathered for backward.
+    # In both phases together; ZeRO-3 keeps its unit, one of the last, gathered for backward.
     gathers = 0 if policy.stage == 0 else 3 if policy.gather_per_unit else 1
     assert moved(timeline, Kind.GATHER).count("layers.0.weight") == gathers
 

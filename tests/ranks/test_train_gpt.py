@@ -44,7 +44,7 @@ def check_report(printed: str, folder: Path, sends: int, words: str, once: tuple
     (curve,) = folder.glob("*.png")
     assert curve.read_bytes().startswith(b"\x89PNG")
     assert str(curve) in printed.replace("\n", "")
-    trace = printed[printed.index("# forward, ") :]  # of one block, both halves
+    trace = printed[printed.index("# forward, ") :]  # of one block, both phases
     assert re.search(r"compute +blocks\.1\.", trace)
     assert not re.search(r"compute +blocks\.0\.", trace)
     assert "zero_reduce_scatter" in trace

@@ -160,7 +160,7 @@ def test_plain_gives_close_values(ranks_pool: RanksPool, world_size: int) -> Non
     ranks_pool.run(world_size, carries, PerTensor)
 
 
-def half_precision_keeps_its_numbers(rank: int, world_size: int) -> None:
+def phase_precision_keeps_its_numbers(rank: int, world_size: int) -> None:
     """Native sums divide by about the square root of W before and after: dividing by 4 first makes 2**-23 a zero."""
     plan = plan_of("reduce_scatter", ((9,),), torch.float16)
     for make, large in ((PairwiseGloo, 60000.0), (PerTensor, 120000.0 / world_size)):
@@ -178,7 +178,7 @@ def half_precision_keeps_its_numbers(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [4, *slow(2)])
 def test_float16_neither_overflows_nor_vanishes(ranks_pool: RanksPool, world_size: int) -> None:
-    ranks_pool.run(world_size, half_precision_keeps_its_numbers)
+    ranks_pool.run(world_size, phase_precision_keeps_its_numbers)
 
 
 def test_tensors_share_messages_by_their_bytes_to_one_peer() -> None:

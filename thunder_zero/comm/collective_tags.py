@@ -278,16 +278,16 @@ class TaggedTransport(Forwarding):
         """From now on this rank is there; peers hear of it if it sends anything there."""
         self._next = lambda: tag
 
-    def enter_half(self, half: str, schedule: str, training_forwards: int) -> None:
-        """The same for a half of a step, such as ``"backward"``, with the digest of its launches.
+    def enter_phase(self, phase: str, schedule: str, training_forwards: int) -> None:
+        """The same for a phase of a step, such as ``"backward"``, with the digest of its launches.
 
-        Its tag has two numbers: how many halves of its kind have sent anything, and after how many forwards in
+        Its tag has two numbers: how many phases of its kind have sent anything, and after how many forwards in
         training, which may send nothing. The second one differs where a rank has left out a backward.
         """
 
         def tag() -> CollectiveTag:
-            self._counts[half] += 1
-            number = f"{half} number {self._counts[half]} of {self._model}"
+            self._counts[phase] += 1
+            number = f"{phase} number {self._counts[phase]} of {self._model}"
             forwards = "training forward" if training_forwards == 1 else "training forwards"
             return CollectiveTag(f"{number} after {training_forwards} {forwards}", schedule)
 

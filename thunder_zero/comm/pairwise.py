@@ -21,7 +21,7 @@ all-reduce when the first has ended, and in hybrid sharding the averaging over c
 inside a copy has ended, so that neither depends on a call of ``wait``.
 
 gloo matches messages by tag: of those between two ranks under one tag, the n-th sent is the n-th received. Each
-thread sends under its own tag, and every half of a step under tags of its own (:meth:`PairwiseGloo.with_tag`), so that
+thread sends under its own tag, and every phase of a step under tags of its own (:meth:`PairwiseGloo.with_tag`), so that
 messages of ranks that do different things (``collective_tags.py``) never meet. gloo keeps nothing of a
 tag that was used.
 """

@@ -32,7 +32,7 @@ def known(package: str) -> bool:
     return f"{version(package)}.".startswith(f"{KNOWN[package]}.")
 
 
-def half_imported(modules: dict[str, Any]) -> bool:
+def phase_imported(modules: dict[str, Any]) -> bool:
     """Whether an ``import thunder`` failed before: its submodules stayed, the package did not."""
     return "thunder" not in modules and any(name.startswith("thunder.") for name in modules)
 
@@ -88,7 +88,7 @@ def let_thunder_import() -> None:
     Raises:
         ImportError: an earlier ``import thunder`` failed half-way in this process.
     """
-    if half_imported(sys.modules):
+    if phase_imported(sys.modules):
         raise ImportError(
             "an earlier `import thunder` failed and left half of it behind; restart Python and "
             "`import thunder_zero` before `import thunder`"

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from thunder_zero.plan.params import Plan
 from thunder_zero.schedule.timeline import Timeline
-from thunder_zero.traces.lift import lift_halves
+from thunder_zero.traces.lift import lift_phases
 from thunder_zero.traces.symbols import Program, ZeroExecutor
 
 from thunder.core.prims import OpTags
@@ -24,7 +24,7 @@ class Traces:
     Attributes:
         forward: the forward trace, as it runs.
         backward: the backward trace; None if nothing needs a gradient.
-        timeline: both halves, forward first; ``Op.source`` counts the lines of each half's trace.
+        timeline: both phases, forward first; ``Op.source`` counts the lines of each phase's trace.
         plan: the plan of each parameter.
         synced: whether gradients are reduced; if not, they are deferred (``no_sync``).
         others: inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
@@ -49,17 +49,17 @@ class Traces:
     @property
     def has_regions(self) -> bool:
         """Whether a fuser has made regions of lines."""
-        lines = (line for half in (self.forward, self.backward) if half for line in half.bound_symbols)
+        lines = (line for phase in (self.forward, self.backward) if phase for line in phase.bound_symbols)
         return any(line.sym.is_fusion for line in lines)
 
     @property
     def forward_timeline(self) -> Timeline:
-        """The forward half."""
+        """The forward phase."""
         return self.timeline.with_ops(op for op in self.timeline.ops if not op.backward)
 
     @property
     def backward_timeline(self) -> Timeline:
-        """The backward half; empty if there is no backward."""
+        """The backward phase; empty if there is no backward."""
         return self.timeline.with_ops(op for op in self.timeline.ops if op.backward)
 
 
@@ -82,7 +82,7 @@ class Compiled:
         forward = entry.computation_traces[-1]
         backward = entry.backward_traces[-1] if entry.backward_traces else None
         program = self.program_of(entry)
-        timeline = lift_halves(forward, backward, self.executor, program)
+        timeline = lift_phases(forward, backward, self.executor, program)
         return Traces(
             forward,
             backward,

@@ -20,7 +20,7 @@ from thunder_zero.schedule import verify
 from thunder_zero.schedule.timeline import ScheduleError
 from thunder_zero.traces.executors import RepairFusion, ScheduleJointTrace
 from thunder_zero.traces.insert import insert_synchronize, launches_of, module_inputs, take_rows, with_enter
-from thunder_zero.traces.lift import lift_halves
+from thunder_zero.traces.lift import lift_phases
 from thunder_zero.traces.symbols import Runtime, ZeroExecutor
 from thunder_zero.traces.work import draws_random_numbers
 
@@ -106,7 +106,7 @@ class ProgramTransform(Transform):
         return broadcast_scalars(insert_synchronize(computation, names, executor))
 
     def transform_trace_post_optimization(self, trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        """Prove the traces that will run, and that all ranks will run the same; let each half say what it is."""
+        """Prove the traces that will run, and that all ranks will run the same; let each phase say what it is."""
         executor = self.compiled.executor
         if TraceTag.BACKWARD in trace.tags:
             self._prove({"forward": self._forward, "backward": trace})
@@ -114,24 +114,24 @@ class ProgramTransform(Transform):
         if TraceTag.AUGMENTED_FORWARD in trace.tags:
             require_unwritten(trace, type(self._plain).__name__)
         self._forward = trace
-        half = "forward"
+        phase = "forward"
         if _saves_nothing(trace):  # otherwise a backward follows, and both are proved together
             self._prove({"forward without backward": trace})
-            half = "forward without backward"
-        named = with_enter(trace, executor.named(half), executor)
+            phase = "forward without backward"
+        named = with_enter(trace, executor.named(phase), executor)
         self.compiled.programs[named] = executor.program
         return named
 
-    def _prove(self, halves: Mapping[str, TraceCtx]) -> None:
+    def _prove(self, phases: Mapping[str, TraceCtx]) -> None:
         executor = self.compiled.executor
         try:
-            prove(*halves.values(), executor=executor)
+            prove(*phases.values(), executor=executor)
         except ScheduleError as error:  # tell the other ranks, which would wait for this one
-            for half in halves:
-                executor.runtime.agree_on_schedule(executor.named(half), [str(error)])
+            for phase in phases:
+                executor.runtime.agree_on_schedule(executor.named(phase), [str(error)])
             raise
-        for half, trace in halves.items():
-            executor.runtime.agree_on_schedule(executor.named(half), launches_of(trace, executor))
+        for phase, trace in phases.items():
+            executor.runtime.agree_on_schedule(executor.named(phase), launches_of(trace, executor))
 
 
 def _is_ours() -> bool:
@@ -151,7 +151,7 @@ def prove(forward: TraceCtx, backward: TraceCtx | None = None, *, executor: Zero
     Raises:
         ScheduleError: a collective or a free of it is wrong.
     """
-    timeline = lift_halves(forward, backward, executor)
+    timeline = lift_phases(forward, backward, executor)
     if backward is None:
         timeline = replace(timeline, plan=executor.plan)  # forward alone frees everything
     verify.check(timeline, trained=() if backward is None else executor.program.trained)

@@ -16,7 +16,7 @@ class Times:
 
     Attributes:
         forward: seconds computed, without communication, between the wait for this gather and the wait for the next
-            one in forward. The last one of a half needs none. A gather without an entry counts as 0 seconds, so that
+            one in forward. The last one of a phase needs none. A gather without an entry counts as 0 seconds, so that
             the next one starts too early rather than too late.
         backward: the same in backward.
         bytes_per_second: bytes that a rank sends, and receives, in a second of a gather that has the wire to itself;
@@ -31,8 +31,8 @@ class Times:
     bytes_per_second: float
 
     def __post_init__(self) -> None:
-        for half in ("forward", "backward"):
-            object.__setattr__(self, half, _checked(half, getattr(self, half)))
+        for phase in ("forward", "backward"):
+            object.__setattr__(self, phase, _checked(phase, getattr(self, phase)))
         if not _is_number(self.bytes_per_second) or not self.bytes_per_second > 0:
             raise ValueError(
                 f"bytes_per_second is {self.bytes_per_second!r}; give the bytes that a rank sends per second, more "
@@ -41,15 +41,15 @@ class Times:
         object.__setattr__(self, "bytes_per_second", float(self.bytes_per_second))
 
 
-def _checked(half: str, seconds: object) -> dict[str, float]:
+def _checked(phase: str, seconds: object) -> dict[str, float]:
     """A copy in the order of the paths."""
     if not isinstance(seconds, Mapping):
-        raise ValueError(f"{half} is {seconds!r}; give a mapping from paths of parameters to seconds")
+        raise ValueError(f"{phase} is {seconds!r}; give a mapping from paths of parameters to seconds")
     for path, value in seconds.items():
         if not isinstance(path, str):
-            raise ValueError(f"{half} has times for {path!r}; give the path of a parameter")
+            raise ValueError(f"{phase} has times for {path!r}; give the path of a parameter")
         if not _is_number(value) or not isfinite(value) or value < 0:
-            raise ValueError(f"{half} of {path!r} is {value!r}; give seconds of compute, 0 or more")
+            raise ValueError(f"{phase} of {path!r} is {value!r}; give seconds of compute, 0 or more")
     return {path: float(seconds[path]) for path in sorted(seconds)}
 
 

@@ -57,14 +57,14 @@ class Calls:
         if synced is not self.synced:
             raise RuntimeError(f"this program was compiled with synced={synced}; the forward needs {self.synced}")
 
-    def enter(self, half: str, schedule: str) -> None:
-        """The first of our lines in each half: peers that would send anything else there are refused.
+    def enter(self, phase: str, schedule: str) -> None:
+        """The first of our lines in each phase: peers that would send anything else there are refused.
 
         Args:
-            half: such as ``"backward under no_sync"``.
+            phase: such as ``"backward under no_sync"``.
             schedule: the digest of its launches.
         """
-        self._transport.enter_half(half, schedule, self._state.training_forwards)
+        self._transport.enter_phase(phase, schedule, self._state.training_forwards)
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Waitable:
         """Start gathering. ZeRO-1 sends only the parameters that an optimizer has changed since the last time, ZeRO-2

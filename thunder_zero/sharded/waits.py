@@ -111,8 +111,8 @@ Seconds = dict[str, float]
 def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]) -> tuple[Seconds, Seconds]:
     """Seconds of compute from each gather's wait to the next one's, in forward and in backward of one step.
 
-    The last gather of a half has none. Waits for reductions in between do not count as compute. A path that is the
-    first one of several buckets of a half gets the shortest time.
+    The last gather of a phase has none. Waits for reductions in between do not count as compute. A path that is the
+    first one of several buckets of a phase gets the shortest time.
 
     Args:
         waits: the waits that ran.
@@ -132,11 +132,11 @@ def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]
                 f"step() did not run one forward and one backward of the model: wait {number} {should}, but {did}; "
                 f"give a step that runs each once"
             )
-    halves = [
-        [at for at, (_, gather, backward) in enumerate(expected) if gather and backward is half]
-        for half in (False, True)
+    phases = [
+        [at for at, (_, gather, backward) in enumerate(expected) if gather and backward is phase]
+        for phase in (False, True)
     ]
-    return _between(waits, halves[0]), _between(waits, halves[1])
+    return _between(waits, phases[0]), _between(waits, phases[1])
 
 
 def _name(path: str, gather: bool) -> str:

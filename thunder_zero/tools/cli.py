@@ -21,7 +21,7 @@ from typing import Any
 
 from thunder_zero.tools.devices.device import DEVICES
 from thunder_zero.tools.planner.models import KNOWN
-from thunder_zero.tools.report.line_meanings import HALVES
+from thunder_zero.tools.report.line_meanings import PHASES
 
 INTERRUPTED = 130  # exit code, as of a shell
 DESCRIPTION = (
@@ -135,7 +135,7 @@ def _trace(add: Add) -> None:
     show.add_argument(
         "--device", help=f"to choose sizes that the policy leaves open for (default: the module's): {_devices()}"
     )
-    show.add_argument("--half", choices=HALVES, default="both", help="(default: both)")
+    show.add_argument("--phase", choices=PHASES, default="both", help="(default: both)")
     show.add_argument("--unit", help="only the lines where this unit computes, and its collectives")
     show.add_argument("--fold", action="store_true", help="only the lines that handle or read a parameter")
     show.add_argument("--json", action="store_true", help="print JSON: each line, its meaning, bytes")
@@ -206,9 +206,9 @@ def _show_trace(options: argparse.Namespace) -> None:
     world = {name: getattr(options, name) for name in ("world_size", "rank", "replicas", "device")}
     traces = trace(module, *inputs, policy=options.stage, **world)
     if options.json:
-        print(json.dumps(json_of(traces, options.half, unit=options.unit, fold=options.fold), indent=1))
+        print(json.dumps(json_of(traces, options.phase, unit=options.unit, fold=options.fold), indent=1))
     else:
-        print_trace(traces, options.half, unit=options.unit, fold=options.fold)
+        print_trace(traces, options.phase, unit=options.unit, fold=options.fold)
 
 
 if __name__ == "__main__":

@@ -304,8 +304,8 @@ def _schedule_again(transform: _DryRun, jitted: ThunderModule, plan: Plan, acqui
                     trace = one.fusion_pass(trace)
             trace = _transform_for_operator_executor_execution(trace, get_always_executors())
             forward, backward = split_into_forward_and_backward(trace)
-            halves = del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
-            return [transform.transform_trace_post_optimization(half) for half in halves]
+            phases = del_last_used(forward), del_last_used(backward, clear_mutable_collections=True)
+            return [transform.transform_trace_post_optimization(phase) for phase in phases]
 
     forward, backward = _as_thunder(jitted, scheduled)
     _, computation, epilogue = acquired.traces

@@ -57,10 +57,10 @@ def measure_times(model: ThunderModule, step: Callable[[], object], steps: int =
     ]
     with agree.all_or_none(state.group, "its step"):
         seconds = [computed(waits, expected) for waits in runs]
-    halves = [{path: median(run[half][path] for run in seconds) for path in seconds[0][half]} for half in (0, 1)]
-    values = [*halves[0].values(), *halves[1].values(), _bytes_per_second(state, timeline, steps)]
+    phases = [{path: median(run[phase][path] for run in seconds) for path in seconds[0][phase]} for phase in (0, 1)]
+    values = [*phases[0].values(), *phases[1].values(), _bytes_per_second(state, timeline, steps)]
     means = iter([float(f"{mean:.3g}") for mean in mean_over_ranks(values, state.group)])
-    forward, backward = ({path: next(means) for path in half} for half in halves)
+    forward, backward = ({path: next(means) for path in phase} for phase in phases)
     return Times(forward, backward, next(means))
 
 

@@ -1,4 +1,4 @@
-"""Inserts a synchronise before each parameter's first use; names halves for ranks to compare.
+"""Inserts a synchronise before each parameter's first use; names phases for ranks to compare.
 
 The trace that Thunder acquires reads full parameters. Its inputs become the shards of this rank, and a synchronise
 comes before the first line that reads each of them::
@@ -152,7 +152,7 @@ HEX_DIGITS = 8
 
 
 def launches_of(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
-    """What a half sends, in order, such as ``all_gather h.0.w, h.0.b``. Frees and waits are a rank's own matter: the
+    """What a phase sends, in order, such as ``all_gather h.0.w, h.0.b``. Frees and waits are a rank's own matter: the
     shapes of its inputs may decide what it computes again."""
     lines = []
     for bsym in trace.bound_symbols:
@@ -164,12 +164,12 @@ def launches_of(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
 
 
 def with_enter(trace: TraceCtx, program: ProgramName, executor: ZeroExecutor) -> TraceCtx:
-    """The trace of a half, with its name and the digest of its launches before the first of them::
+    """The trace of a phase, with its name and the digest of its launches before the first of them::
 
         zero_enter('backward', '1f0c5a9e')
         t5 = zero_all_gather(t_h_0_w, 'h.0.w')
 
-    Ranks whose halves differ in either would take one message for another. A half without launches gets no line.
+    Ranks whose phases differ in either would take one message for another. A phase without launches gets no line.
     """
     at = next((at for at, bsym in enumerate(trace.bound_symbols) if bsym.sym.name in executor.launches), None)
     if at is None:
@@ -179,5 +179,5 @@ def with_enter(trace: TraceCtx, program: ProgramName, executor: ZeroExecutor) ->
     with tracectx(new):
         line = executor.enter.bind(str(program), digest, output=None)
     new.bound_symbols = [*trace.bound_symbols[:at], line, *trace.bound_symbols[at:]]
-    new.set_provenance(TraceProvenance("Name the half (thunder_zero)"))
+    new.set_provenance(TraceProvenance("Name the phase (thunder_zero)"))
     return new

@@ -1,6 +1,6 @@
 """Reads traces into timelines, and writes a timeline back as a joint trace.
 
-``lift`` reads the joint trace, lowered but not yet fused or split, for the passes. ``lift_halves`` reads the forward
+``lift`` reads the joint trace, lowered but not yet fused or split, for the passes. ``lift_phases`` reads the forward
 and the backward trace that run, for proofs and reports; their ``del`` lines are the frees.
 
 ``emit`` mostly reorders lines: a compute line is the lifted line, with other names where the timeline reads (or, in a
@@ -46,7 +46,7 @@ NOT_REPEATABLE = {prims.OpTags.RANDOM_OP, prims.OpTags.IN_PLACE, prims.OpTags.DO
 
 
 def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
-    """The timeline of a joint trace: one operation for each line, forward half first.
+    """The timeline of a joint trace: one operation for each line, forward phase first.
 
     A line belongs to forward if forward's outputs need it; Thunder will split by the same rule.
     """
@@ -61,22 +61,22 @@ def lift(trace: TraceCtx, executor: ZeroExecutor) -> Timeline:
     return Timeline(tuple(_with_params(ops)), _values(lines), executor.plan, inputs, returned)
 
 
-def lift_halves(
+def lift_phases(
     forward: TraceCtx, backward: TraceCtx | None, executor: ZeroExecutor, program: Program | None = None
 ) -> Timeline:
-    """The timeline of the two traces that run; ``source`` counts the lines of each half.
+    """The timeline of the two traces that run; ``source`` counts the lines of each phase.
 
     ``program`` has the facts about their compilation; None: the executor compiled them last.
     """
     program = program or executor.program
-    halves = [lines_of(forward), [] if backward is None else lines_of(backward)]
+    phases = [lines_of(forward), [] if backward is None else lines_of(backward)]
     ops = [
         op
-        for is_backward, lines in enumerate(halves)
+        for is_backward, lines in enumerate(phases)
         for position, line in enumerate(lines)
         for op in _ops(line, position, bool(is_backward), executor)
     ]
-    values = _values([*halves[0], *halves[1]])
+    values = _values([*phases[0], *phases[1]])
     inputs = _inputs(forward.args, program)
     returned: tuple[tuple[str, str], ...] = ()
     if backward is not None:
@@ -236,7 +236,7 @@ def _forward_lines(lines: Sequence[TraceLine]) -> list[bool]:
 
 
 def is_joint(result: Any) -> bool:
-    """Whether a trace that returns this has a backward half too."""
+    """Whether a trace that returns this has a backward phase too."""
     return isinstance(result, dict) and "fw_flat_out" in result
 
 

@@ -60,8 +60,8 @@ class Program:
 class Runtime(Protocol):
     """The functions that the symbols call when a trace runs."""
 
-    def enter(self, half: str, schedule: str) -> None:
-        """A half of a step begins, whose launches have this digest."""
+    def enter(self, phase: str, schedule: str) -> None:
+        """A phase of a step begins, whose launches have this digest."""
 
     def all_gather(self, shards: Sequence[Tensor], paths: Sequence[str]) -> Any:
         """Start gathering; return a handle with ``wait() -> tuple of full parameters``."""
@@ -130,7 +130,7 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
         synchronize, cast, all_gather, all_reduce, reduce_scatter, wait, defer: symbols for one tensor each.
         check_finite, reduce_deferred, wait_offloaded: symbols of lines before backward's return.
         check_synced, rows: symbols of lines in the prologue, where Thunder chooses a program and unpacks its inputs.
-        enter: the symbol of the line before the first launch of each half, in the traces that run.
+        enter: the symbol of the line before the first launch of each phase, in the traces that run.
     """
 
     def __init__(self, plan: Plan, runtime: Runtime, graph: str = "") -> None:
@@ -169,9 +169,9 @@ class ZeroExecutor(NeverFuses, OperatorExecutor):
             grad_transform=self._synchronize_grad,
         )
 
-    def named(self, half: str) -> ProgramName:
-        """The name of a half of the program that is being compiled."""
-        return ProgramName(half, self.program.synced, self.graph)
+    def named(self, phase: str) -> ProgramName:
+        """The name of a phase of the program that is being compiled."""
+        return ProgramName(phase, self.program.synced, self.graph)
 
     def reduction(self, param: Param) -> Symbol:
         """The symbol that reduces the parameter's gradient."""

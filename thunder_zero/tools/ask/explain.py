@@ -239,7 +239,7 @@ def _lifetime(param: Param, timeline: Timeline, gathers: int) -> str:
     if not param.kept_unsharded and gathers == 1:
         return f"{stage.name} frees it after its last use in forward; {_no_backward(timeline)}"
     if not param.kept_unsharded:
-        return f"{stage.name} frees it after its last use in each half, and gathers it again for backward"
+        return f"{stage.name} frees it after its last use in each phase, and gathers it again for backward"
     return f"{stage.name} gathers it once for forward and backward: {_why_once(param, plan)}"
 
 
@@ -267,9 +267,9 @@ def _why_once(param: Param, plan: Plan) -> str:
 
 def _why_launch(timeline: Timeline, at: int, after: int, bound: Bound) -> str:
     """Why a gather starts at position ``at``, given what :func:`thunder_zero.schedule.prefetch.bounds` says."""
-    half = "backward" if timeline.ops[at].backward else "forward"
+    phase = "backward" if timeline.ops[at].backward else "forward"
     if bound is Bound.PHASE:
-        return f"it starts with {half}, so that it ends as soon as it can"
+        return f"it starts with {phase}, so that it ends as soon as it can"
     if bound is Bound.USE:
         field = "prefetch" if timeline.plan.sizes.ahead_bytes else "in_flight_bytes"
         return f"it starts right before its use: Policy.{field}=0"
@@ -281,7 +281,7 @@ def _why_launch(timeline: Timeline, at: int, after: int, bound: Bound) -> str:
     if bound is Bound.TIMES:
         return f"it starts {place}: by the measured times (Policy.times) it still ends before its use"
     if bound is Bound.FIRST:
-        return f"it starts {place}: the first gather of {half} has the wire to itself"
+        return f"it starts {place}: the first gather of {phase} has the wire to itself"
     if bound is Bound.IN_FLIGHT:
         limit = size(timeline.plan.sizes.in_flight_bytes)
         return f"it starts {place}: earlier, more than {limit} would be in flight (Policy.in_flight_bytes)"
@@ -310,7 +310,7 @@ def _why_free(timeline: Timeline, wait: int, free: int | None, last_read: int | 
         for other in timeline.ops[free:]
     )
     if again:
-        return "after its last use in this half; it is gathered again"
+        return "after its last use in this phase; it is gathered again"
     return "after its last use" if op.backward else f"after its last use; {_no_backward(timeline)}"
 
 

@@ -26,12 +26,12 @@ class Line:
     """A line of a trace.
 
     Attributes:
-        half: "forward" or "backward".
-        position: in the trace of its half, as in ``Op.source``.
+        phase: "forward" or "backward".
+        position: in the trace of its phase, as in ``Op.source``.
         code: its Python statement.
     """
 
-    half: str
+    phase: str
     position: int
     code: str
 
@@ -196,7 +196,7 @@ def _at_rest(explanation: Explanation) -> str:
 
 
 def _gather(one: Gathered, explanation: Explanation) -> Iterator[str]:
-    yield one.launch.half
+    yield one.launch.phase
     yield from _code("gather", one.launch)
     yield from _part("", f"{_company(one.bucket, one.bucket_bytes, explanation.param)}; {one.why_launch}")
     yield from _code("wait", one.wait)
@@ -267,9 +267,9 @@ def _sum(explanation: Explanation) -> str:
 
 
 def _code(name: str, line: Line, before: Line | None = None) -> Iterator[str]:
-    """The line, and its half if that is another than that of the line before."""
-    half = f"  (in {line.half})" if before is not None and line.half != before.half else ""
-    yield clip(f"  {name:{HANGING - 2}}{line.code}", WIDTH - len(half)) + half
+    """The line, and its phase if that is another than that of the line before."""
+    phase = f"  (in {line.phase})" if before is not None and line.phase != before.phase else ""
+    yield clip(f"  {name:{HANGING - 2}}{line.code}", WIDTH - len(phase)) + phase
 
 
 def _part(name: str, text: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ from thunder_zero.tools.forecast.figures import Memory, outside_of_the_peak
 from thunder_zero.tools.forecast.memory import memory as forecast_of
 from thunder_zero.tools.forecast.memory import require_of
 from thunder_zero.tools.forecast.watch import NoForecast
-from thunder_zero.tools.report.line_meanings import HALVES, Gap, Row, SourceLine, rows, select
+from thunder_zero.tools.report.line_meanings import PHASES, Gap, Row, SourceLine, rows, select
 from thunder_zero.tools.report.trace_printer import print_rows, print_total
 
 import thunder
@@ -30,7 +30,7 @@ THUNDER = Path(thunder.__file__).parent
 
 def print_trace(
     model_or_traces: ThunderModule | Traces,
-    half: str = "both",
+    phase: str = "both",
     file: IO[str] | None = None,
     *,
     unit: str | None = None,
@@ -51,51 +51,51 @@ def print_trace(
 
     Args:
         model_or_traces: a model with ZeroTransform that was called, or the result of :func:`thunder_zero.trace`.
-        half: "forward", "backward" or "both".
+        phase: "forward", "backward" or "both".
         file: where to print; the standard output if None.
         unit: print only the lines where this unit computes, and its collectives.
         fold: print only the lines that handle or read a parameter, and the number of the others.
         memory: a forecast of these traces to show, with its figures at rest and in the optimizer's step.
 
     Raises:
-        ValueError: there is no such half or unit; ``memory`` is a forecast of other traces.
+        ValueError: there is no such phase or unit; ``memory`` is a forecast of other traces.
         RuntimeError: the model was not called yet.
         TypeError: not a model with ZeroTransform; ``memory`` is no forecast.
     """
-    if half not in HALVES:
-        raise ValueError(f"half is {half!r}; choose 'forward', 'backward' or 'both'")
+    if phase not in PHASES:
+        raise ValueError(f"phase is {phase!r}; choose 'forward', 'backward' or 'both'")
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
     console = Console(file=file)
     if memory is not None:
         require_of(memory, traces)
     forecast = memory or _forecast(traces, console)
     printed: list[Row | Gap] = []
-    for name in HALVES[half]:
-        printed += _print_half(name, traces, forecast, console, unit=unit, fold=fold)
+    for name in PHASES[phase]:
+        printed += _print_phase(name, traces, forecast, console, unit=unit, fold=fold)
     for line in outside_of_the_peak(memory) if memory else ():
         console.print(f"# {line}", highlight=False, markup=False, soft_wrap=True)
     print_total(printed, console)
 
 
-def rows_of(traces: Traces, half: str, forecast: Memory | None) -> tuple[Row, ...]:
-    """The rows of one half, "forward" or "backward"; none if there is no backward."""
-    trace = traces.forward if half == "forward" else traces.backward
+def rows_of(traces: Traces, phase: str, forecast: Memory | None) -> tuple[Row, ...]:
+    """The rows of one phase, "forward" or "backward"; none if there is no backward."""
+    trace = traces.forward if phase == "forward" else traces.backward
     if trace is None:
         return ()
-    return rows(_lines(trace, half, forecast), traces.timeline, backward=half == "backward")
+    return rows(_lines(trace, phase, forecast), traces.timeline, backward=phase == "backward")
 
 
-def _print_half(
-    half: str, traces: Traces, forecast: Memory | None, console: Console, *, unit: str | None, fold: bool
+def _print_phase(
+    phase: str, traces: Traces, forecast: Memory | None, console: Console, *, unit: str | None, fold: bool
 ) -> Sequence[Row | Gap]:
     """Print it, and return its rows."""
-    whole = rows_of(traces, half, forecast)
+    whole = rows_of(traces, phase, forecast)
     if not whole:
         console.print("# no backward: nothing here needs a gradient\n", highlight=False)
         return ()
     shown = select(whole, traces.plan, unit, only_parameters=fold)
-    print_rows(shown, traces.plan, half if traces.synced else f"{half} under no_sync", console)
-    if forecast is not None and (half, forecast.peak_line.half) == ("forward", "loss"):
+    print_rows(shown, traces.plan, phase if traces.synced else f"{phase} under no_sync", console)
+    if forecast is not None and (phase, forecast.peak_line.phase) == ("forward", "loss"):
         console.print(f"# the peak of the step: {size(forecast.peak)} alive in the loss\n", highlight=False)
     return shown
 
@@ -108,18 +108,18 @@ def _forecast(traces: Traces, console: Console) -> Memory | None:
         return None
 
 
-def _lines(trace: TraceCtx, half: str, forecast: Memory | None) -> Iterator[SourceLine]:
+def _lines(trace: TraceCtx, phase: str, forecast: Memory | None) -> Iterator[SourceLine]:
     """The lines of a trace, without the comments that name its inputs.
 
     Only forward's lines get an origin: few lines of backward have one, and that is the origin of a line of forward.
     """
-    run = {line.position: line for line in forecast.lines if line.half == half} if forecast else {}
+    run = {line.position: line for line in forecast.lines if line.phase == phase} if forecast else {}
     last = max(run, default=0)
     with tracectx(trace):
         for position, bsym in enumerate(trace.bound_symbols):
             code = "\n".join(bsym.python(indent=0, print_depth=1))
             if any(not line.startswith("#") for line in code.splitlines()):
-                origin = _origin(bsym) if half == "forward" else ""
+                origin = _origin(bsym) if phase == "forward" else ""
                 line = run.get(min(position, last))  # the return allocates nothing
                 is_peak = forecast is not None and line is forecast.peak_line and position <= last
                 peak = line.highest if line and is_peak else None
@@ -134,7 +134,7 @@ def _origin(bsym: BoundSymbol) -> str:
     return f"{Path(name).name}:{positions.lineno}  {get_source_line(name, positions.lineno).strip()}"
 
 
-def json_of(traces: Traces, half: str = "both", *, unit: str | None = None, fold: bool = False) -> dict[str, Any]:
+def json_of(traces: Traces, phase: str = "both", *, unit: str | None = None, fold: bool = False) -> dict[str, Any]:
     """What :func:`thunder_zero.print_trace` prints, as numbers and strings; sizes in bytes.
 
     Raises:
@@ -142,7 +142,7 @@ def json_of(traces: Traces, half: str = "both", *, unit: str | None = None, fold
     """
     plan = traces.plan
     forecast = _forecast(traces, Console(quiet=True))
-    shown = {name: select(rows_of(traces, name, forecast), plan, unit, only_parameters=fold) for name in HALVES[half]}
+    shown = {name: select(rows_of(traces, name, forecast), plan, unit, only_parameters=fold) for name in PHASES[phase]}
     return {
         "stage": plan.policy.stage,
         "rank": plan.rank,
@@ -153,11 +153,11 @@ def json_of(traces: Traces, half: str = "both", *, unit: str | None = None, fold
     }
 
 
-def _json_of_row(half: str, row: Row | Gap) -> dict[str, Any]:
+def _json_of_row(phase: str, row: Row | Gap) -> dict[str, Any]:
     if isinstance(row, Gap):
-        return {"half": half, "lines_left_out": row.lines}
+        return {"phase": phase, "lines_left_out": row.lines}
     return {
-        "half": half,
+        "phase": phase,
         "position": row.line.position,
         "code": row.line.code,
         "origin": row.line.origin,
@@ -176,7 +176,7 @@ def code_of(op: Op, traces: Traces) -> str:
     """The statement of an operation on one line, without the comment that has its shape."""
     trace = traces.backward if op.backward else traces.forward
     if trace is None:
-        raise ValueError("the timeline has a backward half, and the traces have none")
+        raise ValueError("the timeline has a backward phase, and the traces have none")
     with tracectx(trace):
         lines = trace.bound_symbols[op.source[0]].python(indent=0, print_depth=1)
     return " ".join(line.partition("  #")[0].strip() for line in lines if not line.lstrip().startswith("#"))

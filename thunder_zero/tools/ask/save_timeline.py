@@ -20,7 +20,7 @@ from thunder_zero.tools.cost.estimate import Estimate, estimate
 from thunder_zero.tools.cost.lanes import Span
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.report.line_meanings import HALVES, Row, label
+from thunder_zero.tools.report.line_meanings import PHASES, Row, label
 from thunder_zero.tools.report.text import place_of
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def _forecast(forecast: Estimate, traces: Traces, pid: int) -> Iterator[Event]:
     lanes = [lane for lane in LANES if any(span.lane is lane for span in forecast.spans)]
     for number, lane in enumerate(lanes):
         yield {"ph": "M", "pid": pid, "tid": number, "name": "thread_name", "args": {"name": LANES[lane]}}
-    halves = ((half, row) for half in HALVES["both"] for row in rows_of(traces, half, None))
-    rows = {(half == "backward", row.line.position): row for half, row in halves}
+    phases = ((phase, row) for phase in PHASES["both"] for row in rows_of(traces, phase, None))
+    rows = {(phase == "backward", row.line.position): row for phase, row in phases}
     for span in forecast.spans:
         if span.seconds > 0:
             op = forecast.timeline.ops[span.op]
@@ -89,8 +89,8 @@ def _forecast(forecast: Estimate, traces: Traces, pid: int) -> Iterator[Event]:
 
 def _slice(span: Span, forecast: Estimate, row: Row, code: str, pid: int, tid: int) -> Event:
     op, cost = forecast.timeline.ops[span.op], forecast.costs[span.op]
-    half = "backward" if op.backward else "forward"
-    args: Event = {"line": code, "half": half, "parameters": list(row.params)}
+    phase = "backward" if op.backward else "forward"
+    args: Event = {"line": code, "phase": phase, "parameters": list(row.params)}
     if span.lane is not Lane.COMPUTE:
         name, args["sent_bytes"] = launch_label(op.kind, op.params), cost.sent_bytes
     elif span.waits:

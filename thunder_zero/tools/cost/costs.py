@@ -177,7 +177,7 @@ def _readers(timeline: Timeline) -> defaultdict[str, list[int]]:
 
 
 def _kernels(timeline: Timeline) -> list[list[int]]:
-    """The positions of each fused kernel: lines of one half and depth that are connected by values."""
+    """The positions of each fused kernel: lines of one phase and depth that are connected by values."""
     depths = _depths(timeline)
     of: dict[int, int] = {}  # position -> one of its kernel, the root of a tree
 
@@ -203,7 +203,7 @@ def _kernels(timeline: Timeline) -> list[list[int]]:
 
 
 def _depths(timeline: Timeline) -> list[int]:
-    """The depth of each operation in its half."""
+    """The depth of each operation in its phase."""
     depths = [0] * len(timeline.ops)
     of: dict[str, int] = {}
     for at, op in enumerate(timeline.ops):

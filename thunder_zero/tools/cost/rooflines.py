@@ -23,16 +23,16 @@ def gather_bytes(nbytes: float, ranks: float = inf) -> float:
 
 
 def tokens_to_hide(device: Device, stage: int, dtype: str = "bfloat16", itemsize: int = 2) -> float:
-    """Tokens of a device from which on compute hides communication, in the half that needs more, with many ranks.
+    """Tokens of a device from which on compute hides communication, in the phase that needs more, with many ranks.
 
     A parameter has 2 FLOPs a token in forward and 4 in backward; all-gathers and reduce-scatters send it once each,
     in elements of ``itemsize`` bytes, over the device's links inside a node.
     """
     intensity = device.peak(dtype) / device.inside.bytes_per_second  # FLOPs in the time of a byte
-    return max(times * itemsize * intensity / flops for flops, times in _halves(stage))
+    return max(times * itemsize * intensity / flops for flops, times in _phases(stage))
 
 
-def _halves(stage: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _phases(stage: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """FLOPs of a parameter and token, and how often the model travels, in forward and in backward."""
     row = STAGES[stage]
     if not row.sharded:

@@ -25,7 +25,7 @@ NOTHING = ("empty", "new_empty")  # operators that begin so only allocate
 
 
 def whole_step(traces: Traces, loss: Loss | None, optimizer: MakeOptimizer | None) -> Timeline:
-    """The timeline of a step with the loss and its gradient between the halves, and the optimizer's step at the end.
+    """The timeline of a step with the loss and its gradient between the phases, and the optimizer's step at the end.
 
     ZeRO-1 begins with the digests of this rank's rows, by which ranks know what to refresh.
 

@@ -41,7 +41,7 @@ class Holds(StrEnum):
     TEMPORARY = "temporaries"
 
 
-OPTIMIZER_STEP = "optimizer step"  # the last half, which is no trace
+OPTIMIZER_STEP = "optimizer step"  # the last phase, which is no trace
 LARGEST = 8  # tensors that are named
 AT_REST = (Holds.PARAMETER, Holds.BUFFER, Holds.OPTIMIZER)
 SHARDED = (Holds.PARAMETER, Holds.OPTIMIZER, Holds.REDUCED_GRADIENT)  # less of it on more ranks
@@ -96,7 +96,7 @@ class MemoryLine:
     """A line of the step.
 
     Attributes:
-        half: "forward", "loss", "backward" or "optimizer step".
+        phase: "forward", "loss", "backward" or "optimizer step".
         position: of a line of a trace: its position there, as in ``Op.source``; else -1.
         code: its Python statement.
         alive: bytes alive after it, by kind.
@@ -104,7 +104,7 @@ class MemoryLine:
         highest: the most bytes alive while it runs, with those that it allocates and frees itself.
     """
 
-    half: str
+    phase: str
     position: int
     code: str
     alive: ByKind = field(repr=False)
@@ -146,7 +146,7 @@ class Memory:
     @cached_property
     def peak_line(self) -> MemoryLine:
         """The line that runs at the peak."""
-        return max((line for line in self.lines if line.half != OPTIMIZER_STEP), key=lambda line: line.highest)
+        return max((line for line in self.lines if line.phase != OPTIMIZER_STEP), key=lambda line: line.highest)
 
     @cached_property
     def by_kind(self) -> ByKind:
@@ -165,7 +165,7 @@ class Memory:
 def text_of(memory: Memory) -> str:
     """The peak, what makes it by kind, the largest tensors, and the other figures."""
     line = memory.peak_line
-    out = [clip(f"peak {size(memory.peak)} in {line.half}, at {_statement(line.code)}", WIDTH)]
+    out = [clip(f"peak {size(memory.peak)} in {line.phase}, at {_statement(line.code)}", WIDTH)]
     out += [f"{size(nbytes):>10}  {kind}" for kind, nbytes in memory.by_kind.items()]
     out += [f"{size(memory.reserve):>10}  reserve"] if memory.reserve else []
     out.append(f"the largest of {len(memory.at_peak)} tensors")
@@ -181,13 +181,13 @@ def outside_of_the_peak(memory: Memory) -> list[str]:
 
 
 def _tensor(storage: Storage, memory: Memory) -> str:
-    """``1.00 MiB  saved for backward     blocks.0.up: t3 = torch.erf(t2)``; where no module computes, the half."""
+    """``1.00 MiB  saved for backward     blocks.0.up: t3 = torch.erf(t2)``; where no module computes, the phase."""
     made = ""
     if storage.line >= 0 and storage.kind in COMPUTED:
         made = f": {_statement(memory.lines[storage.line].code)}"
     where = storage.name
     if storage.kind in COMPUTED and storage.kind is not Holds.FULL_GRADIENT:
-        where = storage.module or memory.lines[storage.line].half
+        where = storage.module or memory.lines[storage.line].phase
     return f"{size(storage.nbytes):>10}  {storage.kind:22} {where}{made}"
 
 

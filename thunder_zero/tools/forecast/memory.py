@@ -89,7 +89,7 @@ def _figures(replay: Replay, peak: int, events: int, reserve: int, excluded: tup
         storages=storages,
         at_rest=sum(one.nbytes for one in storages if one.line < 0 and one.kind in AT_REST) + reserve,
         peak=peak + reserve,
-        optimizer_step=lines[-1].highest if lines[-1].half == OPTIMIZER_STEP else None,
+        optimizer_step=lines[-1].highest if lines[-1].phase == OPTIMIZER_STEP else None,
         plan=plan_of(replay.traces),
         at_peak=tuple(sorted(at_peak, key=lambda one: -one.nbytes)),
         reserve=reserve,
@@ -141,22 +141,22 @@ def _lines(storages: Sequence[Storage], lines: Sequence[RunLine], reserve: int) 
         alive.update(change)
         by_kind = ByKind(tuple((kind, alive[kind]) for kind in Holds if alive[kind]))
         total = sum(by_kind.values()) + reserve
-        found.append(MemoryLine(line.half, line.position, line.code, by_kind, total, line.highest + reserve))
+        found.append(MemoryLine(line.phase, line.position, line.code, by_kind, total, line.highest + reserve))
     return tuple(found)
 
 
 def _modules(replay: Replay) -> list[str]:
-    """For each line, the module whose parameter, or gradient of one, the lines of its half computed with last."""
+    """For each line, the module whose parameter, or gradient of one, the lines of its phase computed with last."""
     modules: list[str] = []
-    for half, lines in groupby(replay.lines, key=lambda line: line.half):
-        trace = {"forward": replay.traces.forward, "backward": replay.traces.backward}.get(half)
+    for phase, lines in groupby(replay.lines, key=lambda line: line.phase):
+        trace = {"forward": replay.traces.forward, "backward": replay.traces.backward}.get(phase)
         sources = [SourceLine(line.code, line.position) for line in lines]
         if trace is None:
             modules += [""] * len(sources)
             continue
         sources.append(SourceLine("return", len(trace.bound_symbols) - 1))
         now = ""
-        for row in rows(sources, replay.traces.timeline, backward=half == "backward")[:-1]:
+        for row in rows(sources, replay.traces.timeline, backward=phase == "backward")[:-1]:
             if row.kind is Kind.COMPUTE and row.params:
                 now = row.params[0].rpartition(".")[0]
             modules.append(now)
@@ -208,14 +208,14 @@ def require_of(memory: Memory, traces: Traces) -> None:
         theirs, ours = map(place_of, (memory.plan, traces.plan))
         ours = ours if ours != theirs else "the same rank with another module or policy"
         raise ValueError(f"memory is a forecast of {theirs}, the traces are of {ours}; {action}")
-    forecast = {(line.half, line.position): line.code for line in memory.lines if line.position >= 0}
-    halves = [("forward", traces.forward), ("backward", traces.backward)]
-    here = {(half, line.position): line.code for half, trace in halves if trace for line in printed(trace)[1]}
-    for half, position in sorted(forecast.keys() | here.keys()):
-        pair = (forecast.get((half, position), "missing"), here.get((half, position), "missing"))
+    forecast = {(line.phase, line.position): line.code for line in memory.lines if line.position >= 0}
+    phases = [("forward", traces.forward), ("backward", traces.backward)]
+    here = {(phase, line.position): line.code for phase, trace in phases if trace for line in printed(trace)[1]}
+    for phase, position in sorted(forecast.keys() | here.keys()):
+        pair = (forecast.get((phase, position), "missing"), here.get((phase, position), "missing"))
         there, line = (code.partition("\n")[0] for code in pair)
         if there != line:
             raise ValueError(
-                f"memory is a forecast of other traces, where line {position} of {half} is {there!r}, not {line!r}; "
+                f"memory is a forecast of other traces, where line {position} of {phase} is {there!r}, not {line!r}; "
                 f"{action}"
             )

@@ -1,6 +1,6 @@
 """Runs the lines of the traces on tensors without values, as a training step would.
 
-The lines are those that will run, so they allocate, view and delete what the step will. Between the halves Thunder
+The lines are those that will run, so they allocate, view and delete what the step will. Between the phases Thunder
 hands forward's results to autograd, and what it saved to backward, which empties the lists that it gets.
 """
 
@@ -94,14 +94,14 @@ class RunLine:
     """One line that ran.
 
     Attributes:
-        half: "forward", "loss", "backward" or "optimizer step".
+        phase: "forward", "loss", "backward" or "optimizer step".
         position: of a line of a trace: its position there; else -1.
         code: its Python statement.
         highest: the most bytes alive while it ran.
         events: allocations and frees until its end.
     """
 
-    half: str
+    phase: str
     position: int
     code: str
     highest: int
@@ -246,11 +246,11 @@ class Replay:
         return epilogue.python_callable(include_decorators=False)(*values.values())
 
     @torch.no_grad()
-    def _run(self, half: str, trace: TraceCtx, values: dict[str, Any]) -> Any:
-        """Run the lines of a half; returns what it returns, and leaves its last values in ``values``."""
+    def _run(self, phase: str, trace: TraceCtx, values: dict[str, Any]) -> Any:
+        """Run the lines of a phase; returns what it returns, and leaves its last values in ``values``."""
         names, lines = printed(trace)
         context = names | functions_of(Calls(self.share), self.traces.plan)
-        ops = {op.source[0]: op for op in self.traces.timeline.ops if op.backward is (half == "backward")}
+        ops = {op.source[0]: op for op in self.traces.timeline.ops if op.backward is (phase == "backward")}
         with tracectx(trace):
             for line in lines:
                 context.update(line.objects)  # printing names objects anew
@@ -260,7 +260,7 @@ class Replay:
                 self._execute(line, context, values)
                 if op is not None:
                     self._learn(op, values)
-                self._note(half, line.position, line.code)
+                self._note(phase, line.position, line.code)
         result = trace.bound_symbols[-1].args
         return tree_map(
             lambda leaf: values[leaf.name] if isinstance(leaf, Proxy) else leaf,
@@ -301,8 +301,8 @@ class Replay:
             allocation.kind = now
             allocation.name = path or allocation.name
 
-    def _note(self, half: str, position: int, code: str) -> None:
-        self.lines.append(RunLine(half, position, code, self.watch.highest_in_line, self.watch.events))
+    def _note(self, phase: str, position: int, code: str) -> None:
+        self.lines.append(RunLine(phase, position, code, self.watch.highest_in_line, self.watch.events))
 
 
 @torch.enable_grad()

@@ -70,7 +70,7 @@ class PlanRow:
         needed_bytes: at the peak, with the overhead that is no tensor.
         peak_bytes: of tensors at the peak, the optimizer's step included.
         at_rest_bytes: of tensors between two steps.
-        peak_half: "forward", "loss", "backward" or "optimizer step".
+        peak_phase: "forward", "loss", "backward" or "optimizer step".
         by_kind: bytes of tensors at the peak of forward, loss and backward, by what they hold.
         sent_bytes: that a rank sends.
         compute_seconds: of forward and backward.
@@ -90,7 +90,7 @@ class PlanRow:
     needed_bytes: int
     peak_bytes: int
     at_rest_bytes: int
-    peak_half: str
+    peak_phase: str
     by_kind: Mapping[str, int] = field(hash=False)
     sent_bytes: int
     compute_seconds: float

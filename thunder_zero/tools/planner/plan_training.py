@@ -186,7 +186,7 @@ class _Comparison:
             needed_bytes=needed,
             peak_bytes=max(held.peak, held.optimizer_step),
             at_rest_bytes=held.at_rest,
-            peak_half=held.half if held.peak >= held.optimizer_step else "optimizer step",
+            peak_phase=held.phase if held.peak >= held.optimizer_step else "optimizer step",
             by_kind=dict(held.by_kind),
             sent_bytes=estimate.sent_bytes,
             compute_seconds=estimate.compute_seconds,

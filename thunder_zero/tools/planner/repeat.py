@@ -1,7 +1,7 @@
 """The time and the memory of a step of the whole model, from the step of one with fewer blocks.
 
 Finds a period in a sequence of signs, and where further periods belong. A model of n alike blocks is traced, and the
-model has more. Where two periods of a half in a row have the same signs, the halves of larger models have more of them
+model has more. Where two periods of a phase in a row have the same signs, the phases of larger models have more of them
 there::
 
     signs    a b | c d e | c d e | c d f g
@@ -106,7 +106,7 @@ def longer(signs: Sequence[Hashable], marks: Sequence[int], copies: int) -> tupl
 
 
 def _marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Where operations of each half first read parameters of each alike block together with data, ascending."""
+    """Where operations of each phase first read parameters of each alike block together with data, ascending."""
     unit_of = {path: unit for path in timeline.plan.by_name for unit in units if path.startswith(f"{unit}.")}
     owner = {name: unit_of[path] for name, path in timeline.inputs.items() if path in unit_of}
     for op in timeline.ops:
@@ -126,8 +126,8 @@ def _marks_of(timeline: Timeline, units: Sequence[str]) -> tuple[list[int], list
     return sorted(found[False].values()), sorted(found[True].values())
 
 
-def _halves(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, list[int]]]:
-    """The positions of each half, and in it where the alike blocks begin to compute."""
+def _phases(timeline: Timeline, units: Sequence[str]) -> Iterator[tuple[range, list[int]]]:
+    """The positions of each phase, and in it where the alike blocks begin to compute."""
     forward, backward = _marks_of(timeline, units)
     yield range(timeline.border), forward
     yield range(timeline.border, len(timeline.ops)), [at - timeline.border for at in backward]
@@ -163,20 +163,20 @@ def _longer(
     ops: list[Op] = []
     found: list[Cost] = []
     base = 0
-    for half, marks in _halves(timeline, units):
-        signs = [(timeline.ops[at].kind, costs[at], at - links[at]) for at in half]
+    for phase, marks in _phases(timeline, units):
+        signs = [(timeline.ops[at].kind, costs[at], at - links[at]) for at in phase]
         order, stretch = longer(signs, marks, copies)
         if stretch is not None:
-            _require_balance([timeline.ops[at] for at in half[stretch.start : stretch.end]])
+            _require_balance([timeline.ops[at] for at in phase[stretch.start : stretch.end]])
         for at, source in enumerate(order):
-            op, link = timeline.ops[half[source]], links[half[source]] - half.start
+            op, link = timeline.ops[phase[source]], links[phase[source]] - phase.start
             if op.kind is Kind.FREE:
                 continue
             if op.kind in LAUNCHES or op.kind is Kind.WAIT:
                 handle = (f"handle {base + linked(at, source, link, stretch, copies)}",)
                 op = replace(op, reads=handle * (op.kind is Kind.WAIT), writes=handle * (op.kind in LAUNCHES))
             ops.append(op)
-            found.append(costs[half[source]])
+            found.append(costs[phase[source]])
         base += len(order)
     return tuple(ops), tuple(found)
 
@@ -184,9 +184,9 @@ def _longer(
 def _total(timeline: Timeline, seconds: Sequence[float], units: Sequence[str], copies: int) -> float:
     """The sum of what each operation takes, in a step with more blocks."""
     total = 0.0
-    for half, marks in _halves(timeline, units):
-        order, _ = longer([(timeline.ops[at].kind, seconds[at]) for at in half], marks, copies)
-        total += sum(seconds[half[source]] for source in order)
+    for phase, marks in _phases(timeline, units):
+        order, _ = longer([(timeline.ops[at].kind, seconds[at]) for at in phase], marks, copies)
+        total += sum(seconds[phase[source]] for source in order)
     return total
 
 
@@ -212,7 +212,7 @@ class Held:
         at_rest: between two steps, without gradients.
         peak: the most in forward, the loss and backward.
         optimizer_step: the most in the optimizer's step.
-        half: where the peak is.
+        phase: where the peak is.
         by_kind: what is alive at the end of the line that has the peak, the most first.
         storages: at most alive at once.
     """
@@ -220,7 +220,7 @@ class Held:
     at_rest: int
     peak: int
     optimizer_step: int
-    half: str
+    phase: str
     by_kind: Mapping[str, int]
     storages: int
 
@@ -271,7 +271,7 @@ def held_whole(memory: Memory, traces: Traces, units: Sequence[str], copies: int
         at_rest=memory.at_rest + copies * sum(one.nbytes for one in resting if one.kind in AT_REST),
         peak=peak,
         optimizer_step=(memory.optimizer_step or 0) + copies * sum(o.nbytes for o in of_block if o.kind in STEPPED),
-        half=memory.lines[order[at]].half,
+        phase=memory.lines[order[at]].phase,
         by_kind=by_kind,
         storages=most,
     )
@@ -290,11 +290,11 @@ def _order(memory: Memory, traces: Traces, units: Sequence[str], changes: Sequen
     """The lines of the longer step, by their positions in the forecast."""
     forward, backward = _marks_of(traces.timeline, units)
     found: list[int] = []
-    for half, marks in (("forward", forward), ("loss", []), ("backward", backward)):
-        lines = [at for at, line in enumerate(memory.lines) if line.half == half]
+    for phase, marks in (("forward", forward), ("loss", []), ("backward", backward)):
+        lines = [at for at, line in enumerate(memory.lines) if line.phase == phase]
         by_position = {memory.lines[at].position: number for number, at in enumerate(lines)}
-        in_half = [by_position[traces.timeline.ops[at].source[0]] for at in marks]
-        order, _ = longer([changes[at] for at in lines], in_half, copies if marks else 0)
+        in_phase = [by_position[traces.timeline.ops[at].source[0]] for at in marks]
+        order, _ = longer([changes[at] for at in lines], in_phase, copies if marks else 0)
         found += [lines[at] for at in order]
     return found
 

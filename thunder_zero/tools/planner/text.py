@@ -121,7 +121,7 @@ def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str
     least = min(rows, key=lambda row: row.needed_bytes)
     over = least.needed_bytes - memory_bytes
     sharded = sum(least.by_kind.get(kind, 0) for kind in SHARDED) * STAGES[least.stage].sharded
-    of_batch = sum(least.by_kind.get(kind, 0) for kind in OF_BATCH) * (least.peak_half != "optimizer step")
+    of_batch = sum(least.by_kind.get(kind, 0) for kind in OF_BATCH) * (least.peak_phase != "optimizer step")
     offers = []
     if sharded > over:  # of N times the ranks, each holds 1/N of it
         ranks = ceil(least.mesh.ranks * sharded / (sharded - over))

@@ -30,7 +30,7 @@ VALUES_WIDTH = 32  # fixed, so that the texts of two timelines can be compared l
 def format_timeline(timeline: Timeline) -> str:
     """The operations in order: kind, writes and reads, parameters, and "again" for a copy.
 
-    Long names make long lines. A border separates the halves.
+    Long names make long lines. A border separates the phases.
     """
     lines = [_line(op) for op in timeline.ops]
     border = next((at for at, op in enumerate(timeline.ops) if op.backward), None)
@@ -45,7 +45,7 @@ def _line(op: Op) -> str:
     return f"{op.kind:<8} {values:<{VALUES_WIDTH}}  {', '.join(op.params)}{'  again' if op.repeated else ''}".rstrip()
 
 
-HALVES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
+PHASES = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class SourceLine:
 
     Attributes:
         code: its Python statement.
-        position: its position in the trace of its half, as in ``Op.source``.
+        position: its position in the trace of its phase, as in ``Op.source``.
         origin: the line of the user's program that it comes from; "" if unknown.
         alive: bytes of all tensors alive after it, as forecast; None if there is no forecast.
         peak: the most bytes alive while it runs, if that is the peak of the step; else None.
@@ -97,7 +97,7 @@ class Gap:
 
 
 def rows(lines: Iterable[SourceLine], timeline: Timeline, *, backward: bool) -> tuple[Row, ...]:
-    """The lines of one half of a timeline, each with its meaning.
+    """The lines of one phase of a timeline, each with its meaning.
 
     Raises:
         ValueError: the timeline has operations for which there is no line.

@@ -38,21 +38,21 @@ STYLES = {
 QUIET = "dim"
 
 
-def print_rows(rows: Sequence[Row | Gap], plan: Plan, half: str, console: Console) -> None:
+def print_rows(rows: Sequence[Row | Gap], plan: Plan, phase: str, console: Console) -> None:
     """Print a table: a title line, then each row with its code folded to the width.
 
     Args:
-        rows: the rows of one half.
+        rows: the rows of one phase.
         plan: the plan of each parameter.
-        half: the name of the half in the title: "forward", "backward under no_sync".
+        phase: the name of the phase in the title: "forward", "backward under no_sync".
         console: where to print; it decides about colours, and on a terminal about the width.
     """
     width = min(max(console.width, NARROWEST), WIDEST) if console.is_terminal else WIDTH
     columns = _columns(rows, width)
     syntax = Syntax("", "python", theme="ansi_dark", background_color="default")
-    _print_title(plan, half, columns, console)
+    _print_title(plan, phase, columns, console)
     if not rows:
-        _print(console, Text("# this half does not use this unit", QUIET))
+        _print(console, Text("# this phase does not use this unit", QUIET))
     origin, gathered = "", 0
     for row in rows:
         if isinstance(row, Gap):
@@ -85,9 +85,9 @@ def _columns(rows: Sequence[Row | Gap], width: int) -> Columns:
     return Columns(width - KIND - parameters - 2 * BYTES - alive - spaces, parameters, alive)
 
 
-def _print_title(plan: Plan, half: str, columns: Columns, console: Console) -> None:
-    """The heading of a half, on a line of its own if it is long, and the heads of the columns."""
-    title = Text(f"# {half}, {place_of(plan)}", "bold")
+def _print_title(plan: Plan, phase: str, columns: Columns, console: Console) -> None:
+    """The heading of a phase, on a line of its own if it is long, and the heads of the columns."""
+    title = Text(f"# {phase}, {place_of(plan)}", "bold")
     if len(title) > columns.code:
         _print(console, title)
         title = Text("#", "bold")
@@ -98,7 +98,7 @@ def _print_title(plan: Plan, half: str, columns: Columns, console: Console) -> N
 
 
 def print_total(rows: Sequence[Row | Gap], console: Console) -> None:
-    """Print the line that sums up the rows of one half or of both."""
+    """Print the line that sums up the rows of one phase or of both."""
     _print(console, Text(total(rows), "bold"))
 
 
