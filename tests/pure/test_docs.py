@@ -46,6 +46,34 @@ def test_the_architecture_lists_the_first_lines_of_all_modules() -> None:
     assert len(ARCHITECTURE.replace(listing, "").splitlines()) < 190, "the page is long"
 
 
+def test_the_package_has_the_messages_of_the_errors_page() -> None:
+    """Those that are not torch's or Thunder's, which tests/one/test_errors_page.py raises."""
+    page = (ROOT / "docs/errors.md").read_text()
+    messages = re.findall(r"\*\*`([^`]+)`\*\*(?! \((?:torch|Thunder)\))", page)
+    assert len(messages) > 30
+    said = [text for path in PACKAGE.rglob("*.py") for text in strings_of(path)]
+    assert [message for message in messages if not any(fits(" ".join(message.split()), text) for text in said)] == []
+
+
+def strings_of(path: Path) -> list[str]:
+    """The texts of a module, with … in the place of what an f-string puts in."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    parts = {id(value) for node in nodes if isinstance(node, ast.JoinedStr) for value in node.values}
+    constants = [
+        n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in parts
+    ]
+    formats = [node.values for node in nodes if isinstance(node, ast.JoinedStr)]
+    filled = ["".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in values) for values in formats]
+    return [*constants, *filled]
+
+
+def fits(message: str, text: str) -> bool:
+    """Whether the fixed parts of a message stand in a text in this order."""
+    return (
+        re.search(".*".join(re.escape(part.strip()) for part in message.split("…")), text.replace("`", "")) is not None
+    )
+
+
 def test_the_changelog_names_what_is_exported() -> None:
     names = {name for package in ("", "tools", "schedule") for name in exported_by(PACKAGE / package / "__init__.py")}
     named = set(re.findall(r"`(\w+)`", CHANGELOG)) - {"thunder_zero"}

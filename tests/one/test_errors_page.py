@@ -1,0 +1,56 @@
+"""docs/errors.md: the messages of torch that it lists are what its users meet, and what it says mends them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+import thunder_zero as tz
+from tests.harness.models import fresh
+
+import thunder
+
+PAGE = (Path(__file__).parents[2] / "docs/errors.md").read_text()
+OF_TORCH = re.findall(r"\*\*`([^`]+)`\*\* \(torch\)", PAGE)
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(8, 4)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.tokens(x))
+
+
+@pytest.mark.usefixtures("group")
+def test_the_messages_of_torch() -> None:
+    plain = fresh(Embedded)
+    full = {name: torch.ones_like(value) for name, value in plain.state_dict().items()}
+    model = thunder.jit(plain, transforms=[tz.ZeroTransform(stage=3)])
+    said = []
+    for wrong in (
+        lambda: plain.out(torch.ones(2, 4)),
+        lambda: model(torch.full((1, 3), 8)),
+        lambda: model.load_state_dict(full),
+    ):
+        with pytest.raises((RuntimeError, IndexError)) as caught:
+            wrong()
+        said.append(str(caught.value) + "".join(getattr(caught.value, "__notes__", ())))
+    assert [text for text in OF_TORCH if not any(holds(one, text) for one in said)] == []
+    assert "tokens.weight" in said[1]
+
+    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True))
+    assert model.get_parameter("out.weight").full_tensor().eq(1).all()
+    with tz.full_parameters(model) as module:
+        assert module.out(torch.ones(2, 4)).eq(5).all()
+
+
+def holds(said: str, listed: str) -> bool:
+    return re.search(".*".join(map(re.escape, listed.split("…"))), said, re.DOTALL) is not None
