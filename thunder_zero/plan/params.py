@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from thunder_zero.plan import layout
+from thunder_zero.plan.amounts import size
 from thunder_zero.plan.policy import STAGES, Policy, is_count
 from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.plan.sizes import Sizes, chosen, on_cpu, on_gpu
@@ -101,6 +102,16 @@ class Plan:
     replicas: int = 1
     memory_bytes: int | None = None
 
+    def __repr__(self) -> str:
+        """A summary; :attr:`params` has the parameters."""
+        copies = f", {self.replicas} copies of the model" if self.replicas > 1 else ""
+        full = size(sum(param.full_bytes for param in self.params))
+        sharded = sum(param.sharded for param in self.params)
+        return (
+            f"<Plan of {STAGES[self.policy.stage].name}, rank {self.rank} of {self.world_size}{copies}: "
+            f"{len(self.params)} parameters ({full}), {sharded} of them sharded, in {len(self.units)} units>"
+        )
+
     @property
     def ranks(self) -> int:
         """How many ranks train the model."""
@@ -119,7 +130,7 @@ class Plan:
 
     @property
     def kept_unsharded(self) -> tuple[str, ...]:
-        """Paths of the sharded parameters that are gathered once for forward and backward.
+        """Paths of the sharded parameters that one gather serves for forward and backward.
 
         ZeRO-3 knows them once it has scheduled a step, so ask ``traces_of(model).plan``. They make up whole units;
         forward still frees those that backward does not read (biases).

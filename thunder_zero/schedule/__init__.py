@@ -7,7 +7,7 @@ module of its own, and ``verify.py`` proves the result after each of them, ``ver
 from thunder_zero.plan.params import Param as Param
 from thunder_zero.plan.params import Plan as Plan
 from thunder_zero.plan.params import make_plan as make_plan
-from thunder_zero.plan.times import Times as Times
+from thunder_zero.plan.policy import Times as Times
 from thunder_zero.schedule.timeline import Kind as Kind
 from thunder_zero.schedule.timeline import Op as Op
 from thunder_zero.schedule.timeline import ScheduleError as ScheduleError

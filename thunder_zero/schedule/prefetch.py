@@ -30,7 +30,7 @@ latest wait after which the gather can still end in time, if the wire carries on
     wait   d            wait   d
 
 Reductions that start between two waits take the wire as well, before the gather of the second wait. In backward, a
-parameter that is gathered once counts as gathered ahead, and its first read as the wait.
+parameter that is kept unsharded counts as gathered ahead, and its first read as the wait.
 
 A gather never starts before its shards are written, nor in the other phase.
 """
@@ -150,7 +150,7 @@ def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
 def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
     """The buckets that one phase needs, in order."""
     ahead = _gathered_in_forward(timeline, start)
-    seen: set[str] = set()  # handles of buckets that are gathered once
+    seen: set[str] = set()  # handles of buckets that are kept unsharded
     uses: list[_Use] = []
     reduced = 0
     for at in range(start, stop):

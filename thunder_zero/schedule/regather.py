@@ -1,6 +1,6 @@
 """Gathers parameters again that forward frees: for backward, and for each unit that uses them.
 
-A parameter that is not gathered once is freed in forward, so no value derived from it (``derived.py``) may cross to
+A parameter that is not kept unsharded is freed in forward, so no value derived from it (``derived.py``) may cross to
 backward. Backward gathers and computes again the values that it reads, right before the first reader::
 
     gather  fut <- t_w                      gather  fut <- t_w
@@ -29,7 +29,7 @@ from thunder_zero.schedule.units import is_vector, runs, touches
 
 
 def regather(timeline: Timeline) -> Timeline:
-    """Gathers again, for backward and for each unit of forward, the parameters that are not gathered once."""
+    """Gathers a second time, for backward and for each unit of forward, the parameters that are not kept unsharded."""
     # Backward first: it copies originals, once for all readers.
     return _regathered_in_forward(_regathered_in_backward(timeline))
 

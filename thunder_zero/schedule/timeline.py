@@ -21,6 +21,7 @@ Values are names; ``Timeline.values`` has their sizes and dtypes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -29,6 +30,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from thunder_zero.plan import layout
+from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Param, Plan
 
 if TYPE_CHECKING:
@@ -143,6 +145,15 @@ class Timeline:
     plan: Plan
     inputs: Mapping[str, str | None] = field(default_factory=dict)
     gradients: tuple[tuple[str, str], ...] = ()
+
+    def __repr__(self) -> str:
+        """A summary: the plan, and of each phase the operations by kind and the bytes that this rank sends."""
+        lines = [f"<Timeline: {len(self.ops)} operations, {self.plan!r}"]
+        for phase in ("forward", "backward"):
+            ops = [op for op in self.ops if op.backward is (phase == "backward")]
+            kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(op.kind for op in ops).most_common())
+            lines.append(f"  {phase}: {kinds or 'nothing'}; sends {size(sum(map(self.bytes_sent, ops)))}")
+        return "\n".join(lines) + ">"
 
     @cached_property
     def replicated(self) -> frozenset[str]:
