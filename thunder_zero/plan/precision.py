@@ -67,7 +67,7 @@ class MixedPrecision:
 
     def of(self, path: str) -> MixedPrecision:
         """The precision of a parameter, buffer or submodule: its own entry, or that of an enclosing module."""
-        return self._override(tuple(_around(path))) or self
+        return self._override(tuple(around(path))) or self
 
     def border(self, path: str, own: torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:
         """The dtypes to cast a module's inputs and outputs to; None: no cast.
@@ -91,7 +91,7 @@ class MixedPrecision:
         return matching[-1] if matching else None
 
 
-def _around(path: str) -> Iterator[str]:
+def around(path: str) -> Iterator[str]:
     """The path and those of its enclosing modules: ``a.b.c``, ``a.b``, ``a``."""
     while path:
         yield path

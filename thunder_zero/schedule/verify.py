@@ -306,7 +306,7 @@ def _gathered(timeline: Timeline, made_from: Mapping[str, Sequence[str]], free: 
 
 
 def _check_gathered_again(timeline: Timeline) -> None:
-    """A parameter is gathered once in all (kept unsharded) or once in each phase; with ``gather_per_unit``, several times in forward."""
+    """A parameter is gathered once in all (kept unsharded) or in each phase; with ``gather_per_unit`` often in forward."""
     gathered: dict[tuple[str, bool], int] = {}
     for at, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
