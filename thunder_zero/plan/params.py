@@ -211,9 +211,9 @@ class Plan:
         """Bytes that this rank sends to reduce the parameter's gradient once."""
         if not param.sharded:
             return layout.all_reduce_sends(param.shape, self.ranks) * param.reduce_dtype.itemsize
-        inside = layout.scatter_sends(param.shape, self.world_size, self.rank)
+        shard = layout.scatter_sends(param.shape, self.world_size, self.rank)
         rows = (layout.owned_numel(param.shape, self.world_size, self.rank),)
-        return (inside + layout.all_reduce_sends(rows, self.replicas)) * param.reduce_dtype.itemsize
+        return (shard + layout.all_reduce_sends(rows, self.replicas)) * param.reduce_dtype.itemsize
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:

@@ -109,12 +109,7 @@ PATHS = {  # fields of paths
 }
 SHOWN = 4  # paths of a field, in a repr
 RECOMPUTE = ("none", "cheap", "units")
-SWITCHES = (
-    "gather_per_unit",
-    "reshard_after_backward",
-    "cpu_offload",
-    "check_gradients",
-)
+SWITCHES = ("gather_per_unit", "reshard_after_backward", "cpu_offload", "check_gradients")
 
 
 @dataclass(frozen=True, slots=True)

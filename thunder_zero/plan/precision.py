@@ -78,11 +78,11 @@ class MixedPrecision:
         """
         if not path:
             return self.param_dtype if self.cast_forward_inputs else None, self.output_dtype
-        inside = self._override((path,))
-        if inside is None:
+        override = self._override((path,))
+        if override is None:
             return None, None
-        inputs = (inside.param_dtype or own) if inside.cast_forward_inputs else None
-        return inputs, inside.output_dtype or self.param_dtype
+        inputs = (override.param_dtype or own) if override.cast_forward_inputs else None
+        return inputs, override.output_dtype or self.param_dtype
 
     def _override(self, names: tuple[str, ...]) -> MixedPrecision | None:
         """The last entry whose pattern matches one of these names."""

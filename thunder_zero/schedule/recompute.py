@@ -45,7 +45,7 @@ def recompute(timeline: Timeline) -> Timeline:
     if not has_backward or (timeline.plan.policy.recompute == "none" and not timeline.plan.recomputed):
         return timeline
     phases = _Phases(timeline)
-    refused: set[int] = set()  # positions of operations that would read a parameter that is not there
+    refused: set[int] = set()  # positions of operations that would read a parameter that backward does not have
     while True:
         placement = _Placement(phases, _chain(phases, refused))
         placement.run()
@@ -87,7 +87,7 @@ class _Phases:
         return gathered_from(self.timeline)
 
     @cached_property
-    def there(self) -> dict[str, range]:
+    def available(self) -> dict[str, range]:
         """The gathered parameters (values of forward), each with the positions where backward has it anyway."""
         last = last_reads(self.timeline, self.gathered)
         end = len(self.timeline.ops)
@@ -159,7 +159,7 @@ class _Phases:
     def may_read(self, name: str) -> bool:
         """Whether backward has a derived value of forward anyway, or can compute it again from what it has."""
         at = self.writer[name]
-        if any(self.there[full].stop <= self.timeline.border for full in self.gathered[name]):
+        if any(self.available[full].stop <= self.timeline.border for full in self.gathered[name]):
             return False
         return self.timeline.ops[at].kind is Kind.WAIT or name in self.read or self.may_repeat(at)
 
@@ -309,5 +309,5 @@ class _Placement:
             self.ops += new
             for position in positions:
                 reads = phases.timeline.ops[position].reads
-                if any(at not in phases.there[full] for read in reads for full in phases.gathered.get(read, ())):
+                if any(at not in phases.available[full] for read in reads for full in phases.gathered.get(read, ())):
                     self.refused.add(position)

@@ -247,13 +247,13 @@ class Timeline:
         )
 
     def busiest_sends(self, op: Op, param: Param) -> tuple[int, int]:
-        """Of a sharded parameter: bytes that the busiest rank sends inside its copy of the model, and across copies."""
+        """Of a sharded parameter: bytes that the busiest rank sends in its shard group, and in its replicate group."""
         world, itemsize = self.plan.world_size, self.travels_in(op, param).itemsize
         busiest = layout.busiest_rank(world)
-        inside = (world - 1) * prod(layout.shard_shape(param.shape, world, busiest))
+        shard = (world - 1) * prod(layout.shard_shape(param.shape, world, busiest))
         rows = layout.owned_numel(param.shape, world, busiest)
-        across = layout.all_reduce_sends((rows,), self.plan.replicas) if op.kind is Kind.REDUCE else 0
-        return inside * itemsize, across * itemsize
+        replicate = layout.all_reduce_sends((rows,), self.plan.replicas) if op.kind is Kind.REDUCE else 0
+        return shard * itemsize, replicate * itemsize
 
     def travels_in(self, op: Op, param: Param) -> torch.dtype:
         """The dtype in which a launch sends a parameter, or its gradient."""

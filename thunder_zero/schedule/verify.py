@@ -96,7 +96,7 @@ def _check_results(timeline: Timeline, trained: Collection[str]) -> None:
 def _check_lifetimes(timeline: Timeline) -> None:
     made_from = gathered_from(timeline)
     last = last_reads(timeline, made_from)
-    _check_gathered_again(timeline)
+    _check_regathered(timeline)
     _check_saved(timeline)
     _check_frees(timeline, made_from, last)
     _check_ends(timeline, made_from, last)
@@ -305,8 +305,8 @@ def _gathered(timeline: Timeline, made_from: Mapping[str, Sequence[str]], free: 
     return None
 
 
-def _check_gathered_again(timeline: Timeline) -> None:
-    """A parameter is gathered once in all (kept unsharded) or in each phase; with ``gather_per_unit`` often in forward."""
+def _check_regathered(timeline: Timeline) -> None:
+    """A gather serves both phases (kept unsharded), or one; with ``gather_per_unit`` forward may have several."""
     gathered: dict[tuple[str, bool], int] = {}
     for at, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():

@@ -181,14 +181,9 @@ def _convolution(shapes: list[Shape], bsym: BoundSymbol) -> int:
     return 2 * prod(_output(bsym)) * prod(shapes[1][1:])
 
 
-def _transposed_convolution(shapes: list[Shape], bsym: BoundSymbol) -> int:
+def _transposed_convolution(shapes: list[Shape], bsym: BoundSymbol, *, times: int = 1) -> int:
     """Each element of the input does."""
-    return 2 * prod(shapes[0]) * prod(shapes[1][1:])
-
-
-def _transposed_convolution_vjp(shapes: list[Shape], bsym: BoundSymbol) -> int:
-    """The convolution again, then the gradients of input and weight, which take as much each."""
-    return 3 * _transposed_convolution(shapes, bsym)
+    return times * 2 * prod(shapes[0]) * prod(shapes[1][1:])
 
 
 def _convolution_input_gradient(shapes: list[Shape], bsym: BoundSymbol) -> int:
@@ -230,5 +225,8 @@ COUNTS: dict[str, Count] = {
     **_named(_transposed_convolution, "conv_transpose1d conv_transpose2d conv_transpose3d"),
     **_named(_convolution_input_gradient, "convolution_input_gradient"),
     **_named(_convolution_weight_gradient, "convolution_weight_gradient"),
-    **_named(_transposed_convolution_vjp, "conv_transpose1d_vjp conv_transpose2d_vjp conv_transpose3d_vjp"),
+    # the convolution is computed again, then the gradients of input and weight, which take as much each
+    **_named(
+        partial(_transposed_convolution, times=3), "conv_transpose1d_vjp conv_transpose2d_vjp conv_transpose3d_vjp"
+    ),
 }
