@@ -9,6 +9,7 @@ needs no more bytes than the peak of the other gathers::
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -62,14 +63,11 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
     >>> largest(lambda number: number * number <= 30, limit=100)
     5
     """
-    low, high = 0, 1
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    step = 1
+    while step <= limit and fits(step):
+        step *= 2
+    untried = range(step // 2 + 1, min(step, limit + 1))
+    return step // 2 + bisect_left(untried, True, key=lambda number: not fits(number))
 
 
 def _affecting_the_peak(timeline: Timeline) -> list[Op]:

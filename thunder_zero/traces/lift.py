@@ -208,7 +208,7 @@ def _values(lines: Sequence[TraceLine]) -> dict[str, Value]:
             base = values[viewed].base or viewed
         for proxy in (*line.gives, *line.given):
             if proxy.name not in values and isinstance(proxy, TensorProxy | FutureTensorProxy):
-                values[proxy.name] = Value(prod(proxy.shape) * proxy.dtype.bytes, dtype_name(proxy.dtype), base)
+                values[proxy.name] = Value(prod(proxy.shape) * int(proxy.dtype.bytes), dtype_name(proxy.dtype), base)
     return values
 
 
