@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from thunder_zero.plan.layout import is_sharded
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.plan.policy import RECOMPUTE, STAGES, MiB, Policy
-from thunder_zero.plan.times import Times
+from thunder_zero.plan.policy import RECOMPUTE, STAGES, MiB, Policy, Times
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, Value, Work
 
 CHEAP_BITS = 12

@@ -98,7 +98,9 @@ def test_the_ways_in_are_the_same(way: str, stage: int) -> None:
     assert isinstance(model, tz.ZeroModule)
     for ours, theirs in zip(train(model), train(deepcopy(module)), strict=True):
         torch.testing.assert_close(full(ours), theirs, rtol=1e-5, atol=1e-6)
-    assert tz.traces_of(model).plan.policy == Policy(stage=stage)
+    traces = tz.traces_of(model)
+    assert traces.plan.policy == Policy(stage=stage)
+    tz.schedule.check(traces)
     assert tz.full_state_dict(model).keys() == module.state_dict().keys()
 
 

@@ -27,8 +27,7 @@ from tests.harness.timelines import (
     timelines,
     with_rank,
 )
-from thunder_zero.plan.policy import MiB, Policy
-from thunder_zero.plan.times import Times
+from thunder_zero.plan.policy import MiB, Policy, Times
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
 from thunder_zero.schedule.lifetimes import gathered_bytes

@@ -164,3 +164,19 @@ def test_the_bytes_in_flight(width: int, blocks: int, policy: Policy, expected: 
 def test_policies_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         ZERO3.stage = 2  # type: ignore[misc]
+
+
+def test_a_policy_shows_what_is_not_a_default_and_few_of_many_paths() -> None:
+    assert repr(Policy(prefetch=0)) == "Policy(stage=3, prefetch=0)"
+    many = Policy(stage=2, ignored=tuple(f"blocks.{number}" for number in range(200)))
+    assert repr(many).endswith("'blocks.3', ... 196 more))")
+    assert "prefetch" not in repr(many)
+
+
+def test_a_plan_shows_a_summary_on_one_line() -> None:
+    module = nn.Sequential(*(Block() for _ in range(100)))
+    shown = repr(make_plan(module, Policy(stage=2, replicated=("*.norm",)), 4, 1, replicas=2))
+    assert len(shown) < 200
+    assert "\n" not in shown
+    for words in ("ZeRO-2", "rank 1 of 4", "2 copies", "600 parameters", "400 of them sharded", "100 units"):
+        assert words in shown

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import ALONE, in_flight_bytes, lines, model, timed, with_policy, with_rank
-from thunder_zero.plan.policy import MiB, Policy
-from thunder_zero.plan.times import Times
+from thunder_zero.plan.policy import MiB, Policy, Times
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.prefetch import ended_before, ended_in_time, prefetch
 from thunder_zero.schedule.regather import regather
@@ -201,11 +200,16 @@ def test_times_that_cannot_be(call: Callable[[], Any], words: str) -> None:
 
 
 def test_times_are_values_that_nobody_changes() -> None:
-    """Ranks compare how their policies look."""
+    """Ranks compare how their policies look, which is short whatever was measured."""
     seconds = {"a": 1, "b": 2.0}
     one, other = Times(seconds, {}, 3), Times({"b": 2, "a": 1.0}, {}, 3.0)
     assert (one, repr(one), hash(one)) == (other, repr(other), hash(other))
     assert {Policy(times=one), Policy(times=other)} == {Policy(times=one)}
     seconds["b"] = 2.5
     assert one == other != Times(seconds, {}, 3)
+    swapped = Times({"a": 2.0, "b": 1.0}, {}, 3)
+    assert repr(one) != repr(swapped)
+    assert "2 gathers, 3 s" in repr(one)
+    assert "2 gathers, 3 s" in repr(swapped)
+    assert len(repr(Times({f"blocks.{number}.w": 0.1 for number in range(1000)}, seconds, 3))) < 200
     assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tests.harness.timelines import lines, program, same_results, split, with_policy
 from thunder_zero.plan.policy import Policy
-from thunder_zero.schedule.min_cut import cheapest_to_keep
 from thunder_zero.schedule.passes import run
-from thunder_zero.schedule.recompute import recompute
+from thunder_zero.schedule.recompute import cheapest_to_keep, recompute
 from thunder_zero.schedule.timeline import Kind, ScheduleError, Timeline
 from thunder_zero.schedule.units import runs
 from thunder_zero.schedule.verify import check_schedule

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.harness.timelines import ALONE, Use, model, same_results, timelines, with_policy
+from thunder_zero.plan.amounts import size
 from thunder_zero.plan.policy import MiB, Policy
 from thunder_zero.schedule.passes import run
 from thunder_zero.schedule.timeline import Kind, Op, ScheduleError, Timeline, Value
@@ -255,7 +257,7 @@ ANYWHERE = (*ORDER, *LAUNCHES_AND_WAITS, *GATHERS, *FREES, *GRADIENTS, *COPIES, 
 CASES = [
     *(("ZeRO-3", *row, True) for row in ANYWHERE),
     *(("ZeRO-3", *row, False) for row in ONLY_BY_LIFTED),
-    ("ZeRO-2", gathered_twice, "gathers c.frozen again after op .*; it is gathered once", True),
+    ("ZeRO-2", gathered_twice, "gathers c.frozen again after op .*; it is kept unsharded", True),
     ("all ahead", lambda t: with_policy(t, prefetch=1), "gathers 2 units ahead; prefetch is 1", True),
     ("one ahead", lambda t: moved(t, "writes mean_d.w", "gather a.w again", 1), "starts 4 bytes ahead beside 8", False),
     *(("no_sync", *row, True) for row in UNDER_NO_SYNC),
@@ -289,6 +291,27 @@ def test_a_lifetime_that_does_not_end_is_an_error_only_after_the_last_pass() -> 
     check_pass(ZERO3, ZERO3)
     with pytest.raises(ScheduleError, match=r"reads forward's|never freed"):
         check_schedule(ZERO3, ZERO3)
+
+
+def test_the_public_check_takes_what_has_a_timeline_and_nothing_else() -> None:
+    check(SimpleNamespace(timeline=scheduled("ZeRO-3")))
+    with pytest.raises(ScheduleError, match="is never waited for"):
+        check(SimpleNamespace(timeline=ZERO3.with_ops(op for op in ZERO3.ops if op.kind is not Kind.WAIT)))
+    with pytest.raises(TypeError, match=r"takes a Timeline or Traces, got str; pass tz\.traces_of"):
+        check("model")  # type: ignore[arg-type]
+
+
+def test_a_timeline_shows_a_few_lines_however_long_it_is() -> None:
+    timeline = run(model(replace(ALONE, stage=2), *(f"unit{number}.w" for number in range(300))))
+    first, forward, backward = repr(timeline).splitlines()
+    assert "ZeRO-2, rank" in first
+    assert "300 parameters" in first
+    assert f"{len(timeline.ops)} operations" in first
+    sent = sum(timeline.bytes_sent(op) for op in timeline.ops if op.backward)
+    assert "300 gather" in forward
+    assert "300 reduce" in backward
+    assert f"sends {size(sent)}" in backward
+    assert max(map(len, (first, forward, backward))) < 160
 
 
 def test_an_error_names_the_operations_and_the_parameter() -> None:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 
-from thunder_zero.plan.policy import Policy
+from thunder_zero.plan.policy import Policy, Times
 from thunder_zero.plan.precision import MixedPrecision
-from thunder_zero.plan.times import Times
 from thunder_zero.sharded.initial_values import Sources
 from thunder_zero.sharded.initial_values.weights_folder import SafetensorsWeights
 

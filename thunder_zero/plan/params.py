@@ -15,8 +15,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from thunder_zero.plan import layout
+from thunder_zero.plan.amounts import size
 from thunder_zero.plan.policy import STAGES, Policy, is_count
-from thunder_zero.plan.precision import MixedPrecision
+from thunder_zero.plan.precision import MixedPrecision, around
 from thunder_zero.plan.sizes import Sizes, chosen, on_cpu, on_gpu
 
 if TYPE_CHECKING:
@@ -101,6 +102,16 @@ class Plan:
     replicas: int = 1
     memory_bytes: int | None = None
 
+    def __repr__(self) -> str:
+        """A summary; :attr:`params` has the parameters."""
+        copies = f", {self.replicas} copies of the model" if self.replicas > 1 else ""
+        full = size(sum(param.full_bytes for param in self.params))
+        sharded = sum(param.sharded for param in self.params)
+        return (
+            f"<Plan of {STAGES[self.policy.stage].name}, rank {self.rank} of {self.world_size}{copies}: "
+            f"{len(self.params)} parameters ({full}), {sharded} of them sharded, in {len(self.units)} units>"
+        )
+
     @property
     def ranks(self) -> int:
         """How many ranks train the model."""
@@ -119,7 +130,7 @@ class Plan:
 
     @property
     def kept_unsharded(self) -> tuple[str, ...]:
-        """Paths of the sharded parameters that are gathered once for forward and backward.
+        """Paths of the sharded parameters that one gather serves for forward and backward.
 
         ZeRO-3 knows them once it has scheduled a step, so ask ``traces_of(model).plan``. They make up whole units;
         forward still frees those that backward does not read (biases).
@@ -200,9 +211,9 @@ class Plan:
         """Bytes that this rank sends to reduce the parameter's gradient once."""
         if not param.sharded:
             return layout.all_reduce_sends(param.shape, self.ranks) * param.reduce_dtype.itemsize
-        inside = layout.scatter_sends(param.shape, self.world_size, self.rank)
+        shard = layout.scatter_sends(param.shape, self.world_size, self.rank)
         rows = (layout.owned_numel(param.shape, self.world_size, self.rank),)
-        return (inside + layout.all_reduce_sends(rows, self.replicas)) * param.reduce_dtype.itemsize
+        return (shard + layout.all_reduce_sends(rows, self.replicas)) * param.reduce_dtype.itemsize
 
 
 def repeated_blocks(module: nn.Module) -> tuple[str, ...]:
@@ -285,7 +296,11 @@ def _names(module: nn.Module, policy: Policy, modules: set[str]) -> dict[nn.Para
     _require_fitting("replicated names", policy.replicated, paths, module)
     with_buffers = {*paths, *(name for name, _ in module.named_buffers())}
     _require_fitting("mixed_precision overrides", policy.mixed_precision.overrides, with_buffers, module)
-    names = {param: paths for param, paths in names.items() if not any(_is_ignored(path, policy) for path in paths)}
+    names = {
+        param: paths
+        for param, paths in names.items()
+        if not any(part in policy.ignored for path in paths for part in around(path))
+    }
     if not names:
         raise ValueError(
             f"{type(module).__name__} has no parameters{' that are not ignored' * bool(policy.ignored)}; there is "
@@ -331,22 +346,12 @@ def _require_fitting(field: str, patterns: Iterable[str], there: set[str], modul
             )
 
 
-def _is_ignored(path: str, policy: Policy) -> bool:
-    return any(path == ignored or path.startswith(f"{ignored}.") for ignored in policy.ignored)
-
-
-def _is_replicated(path: str, policy: Policy) -> bool:
-    """Whether a pattern fits a parameter's path, or the path of a submodule around it."""
-    parts = path.split(".")
-    around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    return any(fnmatchcase(part, pattern) for part in around for pattern in policy.replicated)
-
-
 def _plan_param(param: nn.Parameter, names: tuple[str, ...], policy: Policy, unit: str) -> Param:
     stage = STAGES[policy.stage]
     is_small = param.nbytes < policy.replicate_below_bytes
-    replicated = is_small or any(_is_replicated(name, policy) for name in names)
-    sharded = stage.sharded and layout.is_sharded(tuple(param.shape)) and not replicated
+    parts = {part for name in names for part in around(name)}
+    replicated = any(fnmatchcase(part, pattern) for part in parts for pattern in policy.replicated)
+    sharded = stage.sharded and layout.is_sharded(tuple(param.shape)) and not (is_small or replicated)
     precision = _precision_of(names, policy.mixed_precision) if param.is_floating_point() else MixedPrecision()
     compute_dtype = precision.param_dtype or param.dtype
     return Param(

@@ -1,16 +1,17 @@
-"""The user's policy, and the table of stages. Frozen data.
+"""The user's policy, measured times, and the table of stages. Frozen data.
 
 ``STAGES`` alone defines a stage; all other code reads its row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from math import isfinite
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from thunder_zero.plan.precision import MixedPrecision
-from thunder_zero.plan.times import Times
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +38,62 @@ STAGES: tuple[Stage, ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How long a rank computes from gather to gather, and how fast a gather is.
+
+    A gather is named by the path of the first parameter of its bucket. Ranks compare their ``repr``, which is equal for
+    equal times, and has a checksum of the seconds, so that others differ.
+
+    Attributes:
+        forward: seconds computed, without communication, between the wait for this gather and the wait for the next
+            one in forward. The last one of a phase needs none. A gather without an entry counts as 0 seconds, so that
+            the next one starts too early rather than too late.
+        backward: the same in backward.
+        bytes_per_second: bytes that a rank sends, and receives, in a second of a gather that has the wire to itself;
+            ``math.inf`` where nothing travels.
+
+    Raises:
+        ValueError: a time or the speed is out of its range.
+    """
+
+    forward: Mapping[str, float] = field(hash=False)
+    backward: Mapping[str, float] = field(hash=False)
+    bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        for phase in ("forward", "backward"):
+            object.__setattr__(self, phase, _checked(phase, getattr(self, phase)))
+        if not _is_number(self.bytes_per_second) or not self.bytes_per_second > 0:
+            raise ValueError(
+                f"bytes_per_second is {self.bytes_per_second!r}; give the bytes that a rank sends per second, more "
+                f"than 0 (math.inf if nothing travels)"
+            )
+        object.__setattr__(self, "bytes_per_second", float(self.bytes_per_second))
+
+    def __repr__(self) -> str:
+        seconds = {"forward": self.forward, "backward": self.backward}
+        gathers = ", ".join(f"{name}=<{len(of)} gathers, {sum(of.values()):.3g} s>" for name, of in seconds.items())
+        checksum = crc32(repr(seconds).encode())
+        return f"Times({gathers}, bytes_per_second={self.bytes_per_second}, <checksum {checksum:08x}>)"
+
+
+def _checked(phase: str, seconds: object) -> dict[str, float]:
+    """A copy in the order of the paths."""
+    if not isinstance(seconds, Mapping):
+        raise ValueError(f"{phase} is {seconds!r}; give a mapping from paths of parameters to seconds")
+    for path, value in seconds.items():
+        if not isinstance(path, str):
+            raise ValueError(f"{phase} has times for {path!r}; give the path of a parameter")
+        if not _is_number(value) or not isfinite(value) or value < 0:
+            raise ValueError(f"{phase} of {path!r} is {value!r}; give seconds of compute, 0 or more")
+    return {path: float(seconds[path]) for path in sorted(seconds)}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 COUNTS = {  # fields that count something, with their units
     "replicate_below_bytes": "bytes",
     "bucket_bytes": "bytes",
@@ -50,13 +107,9 @@ PATHS = {  # fields of paths
     "keep_units": "paths of units, such as ('blocks.3',)",
     "recompute_units": "paths of units, such as ('blocks.0',)",
 }
+SHOWN = 4  # paths of a field, in a repr
 RECOMPUTE = ("none", "cheap", "units")
-SWITCHES = (
-    "gather_per_unit",
-    "reshard_after_backward",
-    "cpu_offload",
-    "check_gradients",
-)
+SWITCHES = ("gather_per_unit", "reshard_after_backward", "cpu_offload", "check_gradients")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +143,7 @@ class Policy:
             earlier wait from which it still ends before compute needs it, if the wire carries one collective after the
             other. They replace ``prefetch``; ``in_flight_bytes`` still applies (default None).
         gather_per_unit: gather a parameter that several units use in forward (tied weights) once for each of them and
-            free it between, instead of once for all (default False). No effect on a parameter that is gathered once.
+            free it between, instead of once for all (default False). No effect on one that is kept unsharded.
         reshard_after_forward: ZeRO-3 only. None (default): all units but the last of forward, which backward needs
             first, as far as keeping those does not raise the peak of gathered bytes; ``Plan.kept_unsharded`` lists
             them. True: all units.
@@ -170,6 +223,17 @@ class Policy:
             raise ValueError(f"broadcast_from is {self.broadcast_from!r}; give a rank of the process group, or None")
         if self.unit_of is not None and not callable(self.unit_of):
             raise ValueError(f"unit_of is {self.unit_of!r}; give a function from the module to paths of units, or None")
+
+    def __repr__(self) -> str:
+        """The stage and the fields that are not their defaults; of many paths the first ones."""
+        texts = {"stage": repr(self.stage)}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, tuple) and len(value) > SHOWN:
+                texts[each.name] = f"({', '.join(map(repr, value[:SHOWN]))}, ... {len(value) - SHOWN} more)"
+            elif value != each.default and value != MixedPrecision():
+                texts[each.name] = repr(value)
+        return f"Policy({', '.join(f'{name}={text}' for name, text in texts.items())})"
 
 
 def is_count(value: object) -> bool:

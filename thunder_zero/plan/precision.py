@@ -67,7 +67,7 @@ class MixedPrecision:
 
     def of(self, path: str) -> MixedPrecision:
         """The precision of a parameter, buffer or submodule: its own entry, or that of an enclosing module."""
-        return self._override(tuple(_around(path))) or self
+        return self._override(tuple(around(path))) or self
 
     def border(self, path: str, own: torch.dtype | None) -> tuple[torch.dtype | None, torch.dtype | None]:
         """The dtypes to cast a module's inputs and outputs to; None: no cast.
@@ -78,11 +78,11 @@ class MixedPrecision:
         """
         if not path:
             return self.param_dtype if self.cast_forward_inputs else None, self.output_dtype
-        inside = self._override((path,))
-        if inside is None:
+        override = self._override((path,))
+        if override is None:
             return None, None
-        inputs = (inside.param_dtype or own) if inside.cast_forward_inputs else None
-        return inputs, inside.output_dtype or self.param_dtype
+        inputs = (override.param_dtype or own) if override.cast_forward_inputs else None
+        return inputs, override.output_dtype or self.param_dtype
 
     def _override(self, names: tuple[str, ...]) -> MixedPrecision | None:
         """The last entry whose pattern matches one of these names."""
@@ -91,7 +91,7 @@ class MixedPrecision:
         return matching[-1] if matching else None
 
 
-def _around(path: str) -> Iterator[str]:
+def around(path: str) -> Iterator[str]:
     """The path and those of its enclosing modules: ``a.b.c``, ``a.b``, ``a``."""
     while path:
         yield path

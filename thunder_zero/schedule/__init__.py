@@ -1,13 +1,24 @@
 """Decides when collectives start and end, and when gathered parameters are freed; knows no Thunder.
 
-The door is ``passes.run``, from a lifted timeline (``timeline.py``) to the schedule. Each pass is a pure function in a
-module of its own, and ``verify.py`` proves the result after each of them, ``verify_recompute.py`` after ``recompute``.
+In: a lifted timeline (``timeline.py``). Out: its schedule. Doors: ``passes.run``; ``verify.check`` for what will run.
+Each pass is a pure function in a module of its own, and ``verify.py`` proves the result after each of them::
+
+    gather  f0 <- t_w       lifted: at its use         gather  f0 <- t_w       prefetch: ahead of its use
+    wait    w  <- f0                                   compute x  <- ...
+    compute y  <- x, w                                 wait    w  <- f0
+                                                       compute y  <- x, w
+                                                 -->   free    w               free: after its last use in forward
+    -- backward --                                     -- backward --
+                                                       gather  f1 <- t_w       regather
+                                                       wait    v  <- f1
+    compute gx <- gy, w                                compute gx <- gy, v
+                                                       free    v
 """
 
 from thunder_zero.plan.params import Param as Param
 from thunder_zero.plan.params import Plan as Plan
 from thunder_zero.plan.params import make_plan as make_plan
-from thunder_zero.plan.times import Times as Times
+from thunder_zero.plan.policy import Times as Times
 from thunder_zero.schedule.timeline import Kind as Kind
 from thunder_zero.schedule.timeline import Op as Op
 from thunder_zero.schedule.timeline import ScheduleError as ScheduleError

@@ -9,8 +9,8 @@
                                             compute z   <- y
 
 The last use of a parameter is the last read of it or of a value derived from it, which may be a view of it.
-If it is gathered again for backward (``regather.py``), each phase has a last use; if it is gathered once, backward
-mostly has it. Resident and replicated parameters are never freed, nor are values that the return reads.
+If it is regathered for backward (``regather.py``), each phase has a last use; if it is kept unsharded, backward mostly
+has it. Resident and replicated parameters are never freed, nor are values that the return reads.
 """
 
 from __future__ import annotations

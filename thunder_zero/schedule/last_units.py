@@ -1,4 +1,4 @@
-"""Chooses the last units of forward that stay gathered for backward.
+"""Chooses the last units of forward that are kept unsharded for backward.
 
 Backward begins with the units that forward ends with. Leaving them gathered between the phases saves a gather each, and
 needs no more bytes than the peak of the other gathers::
@@ -9,6 +9,7 @@ needs no more bytes than the peak of the other gathers::
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -20,8 +21,8 @@ from thunder_zero.schedule.timeline import Kind, Op, Timeline
 from thunder_zero.schedule.units import runs, touches
 
 
-def with_last_units_once(timeline: Timeline, scheduled: Callable[[Timeline], Timeline]) -> Timeline:
-    """Plans to gather the last units of forward once, as many as do not raise the peak of gathered bytes.
+def with_last_units_kept(timeline: Timeline, scheduled: Callable[[Timeline], Timeline]) -> Timeline:
+    """Plans to keep the last units of forward unsharded, as many as do not raise the peak of gathered bytes.
 
     Args:
         timeline: before any pass.
@@ -38,13 +39,13 @@ def with_last_units_once(timeline: Timeline, scheduled: Callable[[Timeline], Tim
     runs = _runs_from_last(short)
 
     def fits(number: int) -> bool:
-        return peak(_gathering_once(timeline.plan, runs[:number])) <= bound
+        return peak(_keeping(timeline.plan, runs[:number])) <= bound
 
-    return replace(timeline, plan=_gathering_once(timeline.plan, runs[: largest(fits, len(runs))]))
+    return replace(timeline, plan=_keeping(timeline.plan, runs[: largest(fits, len(runs))]))
 
 
-def _gathering_once(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:
-    """The plan in which the parameters of these runs are gathered once, too."""
+def _keeping(plan: Plan, runs: Sequence[frozenset[str]]) -> Plan:
+    """The plan in which the parameters of these runs are kept unsharded, too."""
     paths = frozenset().union(*runs)
     return replace(
         plan,
@@ -62,14 +63,11 @@ def largest(fits: Callable[[int], bool], limit: int) -> int:
     >>> largest(lambda number: number * number <= 30, limit=100)
     5
     """
-    low, high = 0, 1
-    while high <= limit and fits(high):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    step = 1
+    while step <= limit and fits(step):
+        step *= 2
+    untried = range(step // 2 + 1, min(step, limit + 1))
+    return step // 2 + bisect_left(untried, True, key=lambda number: not fits(number))
 
 
 def _affecting_the_peak(timeline: Timeline) -> list[Op]:

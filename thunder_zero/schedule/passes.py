@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from thunder_zero.schedule.bucket import bucket
 from thunder_zero.schedule.free import free
-from thunder_zero.schedule.last_units import with_last_units_once
+from thunder_zero.schedule.last_units import with_last_units_kept
 from thunder_zero.schedule.prefetch import prefetch
 from thunder_zero.schedule.recompute import recompute
 from thunder_zero.schedule.regather import regather
@@ -29,8 +29,8 @@ def applied(timeline: Timeline, passes: Sequence[Pass]) -> Timeline:
 
 
 def keep_last_units(timeline: Timeline) -> Timeline:
-    """Gathers the last units of forward once for both phases, as many as do not raise the peak of gathered bytes."""
-    return with_last_units_once(timeline, lambda candidate: applied(candidate, (*GATHERING, free)))
+    """Keeps the last units of forward unsharded for backward, as many as do not raise the peak of gathered bytes."""
+    return with_last_units_kept(timeline, lambda candidate: applied(candidate, (*GATHERING, free)))
 
 
 GATHERING = (
@@ -39,7 +39,7 @@ GATHERING = (
     prefetch,  # start gathers ahead of their use, within the bytes in flight
 )
 PASSES = (
-    keep_last_units,  # choose the last units that are gathered once, without raising the peak
+    keep_last_units,  # choose the last units that are kept unsharded, without raising the peak
     *GATHERING,  # no gather moves any more
     sink_waits,  # end reductions late, within the bytes in flight
     recompute,  # compute again in backward what is cheap, rather than save it; no collective moves any more

@@ -14,8 +14,8 @@ wait of an earlier one, so that the computations between two waits stay one regi
     compute ..          compute ..
 
 The plan decides which wait that is: ``Sizes.prefetch`` counts units, whose gathers start after the first wait of an
-earlier unit; with ``policy.times`` it is the
-latest wait after which the gather can still end in time, if the wire carries one gather after the other::
+earlier unit; with ``policy.times`` it is the latest wait after which the gather can still end in time, if the wire
+carries one gather after the other::
 
     gather a            gather a
     wait   a            wait   a
@@ -30,7 +30,7 @@ latest wait after which the gather can still end in time, if the wire carries on
     wait   d            wait   d
 
 Reductions that start between two waits take the wire as well, before the gather of the second wait. In backward, a
-parameter that is gathered once counts as gathered ahead, and its first read as the wait.
+parameter that is kept unsharded counts as gathered ahead, and its first read as the wait.
 
 A gather never starts before its shards are written, nor in the other phase.
 """
@@ -125,8 +125,7 @@ def bounds(timeline: Timeline) -> dict[str, tuple[int, Bound]]:
 
 def _phases(timeline: Timeline) -> tuple[tuple[int, int], tuple[int, int]]:
     """The first position of each phase, and the one after its last."""
-    border = next((at for at, op in enumerate(timeline.ops) if op.backward), len(timeline.ops))
-    return (0, border), (border, len(timeline.ops))
+    return (0, timeline.border), (timeline.border, len(timeline.ops))
 
 
 def _starts_at_use(plan: Plan) -> bool:
@@ -139,8 +138,9 @@ def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
     uses = _uses(timeline, start, stop)
     starts: list[tuple[int, Op]] = []
     earliest = start - 1
-    for use, ended in zip(uses, _ended(timeline, uses), strict=True):
+    for use, by_bound in zip(uses, _bounds(timeline, uses), strict=True):
         if not use.is_kept_unsharded:
+            ended = max(by_bound.values())
             shards = max(timeline.writer.get(read, earliest) for read in use.gather.reads)
             earliest = max(earliest, shards, uses[ended - 1].at if ended else earliest)
             starts.append((earliest, use.gather))
@@ -150,7 +150,7 @@ def _starts(timeline: Timeline, start: int, stop: int) -> list[tuple[int, Op]]:
 def _uses(timeline: Timeline, start: int, stop: int) -> list[_Use]:
     """The buckets that one phase needs, in order."""
     ahead = _gathered_in_forward(timeline, start)
-    seen: set[str] = set()  # handles of buckets that are gathered once
+    seen: set[str] = set()  # handles of buckets that are kept unsharded
     uses: list[_Use] = []
     reduced = 0
     for at in range(start, stop):
@@ -186,13 +186,8 @@ def _gathered_in_forward(timeline: Timeline, border: int) -> dict[str, Op]:
     return {name: launches[of] for name, all_of in made_from.items() for of in all_of[::-1] if of in launches}
 
 
-def _ended(timeline: Timeline, uses: Sequence[_Use]) -> list[int]:
-    """For each bucket of a phase, how many of them must have been used before its gather starts."""
-    return [max(by_bound.values()) for by_bound in _bounds(timeline, uses)]
-
-
 def _bounds(timeline: Timeline, uses: Sequence[_Use]) -> list[dict[Bound, int]]:
-    """The same by what demands it."""
+    """For each bucket of a phase, how many of them must have been used before its gather starts, by what demands it."""
     policy = timeline.plan.policy
     in_bound = ended_before([timeline.full_bytes(use.gather) for use in uses], timeline.plan.sizes.ahead_bytes)
     if policy.times is None:

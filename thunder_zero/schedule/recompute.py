@@ -24,30 +24,28 @@ inputs, the launches do not.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
+
+import networkx as nx
+from networkx.algorithms.flow import boykov_kolmogorov
 
 from thunder_zero.plan.params import ROOT
-from thunder_zero.schedule.copies import copies, reads_renamed
 from thunder_zero.schedule.derived import gathered_from, regathered
 from thunder_zero.schedule.lifetimes import last_reads
-from thunder_zero.schedule.min_cut import cheapest_to_keep
+from thunder_zero.schedule.regather import copies, reads_renamed
 from thunder_zero.schedule.timeline import Kind, Op, Timeline, overwritten
 from thunder_zero.schedule.units import NOT_RECOMPUTED, Segments, is_vector, segments
 
 
 def recompute(timeline: Timeline) -> Timeline:
     """Computes again in backward what the policy allows, so that the fewest bytes are saved."""
-    if (
-        (timeline.plan.policy.recompute == "none" and not timeline.plan.recomputed)
-        or not timeline.ops[-2:-1]
-        or not timeline.ops[-2].backward
-    ):
+    has_backward = timeline.border < len(timeline.ops) - 1
+    if not has_backward or (timeline.plan.policy.recompute == "none" and not timeline.plan.recomputed):
         return timeline
     phases = _Phases(timeline)
-    refused: set[int] = set()  # positions of operations that would read a parameter that is not there
+    refused: set[int] = set()  # positions of operations that would read a parameter that backward does not have
     while True:
         placement = _Placement(phases, _chain(phases, refused))
         placement.run()
@@ -74,12 +72,7 @@ class _Phases:
     @cached_property
     def writer(self) -> dict[str, int]:
         """The values of forward, each with the position of its writer."""
-        return {name: at for at, op in enumerate(self.forward) for name in op.writes}
-
-    @cached_property
-    def forward(self) -> tuple[Op, ...]:
-        """The operations of forward."""
-        return tuple(takewhile(lambda op: not op.backward, self.timeline.ops))
+        return {name: at for name, at in self.timeline.writer.items() if at < self.timeline.border}
 
     @cached_property
     def segments(self) -> Segments:
@@ -94,7 +87,7 @@ class _Phases:
         return gathered_from(self.timeline)
 
     @cached_property
-    def there(self) -> dict[str, range]:
+    def available(self) -> dict[str, range]:
         """The gathered parameters (values of forward), each with the positions where backward has it anyway."""
         last = last_reads(self.timeline, self.gathered)
         end = len(self.timeline.ops)
@@ -166,7 +159,7 @@ class _Phases:
     def may_read(self, name: str) -> bool:
         """Whether backward has a derived value of forward anyway, or can compute it again from what it has."""
         at = self.writer[name]
-        if any(self.there[full].stop <= len(self.forward) for full in self.gathered[name]):
+        if any(self.available[full].stop <= self.timeline.border for full in self.gathered[name]):
             return False
         return self.timeline.ops[at].kind is Kind.WAIT or name in self.read or self.may_repeat(at)
 
@@ -222,6 +215,39 @@ def _graph(phases: _Phases, refused: set[int]) -> tuple[list[str], dict[str, set
             todo += made_from[memory] or ()
     nodes = sorted(made_from, key=lambda memory: (phases.writer.get(memory, -1), memory))
     return nodes, made_from, wanted
+
+
+def cheapest_to_keep(
+    nbytes: Sequence[int], made_from: Sequence[Collection[int] | None], wanted: Collection[int]
+) -> tuple[set[int], set[int]]:
+    """Chooses which values to keep, and which to compute again, so that the fewest bytes are kept: a minimum cut.
+
+    Among the choices of fewest bytes it takes the one that computes least again. That choice is unique, so that all
+    ranks make the same.
+
+    Args:
+        nbytes: of each value.
+        made_from: the values from which each is computed; None if it cannot be computed again.
+        wanted: the values that must be kept or computed again.
+
+    Returns:
+        The values to keep, and the values to compute again.
+
+    >>> cheapest_to_keep([4, 8, 8], [None, {0}, {1}], wanted={1, 2})
+    ({0}, {1, 2})
+    """
+    # Value n is an edge of its bytes from node 2n to 2n + 1. Edges without a capacity are too large for any cut.
+    network = nx.DiGraph()
+    network.add_nodes_from(("start", "end"))
+    for number, (size, sources) in enumerate(zip(nbytes, made_from, strict=True)):
+        network.add_edge("start" if sources is None else 2 * number, 2 * number + 1, capacity=size)
+        network.add_edges_from((2 * source + 1, 2 * number) for source in sources or ())
+    network.add_edges_from((2 * number + 1, "end") for number in wanted)
+    # Of all minimum cuts networkx returns the one nearest to the end: all that can still reach it is behind the cut.
+    _, (_, behind) = nx.minimum_cut(network, "start", "end", flow_func=boykov_kolmogorov)
+    needed = {number for number in range(len(nbytes)) if 2 * number + 1 in behind}
+    recomputed = {number for number in needed if 2 * number in behind}
+    return needed - recomputed, recomputed
 
 
 class _Placement:
@@ -283,5 +309,5 @@ class _Placement:
             self.ops += new
             for position in positions:
                 reads = phases.timeline.ops[position].reads
-                if any(at not in phases.there[full] for read in reads for full in phases.gathered.get(read, ())):
+                if any(at not in phases.available[full] for read in reads for full in phases.gathered.get(read, ())):
                     self.refused.add(position)

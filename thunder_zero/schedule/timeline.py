@@ -21,6 +21,7 @@ Values are names; ``Timeline.values`` has their sizes and dtypes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -29,6 +30,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from thunder_zero.plan import layout
+from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Param, Plan
 
 if TYPE_CHECKING:
@@ -144,6 +146,15 @@ class Timeline:
     inputs: Mapping[str, str | None] = field(default_factory=dict)
     gradients: tuple[tuple[str, str], ...] = ()
 
+    def __repr__(self) -> str:
+        """A summary: the plan, and of each phase the operations by kind and the bytes that this rank sends."""
+        lines = [f"<Timeline: {len(self.ops)} operations, {self.plan!r}"]
+        for phase in ("forward", "backward"):
+            ops = [op for op in self.ops if op.backward is (phase == "backward")]
+            kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(op.kind for op in ops).most_common())
+            lines.append(f"  {phase}: {kinds or 'nothing'}; sends {size(sum(map(self.bytes_sent, ops)))}")
+        return "\n".join(lines) + ">"
+
     @cached_property
     def replicated(self) -> frozenset[str]:
         """Inputs that are replicated parameters. Both phases may read them, so values that depend on them and on
@@ -236,13 +247,13 @@ class Timeline:
         )
 
     def busiest_sends(self, op: Op, param: Param) -> tuple[int, int]:
-        """Of a sharded parameter: bytes that the busiest rank sends inside its copy of the model, and across copies."""
+        """Of a sharded parameter: bytes that the busiest rank sends in its shard group, and in its replicate group."""
         world, itemsize = self.plan.world_size, self.travels_in(op, param).itemsize
         busiest = layout.busiest_rank(world)
-        inside = (world - 1) * prod(layout.shard_shape(param.shape, world, busiest))
+        shard = (world - 1) * prod(layout.shard_shape(param.shape, world, busiest))
         rows = layout.owned_numel(param.shape, world, busiest)
-        across = layout.all_reduce_sends((rows,), self.plan.replicas) if op.kind is Kind.REDUCE else 0
-        return inside * itemsize, across * itemsize
+        replicate = layout.all_reduce_sends((rows,), self.plan.replicas) if op.kind is Kind.REDUCE else 0
+        return shard * itemsize, replicate * itemsize
 
     def travels_in(self, op: Op, param: Param) -> torch.dtype:
         """The dtype in which a launch sends a parameter, or its gradient."""

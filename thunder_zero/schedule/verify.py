@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 from thunder_zero.schedule.derived import gathered_from, needed_in_backward, regathered
 from thunder_zero.schedule.lifetimes import last_reads
@@ -17,16 +18,30 @@ from thunder_zero.schedule.units import is_vector
 from thunder_zero.schedule.verify_in_flight import check_in_flight, check_making
 
 
-def check(timeline: Timeline, trained: Collection[str] = ()) -> None:
+@runtime_checkable
+class HasTimeline(Protocol):
+    """What ``tz.traces_of`` returns, of which this room, which knows no Thunder, needs the timeline alone."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """Both phases of a step."""
+
+
+def check(timeline: Timeline | HasTimeline, trained: Collection[str] = ()) -> None:
     """Prove that the timeline of the traces that run is right.
 
     Args:
-        timeline: what to prove.
+        timeline: what to prove, or the ``Traces`` that ``tz.traces_of`` or ``tz.trace`` returns, which have it.
         trained: paths of the parameters whose gradients backward must return.
 
     Raises:
         ScheduleError: the first rule that does not hold.
+        TypeError: it is neither.
     """
+    if isinstance(timeline, HasTimeline):
+        timeline = timeline.timeline
+    if not isinstance(timeline, Timeline):
+        raise TypeError(f"check takes a Timeline or Traces, got {type(timeline).__name__}; pass tz.traces_of(model)")
     _check_communication(timeline)
     _check_results(timeline, trained)
     _check_lifetimes(timeline)
@@ -81,7 +96,7 @@ def _check_results(timeline: Timeline, trained: Collection[str]) -> None:
 def _check_lifetimes(timeline: Timeline) -> None:
     made_from = gathered_from(timeline)
     last = last_reads(timeline, made_from)
-    _check_gathered_again(timeline)
+    _check_regathered(timeline)
     _check_saved(timeline)
     _check_frees(timeline, made_from, last)
     _check_ends(timeline, made_from, last)
@@ -290,14 +305,14 @@ def _gathered(timeline: Timeline, made_from: Mapping[str, Sequence[str]], free: 
     return None
 
 
-def _check_gathered_again(timeline: Timeline) -> None:
-    """A parameter is gathered once in all or once in each phase; with ``gather_per_unit``, several times in forward."""
+def _check_regathered(timeline: Timeline) -> None:
+    """A gather serves both phases (kept unsharded), or one; with ``gather_per_unit`` forward may have several."""
     gathered: dict[tuple[str, bool], int] = {}
     for at, op in enumerate(timeline.ops):
         for param in timeline.params_of(op) if op.kind is Kind.GATHER else ():
             phase = (param.path, op.backward and not param.kept_unsharded)
             if phase in gathered and (op.backward or param.kept_unsharded or not param.gather_per_unit):
-                why = "is gathered once" if param.kept_unsharded else "needs one gather in each phase"
+                why = "is kept unsharded" if param.kept_unsharded else "needs one gather in each phase"
                 raise fault(timeline, at, f"gathers {param.path} again after op {gathered[phase]}; it {why}")
             gathered[phase] = at
 
@@ -317,7 +332,7 @@ def _check_gathered_for(timeline: Timeline, lifted: Timeline) -> None:
 
 
 def _check_saved(timeline: Timeline) -> None:
-    """Backward reads no derived value of forward, unless its parameters are gathered once for both phases."""
+    """Backward reads no derived value of forward, unless its parameters are kept unsharded."""
     crossing = regathered(timeline)
     for at, op in enumerate(timeline.ops[:-1]):
         if op.backward and (saved := [name for name in op.reads if name in crossing]):

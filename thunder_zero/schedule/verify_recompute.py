@@ -23,7 +23,7 @@ def check_recompute(timeline: Timeline, before: Timeline) -> None:
         ScheduleError: the first rule that does not hold.
     """
     _check_others_stay(timeline, before)
-    _check_computed_again(timeline, before)
+    _check_recomputed(timeline, before)
     _check_lives_no_longer(timeline, before)
 
 
@@ -43,7 +43,7 @@ def _check_others_stay(timeline: Timeline, before: Timeline) -> None:
             raise fault(timeline, at, f"stands where the order without recomputing has {expected}")
 
 
-def _check_computed_again(timeline: Timeline, before: Timeline) -> None:
+def _check_recomputed(timeline: Timeline, before: Timeline) -> None:
     """What backward computes again, but for derived values, is of a kind that the policy allows for its unit, and reads
     values that nothing overwrites."""
     policy = timeline.plan.policy.recompute

@@ -8,8 +8,7 @@ from statistics import median
 
 from thunder_zero.comm import agree
 from thunder_zero.frontends.zero_module import traces_of, zero_module
-from thunder_zero.plan.policy import is_count
-from thunder_zero.plan.times import Times
+from thunder_zero.plan.policy import Times, is_count
 from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.sharded.sharded_model import tagged
 from thunder_zero.sharded.state import State

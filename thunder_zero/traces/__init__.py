@@ -1,6 +1,11 @@
 """Reads and writes Thunder's traces; never talks to ``torch.distributed``.
 
-The doors, in the order in which ``transform.py`` uses them: ``insert.py`` before autodiff, ``executors.py`` on the
-joint trace (lift, passes, emit), ``lift.lift_phases`` on the traces that run. ``symbols.py`` has the lines that call
-the runtime.
+In: the trace that Thunder acquired. Out: the traces that run, and their timeline. Doors, in the order in which
+``program_transform.py`` uses them: ``insert.py`` before autodiff, ``executors.py`` on the joint trace (lift, passes,
+emit), ``lift.lift_phases`` on the traces that run. ``symbols.py`` has the lines that call the runtime::
+
+    y = linear(x, t_w)                                        acquired
+    t0 = zero_synchronize(t_w, 'w'); y = linear(x, t0)        insert
+    p0 = zero_all_gather(t_w, 'w'); t0 = zero_wait(p0); ...   lowered by Thunder: lift makes a timeline of it
+    gather p0 <- t_w; wait t0 <- p0; compute y <- x, t0       the timeline, which the passes reorder; emit writes it
 """

@@ -106,16 +106,14 @@ def defer_reductions(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     t1 = zero_wait(p0)                        ->      t1 = zero_defer_reduction(grad, 'w')
     """
     new = from_trace(trace)
-    reduced: dict[str, BoundSymbol] = {}
+    launches = _reductions(trace, executor)
     with tracectx(new):
         for line in trace.bound_symbols:
-            if executor.launches.get(line.sym.name) in (executor.all_reduce, executor.reduce_scatter):
-                reduced[line.output.name] = line
-            elif line.sym == executor.wait and (launch := reduced.get(line.args[0].name)) is not None:
-                deferred = executor.defer.bind(*launch.args, output=line.output)
+            if line.sym == executor.wait and line.args[0].name in launches:
+                deferred = executor.defer.bind(*launches[line.args[0].name].args, output=line.output)
                 deferred.tags |= line.tags
                 new.bound_symbols.append(deferred)
-            else:
+            elif not _is_reduction(line, executor):
                 new.bound_symbols.append(line)
     return new
 
@@ -135,7 +133,9 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     has_backward = is_joint(result) and any(isinstance(grad, Proxy) for grad in result["output"])
     if not executor.program.synced or not has_backward:
         return trace
-    reduced = _reduced(trace, executor)
+    launches = _reductions(trace, executor)
+    waits = [line for line in trace.bound_symbols if line.sym == executor.wait and line.args[0].name in launches]
+    reduced = {launches[wait.args[0].name].args[1]: wait.output for wait in waits}  # by path
     unreached = tuple(param.path for param in executor.plan.params if param.requires_grad and param.path not in reduced)
     new = from_trace(trace)
     lines: list[BoundSymbol] = []
@@ -152,13 +152,10 @@ def close_backward(trace: TraceCtx, executor: ZeroExecutor) -> TraceCtx:
     return new
 
 
-def _reduced(trace: TraceCtx, executor: ZeroExecutor) -> dict[str, Proxy]:
-    """The reduced gradients of a lowered trace, by path."""
-    reduced: dict[str, Proxy] = {}
-    launched: dict[str, str] = {}
-    for bsym in trace.bound_symbols:
-        if executor.launches.get(bsym.sym.name) in (executor.all_reduce, executor.reduce_scatter):
-            launched[bsym.output.name] = bsym.args[1]
-        elif bsym.sym == executor.wait and bsym.args[0].name in launched:
-            reduced[launched[bsym.args[0].name]] = bsym.output
-    return reduced
+def _reductions(trace: TraceCtx, executor: ZeroExecutor) -> dict[str, BoundSymbol]:
+    """The launches of a lowered trace that reduce, by the names of their handles."""
+    return {line.output.name: line for line in trace.bound_symbols if _is_reduction(line, executor)}
+
+
+def _is_reduction(line: BoundSymbol, executor: ZeroExecutor) -> bool:
+    return executor.launches.get(line.sym.name) in (executor.all_reduce, executor.reduce_scatter)

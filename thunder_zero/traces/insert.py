@@ -148,9 +148,6 @@ def _refuse_parameters(bsym: BoundSymbol, inputs: dict[str, Param]) -> None:
             )
 
 
-HEX_DIGITS = 8
-
-
 def launches_of(trace: TraceCtx, executor: ZeroExecutor) -> list[str]:
     """What a phase sends, in order, such as ``all_gather h.0.w, h.0.b``. Frees and waits are a rank's own matter: the
     shapes of its inputs may decide what it computes again."""
@@ -174,7 +171,7 @@ def with_enter(trace: TraceCtx, program: ProgramName, executor: ZeroExecutor) ->
     at = next((at for at, bsym in enumerate(trace.bound_symbols) if bsym.sym.name in executor.launches), None)
     if at is None:
         return trace
-    digest = hashlib.sha256("\n".join(launches_of(trace, executor)).encode()).hexdigest()[:HEX_DIGITS]
+    digest = hashlib.sha256("\n".join(launches_of(trace, executor)).encode()).hexdigest()[:8]
     new = from_trace(trace)
     with tracectx(new):
         line = executor.enter.bind(str(program), digest, output=None)

@@ -208,13 +208,8 @@ def _values(lines: Sequence[TraceLine]) -> dict[str, Value]:
             base = values[viewed].base or viewed
         for proxy in (*line.gives, *line.given):
             if proxy.name not in values and isinstance(proxy, TensorProxy | FutureTensorProxy):
-                values[proxy.name] = Value(prod(proxy.shape) * dtype_bytes(proxy), dtype_name(proxy.dtype), base)
+                values[proxy.name] = Value(prod(proxy.shape) * int(proxy.dtype.bytes), dtype_name(proxy.dtype), base)
     return values
-
-
-def dtype_bytes(proxy: TensorProxy | FutureTensorProxy) -> int:
-    """Bytes of one element."""
-    return int(proxy.dtype.bytes)
 
 
 def _forward_lines(lines: Sequence[TraceLine]) -> list[bool]:

@@ -41,7 +41,7 @@ class Program:
     """The facts about the compilation for one kind of input.
 
     Attributes:
-        plan: the plan of each parameter; the schedule adds the parameters that are gathered once.
+        plan: the plan of each parameter; the schedule adds what is kept unsharded.
         inputs: the inputs of the trace that are parameters of the plan, with their paths.
         others: the inputs that are buffers of the module, or parameters that the policy ignores, with their paths.
         trained: paths of the parameters that get a gradient from autodiff.

@@ -7,7 +7,7 @@ such as a reshape, are VIEW work but not in ``VIEWS``, since a trace does not kn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -152,47 +152,23 @@ def _output(bsym: BoundSymbol) -> Shape:
     return tuple(map(int, bsym.output.shape))
 
 
-def _product(shapes: list[Shape], bsym: BoundSymbol) -> int:
-    """``matmul``, ``linear`` and others whose first tensor has the contracted dimension last."""
-    return 2 * prod(_output(bsym)) * shapes[0][-1]
+def _product(shapes: list[Shape], bsym: BoundSymbol, *, left: int = 0) -> int:
+    """``matmul``, ``linear`` and others: tensor ``left`` has the contracted dimension last."""
+    return 2 * prod(_output(bsym)) * shapes[left][-1]
 
 
-def _added_product(shapes: list[Shape], bsym: BoundSymbol) -> int:
-    """``addmm`` and others: a tensor is added to the product of the next two."""
-    return 2 * prod(_output(bsym)) * shapes[1][-1]
-
-
-def _product_vjp(shapes: list[Shape], bsym: BoundSymbol) -> int:
+def _product_vjp(shapes: list[Shape], bsym: BoundSymbol, *, left: int = 0) -> int:
     """The product is computed again, then the gradients of both factors: three products of the same size."""
-    left, right = shapes[0], shapes[1]
-    return 3 * 2 * prod(left) * (right[-1] if len(right) > 1 else 1)
+    right = shapes[left + 1]
+    return 3 * 2 * prod(shapes[left]) * (right[-1] if len(right) > 1 else 1)
 
 
-def _added_product_vjp(shapes: list[Shape], bsym: BoundSymbol) -> int:
-    return _product_vjp(shapes[1:], bsym)
-
-
-def _scores(query: Shape, key: Shape, *widths: int) -> int:
-    """Products of (queries, keys) with these widths of a head; query heads may share key heads."""
-    return 2 * prod(query[:-1]) * key[-2] * sum(widths)
-
-
-def _attention(shapes: list[Shape], bsym: BoundSymbol) -> int:
-    """Scores and their product with the values."""
-    query, key, value = shapes[:3]
-    return _scores(query, key, query[-1], value[-1])
-
-
-def _attention_backward(shapes: list[Shape], bsym: BoundSymbol) -> int:
-    """The scores again, then the gradients of weights, values, queries and keys. The output's gradient comes first."""
-    _, query, key, value = shapes[:4]
-    return _scores(query, key, *[query[-1]] * 3, *[value[-1]] * 2)
-
-
-def _mask_backward(shapes: list[Shape], bsym: BoundSymbol) -> int:
-    """The scores again, and the gradient of the weights."""
-    _, query, key, value = shapes[:4]
-    return _scores(query, key, query[-1], value[-1])
+def _attention(shapes: list[Shape], bsym: BoundSymbol, *, query: int = 0, widths: tuple[int, int] = (1, 1)) -> int:
+    """Products of (queries, keys) with widths of a head: so many times a query's, and a value's. Query heads may share
+    key heads. Forward has the scores, and their product with the values."""
+    of_query, of_key, of_value = shapes[query : query + 3]
+    width = widths[0] * of_query[-1] + widths[1] * of_value[-1]
+    return 2 * prod(of_query[:-1]) * of_key[-2] * width
 
 
 def _primitive_convolution(shapes: list[Shape], bsym: BoundSymbol) -> int:
@@ -205,14 +181,9 @@ def _convolution(shapes: list[Shape], bsym: BoundSymbol) -> int:
     return 2 * prod(_output(bsym)) * prod(shapes[1][1:])
 
 
-def _transposed_convolution(shapes: list[Shape], bsym: BoundSymbol) -> int:
+def _transposed_convolution(shapes: list[Shape], bsym: BoundSymbol, *, times: int = 1) -> int:
     """Each element of the input does."""
-    return 2 * prod(shapes[0]) * prod(shapes[1][1:])
-
-
-def _transposed_convolution_vjp(shapes: list[Shape], bsym: BoundSymbol) -> int:
-    """The convolution again, then the gradients of input and weight, which take as much each."""
-    return 3 * _transposed_convolution(shapes, bsym)
+    return times * 2 * prod(shapes[0]) * prod(shapes[1][1:])
 
 
 def _convolution_input_gradient(shapes: list[Shape], bsym: BoundSymbol) -> int:
@@ -232,26 +203,30 @@ def _named(count: Count, names: str) -> dict[str, Count]:
 
 COUNTS: dict[str, Count] = {
     **_named(_product, "matmul linear bmm mm mv dot"),
-    **_named(_added_product, "addmm baddbmm"),
+    **_named(partial(_product, left=1), "addmm baddbmm"),  # a tensor is added to the product of the next two
     **_named(_product_vjp, "bmm_vjp mm_vjp mv_vjp dot_vjp"),
-    **_named(_added_product_vjp, "addmm_vjp baddbmm_vjp"),
+    **_named(partial(_product_vjp, left=1), "addmm_vjp baddbmm_vjp"),
     **_named(
         _attention,
         """scaled_dot_product_attention cpu_flash_attention cudnn_sdpa_fwd fa3_fwd nv_sdpfa_fwd
         sdpaex_grad_forward_scaled_dot_product_efficient_attention
         sdpafx_grad_forward_scaled_dot_product_efficient_attention""",
     ),
-    **_named(
-        _attention_backward,
+    **_named(  # the scores again, then the gradients of weights, values, queries and keys; the output's comes first
+        partial(_attention, query=1, widths=(3, 2)),
         """cpu_flash_attention_backward cudnn_sdpa_bwd fa3_bwd nv_sdpfa_bwd
         sdpaex_scaled_dot_product_efficient_attention_backward
         sdpafx_scaled_dot_product_efficient_attention_backward""",
     ),
-    **_named(_mask_backward, "cpu_flash_attention_mask_backward"),
+    # the scores again, and the gradient of the weights
+    **_named(partial(_attention, query=1), "cpu_flash_attention_mask_backward"),
     **_named(_primitive_convolution, "convolution"),
     **_named(_convolution, "conv1d conv2d conv3d"),
     **_named(_transposed_convolution, "conv_transpose1d conv_transpose2d conv_transpose3d"),
     **_named(_convolution_input_gradient, "convolution_input_gradient"),
     **_named(_convolution_weight_gradient, "convolution_weight_gradient"),
-    **_named(_transposed_convolution_vjp, "conv_transpose1d_vjp conv_transpose2d_vjp conv_transpose3d_vjp"),
+    # the convolution is computed again, then the gradients of input and weight, which take as much each
+    **_named(
+        partial(_transposed_convolution, times=3), "conv_transpose1d_vjp conv_transpose2d_vjp conv_transpose3d_vjp"
+    ),
 }
