@@ -57,6 +57,10 @@ def shard(module: nn.Module, stage: int = 3) -> Any:
     return thunder.jit(module, transforms=[tz.ZeroTransform(stage=stage, ignored=("ignored",))])
 
 
+def compiled(module: nn.Module, stage: int = 3) -> Any:
+    return tz.compile(module, stage=stage, ignored=("ignored",))
+
+
 def initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.constant_(module.weight, 0.25)
@@ -109,9 +113,24 @@ AFTERWARDS: list[tuple[Attempt, str]] = [
     ),
     (
         lambda plain, model: setattr(plain.first, "extra", nn.Parameter(torch.ones(4))),
-        "submodule 'first' got the parameter 'extra'",
+        "parameter 'first.extra' was added after",
     ),
-    (lambda plain, model: setattr(plain, "extra", nn.Tanh()), "the module got the submodule 'extra'"),
+    (
+        lambda plain, model: plain.first.register_parameter("extra", nn.Parameter(torch.ones(4))),
+        "parameter 'first.extra' was added after",
+    ),
+    (lambda plain, model: plain.first.add_module("extra", nn.Linear(2, 2)), "submodule 'first.extra' was added after"),
+    (lambda plain, model: setattr(plain, "extra", nn.Tanh()), "submodule 'extra' was added after"),
+    (lambda plain, model: setattr(model, "extra", nn.Linear(2, 2)), "parameter 'extra.weight' was added after"),
+    (lambda plain, model: setattr(model, "extra", nn.Parameter(torch.ones(4))), "parameter 'extra' was added after"),
+    (
+        lambda plain, model: model.register_parameter("extra", nn.Parameter(torch.ones(4))),
+        "parameter 'extra' was added after",
+    ),
+    (
+        lambda plain, model: model.add_module("extra", nn.Sequential(nn.Tanh(), nn.Linear(2, 2))),
+        "parameter 'extra.1.weight' was added after",
+    ),
     (lambda plain, model: delattr(plain, "scale"), "parameter 'scale' was replaced"),
     (lambda plain, model: plain.load_state_dict(Net().state_dict(), assign=True), "was replaced"),
     (lambda plain, model: setattr(plain.scale, "data", plain.scale.data * 2), "memory of parameter 'scale'"),
@@ -165,13 +184,28 @@ def test_what_is_written_is_what_forward_reads(stage: int) -> None:
         assert torch.equal(full, torch.full((4, 4), 0.25)), name
 
 
-def test_what_is_found_before_the_next_forward() -> None:
+# What adds nothing that trains.
+ADDED: dict[str, Attempt] = {
+    "no parameter": lambda plain, model: setattr(model, "loss", nn.MSELoss()),
+    "a frozen module": lambda plain, model: setattr(model, "teacher", nn.Linear(4, 4).requires_grad_(False)),
+    "another name": lambda plain, model: setattr(model, "alias", plain.first),
+}
+
+
+@pytest.mark.parametrize("front_end", [shard, compiled])
+def test_what_is_found_before_the_next_forward(front_end: Callable[[nn.Module], Any]) -> None:
     for change, words in AFTERWARDS:
         plain = Net()
-        model = shard(plain)
+        model = front_end(plain)
         change(plain, model)
         with refused(RuntimeError, words):
             model(X)
+    for name, add in ADDED.items():
+        plain = Net()
+        model = front_end(plain)
+        add(plain, model)
+        whole(model)
+        assert model.state_dict().keys() == Net().state_dict().keys(), name
 
 
 def test_shards_are_not_cast_or_parametrized() -> None:
