@@ -78,7 +78,7 @@ MIXES: dict[str, Attempt] = {
     "an operator": lambda plain, model: X @ plain.first.weight,
     "a list": lambda plain, model: torch.cat([X, plain.first.weight]),
     ".data.copy_": lambda plain, model: plain.first.weight.data.copy_(torch.ones(4, 4)),
-    "load_state_dict of full tensors": lambda plain, model: model.load_state_dict(Net().state_dict()),
+    "load_state_dict of the plain module": lambda plain, model: plain.load_state_dict(Net().state_dict()),
     "torch.jit.trace": lambda plain, model: torch.jit.trace(plain.first, X),
 }
 
@@ -91,6 +91,9 @@ WRITES: dict[str, Attempt] = {
     "foreach": lambda plain, model: torch._foreach_mul_([plain.first.weight.data], 0.25 / 7),
     "load_state_dict": lambda plain, model: model.load_state_dict(
         {**model.state_dict(), "first.weight": full_like(plain, 0.25)}
+    ),
+    "load_state_dict of full tensors": lambda plain, model: model.load_state_dict(
+        {**Net().state_dict(), "first.weight": torch.full((4, 4), 0.25)}
     ),
     "the local tensor": lambda plain, model: plain.first.weight.to_local().detach().fill_(0.25),
 }
@@ -190,6 +193,24 @@ ADDED: dict[str, Attempt] = {
     "a frozen module": lambda plain, model: setattr(model, "teacher", nn.Linear(4, 4).requires_grad_(False)),
     "another name": lambda plain, model: setattr(model, "alias", plain.first),
 }
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("front_end", [shard, compiled])
+def test_full_tensors_are_loaded(front_end: Callable[..., Any], stage: int) -> None:
+    """Parameters, ignored ones and buffers; all of them, or none."""
+    model, full = front_end(Net(), stage), {name: value + 1 for name, value in Net().state_dict().items()}
+    assert model.load_state_dict(full) == ([], [])
+    assert differing(tz.full_state_dict(model), full) == []
+    with refused(ValueError, "'first.bias' has shape (3,) in the state dict and (4,) in the model"):
+        model.load_state_dict({**Net().state_dict(), "first.bias": torch.ones(3)})
+    with pytest.raises(RuntimeError, match=r'Missing key.*"scale"'):
+        model.load_state_dict({name: value for name, value in full.items() if name != "scale"})
+    assert differing(tz.full_state_dict(model), full) == []
+
+
+def differing(state_dict: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in right.items() if not torch.equal(state_dict[name], value)]
 
 
 @pytest.mark.parametrize("front_end", [shard, compiled])

@@ -20,6 +20,7 @@ from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import has_groups
 from thunder_zero.compat.torch_gaps import at_exit
 from thunder_zero.plan.params import Param
+from thunder_zero.sharded.printed import printed
 from thunder_zero.sharded.state import State
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -40,6 +41,10 @@ class ShardedModel(nn.Module):
     @abstractmethod
     def plain(self) -> nn.Module:
         """The module that was sharded; it has the shards."""
+
+    def __repr__(self) -> str:
+        """Stage, ranks, units and bytes at rest; then the plain module with the shapes of rows."""
+        return printed(type(self).__name__, self.plain, self.state)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
