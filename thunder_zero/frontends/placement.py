@@ -142,8 +142,7 @@ def _stays(holder: Mapping[str, Any], kind: str, path: str) -> Check:
 
 
 def _adds_no_parameter(model: ThunderModule, plain: nn.Module) -> Check:
-    """``model.name = ...`` adds no parameter to the sharded model itself: it would be in no optimizer and no state dict,
-    which read the plain module."""
+    """``model.name = ...`` adds no parameter to the sharded model itself: no optimizer would see it."""
     modules, parameters = model._modules, model._parameters
     counts = len(modules), len(parameters)
 

@@ -38,25 +38,15 @@ MakeOn = Callable[[Sequence[Mapping[str, Any]], Members], Optimizer]  # of the o
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was found.
+    """What was found; a text is empty where nothing was."""
 
-    Attributes:
-        couples: what differed beside other probe parameters, by how much; empty if nothing did.
-        draws: whose random numbers it draws; empty if it draws none.
-        unknown: why it cannot be tried; empty if it can.
-        fails_empty: the error of steps of groups without parameters; empty if there is none.
-        moving: the options of groups that steps change.
-        moving_if_any: those of them that steps of groups without parameters leave as they are.
-        moves_all: steps move parameters without a gradient, too.
-    """
-
-    couples: str = ""
-    draws: str = ""
-    unknown: str = ""
-    fails_empty: str = ""
-    moving: frozenset[str] = frozenset()
-    moving_if_any: frozenset[str] = frozenset()
-    moves_all: bool = False
+    couples: str = ""  # what differed with other probe parameters, by how much
+    draws: str = ""  # whose random numbers it draws
+    unknown: str = ""  # why it cannot be tried
+    fails_empty: str = ""  # the error of steps of groups without parameters
+    moving: frozenset[str] = frozenset()  # the options of groups that steps change
+    moving_if_any: frozenset[str] = frozenset()  # those that steps of groups without parameters leave as they are
+    moves_all: bool = False  # steps move parameters without a gradient, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,13 +89,8 @@ def probed(make_on: MakeOn, like: Optimizer, device: torch.device) -> Found:
 
 
 class _ProbeRun:
-    """Probe parameters that one optimizer has stepped.
-
-    Attributes:
-        kinds: the probe parameters.
-        moves: in each step, how far each probe parameter moved.
-        draws: whose random numbers the steps drew.
-        moved: the options of groups that the steps have changed.
+    """Probe parameters (``kinds``) that one optimizer has stepped: how far each moved in each step (``moves``), whose
+    random numbers the steps drew, the options of groups that they changed (``moved``).
 
     Raises:
         ValueError: the steps show nothing: values become NaN or Inf, or stay as they are.
@@ -173,8 +158,8 @@ def _coupling(run: Callable[[Sequence[_ProbeParameter]], _ProbeRun], whole: _Pro
     found = list[tuple[int, str]]()
     for kind in whole.kinds:
         # seeded alike, the first one draws what it draws alone
-        beside = run([kind, *(of for of in whole.kinds if of is not kind)]) if whole.draws else whole
-        found += _differences(beside, beside.kinds.index(kind), run([kind]))
+        together = run([kind, *(of for of in whole.kinds if of is not kind)]) if whole.draws else whole
+        found += _differences(together, together.kinds.index(kind), run([kind]))
     return min(found, key=lambda one: one[0])[1] if found else ""
 
 

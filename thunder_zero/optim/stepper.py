@@ -58,14 +58,6 @@ def made(
     """An optimizer of these parameters, as a user makes it: the constructor gets the options that the user gave, and
     groups the others later.
 
-    Args:
-        make: makes it.
-        options: of ``make``.
-        groups: the options of all groups.
-        given: of each group the options that the user gave.
-        members: its parameters.
-        named: groups have the names of their parameters.
-
     Raises:
         TypeError: not an optimizer.
         ValueError: it makes other groups.
@@ -96,15 +88,7 @@ def blank(param: Param, shard: Tensor) -> nn.Parameter:
 
 class BucketStepper:
     """Parameters that travel together, and the ordinary optimizer of those that this rank owns; it is made in the first
-    step, when there are values.
-
-    Args:
-        make: makes it.
-        options: of ``make``.
-        members: the parameters.
-        rank: this one.
-        named: groups have the names of their parameters.
-    """
+    step, when there are values."""
 
     def __init__(
         self, make: Make, options: Mapping[str, Any], members: Sequence[Member], rank: int, *, named: bool
@@ -125,7 +109,7 @@ class BucketStepper:
 
         Args:
             values: by path; the optimizer may write to them.
-            groups: the hyper-parameters of all groups, without parameters and their names.
+            groups: the hyper-parameters of all groups.
             given: which of them a constructor takes.
             states: by shard, or by whatever else the optimizer keeps; updated.
 

@@ -133,12 +133,8 @@ _hooked = False
 
 
 def watch(state: State, module: nn.Module) -> None:
-    """From now on note the steps of a model's shards, and refuse steps of its plain module's parameters.
-
-    Args:
-        state: the model's.
-        module: the plain module, which still has its own parameters.
-    """
+    """From now on note the steps of a model's shards, and refuse those of the parameters that its plain module still
+    has."""
     global _hooked
     sharded_model.register(state, module)
     if not _hooked:

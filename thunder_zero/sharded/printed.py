@@ -1,4 +1,4 @@
-"""What ``print(model)`` shows: the stage, ranks and bytes, then torch's tree with the shapes of rows.
+"""What ``print(model)`` shows: stage, ranks and bytes, then torch's tree with the shapes of rows.
 
 ::
 
@@ -42,7 +42,8 @@ class _Printed(nn.Module):
 
     def __init__(self, module: nn.Module, rows: str) -> None:
         super().__init__()
-        self._name, self._line = module._get_name(), ", ".join(filter(None, [module.extra_repr(), rows]))
+        self._name: str = module._get_name()
+        self._line = ", ".join(filter(None, [module.extra_repr(), rows]))
 
     def _get_name(self) -> str:
         return self._name

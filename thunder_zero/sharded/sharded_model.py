@@ -143,9 +143,11 @@ def is_transformed(param: nn.Parameter) -> bool:
     return param in _entries and _entries[param].is_shard
 
 
-def owner_of(param: Tensor) -> tuple[State, Param] | None:
+def owner_of(param: Tensor, *, is_shard: bool = True) -> tuple[State, Param] | None:
     """The model and the parameter that this is the shard of; None for any other tensor."""
-    return _found(param, is_shard=True)
+    entry: ShardEntry | None = _entries.get(param)
+    state = None if entry is None or entry.is_shard is not is_shard else entry.state()
+    return None if entry is None or state is None else (state, state.plan.by_name[entry.path])
 
 
 def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
@@ -155,10 +157,4 @@ def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
 
 def replaced(param: Tensor) -> tuple[State, Param] | None:
     """The model, and the parameter that this was before the transform; None for any other tensor."""
-    return _found(param, is_shard=False)
-
-
-def _found(param: Tensor, *, is_shard: bool) -> tuple[State, Param] | None:
-    entry: ShardEntry | None = _entries.get(param)
-    state = None if entry is None or entry.is_shard is not is_shard else entry.state()
-    return None if entry is None or state is None else (state, state.plan.by_name[entry.path])
+    return owner_of(param, is_shard=False)
