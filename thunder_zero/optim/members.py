@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_zero.optim.exchange import Member
+from thunder_zero.optim.options import hyper_parameters, names_of
 from thunder_zero.optim.owners import Piece, assign, work_of_shape
 from thunder_zero.optim.probe import Found, probed
 from thunder_zero.optim.stepper import Given, Groups, Make, Members, blank, copied, made
 from thunder_zero.plan.params import Param
-from thunder_zero.sharded.optimizers import hyper_parameters, names_of
 from thunder_zero.sharded.sharded_model import owner_of, replaced
 from thunder_zero.sharded.state import State
 

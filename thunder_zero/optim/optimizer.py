@@ -20,11 +20,11 @@ from thunder_zero.optim.members import (
     ordinary,
     require_maker,
 )
-from thunder_zero.optim.options import OF_BASE, changed, in_words, look_of
+from thunder_zero.optim.options import OF_BASE, changed, hyper_parameters, in_words, look_of
 from thunder_zero.optim.owners import work_of_shape
 from thunder_zero.optim.probe import Found
 from thunder_zero.optim.stepper import BucketStepper, Given, Groups, Make, copied, parameters_in
-from thunder_zero.sharded.optimizers import StepsWhole, hyper_parameters, parameters_of
+from thunder_zero.sharded.optimizers import StepsWhole, parameters_of
 from thunder_zero.sharded.state import State
 
 SHOWN = 8  # ranks, and parameters of each, in a repr

@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from thunder_zero.optim.options import changed, in_words
+from thunder_zero.optim.options import changed, hyper_parameters, in_words, names_of, without_hooks
 from thunder_zero.optim.stepper import Members
-from thunder_zero.sharded.optimizers import hyper_parameters, names_of, without_hooks
 
 SIDE = 32  # the most rows or columns of a probe parameter
 SCALES = (1.0, 1e-6, 1e3)  # of gradients; probe parameters are float64, far from Inf and zero, squared too
@@ -61,13 +60,8 @@ class _ProbeParameter:
 
 
 def probed(make_on: MakeOn, like: Optimizer, device: torch.device) -> Found:
-    """Try an optimizer: the same on every rank that has the same options; the random state stays as it is.
-
-    Args:
-        make_on: makes optimizers like it.
-        like: one over parameters of the whole shapes; is not stepped.
-        device: of the probe parameters.
-    """
+    """Try an optimizer: the same on every rank that has the same options; the random state stays as it is. ``like``,
+    over parameters of the whole shapes, is not stepped."""
     groups, kinds = [_with_rate(hyper_parameters(group)) for group in like.param_groups], _kinds(like)
 
     def run(of: Sequence[_ProbeParameter]) -> _ProbeRun:
@@ -253,7 +247,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def _generators() -> dict[str, Any]:
-    """The modules that draw random numbers beside torch, by whose they are."""
+    """The modules that draw random numbers, other than torch, by whose they are."""
     numpy = sys.modules.get("numpy")
     return {"Python's": random} if numpy is None else {"Python's": random, "numpy's": numpy.random}
 

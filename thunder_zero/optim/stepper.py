@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_zero.optim.exchange import Member, Values
-from thunder_zero.optim.options import attributes_of, in_words
+from thunder_zero.optim.options import attributes_of, hyper_parameters, in_words, without_hooks
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.attributes import parameter_like, with_attributes_of
-from thunder_zero.sharded.optimizers import hyper_parameters, without_hooks
 
 Make = Callable[..., Optimizer]  # as torch's classes: called with parameters or groups, and options
 Groups = Sequence[Mapping[str, Any]]

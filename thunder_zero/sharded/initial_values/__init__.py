@@ -122,13 +122,11 @@ def _given(plan: Plan, sources: Sources) -> list[agree.Fact]:
     if plan.policy.broadcast_from is not None:
         return []
     return [
-        agree.Fact(f"the argument {name}", value, f"give {name} on every rank, or on none")
-        for name, value in (("init", _seen(sources.init)), ("weights", _seen(sources.weights)))
+        agree.Fact(
+            f"the argument {name}", "None" if value is None else "something", f"give {name} on every rank, or on none"
+        )
+        for name, value in (("init", sources.init), ("weights", sources.weights))
     ]
-
-
-def _seen(argument: object) -> str:
-    return "None" if argument is None else "something"
 
 
 def _existing(tensor: Tensor, model: PlainModel) -> Tensor:
