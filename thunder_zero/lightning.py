@@ -30,7 +30,6 @@ from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.optim.global_numbers import clip_grad_norm_
 from thunder_zero.plan.policy import Policy
-from thunder_zero.sharded.dtensors import parts_of
 from thunder_zero.sharded.full_state_dict import (
     full_optimizer_state_dict,
     shard_optimizer_state_dict,
@@ -219,7 +218,7 @@ class ZeroStrategy(DDPStrategy):
         if not isinstance(module, Forward):
             super().load_module_state_dict(module, state_dict, strict)
             return
-        module.model.load_state_dict(parts_of(state_dict, module.model.state_dict()), strict)
+        module.model.load_state_dict(state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's full state dict on rank 0, on the CPU, and an empty one on other ranks; a collective."""

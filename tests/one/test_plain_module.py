@@ -57,6 +57,10 @@ def shard(module: nn.Module, stage: int = 3) -> Any:
     return thunder.jit(module, transforms=[tz.ZeroTransform(stage=stage, ignored=("ignored",))])
 
 
+def compiled(module: nn.Module, stage: int = 3) -> Any:
+    return tz.compile(module, stage=stage, ignored=("ignored",))
+
+
 def initialise(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.constant_(module.weight, 0.25)
@@ -74,7 +78,7 @@ MIXES: dict[str, Attempt] = {
     "an operator": lambda plain, model: X @ plain.first.weight,
     "a list": lambda plain, model: torch.cat([X, plain.first.weight]),
     ".data.copy_": lambda plain, model: plain.first.weight.data.copy_(torch.ones(4, 4)),
-    "load_state_dict of full tensors": lambda plain, model: model.load_state_dict(Net().state_dict()),
+    "load_state_dict of the plain module": lambda plain, model: plain.load_state_dict(Net().state_dict()),
     "torch.jit.trace": lambda plain, model: torch.jit.trace(plain.first, X),
 }
 
@@ -87,6 +91,9 @@ WRITES: dict[str, Attempt] = {
     "foreach": lambda plain, model: torch._foreach_mul_([plain.first.weight.data], 0.25 / 7),
     "load_state_dict": lambda plain, model: model.load_state_dict(
         {**model.state_dict(), "first.weight": full_like(plain, 0.25)}
+    ),
+    "load_state_dict of full tensors": lambda plain, model: model.load_state_dict(
+        {**Net().state_dict(), "first.weight": torch.full((4, 4), 0.25)}
     ),
     "the local tensor": lambda plain, model: plain.first.weight.to_local().detach().fill_(0.25),
 }
@@ -109,9 +116,24 @@ AFTERWARDS: list[tuple[Attempt, str]] = [
     ),
     (
         lambda plain, model: setattr(plain.first, "extra", nn.Parameter(torch.ones(4))),
-        "submodule 'first' got the parameter 'extra'",
+        "parameter 'first.extra' was added after",
     ),
-    (lambda plain, model: setattr(plain, "extra", nn.Tanh()), "the module got the submodule 'extra'"),
+    (
+        lambda plain, model: plain.first.register_parameter("extra", nn.Parameter(torch.ones(4))),
+        "parameter 'first.extra' was added after",
+    ),
+    (lambda plain, model: plain.first.add_module("extra", nn.Linear(2, 2)), "submodule 'first.extra' was added after"),
+    (lambda plain, model: setattr(plain, "extra", nn.Tanh()), "submodule 'extra' was added after"),
+    (lambda plain, model: setattr(model, "extra", nn.Linear(2, 2)), "parameter 'extra.weight' was added after"),
+    (lambda plain, model: setattr(model, "extra", nn.Parameter(torch.ones(4))), "parameter 'extra' was added after"),
+    (
+        lambda plain, model: model.register_parameter("extra", nn.Parameter(torch.ones(4))),
+        "parameter 'extra' was added after",
+    ),
+    (
+        lambda plain, model: model.add_module("extra", nn.Sequential(nn.Tanh(), nn.Linear(2, 2))),
+        "parameter 'extra.1.weight' was added after",
+    ),
     (lambda plain, model: delattr(plain, "scale"), "parameter 'scale' was replaced"),
     (lambda plain, model: plain.load_state_dict(Net().state_dict(), assign=True), "was replaced"),
     (lambda plain, model: setattr(plain.scale, "data", plain.scale.data * 2), "memory of parameter 'scale'"),
@@ -165,13 +187,46 @@ def test_what_is_written_is_what_forward_reads(stage: int) -> None:
         assert torch.equal(full, torch.full((4, 4), 0.25)), name
 
 
-def test_what_is_found_before_the_next_forward() -> None:
+# What adds nothing that trains.
+ADDED: dict[str, Attempt] = {
+    "no parameter": lambda plain, model: setattr(model, "loss", nn.MSELoss()),
+    "a frozen module": lambda plain, model: setattr(model, "teacher", nn.Linear(4, 4).requires_grad_(False)),
+    "another name": lambda plain, model: setattr(model, "alias", plain.first),
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("front_end", [shard, compiled])
+def test_full_tensors_are_loaded(front_end: Callable[..., Any], stage: int) -> None:
+    """Parameters, ignored ones and buffers; all of them, or none."""
+    model, full = front_end(Net(), stage), {name: value + 1 for name, value in Net().state_dict().items()}
+    assert model.load_state_dict(full) == ([], [])
+    assert differing(tz.full_state_dict(model), full) == []
+    with refused(ValueError, "'first.bias' has shape (3,) in the state dict and (4,) in the model"):
+        model.load_state_dict({**Net().state_dict(), "first.bias": torch.ones(3)})
+    with pytest.raises(RuntimeError, match=r'Missing key.*"scale"'):
+        model.load_state_dict({name: value for name, value in full.items() if name != "scale"})
+    assert differing(tz.full_state_dict(model), full) == []
+
+
+def differing(state_dict: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+    return [name for name, value in right.items() if not torch.equal(state_dict[name], value)]
+
+
+@pytest.mark.parametrize("front_end", [shard, compiled])
+def test_what_is_found_before_the_next_forward(front_end: Callable[[nn.Module], Any]) -> None:
     for change, words in AFTERWARDS:
         plain = Net()
-        model = shard(plain)
+        model = front_end(plain)
         change(plain, model)
         with refused(RuntimeError, words):
             model(X)
+    for name, add in ADDED.items():
+        plain = Net()
+        model = front_end(plain)
+        add(plain, model)
+        whole(model)
+        assert model.state_dict().keys() == Net().state_dict().keys(), name
 
 
 def test_shards_are_not_cast_or_parametrized() -> None:

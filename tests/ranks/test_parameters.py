@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_zero as tz
 from tests.harness.as_one_process import (
@@ -19,6 +21,7 @@ from tests.harness.loops import SMALL, Lora, experts
 from tests.harness.models import ZOO_WITHOUT_GRAD, Zoo, count_sends, fresh, sharded
 from tests.harness.ranks import RanksPool
 from tests.harness.tiers import slow
+from thunder_zero.plan.amounts import size
 from thunder_zero.schedule.timeline import Kind
 
 POLICIES = {f"stage {stage}": tz.Policy(stage=stage) for stage in range(4)}
@@ -96,3 +99,52 @@ def leave_out(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.parametrize("stage", [3, *slow(0, 1)])
 def test_left_out_parameters(ranks_pool: RanksPool, stage: int) -> None:
     ranks_pool.run(3, leave_out, stage)
+
+
+class Printed(nn.Module):
+    """Blocks that fold, rows with padding, a number, an ignored layer, no child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.head, self.extra, self.none = nn.Linear(8, 3, bias=False), nn.Linear(2, 2, bias=False), None
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale
+
+
+PRINTED = """of Printed: stage 3, 2 ranks, 1 unit, 516 B of parameters at rest on this rank
+Printed(
+  scale: [] replicated
+  (blocks): ModuleList(
+    (0-2): 3 x Sequential(
+      (0): Linear(in_features=8, out_features=8, bias=True, weight: [8, 8] rows [4, 8], bias: [8] rows [4])
+      (1): Tanh()
+    )
+  )
+  (head): Linear(in_features=8, out_features=3, bias=False, weight: [3, 8] rows [2, 8])
+  (extra): Linear(in_features=2, out_features=2, bias=False, weight: [2, 2] ignored)
+)"""
+
+
+def printed(rank: int, world_size: int) -> list[str]:
+    """Of both front ends in ZeRO-3, then the first lines in other stages, and of two copies."""
+    policy, mesh = tz.Policy(stage=3, ignored=("extra",)), init_device_mesh("cpu", (2, 1))
+    models = [sharded(Printed(), policy), tz.compile(Printed(), policy)]
+    models += [sharded(Printed(), replace(policy, stage=stage)) for stage in range(3)]
+    return [*map(repr, models), repr(tz.compile(Printed(), policy, mesh=mesh))]
+
+
+def test_a_model_prints_its_share(ranks_pool: RanksPool) -> None:
+    full = 4 * (3 * 72 + 24 + 1 + 4)
+    for jitted, compiled, *others in ranks_pool.run(2, printed):
+        assert (jitted, compiled) == (f"ZeroModule {PRINTED}", f"DynamoModule {PRINTED}")
+        heads = [text.splitlines()[0] for text in others]
+        assert [head.split(", ", 1)[0].split()[-1] for head in heads] == ["0", "1", "2", "3"]
+        assert heads[0].endswith(f"{size(full)} of parameters at rest on this rank")
+        assert heads[1].endswith(f"{size(full + 4 * 8)} of parameters at rest on this rank"), "with padding"
+        assert heads[2].endswith("516 B of parameters at rest on this rank")
+        assert "2 ranks (2 copies of the model)" in heads[3]

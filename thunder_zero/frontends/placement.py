@@ -86,6 +86,7 @@ def intact(model: ThunderModule, state: State) -> list[Check]:
     kinds["parameter"] = plain._parameters
     names = {name: kind for kind, holder in kinds.items() for name in holder if name not in vars(model)}
     checks += [_hides_none(of, names) for of in (model._modules, model._parameters, model._buffers, vars(model))]
+    checks.append(_adds_no_parameter(model, plain))
     first: dict[int, str] = {}
     for name, buffer in model._overrides_buffers.items():
         first.setdefault(id(buffer), name)
@@ -135,12 +136,35 @@ def _stays(holder: Mapping[str, Any], kind: str, path: str) -> Check:
             if holder.get(name) is not value:
                 return _replaced(f"{kind} {(f'{path}.{name}' if path else name)!r}", value, holder.get(name))
         name = min(holder.keys() - expected.keys())
-        return (
-            f"{f'submodule {path!r}' if path else 'the module'} got the {kind} {name!r} after thunder_zero sharded the "
-            f"module, so no plan covers it; add it before thunder.jit"
-        )
+        return _added(f"{kind} {(f'{path}.{name}' if path else name)!r}")
 
     return check
+
+
+def _adds_no_parameter(model: ThunderModule, plain: nn.Module) -> Check:
+    """``model.name = ...`` adds no parameter to the sharded model itself: no optimizer would see it."""
+    modules, parameters = model._modules, model._parameters
+    counts = len(modules), len(parameters)
+
+    def check() -> str | None:
+        if (len(modules), len(parameters)) == counts:
+            return None
+        known = set(plain.parameters())
+        added = [(key, module) for key, module in modules.items() if module is not None and module is not plain]
+        found = {name: param for key, module in added for name, param in module.named_parameters(key)}
+        for name, param in {**parameters, **found}.items():
+            if param is not None and param.requires_grad and param not in known:
+                return _added(f"parameter {name!r}")
+        return None
+
+    return check
+
+
+def _added(what: str) -> str:
+    return (
+        f"{what} was added after thunder_zero sharded the module, so no plan covers it and no step trains it; add it "
+        f"to the module before thunder.jit or tz.compile"
+    )
 
 
 def _hides_none(holder: Mapping[str, Any], names: Mapping[str, str]) -> Check:

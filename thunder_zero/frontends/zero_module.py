@@ -69,7 +69,6 @@ class ZeroModule(ShardedModel, ThunderModule):
             RuntimeError: names that the module does not have, or inside ``EMA.applied``; nothing has changed.
             ValueError: a parameter has another shape.
         """
-        self._state.require_own_values("load a state dict")
         own = self.state_dict()
         if unexpected := [name for name in state_dict if name not in own]:
             raise RuntimeError(
@@ -77,7 +76,7 @@ class ZeroModule(ShardedModel, ThunderModule):
                 f"{', '.join(map(repr, unexpected))}; leave them out, or call torch's set_model_state_dict, which "
                 f"skips other names if strict=False"
             )
-        self.load_state_dict(parts_of(state_dict, own), strict=False)
+        self.load_state_dict(state_dict, strict=False)
 
     def original_state_dict(self, **options: Any) -> dict[str, Any]:
         """:func:`thunder_zero.full_state_dict`, by Thunder's name."""
@@ -100,9 +99,14 @@ class ZeroModule(ShardedModel, ThunderModule):
         return self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load shards and buffers as the plain module does."""
+        """Load DTensors or full tensors, of which this rank takes its rows, and buffers; not a collective.
+
+        Raises:
+            RuntimeError: ``strict``, and names are missing or unexpected; or inside ``EMA.applied``.
+            ValueError: a tensor has another shape; nothing has changed.
+        """
         self._state.require_own_values("load a state dict")
-        return self._model.load_state_dict(state_dict, strict, assign)
+        return self._model.load_state_dict(parts_of(state_dict, self.state_dict()), strict, assign)
 
     @property
     def training(self) -> bool:

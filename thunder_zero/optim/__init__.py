@@ -1,7 +1,12 @@
-"""Optimizers that step whole parameters: each has one owner among the ranks that share it.
+"""Optimizers that step whole parameters, each by its owner; clipping and averages over ranks.
 
-``members`` finds the parameters, and refuses what ``probe`` finds of the ordinary optimizer; ``owners`` decides on
-integers who steps what, and in which buckets; ``agreement`` compares what ranks are about to do; ``exchange`` brings a
-bucket's rows to their owners and back; ``stepper`` steps an ordinary optimizer on an owner's whole parameters;
-``optimizer`` is the ``torch.optim.Optimizer`` over the shards.
+In: a sharded model's shards and gradients. Out: stepped shards, clipped gradients, averages. Doors: ``optimizer``
+(``tz.whole``), ``global_numbers`` (``tz.clip_grad_norm_``, ``tz.global_mean``), ``ema`` (``tz.EMA``). When made::
+
+    members    finds the parameters, and refuses what  probe  finds of the ordinary optimizer
+    owners     decides on integers who steps what      options  tells options in words, for probe and agreement
+
+and in each step of the ``torch.optim.Optimizer`` over the shards::
+
+    agreement -> for each bucket:  exchange.ToOwners -> stepper (the ordinary optimizer, whole) -> exchange.FromOwners
 """

@@ -9,8 +9,7 @@ from typing import Any
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.small_collectives import all_reduce_sum
 from thunder_zero.optim.exchange import Member
-from thunder_zero.optim.options import in_words
-from thunder_zero.sharded.optimizers import hyper_parameters
+from thunder_zero.optim.options import hyper_parameters, in_words
 from thunder_zero.sharded.state import State
 
 FIRST = "build the same optimizer, with the same groups, on every rank"
@@ -27,8 +26,8 @@ def begin(
 
     Args:
         kind: name of the ordinary optimizer's class.
-        members: the parameters in the order in which they travel.
-        groups: with their hyper-parameters of this step.
+        members: in the order in which they travel.
+        groups: with their options of this step.
         state: the model's.
         known: the ranks have agreed on members and groups in an earlier step.
 
@@ -81,12 +80,7 @@ def _digest(facts: Sequence[Fact]) -> int:
 
 
 def raise_on_all(failure: Exception | None, kind: str, state: State) -> None:
-    """Raise on every rank if one has failed in its part of a step; one small collective.
-
-    Raises:
-        Exception: the failure, here.
-        RuntimeError: another rank failed.
-    """
+    """Raise on every rank if one has failed in its part of a step; one small collective."""
     if _sums([int(failure is not None)], state)[0]:
         with all_or_none(state.group, f"its part of a step of {kind}"):
             if failure is not None:

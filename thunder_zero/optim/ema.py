@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +16,16 @@ from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.sharded_model import sharded_model
 
 
+@dataclass
 class Counts:
-    """How often an EMA was updated, with the methods of a state that a checkpoint restores.
+    """How often an EMA was updated, with the methods of a state that a checkpoint restores."""
 
-    Attributes:
-        calls: of ``update``.
-        averaged: how many of them averaged.
-    """
-
-    def __init__(self) -> None:
-        self.calls, self.averaged = 0, 0
+    calls: int = 0  # of ``update``
+    averaged: int = 0  # how many of them averaged
 
     def state_dict(self) -> dict[str, int]:
         """The counts by name."""
-        return {"calls": self.calls, "averaged": self.averaged}
+        return asdict(self)
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Take counts from :meth:`state_dict`."""

@@ -19,31 +19,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thunder_zero.comm.handle import Waitable
+from thunder_zero.comm.handle import Waitable, WaitsBy
 from thunder_zero.comm.staging import rest_device
 from thunder_zero.plan import layout
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.sharded.dtensors import local
 from thunder_zero.sharded.state import State
 
+PeerBuffers = defaultdict[int, list[Tensor]]  # by the rank to or from which they travel
+
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A parameter of a bucket.
-
-    Attributes:
-        param: its entry in the plan.
-        shard: what the model has of it, and the key of its states.
-        group: the number of its group.
-        name: its name in the group, if the group has names.
-        owner: the rank of the copy of the model that steps it.
-    """
+    """A parameter of a bucket."""
 
     param: Param
-    shard: Tensor
+    shard: Tensor  # what the model has of it, and the key of its states
     group: int
-    name: str | None
-    owner: int
+    name: str | None  # in the group, if the group has names
+    owner: int  # the rank of the copy of the model that steps it
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +53,7 @@ class ToOwners:
 
     Args:
         state: the model's.
-        members: parameters of the bucket.
+        members: of the bucket.
         paths: of the parameters that have a gradient, on all ranks.
         at_hand: paths of the parameters that every rank has in full (ZeRO-1): only gradients travel.
     """
@@ -69,7 +63,7 @@ class ToOwners:
     ) -> None:
         self._state, plan = state, state.plan
         self._values: dict[str, tuple[Param, Tensor, Tensor | None]] = {}
-        outgoing, incoming = _no_mail(), _no_mail()
+        outgoing, incoming = PeerBuffers(list), PeerBuffers(list)
         for member in members:
             param, values = member.param, local(member.shard).detach()
             grad = _gradient(member) if param.path in paths else None
@@ -89,12 +83,11 @@ class ToOwners:
             else:
                 rows_here = [rows.to(state.device).contiguous() for rows in sent]
                 outgoing[member.owner] += [of.view(-1) for of in rows_here]
-        self._handle = _trade(state, outgoing, incoming)
+        self._handle = _launched(state, outgoing, incoming)
 
     def wait(self) -> dict[str, Values]:
         """The whole parameters that this rank owns, by path."""
-        if self._handle is not None:
-            self._handle.wait()
+        self._handle.wait()
         found = {}
         for path, (param, full, grad) in self._values.items():
             place = rest_device(param, self._state.plan, self._state.device)
@@ -104,18 +97,12 @@ class ToOwners:
 
 
 class FromOwners:
-    """The updated rows of a bucket's parameters, on their way to all ranks.
-
-    Args:
-        state: the model's.
-        members: the bucket's parameters that have a gradient.
-        updated: the whole parameters that this rank has stepped, by path.
-    """
+    """A bucket's updated rows, on their way to all ranks; ``updated`` has what this one stepped, by path."""
 
     def __init__(self, state: State, members: Sequence[Member], updated: Mapping[str, Tensor]) -> None:
         plan = state.plan
         self._rows: list[tuple[Member, Tensor]] = []
-        outgoing, incoming = _no_mail(), _no_mail()
+        outgoing, incoming = PeerBuffers(list), PeerBuffers(list)
         for member in members:
             param = member.param
             if member.owner == plan.rank:
@@ -127,12 +114,11 @@ class FromOwners:
                 rows = torch.empty(local(member.shard).shape, dtype=param.dtype, device=state.device)
                 incoming[member.owner].append(rows.view(-1))
             self._rows.append((member, rows))
-        self._handle = _trade(state, outgoing, incoming)
+        self._handle = _launched(state, outgoing, incoming)
 
     def wait(self) -> None:
         """Write the rows into the shards."""
-        if self._handle is not None:
-            self._handle.wait()
+        self._handle.wait()
         for member, rows in self._rows:
             local(member.shard).detach().copy_(rows)
         self._rows.clear()
@@ -158,12 +144,6 @@ def _rows_of(full: Tensor, plan: Plan, rank: int) -> Tensor:
     return full[start:stop]
 
 
-def _no_mail() -> defaultdict[int, list[Tensor]]:
-    return defaultdict(list)
-
-
-def _trade(
-    state: State, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]]
-) -> Waitable | None:
-    """Launch the messages; None where one rank has everything."""
-    return state.transport.trade(outgoing, incoming) if state.plan.world_size > 1 else None
+def _launched(state: State, outgoing: PeerBuffers, incoming: PeerBuffers) -> Waitable:
+    """The messages on their way; nothing where one rank has everything."""
+    return state.transport.trade(outgoing, incoming) if state.plan.world_size > 1 else WaitsBy(tuple)

@@ -11,20 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_zero.optim.exchange import Member
+from thunder_zero.optim.options import hyper_parameters, names_of
 from thunder_zero.optim.owners import Piece, assign, work_of_shape
 from thunder_zero.optim.probe import Found, probed
 from thunder_zero.optim.stepper import Given, Groups, Make, Members, blank, copied, made
 from thunder_zero.plan.params import Param
-from thunder_zero.sharded.optimizers import hyper_parameters, names_of
 from thunder_zero.sharded.sharded_model import owner_of, replaced
 from thunder_zero.sharded.state import State
-
-
-class _Listed(Optimizer):
-    """Lists parameters in groups, as torch does for every optimizer."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing."""
 
 
 def require_maker(make: object) -> None:
@@ -48,15 +41,11 @@ def listed(params: Iterable[Any]) -> Groups:
     """
     if isinstance(params, nn.Module):
         raise TypeError(f"tz.whole was given a {type(params).__name__}; give it model.parameters(), or some of them")
-    return _Listed(params, {}).param_groups
+    return Optimizer(params, {}).param_groups
 
 
 def model_of(shards: Sequence[Tensor], state: State | None = None) -> State:
-    """The model that all of these parameters belong to.
-
-    Args:
-        shards: the parameters.
-        state: the model's, if it is known.
+    """The model that all of these parameters belong to; ``state`` is the model's, if it is known.
 
     Raises:
         ValueError: a parameter that is not a sharded model's, or of another one; no parameter.
@@ -188,14 +177,8 @@ def moves_with_parameters_only(kind: str, name: str) -> str:
 
 
 def members_of(groups: Groups, offset: int, state: State, loads: Sequence[int]) -> list[list[Member]]:
-    """The trained parameters of these groups in buckets, with their owners.
-
-    Args:
-        groups: of shards.
-        offset: the number of the first of these groups.
-        state: the model's.
-        loads: the work that each rank has already.
-    """
+    """The trained parameters of these groups, from number ``offset`` on, in buckets, with owners; ``loads`` is the work
+    that each rank has already."""
     plan = state.plan
     found = [(of, shard, offset + at, name) for of, shard, at, name in _entries(groups) if shard.requires_grad]
     pieces = [

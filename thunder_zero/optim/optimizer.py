@@ -20,12 +20,14 @@ from thunder_zero.optim.members import (
     ordinary,
     require_maker,
 )
-from thunder_zero.optim.options import OF_BASE, changed, in_words, look_of
+from thunder_zero.optim.options import OF_BASE, changed, hyper_parameters, in_words, look_of
 from thunder_zero.optim.owners import work_of_shape
 from thunder_zero.optim.probe import Found
 from thunder_zero.optim.stepper import BucketStepper, Given, Groups, Make, copied, parameters_in
-from thunder_zero.sharded.optimizers import StepsWhole, hyper_parameters, parameters_of
+from thunder_zero.sharded.optimizers import StepsWhole, parameters_of
 from thunder_zero.sharded.state import State
+
+SHOWN = 8  # ranks, and parameters of each, in a repr
 
 
 def whole(optimizer: Make, params: Iterable[Any], /, *, trust_optimizer: bool = False, **options: Any) -> Whole:
@@ -303,11 +305,14 @@ class Whole(Closed):
         return failure
 
     def __repr__(self) -> str:
-        """The groups, then each rank's share of the work, and the parameters that it owns."""
+        """The groups, then the first ranks' shares of the work, and the first parameters that each owns."""
         lines = [super().__repr__(), f"{self.kind} of whole parameters of {self.model.name}"]
         works = {of.param.path: work_of_shape(of.param.shape) for of in self.members}
-        for rank in range(self.model.plan.world_size):
+        for rank in range(ranks := self.model.plan.world_size)[:SHOWN]:
             mine = [of.param.path for of in self.members if of.owner == rank]
             share = sum(map(works.__getitem__, mine)) / max(sum(works.values()), 1)
-            lines.append(f"    rank {rank} owns {share:.0%} of the work: {', '.join(mine) or 'nothing'}")
+            paths = ", ".join(mine[:SHOWN]) + f" and {len(mine) - SHOWN} more" * (len(mine) > SHOWN)
+            lines.append(f"    rank {rank} owns {share:.0%} of the work: {paths or 'nothing'}")
+        if ranks > SHOWN:
+            lines.append(f"    and {ranks - SHOWN} more ranks")
         return "\n".join(lines)

@@ -1,8 +1,9 @@
-"""Options and attributes of optimizers in words: equal in all processes, others for other values."""
+"""Options of optimizers: those of groups, in words that are equal in all processes; steps without global hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 from numbers import Number
@@ -12,12 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as of_torch
 from torch.utils._pytree import tree_map
 
+PARAMETERS = ("params", "param_names")  # entries of a group that are no options
 OF_BASE = frozenset(vars(Optimizer([nn.Parameter(torch.zeros(1))], {})))  # attributes that every optimizer has
 VALUES = (Number, str, bytes, type(None), Enum, torch.dtype, torch.device)
 CODE = (FunctionType, BuiltinFunctionType, MethodType, type)
 MANY = 1000  # elements of a tensor that is told by its shape alone
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its parameters."""
+    return {key: value for key, value in group.items() if key not in PARAMETERS}
+
+
+def names_of(group: Mapping[str, Any]) -> Sequence[str | None]:
+    """The names of a group's parameters; None for each, if the group has no names."""
+    names: Sequence[str | None] = group.get("param_names", [None] * len(group["params"]))
+    return names
 
 
 def in_words(values: Mapping[str, Any], *, amounts: bool = True) -> dict[str, str]:
@@ -39,7 +53,7 @@ def look_of(groups: Sequence[Mapping[str, Any]], moving: Collection[str]) -> lis
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """What the class, or its user, keeps in attributes beside what every optimizer has."""
+    """What the class, or its user, keeps in attributes, in addition to what every optimizer has."""
     return {name: value for name, value in vars(optimizer).items() if name not in OF_BASE}
 
 
@@ -47,6 +61,18 @@ def changed(before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, st
     """The names of what differs, or is there only before or after, in one of several mappings."""
     pairs = zip(before, after, strict=True)
     return {name for old, new in pairs for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
+
+
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Inside the block optimizers step without the hooks of all optimizers: those of this package, and the users'."""
+    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
+    kept = {name: vars(of_torch)[name] for name in names}
+    vars(of_torch).update((name, {}) for name in names)  # torch may be walking through those kept
+    try:
+        yield
+    finally:
+        vars(of_torch).update(kept)
 
 
 def _told(amounts: bool, value: Any) -> Any:

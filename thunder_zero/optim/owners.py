@@ -16,32 +16,20 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A parameter to be stepped whole.
+    """A parameter to be stepped whole."""
 
-    Attributes:
-        number: its place among the optimizer's parameters.
-        work: what its owner does in a step, in units that are the same for all pieces.
-        nbytes: of the whole parameter.
-        kind: pieces of different kinds (dtypes) do not travel together.
-    """
-
-    number: int
-    work: int
-    nbytes: int
-    kind: Hashable = None
+    number: int  # its place among the optimizer's parameters
+    work: int  # what its owner does in a step, in units that are the same for all pieces
+    nbytes: int  # of the whole parameter
+    kind: Hashable = None  # pieces of different kinds (dtypes) do not travel together
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters that travel together.
+    """Parameters that travel together."""
 
-    Attributes:
-        numbers: the pieces' numbers, the most work first.
-        owners: for each, the rank that steps it.
-    """
-
-    numbers: tuple[int, ...]
-    owners: tuple[int, ...]
+    numbers: tuple[int, ...]  # of the pieces, the most work first
+    owners: tuple[int, ...]  # for each, the rank that steps it
 
 
 def work_of_shape(shape: tuple[int, ...]) -> int:

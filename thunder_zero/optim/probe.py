@@ -20,9 +20,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from thunder_zero.optim.options import changed, in_words
+from thunder_zero.optim.options import changed, hyper_parameters, in_words, names_of, without_hooks
 from thunder_zero.optim.stepper import Members
-from thunder_zero.sharded.optimizers import hyper_parameters, names_of, without_hooks
 
 SIDE = 32  # the most rows or columns of a probe parameter
 SCALES = (1.0, 1e-6, 1e3)  # of gradients; probe parameters are float64, far from Inf and zero, squared too
@@ -38,25 +37,15 @@ MakeOn = Callable[[Sequence[Mapping[str, Any]], Members], Optimizer]  # of the o
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was found.
+    """What was found; a text is empty where nothing was."""
 
-    Attributes:
-        couples: what differed beside other probe parameters, by how much; empty if nothing did.
-        draws: whose random numbers it draws; empty if it draws none.
-        unknown: why it cannot be tried; empty if it can.
-        fails_empty: the error of steps of groups without parameters; empty if there is none.
-        moving: the options of groups that steps change.
-        moving_if_any: those of them that steps of groups without parameters leave as they are.
-        moves_all: steps move parameters without a gradient, too.
-    """
-
-    couples: str = ""
-    draws: str = ""
-    unknown: str = ""
-    fails_empty: str = ""
-    moving: frozenset[str] = frozenset()
-    moving_if_any: frozenset[str] = frozenset()
-    moves_all: bool = False
+    couples: str = ""  # what differed with other probe parameters, by how much
+    draws: str = ""  # whose random numbers it draws
+    unknown: str = ""  # why it cannot be tried
+    fails_empty: str = ""  # the error of steps of groups without parameters
+    moving: frozenset[str] = frozenset()  # the options of groups that steps change
+    moving_if_any: frozenset[str] = frozenset()  # those that steps of groups without parameters leave as they are
+    moves_all: bool = False  # steps move parameters without a gradient, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +60,8 @@ class _ProbeParameter:
 
 
 def probed(make_on: MakeOn, like: Optimizer, device: torch.device) -> Found:
-    """Try an optimizer: the same on every rank that has the same options; the random state stays as it is.
-
-    Args:
-        make_on: makes optimizers like it.
-        like: one over parameters of the whole shapes; is not stepped.
-        device: of the probe parameters.
-    """
+    """Try an optimizer: the same on every rank that has the same options; the random state stays as it is. ``like``,
+    over parameters of the whole shapes, is not stepped."""
     groups, kinds = [_with_rate(hyper_parameters(group)) for group in like.param_groups], _kinds(like)
 
     def run(of: Sequence[_ProbeParameter]) -> _ProbeRun:
@@ -99,13 +83,8 @@ def probed(make_on: MakeOn, like: Optimizer, device: torch.device) -> Found:
 
 
 class _ProbeRun:
-    """Probe parameters that one optimizer has stepped.
-
-    Attributes:
-        kinds: the probe parameters.
-        moves: in each step, how far each probe parameter moved.
-        draws: whose random numbers the steps drew.
-        moved: the options of groups that the steps have changed.
+    """Probe parameters (``kinds``) that one optimizer has stepped: how far each moved in each step (``moves``), whose
+    random numbers the steps drew, the options of groups that they changed (``moved``).
 
     Raises:
         ValueError: the steps show nothing: values become NaN or Inf, or stay as they are.
@@ -173,8 +152,8 @@ def _coupling(run: Callable[[Sequence[_ProbeParameter]], _ProbeRun], whole: _Pro
     found = list[tuple[int, str]]()
     for kind in whole.kinds:
         # seeded alike, the first one draws what it draws alone
-        beside = run([kind, *(of for of in whole.kinds if of is not kind)]) if whole.draws else whole
-        found += _differences(beside, beside.kinds.index(kind), run([kind]))
+        together = run([kind, *(of for of in whole.kinds if of is not kind)]) if whole.draws else whole
+        found += _differences(together, together.kinds.index(kind), run([kind]))
     return min(found, key=lambda one: one[0])[1] if found else ""
 
 
@@ -268,7 +247,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def _generators() -> dict[str, Any]:
-    """The modules that draw random numbers beside torch, by whose they are."""
+    """The modules that draw random numbers, other than torch, by whose they are."""
     numpy = sys.modules.get("numpy")
     return {"Python's": random} if numpy is None else {"Python's": random, "numpy's": numpy.random}
 

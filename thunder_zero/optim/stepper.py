@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thunder_zero.optim.exchange import Member, Values
-from thunder_zero.optim.options import attributes_of, in_words
+from thunder_zero.optim.options import attributes_of, hyper_parameters, in_words, without_hooks
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.attributes import parameter_like, with_attributes_of
-from thunder_zero.sharded.optimizers import hyper_parameters, without_hooks
 
 Make = Callable[..., Optimizer]  # as torch's classes: called with parameters or groups, and options
 Groups = Sequence[Mapping[str, Any]]
@@ -58,14 +57,6 @@ def made(
     """An optimizer of these parameters, as a user makes it: the constructor gets the options that the user gave, and
     groups the others later.
 
-    Args:
-        make: makes it.
-        options: of ``make``.
-        groups: the options of all groups.
-        given: of each group the options that the user gave.
-        members: its parameters.
-        named: groups have the names of their parameters.
-
     Raises:
         TypeError: not an optimizer.
         ValueError: it makes other groups.
@@ -96,15 +87,7 @@ def blank(param: Param, shard: Tensor) -> nn.Parameter:
 
 class BucketStepper:
     """Parameters that travel together, and the ordinary optimizer of those that this rank owns; it is made in the first
-    step, when there are values.
-
-    Args:
-        make: makes it.
-        options: of ``make``.
-        members: the parameters.
-        rank: this one.
-        named: groups have the names of their parameters.
-    """
+    step, when there are values."""
 
     def __init__(
         self, make: Make, options: Mapping[str, Any], members: Sequence[Member], rank: int, *, named: bool
@@ -125,7 +108,7 @@ class BucketStepper:
 
         Args:
             values: by path; the optimizer may write to them.
-            groups: the hyper-parameters of all groups, without parameters and their names.
+            groups: the hyper-parameters of all groups.
             given: which of them a constructor takes.
             states: by shard, or by whatever else the optimizer keeps; updated.
 

@@ -21,19 +21,14 @@ from thunder_zero.sharded.dtensors import Rows
 class Accumulation:
     """Full gradients that wait for their reduction, by the paths of their parameters.
 
-    Args:
-        synced: whether gradients are reduced outside of all blocks.
+    Attributes:
+        synced: whether the gradients of a forward that runs now are reduced; otherwise they are deferred.
     """
 
     def __init__(self, *, synced: bool = True) -> None:
-        self._synced = synced
+        self.synced = synced
         self._deferred: dict[str, Tensor] = {}
         self._grew = False
-
-    @property
-    def synced(self) -> bool:
-        """Whether the gradients of a forward that runs now are reduced; otherwise they are deferred."""
-        return self._synced
 
     @property
     def paths(self) -> Collection[str]:
@@ -43,11 +38,11 @@ class Accumulation:
     @contextmanager
     def unsynced(self) -> Iterator[None]:
         """Defer the gradients of forwards inside of the block."""
-        before, self._synced = self._synced, False
+        before, self.synced = self.synced, False
         try:
             yield
         finally:
-            self._synced = before
+            self.synced = before
 
     def defer(self, grad: Tensor, path: str) -> None:
         """Add a full gradient to the parameter's deferred one."""

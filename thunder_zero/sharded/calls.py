@@ -32,9 +32,7 @@ class Calls:
     """
 
     def __init__(self, state: Share) -> None:
-        self._state = state
-        self._plan = state.plan
-        self._transport = state.transport
+        self._state, self._plan, self._transport = state, state.plan, state.transport
         self._accumulation = state.accumulation
         self._agreed: set[ProgramName] = set()
 
@@ -151,7 +149,8 @@ class Calls:
             RuntimeError: naming the first such parameter, on every rank.
         """
         with doing(f"policy check_gradients of {self._state.name}"):
-            bad = self._state.first_on_any_rank(not_finite(grads, self.device))
+            found = torch.stack([(~grad.isfinite().all()).to(self.device) for grad in grads])
+            bad = self._state.first_on_any_rank(found)
         if bad is not None:
             self._state.drop_deferred()
             raise RuntimeError(
@@ -194,8 +193,3 @@ def sum_and_cast(grad: Tensor, param: Param) -> Tensor:
     if grad.shape != param.shape:
         grad = grad.sum_to_size(param.shape)
     return grad if grad.dtype is param.reduce_dtype else grad.to(param.reduce_dtype)
-
-
-def not_finite(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Whether each gradient has NaN or Inf."""
-    return torch.stack([(~grad.isfinite().all()).to(device) for grad in grads])

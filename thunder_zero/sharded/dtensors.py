@@ -142,8 +142,8 @@ def parts_of(full: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """
     parts = dict(full)
     for name, value in full.items():
-        if not isinstance(like := own.get(name), Tensor):
-            continue
+        if not isinstance(like := own.get(name), Tensor) or not isinstance(value, Tensor):
+            continue  # an extra state, or what torch refuses
         if value.shape != like.shape:
             raise ValueError(
                 f"{name!r} has shape {tuple(value.shape)} in the state dict and {tuple(like.shape)} in the model; load "

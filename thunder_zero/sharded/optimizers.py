@@ -9,8 +9,6 @@ a DTensor does neither. If torch fails in it, name ``tz.whole``.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
 
@@ -18,46 +16,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim import optimizer as of_torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from thunder_zero.compat.torch_gaps import on_failed_steps
 from thunder_zero.sharded import sharded_model
 from thunder_zero.sharded.state import State
 
-PARAMETERS = ("params", "param_names")  # entries of a group that are no options
-
 
 class StepsWhole(Optimizer):
     """An optimizer over shards that steps no rows: each parameter is stepped whole, by the rank that owns it, and its
-    states are whole, on that rank alone.
+    states are whole, on that rank alone."""
 
-    Attributes:
-        kind: the name of the class of the optimizer that steps whole parameters.
-    """
-
-    kind: str
+    kind: str  # the name of the class of the optimizer that steps whole parameters
 
     @abstractmethod
     def owner_of(self, shard: Tensor) -> int | None:
         """The rank of the copy of the model that steps a parameter; None if nobody does: it is frozen."""
-
-
-def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
-    return {key: value for key, value in group.items() if key not in PARAMETERS}
-
-
-@contextmanager
-def without_hooks() -> Iterator[None]:
-    """Inside the block optimizers step without the hooks of all optimizers: those of this package, and the users'."""
-    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
-    kept = {name: vars(of_torch)[name] for name in names}
-    vars(of_torch).update((name, {}) for name in names)  # torch may be walking through those kept
-    try:
-        yield
-    finally:
-        vars(of_torch).update(kept)
 
 
 def exact(loaded: Any, saved: Any) -> Any:
@@ -79,12 +53,6 @@ def class_name(optimizer: Optimizer) -> str:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """The parameters that the optimizer steps, in its order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def names_of(group: Mapping[str, Any]) -> Sequence[str | None]:
-    """The names of a group's parameters; None for each, if the group has no names."""
-    names: Sequence[str | None] = group.get("param_names", [None] * len(group["params"]))
-    return names
 
 
 def load_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
@@ -133,12 +101,8 @@ _hooked = False
 
 
 def watch(state: State, module: nn.Module) -> None:
-    """From now on note the steps of a model's shards, and refuse steps of its plain module's parameters.
-
-    Args:
-        state: the model's.
-        module: the plain module, which still has its own parameters.
-    """
+    """From now on note the steps of a model's shards, and refuse those of the parameters that its plain module still
+    has."""
     global _hooked
     sharded_model.register(state, module)
     if not _hooked:

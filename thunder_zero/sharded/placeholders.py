@@ -34,12 +34,7 @@ _traced = ContextVar("_traced", default=False)
 
 
 class ValuesNeeded(RuntimeError):
-    """Something computed with a placeholder, or wrote to it.
-
-    Args:
-        sentence: what, and what to do instead.
-        path: of the parameter.
-    """
+    """Something computed with the placeholder of a parameter of this path, or wrote to it."""
 
     def __init__(self, sentence: str, path: str) -> None:
         super().__init__(sentence)
@@ -47,13 +42,9 @@ class ValuesNeeded(RuntimeError):
 
 
 class Placeholder(nn.Parameter):
-    """A parameter of full shape without values; what computes with it, or writes to it, raises.
+    """A parameter of full shape without values; what computes with it, or writes to it, raises."""
 
-    Attributes:
-        path: of the parameter in the module.
-    """
-
-    path: str
+    path: str  # in the module
 
     @classmethod
     def __torch_function__(
@@ -100,13 +91,7 @@ def placeholder(path: str, param: nn.Parameter, dtype: torch.dtype, device: torc
 
 
 class ParameterSlots:
-    """Where a module has its parameters: the shards at rest, others for a while.
-
-    Args:
-        module: the plain module.
-        plan: of its parameters.
-        shards: by path.
-    """
+    """Where a plain module has its parameters: the shards at rest, others for a while."""
 
     def __init__(self, module: nn.Module, plan: Plan, shards: Mapping[str, Tensor]) -> None:
         self._name, self._are_traced, self._shards = type(module).__name__, False, shards
@@ -127,11 +112,7 @@ class ParameterSlots:
                 holder[key] = self._shards[path]
 
     def require_at_rest(self) -> None:
-        """Raise while forward runs.
-
-        Raises:
-            RuntimeError: it does.
-        """
+        """Raise while forward runs."""
         if self._are_traced:
             raise RuntimeError(
                 f"{self._name} was called inside of its own forward, or from a second thread, after thunder_zero "

@@ -9,9 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,17 +25,11 @@ from thunder_zero.sharded.writes import Versions, digests_of
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Tensors by parameter path.
+    """Tensors by parameter path."""
 
-    Attributes:
-        rows: what programs read: this rank's rows with padding, or the full parameter where it is replicated.
-        buffers: ZeRO-1's full parameters, padded.
-        shared: paths of the buffers whose own rows are ``rows`` themselves, not copies of them.
-    """
-
-    rows: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    shared: tuple[str, ...]
+    rows: dict[str, Tensor]  # what programs read: this rank's with padding, or the full parameter if it is replicated
+    buffers: dict[str, Tensor]  # ZeRO-1's full parameters, padded
+    shared: tuple[str, ...]  # paths of the buffers whose own rows are ``rows`` themselves, not copies of them
 
 
 def lay_out(plan: Plan, device: torch.device, at_rest: dict[str, Tensor]) -> RankMemory:
@@ -60,11 +53,7 @@ def _at_rest(rows: Tensor, place: torch.device, device: torch.device) -> Tensor:
     return rows.pin_memory() if device.type == "cuda" and place.type == "cpu" else rows
 
 
-class AnyRank(Protocol):
-    """See :meth:`thunder_zero.sharded.state.State.on_any_rank`."""
-
-    def __call__(self, paths: Sequence[str], here: Collection[str], also: Tensor | None) -> list[str]:
-        """Which of ``paths`` any rank has."""
+OnAnyRank = Callable[[Sequence[str], Collection[str], Tensor | None], list[str]]  # as ``State.on_any_rank``
 
 
 class ResidentParameters:
@@ -72,13 +61,10 @@ class ResidentParameters:
 
     Args:
         buffers: the full parameters by path.
-        shared: paths of the buffers whose own rows are the shards themselves, not copies.
-        versions: tells which shards changed.
+        shared: see :class:`RankMemory`.
+        versions: of the shards.
         digested: the shards of all buffers, in which writes without a version are looked for, too; or none of them,
             where nothing else holds their values.
-
-    Attributes:
-        shared: as given.
     """
 
     def __init__(
@@ -88,10 +74,7 @@ class ResidentParameters:
         versions: Versions,
         digested: Mapping[str, Tensor],
     ) -> None:
-        self._buffers = buffers
-        self.shared = shared
-        self._versions = versions
-        self._digested = digested
+        self._buffers, self.shared, self._versions, self._digested = buffers, shared, versions, digested
         self._digests = self._digests_now()
         self._stale: set[str] = set()  # paths whose rows changed on this rank or, once ranks agreed, on any
         self._may_step = False  # gradients were reduced since ranks last agreed, so an optimizer may have stepped
@@ -108,7 +91,7 @@ class ResidentParameters:
     def _digests_now(self) -> Tensor | None:
         return digests_of(tuple(self._digested.values())) if self._digested else None
 
-    def agree_on_stale(self, on_any_rank: AnyRank) -> None:
+    def agree_on_stale(self, on_any_rank: OnAnyRank) -> None:
         """Let all ranks refresh the parameters that changed on any.
 
         Ranks agree after each backward, since then an optimizer may have stepped on some of them and not on others (a
@@ -179,9 +162,8 @@ class KeptUnsharded:
     """ZeRO-2's gathered parameters between micro-batches (``policy.reshard_after_backward=False``)."""
 
     def __init__(self, shards: Mapping[str, Tensor], versions: Versions) -> None:
+        self._shards, self._versions = shards, versions
         self._held: dict[str, Tensor] = {}
-        self._shards = shards
-        self._versions = versions
         self._digests: dict[str, Tensor] = {}  # of shards, when they were gathered
 
     def require_unwritten(self) -> None:

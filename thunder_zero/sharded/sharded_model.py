@@ -20,6 +20,7 @@ from thunder_zero.comm.collective_tags import doing
 from thunder_zero.comm.group import has_groups
 from thunder_zero.compat.torch_gaps import at_exit
 from thunder_zero.plan.params import Param
+from thunder_zero.sharded.printed import printed
 from thunder_zero.sharded.state import State
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -40,6 +41,10 @@ class ShardedModel(nn.Module):
     @abstractmethod
     def plain(self) -> nn.Module:
         """The module that was sharded; it has the shards."""
+
+    def __repr__(self) -> str:
+        """Stage, ranks, units and bytes at rest; then the plain module with the shapes of rows."""
+        return printed(type(self).__name__, self.plain, self.state)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -138,9 +143,11 @@ def is_transformed(param: nn.Parameter) -> bool:
     return param in _entries and _entries[param].is_shard
 
 
-def owner_of(param: Tensor) -> tuple[State, Param] | None:
+def owner_of(param: Tensor, *, is_shard: bool = True) -> tuple[State, Param] | None:
     """The model and the parameter that this is the shard of; None for any other tensor."""
-    return _found(param, is_shard=True)
+    entry: ShardEntry | None = _entries.get(param)
+    state = None if entry is None or entry.is_shard is not is_shard else entry.state()
+    return None if entry is None or state is None else (state, state.plan.by_name[entry.path])
 
 
 def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
@@ -150,10 +157,4 @@ def owners_of(params: Iterable[Tensor]) -> list[tuple[State, Param] | None]:
 
 def replaced(param: Tensor) -> tuple[State, Param] | None:
     """The model, and the parameter that this was before the transform; None for any other tensor."""
-    return _found(param, is_shard=False)
-
-
-def _found(param: Tensor, *, is_shard: bool) -> tuple[State, Param] | None:
-    entry: ShardEntry | None = _entries.get(param)
-    state = None if entry is None or entry.is_shard is not is_shard else entry.state()
-    return None if entry is None or state is None else (state, state.plan.by_name[entry.path])
+    return owner_of(param, is_shard=False)

@@ -130,15 +130,7 @@ class State(Share):
     def __init__(
         self, module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, at_rest: dict[str, Tensor]
     ) -> None:
-        """Make the shards and placeholders of a plain module, which stays as it is.
-
-        Args:
-            module: has the original parameters.
-            plan: what each of them is.
-            ranks: the process groups that train the model.
-            device: where compute is.
-            at_rest: their values by path, in full (ZeRO-1, replicated) or this rank's rows; emptied.
-        """
+        """Make the shards and placeholders of a plain module, which stays as it is; ``at_rest``: see :class:`Share`."""
         self.ranks, self.group = ranks, ranks.world
         self.unsharded = False
         self.averaged: frozenset[int] = frozenset()
@@ -154,25 +146,14 @@ class State(Share):
         }
 
     def require_sharded(self) -> None:
-        """Raise if the plain module has full parameters.
-
-        Raises:
-            RuntimeError: naming the model.
-        """
+        """Raise if the plain module has full parameters."""
         if self.unsharded:
             raise RuntimeError(
                 f"{self.name} is inside full_parameters; leave that block first, or call the module that it gives"
             )
 
     def require_own_values(self, action: str) -> None:
-        """Raise if parameters have the values of their averages.
-
-        Args:
-            action: what cannot be done then, such as "save".
-
-        Raises:
-            RuntimeError: naming the model.
-        """
+        """Raise if parameters have the values of their averages: one cannot ``action``, such as "save", then."""
         if self.averaged:
             raise RuntimeError(
                 f"cannot {action}: the parameters of {self.name} are averages inside of EMA.applied; leave that block "

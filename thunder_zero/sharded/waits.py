@@ -31,15 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A point in the work of a device.
+    """A point in the work of a device."""
 
-    Attributes:
-        host: seconds, of ``time.perf_counter``.
-        event: the same point in the device's stream, if it has one.
-    """
-
-    host: float
-    event: torch.cuda.Event | None
+    host: float  # seconds, of ``time.perf_counter``
+    event: torch.cuda.Event | None  # the same point in the device's stream, if it has one
 
     def until(self, later: Moment) -> float:
         """Seconds from this moment to a later one."""
@@ -52,19 +47,12 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """A wait that ran.
+    """A wait that ran."""
 
-    Attributes:
-        path: the first parameter of the bucket.
-        gather: it ended a gather; otherwise a reduction.
-        called: when compute reached the wait.
-        returned: when compute went on.
-    """
-
-    path: str
-    gather: bool
-    called: Moment
-    returned: Moment
+    path: str  # the first parameter of the bucket
+    gather: bool  # it ended a gather; otherwise a reduction
+    called: Moment  # when compute reached it
+    returned: Moment  # when compute went on
 
 
 class Clock:
@@ -132,11 +120,9 @@ def computed(waits: Sequence[Waited], expected: Sequence[tuple[str, bool, bool]]
                 f"step() did not run one forward and one backward of the model: wait {number} {should}, but {did}; "
                 f"give a step that runs each once"
             )
-    phases = [
-        [at for at, (_, gather, backward) in enumerate(expected) if gather and backward is phase]
-        for phase in (False, True)
-    ]
-    return _between(waits, phases[0]), _between(waits, phases[1])
+    gathers = [(at, backward) for at, (_, gather, backward) in enumerate(expected) if gather]
+    forward, backward = ([at for at, phase in gathers if phase is wanted] for wanted in (False, True))
+    return _between(waits, forward), _between(waits, backward)
 
 
 def _name(path: str, gather: bool) -> str:

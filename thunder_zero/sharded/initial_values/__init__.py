@@ -1,12 +1,165 @@
 """Gives a plain module's parameters and buffers their initial values, before they are sharded.
 
 A module on the meta device has shapes and no values. Its values are drawn, as construction draws them (``drawn.py``),
-read from a state dict (``make.py``) or sent by one rank; a module on a real device has its own. However large the model
-is, a rank holds its shards and one module's own parameters in full. The door is ``initial_values`` (``make.py``); it
-leaves the module as it is.
+read from a state dict or sent by one rank; a module on a real device has its own. However large the model
+is, a rank holds its shards and one module's own parameters in full. The door is :func:`initial_values`; it leaves the
+module as it is.
 """
 
-from thunder_zero.sharded.initial_values.data import InitialValues, Other, Sources
-from thunder_zero.sharded.initial_values.make import initial_values
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from thunder_zero.comm import agree
+from thunder_zero.comm.group import Ranks
+from thunder_zero.plan.params import Plan
+from thunder_zero.sharded.initial_values.data import (
+    CPU,
+    Cuts,
+    Failures,
+    InitialValues,
+    Other,
+    PlainModel,
+    Sources,
+    fitted,
+    names_of,
+)
+from thunder_zero.sharded.initial_values.drawn import Drawn
 
 __all__ = ["InitialValues", "Other", "Sources", "initial_values"]
+
+
+class ReadValues:
+    """The tensors that are in the plain module's state dict, if ``weights`` is given."""
+
+    def __init__(self, model: PlainModel, weights: Mapping[str, Tensor] | None, failures: Failures) -> None:
+        self._model = model
+        self._weights: Mapping[str, Tensor] = {} if weights is None else weights
+        self._saved = frozenset(() if weights is None else model.module.state_dict())
+        self._failures = failures
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a state dict has the tensor; it has no buffers that are not persistent."""
+        return any(name in self._saved for name in self._model.names[tensor])
+
+    def require_names(self) -> None:
+        """Refuse a state dict of another module.
+
+        Raises:
+            ValueError: naming the first tensor that is missing or unexpected.
+        """
+        kind = type(self._model.module).__name__
+        for tensor, names in self._model.names.items():
+            if self.has(tensor) and not any(name in self._weights for name in names):
+                raise ValueError(f"weights has no {names[0]!r}; give the state dict of a {kind} like this one")
+        for name in self._weights:
+            if name not in self._saved:
+                raise ValueError(
+                    f"weights has {name!r}, which {kind} does not have; leave it out of the state dict, or build the "
+                    f"module that it belongs to"
+                )
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """A copy on the CPU; without values after a failure, since the other ranks may wait to receive it."""
+        room = torch.empty_like(tensor, device=CPU, requires_grad=False)
+        with self._failures.remembered():
+            name = next(name for name in self._model.names[tensor] if name in self._weights)
+            room.copy_(fitted(self._weights[name], tensor, f"weights has {name!r}"))
+        return room
+
+
+FullOf = Callable[[Tensor], Tensor]  # a tensor's values in full, on any device; asked once, in the module's order
+
+
+def initial_values(
+    module: nn.Module, plan: Plan, ranks: Ranks, device: torch.device, sources: Sources
+) -> InitialValues:
+    """The values of a plain module, once all ranks agree that it is the same one; a collective.
+
+    A rank that fails between two agreements takes part in the collectives up to the next one, and raises there.
+
+    Raises:
+        RuntimeError: the ranks' modules or values differ, or another rank refused.
+        ValueError: nothing gives a parameter or buffer a value, or it cannot be given one module at a time; a state
+            dict with other names or shapes.
+    """
+    group = ranks.world
+    if group.size() > 1:
+        agree.require_same([*agree.module_facts(module, plan, device), *_given(plan, sources)], group)
+    model, failures = PlainModel(module, plan, ranks, device, names_of(module)), Failures()
+    cuts = Cuts(model, are_read=sources.weights is not None)
+    read = ReadValues(model, sources.weights, failures)
+    missing = {t for t in model.names if t.is_meta and not model.arrives(t) and not read.has(t)}
+    drawn = Drawn(model, missing, cuts, all_draw=sources.weights is None)
+    with agree.all_or_none(group):
+        read.require_names()
+        drawn.reset()
+    if sources.init is not None:
+        cuts.compare()  # before the next collective: a gather from ranks that differ would hide it
+        drawn.initialize(sources.init, failures)
+    with agree.all_or_none(group):
+        failures.raise_first()
+        drawn.require_written()
+
+    def own(tensor: Tensor) -> Tensor:
+        """The values that this rank has, in full."""
+        if read.has(tensor):
+            return read.full(tensor)
+        return drawn.full(tensor) if drawn.has(tensor) else _existing(tensor, model)
+
+    values = _collected(model, lambda tensor: _full(tensor, model, own), drawn, cuts)
+    with agree.all_or_none(group):
+        failures.raise_first()
+    cuts.compare()
+    return values
+
+
+def _given(plan: Plan, sources: Sources) -> list[agree.Fact]:
+    """The arguments decide which collectives ranks launch, unless one rank sends the values to all."""
+    if plan.policy.broadcast_from is not None:
+        return []
+    return [
+        agree.Fact(
+            f"the argument {name}", "None" if value is None else "something", f"give {name} on every rank, or on none"
+        )
+        for name, value in (("init", sources.init), ("weights", sources.weights))
+    ]
+
+
+def _existing(tensor: Tensor, model: PlainModel) -> Tensor:
+    """A tensor on a real device; of a planned parameter its data."""
+    return tensor if model.param_of(tensor) is None else tensor.detach()
+
+
+def _full(tensor: Tensor, model: PlainModel, own: FullOf) -> Tensor:
+    """Values in full: this rank's own, or those that rank ``policy.broadcast_from`` sends to all; a collective then."""
+    if model.sender is None or not model.travels(tensor):
+        return own(tensor)
+    if not model.arrives(tensor):
+        full = own(tensor)
+    elif tensor.is_meta:
+        full = torch.empty_like(tensor, device=model.device, requires_grad=False)
+    else:
+        full = _existing(tensor, model)
+    agree.broadcast(full, model.sender, model.ranks.world, model.device)
+    return full
+
+
+def _collected(model: PlainModel, full_of: FullOf, drawn: Drawn, cuts: Cuts) -> InitialValues:
+    """All values, one tensor at a time, so that one full tensor at most is alive; a collective, if one rank sends."""
+    at_rest: dict[str, Tensor] = {}
+    others = []
+    for tensor, names in model.names.items():
+        param = model.param_of(tensor)
+        if param is None:
+            full = full_of(tensor)
+            if full is not tensor:
+                others.append(Other(names, tensor, full.to(model.device if tensor.is_meta else tensor.device)))
+        elif (rows := drawn.at_rest(tensor)) is not None:
+            at_rest[param.path] = rows
+        else:
+            at_rest[param.path] = cuts.cut(full_of(tensor), param.path)
+    return InitialValues({param.path: at_rest[param.path] for param in model.plan.params}, others)

@@ -21,62 +21,38 @@ CPU = torch.device("cpu")  # where values are drawn, whatever the device: a seed
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The user's sources of initial values.
+    """The user's sources of initial values."""
 
-    Attributes:
-        init: called as ``module.apply(init)`` calls it, after ``reset_parameters``.
-        weights: full tensors by their names in the plain module's state dict.
-    """
-
-    init: Callable[[nn.Module], object] | None = None
-    weights: Mapping[str, Tensor] | None = None
+    init: Callable[[nn.Module], object] | None = None  # called as by ``module.apply(init)``, after ``reset_parameters``
+    weights: Mapping[str, Tensor] | None = None  # full tensors by their names in the plain module's state dict
 
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """A value for a tensor outside the plan: a buffer, or a parameter that the policy ignores.
+    """A value for a tensor outside the plan: a buffer, or a parameter that the policy ignores."""
 
-    Attributes:
-        names: all its names in the module.
-        tensor: the module's tensor.
-        value: its initial value.
-    """
-
-    names: Sequence[str]
-    tensor: Tensor
-    value: Tensor
+    names: Sequence[str]  # all of them
+    tensor: Tensor  # the module's
+    value: Tensor  # the initial one
 
 
 @dataclass(frozen=True, slots=True)
 class InitialValues:
-    """Initial values.
+    """Initial values."""
 
-    Attributes:
-        at_rest: by path, each planned parameter as it is at rest: in full, or this rank's rows.
-        others: of tensors outside the plan that were on the meta device or are read from a state dict.
-    """
-
-    at_rest: dict[str, Tensor]
-    others: list[Other]
+    at_rest: dict[str, Tensor]  # by path, each planned parameter as it is at rest: in full, or this rank's rows
+    others: list[Other]  # of tensors outside the plan that were on the meta device or are read from a state dict
 
 
 @dataclass(frozen=True, slots=True)
 class PlainModel:
-    """The plain module whose tensors need values.
-
-    Attributes:
-        module: the module.
-        plan: what each parameter is.
-        ranks: the process groups that train it.
-        device: where compute is.
-        names: all names of each parameter and buffer, in the module's order.
-    """
+    """The plain module whose tensors need values."""
 
     module: nn.Module
     plan: Plan
     ranks: Ranks
-    device: torch.device
-    names: Mapping[Tensor, Sequence[str]]
+    device: torch.device  # where compute is
+    names: Mapping[Tensor, Sequence[str]]  # all names of each parameter and buffer, in the module's order
 
     def name_of(self, tensor: Tensor) -> str:
         """The tensor's first name; a planned parameter's path."""
@@ -156,8 +132,7 @@ class Cuts:
     """Full parameters cut to what is at rest; digests of them where every rank makes its own."""
 
     def __init__(self, model: PlainModel, *, are_read: bool) -> None:
-        self._model = model
-        self._are_read = are_read
+        self._model, self._are_read = model, are_read
         self._digests: dict[str, str] = {}
 
     def cut(self, full: Tensor, path: str) -> Tensor:

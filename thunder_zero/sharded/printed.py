@@ -1,0 +1,73 @@
+"""What ``print(model)`` shows: stage, ranks and bytes, then torch's tree with the shapes of rows.
+
+::
+
+    ZeroModule of Net: stage 3, 2 ranks, 3 units, 1.09 KiB of parameters at rest on this rank
+    Net(
+      (blocks): ModuleList(
+        (0-1): 2 x Linear(in_features=8, out_features=8, bias=True, weight: [8, 8] rows [4, 8], bias: [8] rows [4])
+      )
+    )
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from thunder_zero.plan.amounts import size
+from thunder_zero.plan.params import Plan
+from thunder_zero.sharded.state import State
+
+
+def printed(kind: str, module: nn.Module, state: State) -> str:
+    """A sharded model of this kind as text: the plain module, and this rank's share of it."""
+    plan = state.plan
+    full = [state.resident.full(param) for param in plan.params if param.resident]
+    ignored = [param for name, param in module.named_parameters() if name not in plan.by_name]
+    storages = [tensor.untyped_storage() for tensor in (*state.rows.values(), *full, *ignored)]
+    at_rest = sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # some are views of others
+    ranks = _count(plan.ranks, "rank") + f" ({plan.replicas} copies of the model)" * (plan.replicas > 1)
+    return (
+        f"{kind} of {type(module).__name__}: stage {plan.policy.stage}, {ranks}, {_count(len(plan.units), 'unit')}, "
+        f"{size(at_rest)} of parameters at rest on this rank\n{_tree(module, plan, '')!r}"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number > 1)}"
+
+
+class _Printed(nn.Module):
+    """Prints as another module does, with more in its own line."""
+
+    def __init__(self, module: nn.Module, rows: str) -> None:
+        super().__init__()
+        self._name: str = module._get_name()
+        self._line = ", ".join(filter(None, [module.extra_repr(), rows]))
+
+    def _get_name(self) -> str:
+        return self._name
+
+    def extra_repr(self) -> str:
+        return self._line
+
+
+class _PrintedList(_Printed, nn.ModuleList):
+    """Folds blocks that print alike, as torch's does."""
+
+
+def _tree(module: nn.Module, plan: Plan, prefix: str) -> nn.Module:
+    """Modules that torch prints in the place of a module and its children."""
+    own = ((name, param) for name, param in module._parameters.items() if param is not None)
+    shapes = ", ".join(f"{name}: {_shapes(f'{prefix}{name}', param, plan)}" for name, param in own)
+    tree = _PrintedList(module, shapes) if isinstance(module, nn.ModuleList) else _Printed(module, shapes)
+    for name, child in module._modules.items():
+        tree.add_module(name, None if child is None else _tree(child, plan, f"{prefix}{name}."))
+    return tree
+
+
+def _shapes(name: str, given: nn.Parameter, plan: Plan) -> str:
+    """A parameter's shape, and what programs read of it."""
+    if (param := plan.by_name.get(name)) is None:
+        return f"{list(given.shape)} ignored"
+    return f"{list(param.shape)} " + (f"rows {list(plan.shard_shape(param))}" if param.sharded else "replicated")
