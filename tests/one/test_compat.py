@@ -38,8 +38,8 @@ def test_an_untested_version_is_a_warning(monkeypatch: pytest.MonkeyPatch, recwa
 
 
 def test_half_of_thunder_is_told_from_thunder(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not imports.phase_imported({"thunder": None, "thunder.core": None})
-    assert not imports.phase_imported({"thunder_zero": None, "thunderstorm.core": None})
+    assert not imports.half_imported({"thunder": None, "thunder.core": None})
+    assert not imports.half_imported({"thunder_zero": None, "thunderstorm.core": None})
     monkeypatch.setattr(imports, "sys", SimpleNamespace(modules={"thunder.core": None}))
     with refused(
         ImportError, "an earlier `import thunder` failed", "restart Python and", "`import thunder_zero` before"

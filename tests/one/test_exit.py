@@ -21,15 +21,27 @@ import thunder
 dist.init_process_group("gloo", init_method="tcp://localhost:0", rank=0, world_size=1)
 model = thunder.jit(torch.nn.Linear(2, 2), transforms=[tz.ZeroTransform(stage=3)])
 model(torch.ones(1, 2)).sum().backward()
-dist.destroy_process_group()
 """
+
+
+FAILS = """
+def fail(group):
+    raise ValueError("a failure of the script")
+
+fail(dist.group.WORLD)
+"""
+ENDS = {"destroyed": ("dist.destroy_process_group()", 0), "left by an error": (FAILS, 1)}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the names of threads from Linux")
-def test_gloo_has_no_threads_when_the_interpreter_ends() -> None:
+@pytest.mark.parametrize("end", ENDS)
+def test_gloo_has_no_threads_when_the_interpreter_ends(end: str) -> None:
     """One that drops the tensors of the last collective then would abort the process; the model is still alive."""
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=True)
+    last_lines, code = ENDS[end]
+    command = [sys.executable, "-c", SCRIPT + last_lines]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == code, run.stderr
     threads = run.stdout.split()
     assert threads
     assert not [name for name in threads if "gloo" in name]

@@ -109,9 +109,9 @@ def require_same(facts: Sequence[Fact], group: dist.ProcessGroup) -> None:
         return
     rank, expected, found = difference.rank, difference.expected, difference.found
     if expected is None or found is None or expected.name != found.name:
-        here, there = (fact.name if fact is not None else "nothing more" for fact in (expected, found))
+        names = [fact.name if fact is not None else "nothing more" for fact in (expected, found)]
         remedy = next(fact.remedy for fact in (expected, found) if fact is not None)
-        raise RuntimeError(f"the ranks differ: rank 0 has {here} where rank {rank} has {there}; {remedy}")
+        raise RuntimeError(f"the ranks differ: rank 0 has {names[0]} where rank {rank} has {names[1]}; {remedy}")
     raise RuntimeError(
         f"{expected.name} differs between ranks: rank 0 has {expected.value}, rank {rank} has {found.value}; "
         f"{expected.remedy}"
@@ -205,10 +205,10 @@ def on_rank_0(what: str, decide: Callable[[Callable[[], None]], Result], every: 
         return decide(lambda: None)
     group = process_group(None)
     with doing(what):
-        return _decided_here(decide, group, every) if group.rank() == 0 else _decided_there(group)
+        return _decide_on_rank_0(decide, group, every) if group.rank() == 0 else _follow_rank_0(group)
 
 
-def _decided_here(decide: Callable[[Callable[[], None]], Result], group: ProcessGroup, every: float) -> Result:
+def _decide_on_rank_0(decide: Callable[[Callable[[], None]], Result], group: ProcessGroup, every: float) -> Result:
     told = monotonic()
 
     def go_on() -> None:
@@ -236,7 +236,7 @@ def _sendable(error: Exception) -> Exception:
     return error if survives else RuntimeError(f"rank 0 raised {type(error).__name__}: {error}; see its traceback")
 
 
-def _decided_there(group: ProcessGroup) -> Any:
+def _follow_rank_0(group: ProcessGroup) -> Any:
     is_decided = False
     while not is_decided:
         is_decided, result, failure = broadcast_object_from_rank_0((False, None, None), group)

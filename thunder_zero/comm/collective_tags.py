@@ -26,7 +26,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -73,10 +72,11 @@ class CollectiveTag:
         return (self.digest + self.text.encode()[: BYTES - DIGEST_BYTES]).ljust(BYTES, b"\0")
 
 
-class AnnouncedTag(Protocol):
-    """An announced tag, which the peers' tags are compared with."""
+class AnnouncedTag:
+    """An announced tag, which the peers' tags were compared with, unless a subclass still has to."""
 
-    tag: CollectiveTag
+    def __init__(self, tag: CollectiveTag) -> None:
+        self.tag = tag
 
     def confirm(self) -> None:
         """Wait for the peers' tags, once.
@@ -122,15 +122,15 @@ def announce(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag | None:
     """
     if group.size() == 1 or group in _without_tags:
         return None
-    if (channel := channel_of(group)) is not None:
-        require_same_so_far(group)
-        if (before := _unconfirmed.get(channel)) is not None:
-            before.confirm()
-        return _Messages(tag, group, channel)
-    if is_debugging():
-        require_same_so_far(group)
-        return _Gathered(tag, group)
-    return None
+    channel = channel_of(group)
+    if channel is None and not is_debugging():
+        return None
+    require_same_so_far(group)
+    if channel is None:
+        return _gathered(tag, group)
+    if (before := _unconfirmed.get(channel)) is not None:
+        before.confirm()
+    return _Messages(tag, group, channel)
 
 
 def compare_tags(step: str, group: ProcessGroup) -> str:
@@ -174,11 +174,11 @@ def require_same_so_far(group: ProcessGroup) -> None:
 _Posted = tuple[tuple[int, int], bytearray, dist.Work | None, dist.Work | None]
 
 
-class _Messages:
+class _Messages(AnnouncedTag):
     """A tag, announced by messages of gloo."""
 
     def __init__(self, tag: CollectiveTag, group: ProcessGroup, channel: ProcessGroup) -> None:
-        self.tag = tag
+        super().__init__(tag)
         self._channel = channel
         self._timeout = timeout_of(group if speaks_gloo(group) else channel, CPU)
         ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
@@ -215,19 +215,14 @@ class _Messages:
         self._posted = None
 
 
-class _Gathered:
+def _gathered(tag: CollectiveTag, group: ProcessGroup) -> AnnouncedTag:
     """A tag, announced by a collective for which the host waits."""
-
-    def __init__(self, tag: CollectiveTag, group: ProcessGroup) -> None:
-        self.tag = tag
-        messages = [b""] * group.size()
-        with naming_tag(tag.text), naming_lost_ranks(group):
-            dist.all_gather_object(messages, tag.message(), group=group)
-        for rank, message in zip(dist.get_process_group_ranks(group), messages, strict=True):
-            _compare(tag, rank, message, group, None)
-
-    def confirm(self) -> None:
-        """See :meth:`AnnouncedTag.confirm`; it has happened."""
+    messages = [b""] * group.size()
+    with naming_tag(tag.text), naming_lost_ranks(group):
+        dist.all_gather_object(messages, tag.message(), group=group)
+    for rank, message in zip(dist.get_process_group_ranks(group), messages, strict=True):
+        _compare(tag, rank, message, group, None)
+    return AnnouncedTag(tag)
 
 
 def _compare(tag: CollectiveTag, rank: int, message: bytes, channel: ProcessGroup, keep: object) -> None:

@@ -1,7 +1,10 @@
-"""Finds the process groups of a model from ``process_group`` or ``mesh``."""
+"""Finds the process groups of a model from ``process_group`` or ``mesh``; destroys those that an error left."""
 
 from __future__ import annotations
 
+import gc
+import sys
+import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -11,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from thunder_zero.comm.collective_tags import without_tags
 from thunder_zero.comm.lost_ranks import naming_lost_ranks, timeout_of
-from thunder_zero.compat.torch_gaps import set_timeout
+from thunder_zero.compat.torch_gaps import all_groups, set_timeout
 
 LONGEST_WAIT_FOR_ADDRESS = timedelta(minutes=1)  # while a group is made, gloo does not see that a rank dies
 GLOO_CONNECT_FACTOR = 5  # gloo waits for a connection five times as long as for a message
@@ -141,6 +144,24 @@ def _all_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 def has_groups() -> bool:
     """Whether torch has process groups: they were made and not destroyed."""
     return dist.is_available() and dist.is_initialized()
+
+
+def destroy_groups_after_error() -> None:
+    """At exit after an uncaught exception: destroy the process groups that the script left, if gloo alone carries them.
+
+    Torch joins a group's threads when the last reference to it goes. Once the interpreter ends that is too late: a
+    thread which still has to drop the tensors of the last collective waits for the GIL in vain, and the process aborts
+    instead of ending with the exception's exit code. The frames of its traceback refer to the group, too.
+    """
+    error: BaseException | None = vars(sys).get("last_value")  # there after an uncaught exception alone
+    configs = ",".join(map(dist.get_backend_config, all_groups())) if has_groups() else ""
+    if error is None or {pair.partition(":")[2] for pair in configs.split(",")} != {"gloo"}:
+        return
+    dist.destroy_process_group()
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+    gc.collect()  # a model that was not finished refers to itself
 
 
 def process_group(group: object) -> dist.ProcessGroup:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_single, reduce_scatter_single
 
 from thunder_zero.comm.handle import BucketPart, Handle
-from thunder_zero.comm.transport import FLOATS, Launching, PeerBuffers
+from thunder_zero.comm.transport import FLOATS, Launching, PeerBuffers, outside_autograd
 from thunder_zero.compat.torch_gaps import divide_all, one_launch
 from thunder_zero.plan import layout
 from thunder_zero.plan.params import Param
@@ -34,8 +34,7 @@ class _Native(Launching):
         self._world_size = group.size()
         self._rank = group.rank()
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Handle:
@@ -54,8 +53,7 @@ class _Native(Launching):
         unpadded = tuple(full[: param.shape[0]] for full, param in zip(fulls, params, strict=True))
         return Handle(parts, unpadded, self._pending)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """See :meth:`thunder_zero.comm.transport.Transport.reduce_scatter`."""
         padded_shapes = [layout.padded_shape(param.shape, self._world_size) for param in params]
@@ -66,8 +64,7 @@ class _Native(Launching):
         calls = [(mean, share, options) for mean, share in zip(means, shares, strict=True)]
         return Handle([*self._launch(reduce_scatter_single, calls), self._division(means)], means, self._pending)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """See :meth:`thunder_zero.comm.transport.Transport.all_reduce`."""
         # Copied: the collective works in place, and other operations may still read the gradient.
@@ -77,8 +74,7 @@ class _Native(Launching):
         parts = self._launch(dist.all_reduce, [(mean, self._options(means)) for mean in means])
         return Handle([*parts, self._division(means)], means, self._pending)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
         """See :meth:`thunder_zero.comm.transport.Transport.trade`."""
         ways = ((dist.isend, outgoing), (dist.irecv, incoming))

@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroup
 
 from thunder_zero.comm.handle import AVERAGER, SENDER, BucketPart, Handle, Result, in_background
 from thunder_zero.comm.lost_ranks import naming_lost_ranks
-from thunder_zero.comm.transport import COMPLEX, FLOATS, Launching, PeerBuffers
+from thunder_zero.comm.transport import COMPLEX, FLOATS, Launching, PeerBuffers, outside_autograd
 from thunder_zero.plan import layout
 from thunder_zero.plan.params import Param
 
@@ -68,8 +68,7 @@ class PairwiseGloo(Launching):
         # Each rank starts with its successor, so that not all send to the same peer at once.
         self._peers = tuple((self._rank + step) % self._world_size for step in range(1, self._world_size))
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Handle:
@@ -84,18 +83,17 @@ class PairwiseGloo(Launching):
         for members in messages(shards, self._world_size, sharded=True):
             columns = {rank: [cuts[at][rank] for at in members] for rank in self._peers}
             slots = {rank: _one_buffer(column) for rank, column in columns.items()}
-            receives = self._receive_soon(slots, self._tag)
+            receives = self._post_receives(slots, self._tag)
             outgoing.append(dict.fromkeys(self._peers, _pack([own[at] for at in members])))
             unpack = _unpacking((slots[rank], columns[rank]) for rank in self._peers) if len(members) > 1 else None
             bucket_parts.append(BucketPart(receives, unpack))
-        sends = self._send_soon(outgoing)
+        sends = self._post_sends(outgoing)
         if into is None:
             for rows, cut in zip(own, cuts, strict=True):
                 cut[self._rank].copy_(rows)
         return Handle([*bucket_parts, *sends], tuple(fulls), self._pending)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """Average; see :meth:`thunder_zero.comm.transport.Transport.reduce_scatter`."""
         shapes = [layout.shard_shape(param.shape, self._world_size, self._rank) for param in params]
@@ -110,13 +108,12 @@ class PairwiseGloo(Launching):
             outgoing.append({rank: parts[rank] for rank in self._peers})
             if len(members) > 1:
                 bucket_parts.append(BucketPart((), _unpacking([(mean, [own[at] for at in members])])))
-        sends = self._send_soon(outgoing)
+        sends = self._post_sends(outgoing)
         for mean, rows in zip(means, own, strict=True):
             mean.view(-1)[rows.numel() :].zero_()
         return Handle([*bucket_parts, *sends], means, self._pending)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Handle:
         """Average; see :meth:`thunder_zero.comm.transport.Transport.all_reduce`."""
         means = tuple(grad.new_empty(grad.shape) for grad in grads)
@@ -134,10 +131,9 @@ class PairwiseGloo(Launching):
             outgoing.append({rank: parts[rank] for rank in self._peers})
             if len(members) > 1:
                 bucket_parts.append(BucketPart((), _unpacking([(mean, slots)])))
-        return Handle([*bucket_parts, *self._send_soon(outgoing)], means, self._pending)
+        return Handle([*bucket_parts, *self._post_sends(outgoing)], means, self._pending)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def trade(self, outgoing: PeerBuffers, incoming: PeerBuffers) -> Handle:
         """Send and receive; see :meth:`thunder_zero.comm.transport.Transport.trade`."""
         bucket_parts = [part for rank in self._peers for part in self._receive_all(rank, incoming.get(rank, ()))]
@@ -146,7 +142,7 @@ class PairwiseGloo(Launching):
             for rank in self._peers
             for members in messages(outgoing.get(rank, ()), 1, sharded=True)
         ]
-        return Handle([*bucket_parts, *self._send_soon(packed)], (), self._pending)
+        return Handle([*bucket_parts, *self._post_sends(packed)], (), self._pending)
 
     def run_after(self, start: Callable[[], Result]) -> Callable[[], Result]:
         """Run it in AVERAGER; see :meth:`thunder_zero.comm.transport.Transport.run_after`."""
@@ -164,7 +160,7 @@ class PairwiseGloo(Launching):
             column = [slots[at] for at in members]
             buffer = _one_buffer(column)
             unpack = _unpacking([(buffer, column)]) if len(members) > 1 else None
-            yield BucketPart(self._receive_soon({rank: buffer}, self._tag), unpack)
+            yield BucketPart(self._post_receives({rank: buffer}, self._tag), unpack)
 
     def _reduce(self, parts: Sequence[Tensor], mean: Tensor) -> BucketPart:
         """Write the mean of all ranks' parts for this rank into ``mean``.
@@ -173,7 +169,7 @@ class PairwiseGloo(Launching):
         """
         lowest = min(self._peers)  # its part is the first or second one, so it may arrive where the mean is written
         arrived = {rank: mean if rank == lowest else torch.empty_like(mean) for rank in self._peers}
-        receives = self._receive_soon(arrived, self._tag)
+        receives = self._post_receives(arrived, self._tag)
         arrived[self._rank] = parts[self._rank]
         in_rank_order = [arrived[rank] for rank in range(self._world_size)]
         return BucketPart(receives, lambda: mean_into(mean, in_rank_order))
@@ -181,7 +177,7 @@ class PairwiseGloo(Launching):
     def _reduce_and_spread(self, parts: Sequence[Tensor], mean: Tensor) -> list[BucketPart]:
         """Average this rank's part of ``mean``, send it to all peers, and receive the other parts."""
         slots = self._cut_rows(mean)
-        receives = self._receive_soon({rank: slots[rank] for rank in self._peers}, self._tag_of_means)
+        receives = self._post_receives({rank: slots[rank] for rank in self._peers}, self._tag_of_means)
         reduce = self._reduce(parts, slots[self._rank])
         sent: list[Wait] = []
 
@@ -197,7 +193,7 @@ class PairwiseGloo(Launching):
         ranges = [layout.row_range(tensor.shape[0], self._world_size, rank) for rank in range(self._world_size)]
         return [tensor[start:stop].view(-1) for start, stop in ranges]
 
-    def _send_soon(self, outgoing: Sequence[dict[int, Tensor]]) -> list[BucketPart]:
+    def _post_sends(self, outgoing: Sequence[dict[int, Tensor]]) -> list[BucketPart]:
         """Send a bucket's messages, given by rank, in the background; the result's waits wait for their end."""
         sent: list[Wait] = []
 
@@ -211,7 +207,7 @@ class PairwiseGloo(Launching):
     def _send(self, messages: dict[int, Tensor], tag: int) -> list[Wait]:
         return [self._start(send, message, rank, tag) for rank, message in messages.items() if message.numel()]
 
-    def _receive_soon(self, slots: dict[int, Tensor], tag: int) -> Iterable[Wait]:
+    def _post_receives(self, slots: dict[int, Tensor], tag: int) -> Iterable[Wait]:
         """Receive messages, given by rank, in the background; the waits, called in order, return at the end."""
         pairs = [(slot, rank) for rank, slot in slots.items() if slot.numel()]
         received: list[Wait] = []

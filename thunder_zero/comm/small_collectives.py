@@ -89,10 +89,10 @@ def all_gather_tensor(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
 def full_tensor(value: DTensor, group: ProcessGroup) -> Tensor:
     """The full tensor of a DTensor on every rank of the group; a collective."""
     with small_collective("full_tensor", group):
-        there: Any = value.to(value.device_mesh.device_type)  # a part may be in host memory
+        part: Any = value.to(value.device_mesh.device_type)  # which may be in host memory
         if value.dtype.itemsize == 1:  # gloo has no float8
-            there = there.view(torch.uint8)
-        full: Tensor = there.full_tensor()
+            part = part.view(torch.uint8)
+        full: Tensor = part.full_tensor()
         return full.view(value.dtype)
 
 

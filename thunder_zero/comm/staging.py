@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thunder_zero.comm.handle import Waitable, WaitsBy
-from thunder_zero.comm.transport import Forwarding, Transport
+from thunder_zero.comm.transport import Forwarding, Transport, outside_autograd
 from thunder_zero.plan.params import Param, Plan
 from thunder_zero.plan.rows import rows_in
 
@@ -71,8 +71,7 @@ class Staging(Forwarding):
         self._plan = plan
         self._device = device
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def all_gather(
         self, shards: Sequence[Tensor], params: Sequence[Param], into: Sequence[Tensor] | None = None
     ) -> Waitable:
@@ -97,14 +96,12 @@ class Staging(Forwarding):
     def _on_device(self, shard: Tensor, param: Param) -> Tensor:
         return shard.detach().to(self._device, non_blocking=True)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def reduce_scatter(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average in ``reduce_dtype``; the means have the dtypes and devices of the shards."""
         return self._put_back(self._inner.reduce_scatter(_cast_for_reduction(grads, params), params), params)
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @outside_autograd
     def all_reduce(self, grads: Sequence[Tensor], params: Sequence[Param]) -> Waitable:
         """Average in ``reduce_dtype``; the means have the parameters' dtypes."""
         return self._put_back(self._inner.all_reduce(_cast_for_reduction(grads, params), params), params)
@@ -118,8 +115,7 @@ class Staging(Forwarding):
         may still run when it has been waited for: ``Calls.wait_offloaded`` waits for all of them."""
         places = [(rest_device(param, self._plan, self._device), param.dtype) for param in params]
 
-        @torch.inference_mode(False)
-        @torch.no_grad()
+        @outside_autograd
         def wait() -> tuple[Tensor, ...]:
             means = zip(handle.wait(), places, strict=True)
             return tuple(mean.to(dtype).to(device, non_blocking=True) for mean, (device, dtype) in means)

@@ -10,7 +10,7 @@ In: tensors of a bucket, one dtype, and the plan of their parameters. Out: a han
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,12 @@ from thunder_zero.plan.params import Param
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 COMPLEX = frozenset((torch.complex64, torch.complex128))
 PeerBuffers = Mapping[int, Sequence[Tensor]]  # 1-D contiguous tensors, by a rank of the copy of the model
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def outside_autograd(launch: Function) -> Function:
+    """A launch that autograd does not see, whose results it may save: under inference mode they would be refused."""
+    return torch.inference_mode(False)(torch.no_grad()(launch))
 
 
 class Transport(Protocol):

@@ -60,10 +60,8 @@ def register(graph: fx.GraphModule) -> None:
         graph: of dynamo.
     """
     methods = vars(torch._C.TensorBase)
-    graphs = [
-        module.graph for module in graph.modules() if isinstance(module, fx.GraphModule)
-    ]  # and checkpoints' bodies
-    for node in (node for each in graphs for node in each.nodes):
+    bodies = [module for module in graph.modules() if isinstance(module, fx.GraphModule)]  # checkpoints', too
+    for node in (node for body in bodies for node in body.graph.nodes):
         if node.op == "call_function" and isinstance(node.target, BuiltinFunctionType):
             _register(node.target, HOMES)
         elif node.op == "call_method" and node.target in methods and not has_method(node.target):
@@ -88,20 +86,9 @@ def _register(operator: Callable[..., Any], homes: tuple[Any, ...]) -> None:
 #
 #     w /= w.sum(-1, keepdim=True)      ->      w = w / w.sum(-1, keepdim=True)
 
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift"
 OPERATORS: dict[Any, Callable[..., Any]] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-    operator.ifloordiv: operator.floordiv,
-    operator.imod: operator.mod,
-    operator.ipow: operator.pow,
-    operator.imatmul: operator.matmul,
-    operator.iand: operator.and_,
-    operator.ior: operator.or_,
-    operator.ixor: operator.xor,
-    operator.ilshift: operator.lshift,
-    operator.irshift: operator.rshift,
+    getattr(operator, f"i{name.removesuffix('_')}"): getattr(operator, name) for name in _OPERATORS.split()
 }
 _METHODS = (
     "add addcdiv addcmul clamp clamp_max clamp_min div exp index_add index_copy index_fill masked_fill masked_scatter "

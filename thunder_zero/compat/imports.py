@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from looseversion import LooseVersion
 
-DROPPED_METHODS = ("align_as", "align_to", "has_names", "refine_names", "rename")
+DROPPED_METHODS = frozenset(("align_as", "align_to", "has_names", "refine_names", "rename"))
 KNOWN = {"torch": "2.13", "lightning-thunder": "0.2.6"}  # each need is known here
 TESTED = {"torch": ("2.13", "2.16"), "lightning-thunder": ("0.2.6", "0.3")}  # at least, below
 
@@ -32,7 +32,7 @@ def known(package: str) -> bool:
     return f"{version(package)}.".startswith(f"{KNOWN[package]}.")
 
 
-def phase_imported(modules: dict[str, Any]) -> bool:
+def half_imported(modules: dict[str, Any]) -> bool:
     """Whether an ``import thunder`` failed before: its submodules stayed, the package did not."""
     return "thunder" not in modules and any(name.startswith("thunder.") for name in modules)
 
@@ -51,8 +51,7 @@ def untested(package: str, found: str) -> str | None:
 
 @contextmanager
 def _dropped_methods() -> Iterator[None]:
-    there = {*vars(torch._C.TensorBase), *vars(torch.Tensor)}
-    missing = [name for name in DROPPED_METHODS if name not in there]
+    missing = DROPPED_METHODS - {*vars(torch._C.TensorBase), *vars(torch.Tensor)}
     for name in missing:
         setattr(torch.Tensor, name, _stand_in(name))
     try:
@@ -88,7 +87,7 @@ def let_thunder_import() -> None:
     Raises:
         ImportError: an earlier ``import thunder`` failed half-way in this process.
     """
-    if phase_imported(sys.modules):
+    if half_imported(sys.modules):
         raise ImportError(
             "an earlier `import thunder` failed and left half of it behind; restart Python and "
             "`import thunder_zero` before `import thunder`"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,27 +34,13 @@ from thunder.core.jit_ext import (
 
 def list_members_in_order() -> None:
     """Let ``parameters()`` and ``buffers()`` in a forward come in the module's order."""
-    register_general_jit_lookaside(nn.Module.named_parameters)(_named_parameters)
-    register_general_jit_lookaside(nn.Module.named_buffers)(_named_buffers)
+    for kind in ("parameter", "buffer"):
+        register_general_jit_lookaside(getattr(nn.Module, f"named_{kind}s"))(partial(_members, kind))
 
 
-def _named_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
-    plain = unwrap(module)
-    return _members(plain.named_parameters, plain.get_parameter, args, kwargs)
-
-
-def _named_buffers(module: Any, *args: Any, **kwargs: Any) -> Any:
-    plain = unwrap(module)
-    return _members(plain.named_buffers, plain.get_buffer, args, kwargs)
-
-
-def _members(
-    named: Callable[..., Iterator[tuple[str, Tensor]]],
-    member: Callable[[str], Tensor],
-    args: tuple[Any, ...],
-    kwargs: Mapping[Any, Any],
-) -> Any:
+def _members(kind: str, module: Any, *args: Any, **kwargs: Any) -> Any:
     """The names by torch's method, and their tensors by Thunder's interpreter, which traces what is read."""
+    named, member = (getattr(unwrap(module), name) for name in (f"named_{kind}s", f"get_{kind}"))
     given = [unwrap(arg) for arg in args]
     options = {unwrap(key): unwrap(value) for key, value in kwargs.items()}
     prefix = given[0] if given else options.get("prefix", "")

@@ -94,6 +94,11 @@ def at_exit(function: Callable[..., None], *args: Any) -> None:
     atexit.register(function, *args)
 
 
+def all_groups() -> list[ProcessGroup]:
+    """The process groups that were made and not destroyed."""
+    return list(_world.pg_map)
+
+
 # needed while: torch has no hook for an optimizer's step that fails.
 # Every step leaves a range of the profiler by an operator of torch, also when it raises. A kernel of ours in front of
 # the operator's own, by torch's own registry, sees the error: nothing of torch is patched.
@@ -107,7 +112,7 @@ _libraries: list[torch.library.Library] = []  # a kernel is removed when its lib
 
 def on_failed_steps(explain: Callable[[Optimizer, BaseException], None]) -> None:
     """From now on, for the life of the process, call ``explain`` with the optimizer and the error of a step that
-    raises; again is no change."""
+    raises; a second call changes nothing."""
     if _libraries:
         return
 
@@ -134,7 +139,8 @@ UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 def share_found_inf() -> None:
-    """From now on, for the life of the process, ranks share what they find in any gradient; again is no change."""
+    """From now on, for the life of the process, ranks share what they find in any gradient; a second call
+    changes nothing."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers[UNSCALE] = _unscale
 

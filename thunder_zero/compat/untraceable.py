@@ -33,15 +33,15 @@ class RefusedPart:
     Attributes:
         is_it: whether a submodule is of this kind.
         what: what it is or has.
-        why: what goes wrong with it.
         instead: what to use.
+        why: what goes wrong with it.
         under_dynamo: whether it is refused where dynamo captures graphs, too.
     """
 
     is_it: Callable[[nn.Module], bool]
     what: str
-    why: str
     instead: str
+    why: str = "Thunder cannot trace it"
     under_dynamo: bool = True
 
 
@@ -58,70 +58,64 @@ UNTRACEABLE: tuple[RefusedPart, ...] = (
     RefusedPart(
         lambda module: isinstance(module, OptimizedModule),
         "is under torch.compile",
-        "Thunder cannot trace it",
         "give thunder.jit the module without torch.compile",
     ),
     RefusedPart(
         _has_composable_checkpoint,
         "is under torch.distributed._composable.checkpoint",
-        "Thunder cannot trace its hooks",
         "call torch.utils.checkpoint.checkpoint(submodule, ..., use_reentrant=False) in forward",
+        "Thunder cannot trace its hooks",
     ),
     RefusedPart(
         lambda module: bool(module._backward_hooks or module._backward_pre_hooks),
         "has backward hooks",
-        "Thunder never calls them",
         "use hooks of the parameters (model.parameters()), or a torch.autograd.Function in forward",
+        "Thunder never calls them",
     ),
     RefusedPart(
         lambda module: isinstance(module, nn.MultiheadAttention),
         "is a MultiheadAttention",
-        "Thunder cannot trace it",
         "use linear layers and torch.nn.functional.scaled_dot_product_attention",
         under_dynamo=False,
     ),
     RefusedPart(
         lambda module: isinstance(module, nn.RNNBase),
         "is a recurrent layer",
-        "Thunder cannot trace it",
         "use a loop of linear layers, or leave it out of the module that thunder.jit is given",
     ),
     RefusedPart(
         lambda module: isinstance(module, _InstanceNorm) and module.track_running_stats,
         "has track_running_stats=True",
-        "Thunder does not update the running statistics of instance norms",
         "use track_running_stats=False",
+        "Thunder does not update the running statistics of instance norms",
     ),
     RefusedPart(
         lambda module: isinstance(module, _BatchNorm) and module.track_running_stats and module.momentum is None,
         "has momentum=None",
-        "Thunder cannot trace a cumulative average",
         "give it a momentum",
+        "Thunder cannot trace a cumulative average",
         under_dynamo=False,
     ),
     RefusedPart(
         lambda module: isinstance(module, nn.SyncBatchNorm),
         "is a SyncBatchNorm",
-        "Thunder cannot trace its collectives",
         "use a BatchNorm, whose statistics are each rank's own, or a LayerNorm or GroupNorm",
+        "Thunder cannot trace its collectives",
     ),
     RefusedPart(
         lambda module: _prepared_by(module, SpectralNorm) or isinstance(module, _SpectralNorm),
         "is under spectral_norm",
-        "Thunder cannot trace it",
         "normalise the weight in forward",
     ),
     RefusedPart(
         lambda module: _prepared_by(module, WeightNorm) or isinstance(module, _WeightNorm),
         "is under weight_norm",
-        "Thunder cannot trace it",
         "compute g * v / v.norm(...) in forward",
         under_dynamo=False,
     ),
     RefusedPart(
         lambda module: isinstance(module, torch.jit.ScriptModule),
         "is a ScriptModule",
-        "Thunder cannot trace it",
         "use the module before torch.jit.script",
     ),
 )

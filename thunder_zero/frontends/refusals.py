@@ -37,26 +37,26 @@ OWN_PARTS: tuple[RefusedPart, ...] = (
     RefusedPart(
         lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None,
         "has max_norm",
-        "forward writes to the weight, which is sharded",
         "normalise the rows in forward",
+        "forward writes to the weight, which is sharded",
     ),
     RefusedPart(
         lambda module: isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse,
         "has sparse=True",
-        "gradients are reduced as dense tensors",
         "use sparse=False",
+        "gradients are reduced as dense tensors",
     ),
     RefusedPart(
         lambda module: isinstance(module, nn.DataParallel),
         "is a DataParallel",
-        "it splits batches in one process",
         "use the module inside of it",
+        "it splits batches in one process",
     ),
     RefusedPart(
         lambda module: isinstance(module, DistributedDataParallel),
         "is a DistributedDataParallel",
-        "it reduces gradients itself",
         "use the module inside of it",
+        "it reduces gradients itself",
     ),
 )
 PARTS = (*UNTRACEABLE, *OWN_PARTS)

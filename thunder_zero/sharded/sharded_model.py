@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_zero.comm.collective_tags import doing
-from thunder_zero.comm.group import has_groups
+from thunder_zero.comm.group import destroy_groups_after_error, has_groups
 from thunder_zero.compat.torch_gaps import at_exit
 from thunder_zero.plan.params import Param
 from thunder_zero.sharded.printed import printed
@@ -123,8 +123,10 @@ def _leave_groups() -> None:
     """At exit: let torch join gloo's threads, which it does when the last reference to a destroyed group goes.
 
     Such a thread may still have to drop the tensors of the last collective; once the interpreter ends, that aborts the
-    process. Groups that were not destroyed are torch's: another handler at exit may still save a model.
+    process. Groups that were not destroyed are torch's: another handler at exit may still save a model. After an error
+    it may not.
     """
+    destroy_groups_after_error()
     if not has_groups():
         for state in states():
             state.leave_group()

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from thunder.core import prims
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
+from thunder.extend import OperatorExecutor
+
+Gradients = Callable[[TensorProxy], Iterable[tuple[TensorProxy, TensorProxy]]]  # of the output -> each input, its own
 
 
 class NeverFuses:
@@ -11,3 +19,29 @@ class NeverFuses:
     def can_fuse(self, bsym: BoundSymbol) -> bool:
         """Never."""
         return False
+
+
+class ClaimingExecutor(NeverFuses, OperatorExecutor):
+    """An executor of torch's own operators."""
+
+    def claim(
+        self, symbol: Any, checker: Callable[..., bool], run: Callable[..., tuple[TensorProxy, Gradients]]
+    ) -> None:
+        """Claim those lines of an operator for which ``checker`` holds.
+
+        Args:
+            symbol: the operator.
+            checker: gets a line's own arguments.
+            run: gets them, too; returns the output, and what makes the inputs' gradients of the output's.
+        """
+
+        def lower(*args: Any, **kwargs: Any) -> TensorProxy:
+            return run(*args, **kwargs)[0]
+
+        def differentiate(*args: Any, **kwargs: Any) -> TensorProxy:
+            output, gradients = run(*args, **kwargs)
+            for given, grad in gradients(prims.get_grad(output)):
+                prims.put_grad(given, grad)
+            return output
+
+        self.register_implementation(symbol, checker=checker, execution_transform=lower, grad_transform=differentiate)

@@ -14,27 +14,25 @@ standard deviation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from thunder_zero.compat.operators import NeverFuses
+from thunder_zero.compat.operators import ClaimingExecutor, Gradients
 
 import thunder.core.dtypes as dtypes
 import thunder.torch as ltorch
-from thunder.core import prims
 from thunder.core.devices import DeviceType
 from thunder.core.proxies import TensorProxy
-from thunder.extend import OperatorExecutor
 
 aten = torch.ops.aten
 HALF = (dtypes.bfloat16, dtypes.float16)
 
 
-class ActivationExecutor(NeverFuses, OperatorExecutor):
+class ActivationExecutor(ClaimingExecutor):
     """Claims GELU, SiLU, softmax and layer norm."""
 
     def __init__(self) -> None:
@@ -48,44 +46,24 @@ class ActivationExecutor(NeverFuses, OperatorExecutor):
         self.softmax_backward = register("softmax_backward", meta=_like, fn=_softmax_backward)
         self.norm = register("native_layer_norm", meta=_norm_meta, fn=_norm)
         self.norm_backward = register("layer_norm_backward", meta=_norm_backward_meta, fn=_norm_backward)
-        self._claim(ltorch.gelu, _is_gelu, self.lower_gelu, self.grad_of_gelu)
-        self._claim(ltorch.silu, _is_silu, self.lower_silu, self.grad_of_silu)
-        self._claim(ltorch._softmax, _is_softmax, self.lower_softmax, self.grad_of_softmax)
-        self._claim(ltorch.layer_norm, _is_norm, self.lower_norm, self.grad_of_norm)
+        self.claim(ltorch.gelu, _is_gelu, self._run_gelu)
+        self.claim(ltorch.silu, _is_silu, self._run_silu)
+        self.claim(ltorch._softmax, _is_softmax, self._run_softmax)
+        self.claim(ltorch.layer_norm, _is_norm, self._run_norm)
 
-    def _claim(self, symbol: Any, checker: Callable[..., bool], lower: Callable[..., Any], grad: Any) -> None:
-        self.register_implementation(symbol, checker=checker, execution_transform=lower, grad_transform=grad)
+    def _run_gelu(self, a: TensorProxy, /, *, approximate: str = "none") -> tuple[TensorProxy, Gradients]:
+        return self.gelu(a, approximate), lambda grad: [(a, self.gelu_backward(grad, a, approximate))]
 
-    # Thunder calls a line's two functions with the line's own arguments. Each result of ``grad_of`` is forward's.
+    def _run_silu(self, a: TensorProxy, /, inplace: bool = False) -> tuple[TensorProxy, Gradients]:
+        return self.silu(a), lambda grad: [(a, self.silu_backward(grad, a))]
 
-    def lower_gelu(self, a: TensorProxy, /, *, approximate: str = "none") -> TensorProxy:
-        y: TensorProxy = self.gelu(a, approximate)
-        return y
+    def _run_softmax(
+        self, a: TensorProxy, /, dim: int, *, dtype: dtypes.dtype | None = None
+    ) -> tuple[TensorProxy, Gradients]:
+        y = self.softmax(a, dim)
+        return y, lambda grad: [(a, self.softmax_backward(grad, y, dim))]
 
-    def grad_of_gelu(self, a: TensorProxy, /, *, approximate: str = "none") -> TensorProxy:
-        y: TensorProxy = self.gelu(a, approximate)
-        prims.put_grad(a, self.gelu_backward(prims.get_grad(y), a, approximate))
-        return y
-
-    def lower_silu(self, a: TensorProxy, /, inplace: bool = False) -> TensorProxy:
-        y: TensorProxy = self.silu(a)
-        return y
-
-    def grad_of_silu(self, a: TensorProxy, /, inplace: bool = False) -> TensorProxy:
-        y: TensorProxy = self.silu(a)
-        prims.put_grad(a, self.silu_backward(prims.get_grad(y), a))
-        return y
-
-    def lower_softmax(self, a: TensorProxy, /, dim: int, *, dtype: dtypes.dtype | None = None) -> TensorProxy:
-        y: TensorProxy = self.softmax(a, dim)
-        return y
-
-    def grad_of_softmax(self, a: TensorProxy, /, dim: int, *, dtype: dtypes.dtype | None = None) -> TensorProxy:
-        y: TensorProxy = self.softmax(a, dim)
-        prims.put_grad(a, self.softmax_backward(prims.get_grad(y), y, dim))
-        return y
-
-    def lower_norm(
+    def _run_norm(
         self,
         a: TensorProxy,
         /,
@@ -93,27 +71,17 @@ class ActivationExecutor(NeverFuses, OperatorExecutor):
         weight: TensorProxy | None = None,
         bias: TensorProxy | None = None,
         eps: float = 1e-5,
-    ) -> TensorProxy:
-        y: TensorProxy = self.norm(a, _full_shape(normalized_shape, weight, bias), weight, bias, eps)[0]
-        return y
-
-    def grad_of_norm(
-        self,
-        a: TensorProxy,
-        /,
-        normalized_shape: Sequence[int],
-        weight: TensorProxy | None = None,
-        bias: TensorProxy | None = None,
-        eps: float = 1e-5,
-    ) -> TensorProxy:
+    ) -> tuple[TensorProxy, Gradients]:
         shape = _full_shape(normalized_shape, weight, bias)
         y, mean, rstd = self.norm(a, shape, weight, bias, eps)
-        given = a, weight, bias
-        needed = tuple(tensor is not None for tensor in given)
-        grads = self.norm_backward(prims.get_grad(y), a, shape, mean, rstd, weight, needed)
-        for tensor, grad in zip((tensor for tensor in given if tensor is not None), grads, strict=True):
-            prims.put_grad(tensor, grad)
-        return y
+
+        def gradients(grad: TensorProxy) -> Iterable[tuple[TensorProxy, TensorProxy]]:
+            given = a, weight, bias
+            needed = tuple(tensor is not None for tensor in given)
+            grads = self.norm_backward(grad, a, shape, mean, rstd, weight, needed)
+            return zip((tensor for tensor in given if tensor is not None), grads, strict=True)
+
+        return y, gradients
 
 
 def _full_shape(

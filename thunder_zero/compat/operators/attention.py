@@ -12,12 +12,13 @@ Backward reads the inputs, the output and ``l``. The lines run on the meta devic
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thunder_zero.compat.operators import NeverFuses
+from thunder_zero.compat.operators import ClaimingExecutor, Gradients
 
 import thunder.core.dtypes as dtypes
 import thunder.torch as ltorch
@@ -25,7 +26,6 @@ from thunder.core import prims
 from thunder.core.devices import DeviceType
 from thunder.core.dtypes import to_torch_dtype
 from thunder.core.proxies import Proxy, TensorProxy
-from thunder.extend import OperatorExecutor
 
 aten = torch.ops.aten
 LOGSUMEXP_DTYPES = {
@@ -37,7 +37,7 @@ LOGSUMEXP_DTYPES = {
 DEVICES = (DeviceType.CPU, DeviceType.META)
 
 
-class AttentionExecutor(NeverFuses, OperatorExecutor):
+class AttentionExecutor(ClaimingExecutor):
     """Claims ``scaled_dot_product_attention`` where eager torch takes its flash attention for CPUs.
 
     All other calls stay with the executors after it: on CUDA, with dropout, with inputs of other shapes and dtypes, and
@@ -51,14 +51,9 @@ class AttentionExecutor(NeverFuses, OperatorExecutor):
         self.forward = register("cpu_flash_attention", meta=_forward_meta, fn=_forward, tags=tags)
         self.backward = register("cpu_flash_attention_backward", meta=_backward_meta, fn=_backward)
         self.mask_backward = register("cpu_flash_attention_mask_backward", meta=_mask_meta, fn=_mask_backward)
-        self.register_implementation(
-            ltorch.scaled_dot_product_attention,
-            checker=is_flash,
-            execution_transform=self._lower,
-            grad_transform=self._grad,
-        )
+        self.claim(ltorch.scaled_dot_product_attention, is_flash, self._run)
 
-    def _lower(
+    def _run(
         self,
         query: TensorProxy,
         key: TensorProxy,
@@ -68,31 +63,18 @@ class AttentionExecutor(NeverFuses, OperatorExecutor):
         is_causal: bool = False,
         *,
         scale: float | None = None,
-    ) -> TensorProxy:
-        output, _ = self.forward(query, key, value, attn_mask, is_causal, scale)
-        return output
-
-    def _grad(
-        self,
-        query: TensorProxy,
-        key: TensorProxy,
-        value: TensorProxy,
-        attn_mask: TensorProxy | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-    ) -> TensorProxy:
-        """Thunder drops the line for the mask's gradient where nothing needs it: only a learned mask does. It does not
-        know before autodiff whether a mask is learned."""
+    ) -> tuple[TensorProxy, Gradients]:
         output, logsumexp = self.forward(query, key, value, attn_mask, is_causal, scale)
-        grad = prims.get_grad(output)
         how = query, key, value, output, logsumexp, attn_mask
-        for given, its_grad in zip((query, key, value), self.backward(grad, *how, is_causal, scale), strict=True):
-            prims.put_grad(given, its_grad)
-        if attn_mask is not None and not dtypes.is_boolean_dtype(attn_mask.dtype):
-            prims.put_grad(attn_mask, self.mask_backward(grad, *how, scale))
-        return output
+
+        def gradients(grad: TensorProxy) -> Iterator[tuple[TensorProxy, TensorProxy]]:
+            """Thunder drops the line for the mask's gradient where nothing needs it: only a learned mask does. It does
+            not know before autodiff whether a mask is learned."""
+            yield from zip((query, key, value), self.backward(grad, *how, is_causal, scale), strict=True)
+            if attn_mask is not None and not dtypes.is_boolean_dtype(attn_mask.dtype):
+                yield attn_mask, self.mask_backward(grad, *how, scale)
+
+        return output, gradients
 
 
 def is_flash(

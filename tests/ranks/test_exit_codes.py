@@ -1,0 +1,59 @@
+"""A script whose transform raises on all ranks ends with the exit code of its exception, although it leaves its group.
+
+Gloo's threads get little time, as on a loaded machine: they have not yet dropped the tensors of the last collective
+when the interpreter ends. ``tests/one/test_exit.py`` shows that they have ended by then.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.ranks import ONE_RANK, ROOT
+
+SECONDS = 100
+SCRIPT = """
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import thunder_zero as tz
+import thunder
+
+store, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+cpu = min(os.sched_getaffinity(0))
+for task in Path("/proc/self/task").iterdir():
+    os.sched_setaffinity(int(task.name), {cpu})
+    if "gloo_runloop" in (task / "comm").read_text():
+        os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
+torch.manual_seed(rank)  # as of a module that is built without a seed
+thunder.jit(torch.nn.Linear(64, 64), transforms=[tz.ZeroTransform(stage=3)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds gloo's threads in Linux's list")
+def test_ranks_end_with_the_code_of_their_exception(tmp_path: Path) -> None:
+    said = [tmp_path / f"said{rank}" for rank in range(2)]
+    ranks = []
+    try:
+        for rank in range(2):
+            command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), str(rank)]
+            with said[rank].open("w") as errors:
+                ranks.append(subprocess.Popen(command, cwd=ROOT, env={**os.environ, **ONE_RANK}, stderr=errors))
+        codes = [process.wait(SECONDS) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for text in (file.read_text() for file in said):
+        assert "differs between ranks" in text
+        assert "terminate called" not in text
+    assert codes == [1, 1]
