@@ -1,20 +1,24 @@
-"""A strategy for Lightning Fabric.
+"""Strategies for Lightning's Fabric and Trainer.
 
 This is the only module that imports Lightning, and ``import thunder_zero`` does not import it. It uses the package
-``lightning``, as LitGPT does, and not ``lightning_fabric``: a Fabric accepts only strategies of its own package.
+``lightning``, as LitGPT does, and not ``lightning_fabric`` or ``pytorch_lightning``: a Fabric and a Trainer accept only
+strategies of their own package.
 
     script -> Fabric's wrapper -> Forward -> ZeroModule -> the plain module, with shards
                        \\______________________________________/
                         the wrapper refers to the plain module, too
+
+    training_step -> self.net, the plain module -> Redirect, its forward -> ZeroModule -> its own forward, in traces
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from thunder_zero.comm.group import hybrid_mesh
-from thunder_zero.frontends.arguments import Arguments, check_arguments
+from thunder_zero.frontends.arguments import Arguments, CheckedArguments, check_arguments
 from thunder_zero.frontends.plugin import zero
 from thunder_zero.frontends.transform import ZeroTransform
 from thunder_zero.frontends.zero_module import ZeroModule
@@ -40,8 +44,13 @@ import thunder
 from thunder.core.module import ThunderModule
 
 try:
-    from lightning.fabric.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+    from lightning.fabric import plugins as of_fabric
     from lightning.fabric.strategies import DDPStrategy
+    from lightning.pytorch import plugins as of_trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.strategies import DDPStrategy as TrainerDDPStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"thunder_zero.lightning needs Lightning ({error}); run pip install -e '.[lightning]' in a checkout"
@@ -50,10 +59,82 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from lightning.fabric.accelerators import Accelerator
     from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.pytorch import LightningModule, Trainer
     from torch.optim import Optimizer
 
 TIMEOUT = timedelta(minutes=30)  # the default of torch and Fabric
-SET_BY_FABRIC = ("process_group", "mesh", "device")
+SET_BY_LIGHTNING = ("process_group", "mesh", "device")
+SUPPORTED = [  # they leave modules that Thunder compiles as they are
+    kind
+    for of in (of_fabric, of_trainer)
+    for kind in (of.Precision, of.HalfPrecision, of.DoublePrecision, of.MixedPrecision)
+]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What both strategies do with a module: shard it as their arguments say."""
+
+    given: CheckedArguments
+    mesh_shape: tuple[int, int] | None
+    jit_options: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        policy: Policy | int | None,
+        mesh_shape: tuple[int, int] | None,
+        jit_options: Mapping[str, Any] | None,
+        arguments: Arguments,
+    ) -> Sharding:
+        """Check a strategy's arguments; raises as :class:`ZeroStrategy` does."""
+        require_left_to_lightning(arguments)
+        if not isinstance(policy, Policy):
+            arguments.setdefault("broadcast_from", 0)
+        return cls(check_arguments(policy, **arguments), mesh_shape, dict(jit_options or {}))
+
+    def sharded(self, module: nn.Module, device: torch.device) -> ZeroModule:
+        """Jit the module with ZeroTransform, or shard a jitted module; a collective.
+
+        Raises:
+            TypeError: ``jit_options`` for a module that is already jitted.
+            ValueError, RuntimeError: the module is already sharded; errors of ZeroTransform.
+        """
+        if isinstance(module, ZeroModule):
+            raise RuntimeError(
+                f"{type(module.plain).__name__} is already sharded; give Lightning the plain module, and the strategy "
+                f"the arguments of ZeroTransform"
+            )
+        sources = self.given.sources
+        mesh = None if self.mesh_shape is None else hybrid_mesh(self.mesh_shape, device)
+        where = Arguments(device=device, mesh=mesh, init=sources.init, weights=sources.weights)
+        if not isinstance(module, ThunderModule):
+            options = dict(self.jit_options)
+            transforms = [*options.pop("transforms", ()), ZeroTransform(self.given.policy, **where)]
+            return cast(ZeroModule, thunder.jit(module, transforms=transforms, **options))
+        if self.jit_options:
+            raise TypeError(
+                f"the strategy has jit_options ({', '.join(self.jit_options)}), but the module is already jitted; give "
+                f"Lightning the plain module, or the strategy no jit_options"
+            )
+        model = zero(module, self.given.policy, **where)
+        module._overrides_parameters.clear()  # Fabric's wrapper refers to it, and these are the full weights
+        return cast(ZeroModule, model)
+
+
+def full_model_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The full state dict on rank 0, on the CPU, and an empty one on other ranks; a collective."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+
+def load_full_model(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+    """Load a full state dict into the shards. Raises as torch's ``load_state_dict`` does, and ValueError of a shape."""
+    model.load_state_dict(parts_of(state_dict, model.state_dict()), strict)
+
+
+def load_full_states(optimizer: Optimizer) -> None:
+    """Make an optimizer's ``load_state_dict`` cut full states into rows."""
+    optimizer.register_load_state_dict_pre_hook(shard_optimizer_state_dict, prepend=True)
 
 
 class ZeroStrategy(DDPStrategy):
@@ -96,7 +177,7 @@ class ZeroStrategy(DDPStrategy):
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
+        precision: of_fabric.Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = TIMEOUT,
         start_method: str = "popen",
@@ -112,19 +193,14 @@ class ZeroStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        require_left_to_fabric(arguments)
-        if not isinstance(policy, Policy):
-            arguments.setdefault("broadcast_from", 0)
-        self._given = check_arguments(policy, **arguments)
-        self.mesh_shape = mesh_shape
-        self.jit_options = dict(jit_options or {})
+        self._sharding = Sharding.of(policy, mesh_shape, jit_options, arguments)
         # An attribute of Fabric's strategies: Fabric.no_backward_sync calls this object's method.
         self._backward_sync_control = NoBackwardSync()
 
     @property
     def policy(self) -> Policy:
         """The policy that the arguments ask for."""
-        return self._given.policy
+        return self._sharding.given.policy
 
     def setup_environment(self) -> None:
         """Start the process group.
@@ -160,35 +236,12 @@ class ZeroStrategy(DDPStrategy):
             TypeError: ``jit_options`` for a module that is already jitted.
             ValueError, RuntimeError: the module is already sharded; errors of ZeroTransform.
         """
-        if isinstance(module, ZeroModule):
-            raise RuntimeError(
-                f"{type(module._model).__name__} is already sharded; give Fabric the plain module, and ZeroStrategy "
-                f"the arguments of ZeroTransform"
-            )
-        if not isinstance(module, ThunderModule):
-            options = dict(self.jit_options)
-            ours = ZeroTransform(self.policy, **self._where())
-            return Forward(thunder.jit(module, transforms=[*options.pop("transforms", ()), ours], **options), module)
-        if self.jit_options:
-            raise TypeError(
-                f"ZeroStrategy has jit_options ({', '.join(self.jit_options)}), but the module is already jitted; give "
-                f"Fabric the plain module, or ZeroStrategy no jit_options"
-            )
-        model = zero(module, self.policy, **self._where())
-        module._overrides_parameters.clear()  # Fabric's wrapper refers to it, and these are the full weights
-        return Forward(model, module)
-
-    def _where(self) -> Arguments:
-        """The arguments of ZeroTransform besides the policy; a collective if there is a mesh."""
-        mesh, sources = None, self._given.sources
-        if self.mesh_shape is not None:
-            mesh = hybrid_mesh(self.mesh_shape, self.root_device)
-        return Arguments(device=self.root_device, mesh=mesh, init=sources.init, weights=sources.weights)
+        return Forward(self._sharding.sharded(module, self.root_device), module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make the optimizer step the shards, whichever parameters it was built on, and load full state dicts."""
+        load_full_states(optimizer)
         step_shards(optimizer)
-        optimizer.register_load_state_dict_pre_hook(shard_optimizer_state_dict, prepend=True)
         return optimizer
 
     def clip_gradients_norm(
@@ -206,7 +259,7 @@ class ZeroStrategy(DDPStrategy):
         """The full state dict on rank 0, on the CPU, and an empty one on other ranks; a collective."""
         if not isinstance(module, Forward):
             return super().get_module_state_dict(module)  # type: ignore[no-any-return]
-        return get_model_state_dict(module.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return full_model_state_dict(module.model)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a plain module's full state dict into the shards.
@@ -263,6 +316,191 @@ class Forward(nn.Module):
         return self.model(*args, **kwargs)
 
 
+class ZeroTrainerStrategy(TrainerDDPStrategy):
+    """DDP, ZeRO-1, ZeRO-2 or ZeRO-3 in Thunder, as a strategy of Lightning's Trainer.
+
+    >>> trainer = Trainer(accelerator="cpu", devices=2, strategy=ZeroTrainerStrategy(stage=3))
+    >>> trainer.fit(lightning_module, loader)
+
+    It shards the one submodule of the LightningModule that has its parameters, such as ``self.net``, before
+    ``configure_optimizers``. Hooks such as ``training_step`` run as Python, and call ``self.net(batch)``, which Thunder
+    compiles. Checkpoints have full tensors under the names of the plain module, as without a strategy.
+
+    Args:
+        policy, mesh_shape, jit_options, process_group_backend, timeout, arguments: as of :class:`ZeroStrategy`.
+
+    Raises:
+        ValueError, TypeError: as :class:`ZeroStrategy`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | int | None = None,
+        *,
+        mesh_shape: tuple[int, int] | None = None,
+        jit_options: Mapping[str, Any] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = TIMEOUT,
+        **arguments: Unpack[Arguments],
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self._sharding = Sharding.of(policy, mesh_shape, jit_options, arguments)
+        self._sharded: ZeroModule | None = None
+
+    @property
+    def sharded(self) -> ZeroModule:
+        """The sharded model, for ``tz.print_trace`` and others.
+
+        Raises:
+            RuntimeError: the Trainer has not set it up yet.
+        """
+        if self._sharded is None:
+            raise RuntimeError("the Trainer has not sharded a model yet; call trainer.fit first")
+        return self._sharded
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Load checkpoints into the shards."""
+        return True
+
+    def setup_environment(self) -> None:
+        """Start the process group.
+
+        Raises:
+            TypeError: the precision plugin is not supported.
+            ValueError: ``Trainer(sync_batchnorm=True)``, which replaces modules.
+        """
+        require_supported(self.precision_plugin)
+        if self._layer_sync is not None:
+            raise ValueError("ZeroTrainerStrategy does not support sync_batchnorm=True; leave it out")
+        super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the model, then set up optimizers and precision; a collective.
+
+        Raises:
+            ValueError, TypeError: the LightningModule has parameters of its own, or in several submodules, or the one
+                is jitted or has hooks; a callback averages weights.
+        """
+        for callback in trainer.callbacks:
+            if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+                raise ValueError(
+                    f"ZeroTrainerStrategy does not support the callback {type(callback).__name__}, which copies full "
+                    f"weights; leave it out, and average them by tz.EMA(trainer.strategy.sharded)"
+                )
+        self.accelerator.setup(trainer)
+        module = only_submodule(self.lightning_module)
+        forward = vars(module).get("forward")
+        if isinstance(forward, Redirect):  # of an earlier call of the Trainer
+            self._sharded = forward.model
+        else:
+            self.precision_plugin.convert_module(self.lightning_module)
+            self._sharded = self._sharding.sharded(module, self.root_device)
+            vars(module)["forward"] = Redirect(self._sharded, forward)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                load_full_states(optimizer)
+        self.setup_precision_plugin()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, forward and backward, before the step, which refuses to begin without its gradients.
+
+        Raises:
+            RuntimeError: the optimizer evaluates it more than once, as LBFGS does.
+        """
+        results = [closure()]
+
+        def once() -> Any:
+            if not results:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} evaluates the loss more than once in a step, which the strategy does "
+                    f"not support; choose another optimizer"
+                )
+            return results.pop()
+
+        return super().optimizer_step(optimizer, once, model, **kwargs)
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """Reduce nothing: for all but the last micro-batch of ``accumulate_grad_batches``."""
+        return self.sharded.no_sync()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The full state dict on rank 0, and an empty one on other ranks; a collective."""
+        return full_model_state_dict(self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a checkpoint's full model into the shards."""
+        load_full_model(self.lightning_module, checkpoint["state_dict"], strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """An optimizer's full state dict on rank 0, and an empty one on other ranks; a collective."""
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return full_optimizer_state_dict(plain, wanted=self.is_global_zero)
+
+    def teardown(self) -> None:
+        """Leave the shards on their device."""
+        module = self.lightning_module
+        self._lightning_module = None  # or its tensors would be moved to the CPU
+        super().teardown()
+        self._lightning_module = module
+
+
+class Redirect:
+    """Is set as the plain module's ``forward``, and calls the sharded model, which traces the module's own."""
+
+    def __init__(self, model: ZeroModule, own: Callable[..., Any] | None) -> None:
+        self.model = model
+        self._own = {} if own is None else {"forward": own}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the sharded model."""
+        attributes = vars(self.model.plain)
+        del attributes["forward"]
+        attributes |= self._own
+        try:
+            return self.model(*args, **kwargs)
+        finally:
+            attributes["forward"] = self
+
+
+def only_submodule(module: LightningModule) -> nn.Module:
+    """The submodule that has all parameters of a LightningModule.
+
+    Raises:
+        ValueError: it has parameters of its own, or in several submodules; the one has hooks.
+        TypeError: the one is jitted already.
+    """
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    found: dict[str, nn.Module] = {
+        name: child for name, child in module.named_children() if any(True for _ in child.parameters())
+    }
+    if own or len(found) != 1:
+        raise ValueError(
+            f"{type(module).__name__} has parameters in {', '.join([*own, *found]) or 'no submodule'}, and the "
+            f"strategy shards one submodule: put all parameters into one, such as self.net, and call self.net(batch) "
+            f"in training_step"
+        )
+    ((name, only),) = found.items()
+    if isinstance(only, ThunderModule):
+        raise TypeError(
+            f"{type(module).__name__}.{name} is jitted already; leave the plain module there, and give the strategy "
+            f"the arguments of ZeroTransform, and jit_options"
+        )
+    if only._forward_pre_hooks or only._forward_hooks:
+        raise ValueError(
+            f"{type(module).__name__}.{name} has forward hooks, which would run twice, outside of the program and in "
+            f"it; move their code into its forward"
+        )
+    return only
+
+
 def zero_module(model: nn.Module) -> ZeroModule:
     """The sharded model in the module that ``Fabric.setup`` returned, for ``print_trace``, ``global_mean`` and others.
 
@@ -280,28 +518,28 @@ def zero_module(model: nn.Module) -> ZeroModule:
     return found
 
 
-def require_left_to_fabric(arguments: Arguments) -> None:
-    """Raise if an argument of ZeroTransform is one that Fabric sets.
+def require_left_to_lightning(arguments: Arguments) -> None:
+    """Raise if an argument of ZeroTransform is one that Fabric or the Trainer sets.
 
     Raises:
         TypeError: naming the argument.
     """
-    for name in SET_BY_FABRIC:
+    for name in SET_BY_LIGHTNING:
         if name in arguments:
             raise TypeError(
-                f"ZeroStrategy does not take {name}: Fabric sets it; give Fabric accelerator and devices, and "
-                f"ZeroStrategy mesh_shape"
+                f"the strategy does not take {name}: Lightning sets it; give Fabric or Trainer accelerator and "
+                f"devices, and the strategy mesh_shape"
             )
 
 
-def require_supported(precision: Precision) -> None:
+def require_supported(precision: of_fabric.Precision | of_trainer.Precision) -> None:
     """Raise if a plugin would wrap modules that Thunder compiles.
 
     Raises:
         TypeError: the plugin is not one of those for torch's own dtypes.
     """
-    if type(precision) not in (Precision, HalfPrecision, DoublePrecision, MixedPrecision):
+    if type(precision) not in SUPPORTED:
         raise TypeError(
-            f"ZeroStrategy does not support precision={precision.precision!r} ({type(precision).__name__}); choose "
+            f"thunder_zero does not support precision={precision.precision!r} ({type(precision).__name__}); choose "
             f"'32-true', '64-true', 'bf16-true', '16-true', 'bf16-mixed' or '16-mixed'"
         )

@@ -33,7 +33,7 @@ def blocks(document: Path) -> list[str]:
 
 
 BLOCKS = [block for block in blocks(REFERENCE) if "lightning" not in block]
-FABRIC = [block for document in (REFERENCE, FEATURES) for block in blocks(document) if "lightning" in block]
+FABRIC = [block for document in (REFERENCE, FEATURES) for block in blocks(document) if "lightning.fabric" in block]
 
 
 @pytest.mark.usefixtures("group")

@@ -241,13 +241,13 @@ def misuse_strategies(rank: int, world_size: int) -> None:
 
     says(lambda: ZeroStrategy(stages=3), "TypeError", "stages=3 is not a field")  # type: ignore[call-arg]
     says(lambda: ZeroStrategy(stage=4), "ValueError", "stage is 4")
-    says(lambda: ZeroStrategy(mesh=None), "TypeError", "ZeroStrategy does not take mesh: Fabric sets it")
+    says(lambda: ZeroStrategy(mesh=None), "TypeError", "does not take mesh: Lightning sets it")
     says(lambda: zero_module(Net()), "TypeError", "Net", "fabric.setup")
     says(foreign, "TypeError", "'32-true' (Other)", "'bf16-mixed' or '16-mixed'")
     with fabric_on(rank, world_size, jit_options={"cache": "same input"}) as fabric:
         model = fabric.setup(Net())
         assert thunder.compile_data(zero_module(model)).cache_option.name == "SAME_INPUT"
-        words = ("jit_options (cache), but the module is already jitted", "give Fabric the plain module")
+        words = ("jit_options (cache), but the module is already jitted", "give Lightning the plain module")
         says(lambda: fabric.setup(thunder.jit(Net())), "TypeError", *words)
     with fabric_on(rank, world_size) as fabric:
         jitted = thunder.jit(fresh(Net))
