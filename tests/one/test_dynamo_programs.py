@@ -411,22 +411,27 @@ def test_lengths_that_change_are_warned_of(make: Callable[[nn.Module], Any]) -> 
         model(X[:1].expand(10, 4))
 
 
-def test_a_terminal_is_told_what_is_compiled_and_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of what takes less than a second; and nothing where it is no terminal, or the user wants none."""
+@pytest.mark.parametrize("way", ["tz.compile", "thunder.jit"])
+def test_a_terminal_is_told_what_is_compiled_and_how_long_it_took(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Of later programs, too. Nothing of what takes less than a second; and nothing where it is no terminal, or the
+    user wants none."""
+    jit = lambda module, stage, **options: thunder.jit(module, transforms=[tz.ZeroTransform(stage, **options)])  # noqa: E731
+    make: Callable[..., Any] = tz.compile if way == "tz.compile" else jit
     assert compilations.terminal_of(shows=True, rank=0) is None, "pytest's standard error is no terminal"
     module, terminal = fresh(lambda: nn.Linear(4, 4)), StringIO()
     monkeypatch.setattr(compilations, "terminal_of", lambda shows, rank: terminal if shows and not rank else None)
     monkeypatch.setattr("thunder_zero.frontends.zero_module.terminal_of", compilations.terminal_of)
-    tz.compile(deepcopy(module), 3)(X)
+    make(deepcopy(module), 3)(X)
     quick = terminal.getvalue()
     monkeypatch.setattr(compilations, "SECONDS", 0.0)
-    tz.compile(deepcopy(module), 3, progress=False)(X)
+    make(deepcopy(module), 3, progress=False)(X)
     assert terminal.getvalue() == quick
-    model = tz.compile(deepcopy(module), 3)
+    model = make(deepcopy(module), 3)
     model(X)
     said = terminal.getvalue().removeprefix(quick)
-    assert re.fullmatch(
-        r"compiling Linear for \(2, 4\) \.\.\.\rcompiled forward and backward of Linear for .*s\n", said
-    )
+    line = r"compiling Linear for \({0}, 4\) \.\.\.\rcompiled forward and backward of Linear for \({0}, 4\): .*s\n"
+    assert re.fullmatch(line.format(len(X)), said)
     model(X)
     assert terminal.getvalue() == quick + said
+    model(X[:1])
+    assert re.fullmatch(line.format(len(X)) + line.format(1), terminal.getvalue().removeprefix(quick))

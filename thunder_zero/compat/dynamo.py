@@ -38,6 +38,7 @@ GRAD_MODE = frozenset(  # names in code whose graph may not be that of another g
 # What stands in its graphs.
 AnyHigherOrder = HigherOrderOperator
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+CONTEXT_OF_CHECKPOINT = "_checkpoint_context_fn"  # in what dynamo notes of the body
 ENTER_AUTOCAST = _enter_autocast
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 LOG_USAGE = torch._C._log_api_usage_once

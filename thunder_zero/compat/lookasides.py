@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from thunder_zero.compat.casts import fields_of
 
@@ -55,9 +55,17 @@ def _members(kind: str, module: Any, *args: Any, **kwargs: Any) -> Any:
     return _interpret_call(members, wrap(names, provenance=source))
 
 
-# needed while: Thunder drops assignments to attributes, and fails on reentrant checkpoints.
+# needed while: Thunder drops assignments to attributes, and fails on what checkpoints are given.
 # It drops what forward assigns to an attribute of the module itself without a word; attributes of submodules, and
-# buffers, keep what was assigned. For a reentrant checkpoint it raises a string.
+# buffers, keep what was assigned. For a reentrant checkpoint it raises a string, it ignores ``context_fn``, and has no
+# keyword arguments of the function.
+
+# The other options of ``checkpoint`` change nothing here: what is computed again has forward's random numbers.
+OF_CHECKPOINT = frozenset(("context_fn", "debug", "determinism_check", "early_stop", "preserve_rng_state"))
+CONTEXT_FN = (
+    "forward calls torch.utils.checkpoint.checkpoint with context_fn, which Thunder does not call; leave it out, and "
+    "choose what backward computes again by Policy.recompute"
+)
 
 _ABSENT = object()
 
@@ -81,17 +89,31 @@ def refuse_calls(is_ours: Callable[[], bool]) -> None:
         return _general_jit_object_setattr_lookaside(obj, name, value)
 
     def call_checkpoint(function: Any, *args: Any, use_reentrant: Any = False, **kwargs: Any) -> Any:
-        if is_ours() and unwrap(use_reentrant):
+        if not is_ours():
+            return _general_jit_torch_checkpoint_lookaside(function, *args, use_reentrant=use_reentrant, **kwargs)
+        if unwrap(use_reentrant):
             return do_raise(
                 RuntimeError(
                     "forward calls torch.utils.checkpoint.checkpoint with use_reentrant=True, which Thunder cannot "
                     "trace; pass use_reentrant=False"
                 )
             )
-        return _general_jit_torch_checkpoint_lookaside(function, *args, use_reentrant=use_reentrant, **kwargs)
+        if unwrap(kwargs.get("context_fn")) not in (None, noop_context_fn):
+            return do_raise(RuntimeError(CONTEXT_FN))
+        own = {name: value for name, value in kwargs.items() if name not in OF_CHECKPOINT}
+        if own:
+            args = (function, wrap_const(tuple(own)), *args, *own.values())
+            function = wrap_const(_with_keywords)
+        return _general_jit_torch_checkpoint_lookaside(function, *args)
 
     register_general_jit_lookaside(object.__setattr__)(set_attribute)
     register_general_jit_lookaside(checkpoint)(call_checkpoint)
+
+
+def _with_keywords(function: Callable[..., Any], names: tuple[str, ...], *given: Any) -> Any:
+    """Call a function with the last of these as keyword arguments; Thunder interprets this."""
+    first = len(given) - len(names)
+    return function(*given[:first], **dict(zip(names, given[first:])))  # noqa: B905 (Thunder has no zip with strict)
 
 
 def _is_lost(obj: Any, name: str, value: Any) -> bool:

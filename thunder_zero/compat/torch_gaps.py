@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _set_pg_timeout, _world
 from torch.distributed.tensor import DTensor, Placement, Replicate
@@ -169,3 +170,27 @@ def _is_cut(placement: Placement) -> bool:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# needed while: torch asks by a private name alone whether ``fully_shard`` was applied.
+
+
+class Composed(dict[str, Any]):
+    """What torch reads before ``fully_shard`` changes anything; it raises there."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__()
+        self._module = module
+
+    def __contains__(self, function: object) -> bool:
+        if function == "fully_shard":
+            raise RuntimeError(
+                f"fully_shard was given a {self._module} that thunder_zero already shards; leave it out: ZeroTransform "
+                f"and compile take its options, under the names that README lists under From FSDP2"
+            )
+        return super().__contains__(function)
+
+
+def refuse_fully_shard(model: nn.Module, name: str) -> None:
+    """Let ``fully_shard(model)`` raise; ``name`` is that of the module's class."""
+    vars(model)[REGISTRY_KEY] = Composed(name)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Timer
+from threading import Event, Thread
 from typing import Any, TextIO
 
 import torch
@@ -40,26 +40,31 @@ class Compilations:
     warned: bool = False
 
     @contextmanager
-    def watched(self, programs: Callable[[], int], args: Any, kwargs: Any) -> Iterator[None]:
-        """A forward; afterwards the number of programs says whether it compiled any."""
-        before, start = programs(), time.monotonic()
-        timer = None if before or self.terminal is None else Timer(SECONDS, self._begin, (args, kwargs))
-        if timer is not None:
-            timer.daemon = True
-            timer.start()
+    def watched(self, begun: Callable[[], int], made: Callable[[], int], args: Any, kwargs: Any) -> Iterator[None]:
+        """A forward, which may compile: the numbers of compilations that began, and of programs, say whether it does.
+        A thread looks, once forward takes long: Thunder calls nobody when it begins."""
+        before, programs, start = begun(), made(), time.monotonic()
+        ended = Event()
+        looker = Thread(target=self._look, args=(ended, lambda: begun() > before, args, kwargs), daemon=True)
+        if self.terminal is not None:
+            looker.start()
         try:
             yield
         finally:
-            if timer is not None:
-                timer.cancel()
-                timer.join()
-        if programs() > before:
-            self._end(shapes_of(self.forward, args, kwargs), time.monotonic() - start)
+            ended.set()
+            if self.terminal is not None:
+                looker.join()
+        if made() > programs:
+            self._end(shapes_of_arguments(self.forward, args, kwargs), time.monotonic() - start)
 
-    def _begin(self, args: Any, kwargs: Any) -> None:
-        assert self.terminal is not None, "otherwise there is no timer"
-        self.terminal.write(f"compiling {self.name} for {_listed(shapes_of(self.forward, args, kwargs))} ...\r")
-        self.terminal.flush()
+    def _look(self, ended: Event, compiles: Callable[[], bool], args: Any, kwargs: Any) -> None:
+        assert self.terminal is not None, "otherwise nobody looks"
+        while not ended.wait(SECONDS):
+            if compiles():
+                shapes = shapes_of_arguments(self.forward, args, kwargs)
+                self.terminal.write(f"compiling {self.name} for {_listed(shapes)} ...\r")
+                self.terminal.flush()
+                return
 
     def _end(self, shapes: Shapes, seconds: float) -> None:
         if self.terminal is not None and seconds >= SECONDS:
@@ -81,7 +86,7 @@ def terminal_of(shows: bool, rank: int) -> TextIO | None:
     return sys.stderr if shows and not rank and sys.stderr.isatty() else None
 
 
-def shapes_of(forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Size]:
+def shapes_of_arguments(forward: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, torch.Size]:
     """The shapes of those arguments that are tensors, by their names in the signature."""
     try:
         bound = inspect.signature(forward).bind_partial(*args, **kwargs).arguments

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
-from thunder_zero.schedule.timeline import Timeline
+from thunder_zero.plan.policy import STAGES
+from thunder_zero.schedule.timeline import Kind, Timeline
 from thunder_zero.traces.lift import lift_phases
 from thunder_zero.traces.symbols import Program, ZeroExecutor
 
@@ -17,9 +20,15 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Traces:
     """The program for one kind of input: both traces, their timeline and the plan.
+
+    As text it is a few lines; :func:`thunder_zero.print_trace` prints all::
+
+        Traces: ZeRO-3, rank 0 of 2, 12 parameters in 3 units, gradients are reduced
+          forward: 61 lines, 3 gathers, 0 reductions, 12.3 KB sent
+          backward: 140 lines, 2 gathers, 3 reductions, 20.5 KB sent
 
     Attributes:
         forward: the forward trace, as it runs.
@@ -35,16 +44,26 @@ class Traces:
             their gradients.
     """
 
-    forward: TraceCtx = field(repr=False)
-    backward: TraceCtx | None = field(repr=False)
+    forward: TraceCtx
+    backward: TraceCtx | None
     timeline: Timeline
     plan: Plan
     synced: bool = True
     others: Mapping[str, str] = field(default_factory=dict)
-    epilogue: TraceCtx | None = field(default=None, repr=False)
-    lifted: Timeline | None = field(default=None, repr=False)
+    epilogue: TraceCtx | None = None
+    lifted: Timeline | None = None
     fuses: bool = False
     registered: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        plan, stage = self.plan, STAGES[self.plan.policy.stage].name
+        gradients = "reduced" if self.synced else "deferred"
+        head = (
+            f"Traces: {stage}, rank {plan.rank} of {plan.world_size}, {len(plan.params)} parameters in "
+            f"{len(plan.units)} units, gradients are {gradients}"
+        )
+        phases = ("forward", self.forward, self.forward_timeline), ("backward", self.backward, self.backward_timeline)
+        return "\n".join([head, *(_summed_up(name, trace, of) for name, trace, of in phases if trace is not None)])
 
     @property
     def has_regions(self) -> bool:
@@ -99,6 +118,14 @@ class Compiled:
     def program_of(self, entry: Any) -> Program:
         """The facts about the program of an entry of Thunder's cache."""
         return next(self.programs[trace] for trace in entry.computation_traces if trace in self.programs)
+
+
+def _summed_up(phase: str, trace: TraceCtx, timeline: Timeline) -> str:
+    kinds = Counter(op.kind for op in timeline.ops)
+    return (
+        f"  {phase}: {len(trace.bound_symbols)} lines, {kinds[Kind.GATHER]} gathers, {kinds[Kind.REDUCE]} reductions, "
+        f"{size(sum(map(timeline.bytes_sent, timeline.ops)))} sent"
+    )
 
 
 def _registered(lines: Iterable[BoundSymbol]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from thunder_zero.compat.untraceable import UNTRACEABLE, RefusedPart
+from thunder_zero.sharded.accumulation import refuse_function_transforms
 from thunder_zero.sharded.sharded_model import is_transformed
 
 from thunder import compile_data
@@ -19,6 +20,8 @@ from thunder.core.module import ThunderModule
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 from thunder.transforms.cudagraph import CUDAGraphTransform
+
+EXPORT = "export inside of: with tz.full_parameters(model) as module: torch.export.export(module, ...)"
 
 
 class UsedOnce(Protocol):
@@ -136,6 +139,22 @@ def _state(module: nn.Module, name: str) -> Iterator[str]:
                 f"{path!r} of {name} is a lazy module's and has no shape yet; call the module once with a batch before "
                 f"thunder.jit"
             )
+
+
+def refuse_tools(name: str) -> None:
+    """Raise inside of torch's tools that look into a model or its backward.
+
+    Raises:
+        RuntimeError: ``torch.export``, a function transform or ``detect_anomaly`` is active.
+    """
+    refuse_function_transforms(name)
+    if torch.compiler.is_exporting():
+        raise RuntimeError(f"torch.export cannot look into what Thunder compiled of {name}; {EXPORT}")
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"torch.autograd.detect_anomaly cannot read the gradients of {name}, some of which are DTensors or have no "
+            f"values; use check_gradients=True, which names the parameter whose gradient is NaN, or check_nan=False"
+        )
 
 
 def require_traceable(root: nn.Module, parts: tuple[RefusedPart, ...]) -> None:

@@ -24,12 +24,11 @@ from thunder_zero.frontends.placement import (
     require_intact,
 )
 from thunder_zero.frontends.program_transform import ProgramTransform
-from thunder_zero.frontends.refusals import PARTS, require_untransformed
+from thunder_zero.frontends.refusals import PARTS, refuse_tools, require_untransformed
 from thunder_zero.frontends.zero_module import ZeroModule, adopt
 from thunder_zero.plan.params import Plan, make_plan
 from thunder_zero.plan.policy import Policy
 from thunder_zero.sharded import optimizers
-from thunder_zero.sharded.accumulation import refuse_function_transforms
 from thunder_zero.sharded.calls import Calls
 from thunder_zero.sharded.initial_values import InitialValues, Sources, initial_values
 from thunder_zero.sharded.state import State
@@ -135,7 +134,7 @@ class ZeroTransform(ProgramTransform):
                 f"thunder.jit was given a function that calls {type(model._model).__name__}, which ZeroTransform "
                 f"sharded; call the jitted module from a function that is not jitted"
             )
-        refuse_function_transforms(type(model._model).__name__)
+        refuse_tools(type(model._model).__name__)
         model._slots.require_at_rest()
         self._state.require_sharded()
         self._state.transport.drain()  # ends the collectives of a failed step

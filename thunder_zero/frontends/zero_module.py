@@ -10,11 +10,13 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from thunder_zero.compat.torch_gaps import refuse_fully_shard
 from thunder_zero.compat.untraceable import not_returned, not_traced
 from thunder_zero.frontends.compilations import Compilations, terminal_of
 from thunder_zero.frontends.compiled import Compiled, Traces
 from thunder_zero.frontends.failed_line import note_failed_line
-from thunder_zero.frontends.refusals import PARTS, require_traceable
+from thunder_zero.frontends.from_fsdp2 import FROM_FSDP2
+from thunder_zero.frontends.refusals import EXPORT, PARTS, require_traceable
 from thunder_zero.sharded.accumulation import guard
 from thunder_zero.sharded.dtensors import parts_of
 from thunder_zero.sharded.full_state_dict import full_state_dict
@@ -26,6 +28,11 @@ from thunder import compile_stats
 from thunder.core.module import ThunderModule
 from thunder.executors.torch_autograd import ThunderFunction, ThunderOutputFunction
 
+OF_FULL_PARAMETERS = {  # functions of Hugging Face's models: what to call instead
+    "generate": "call it on all ranks inside of: with tz.full_parameters(model) as module: module.generate(...)",
+    "save_pretrained": "tz.save_pretrained(model, folder), on all ranks, writes the same folder",
+    "push_to_hub": "tz.save_pretrained(model, folder), on all ranks, writes a folder to upload",
+}
 CONNECTED = (ThunderOutputFunction._backward_cls, ThunderFunction._backward_cls)  # their nodes lead to our backward
 
 
@@ -123,7 +130,7 @@ class ZeroModule(ShardedModel, ThunderModule):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        watched = self._compilations.watched(self._programs_made, args, kwargs)
+        watched = self._compilations.watched(self._compilations_begun, self._programs_made, args, kwargs)
         with self._slots.traced(self._state.placeholders), watched:
             try:
                 return self._run(*args, **kwargs)
@@ -133,8 +140,11 @@ class ZeroModule(ShardedModel, ThunderModule):
             finally:
                 self._state.labels.end()
 
+    def _compilations_begun(self) -> int:
+        begun: int = compile_stats(self).cache_misses
+        return begun
+
     def _programs_made(self) -> int:
-        """How many programs were compiled."""
         return len(compile_stats(self).interpreter_cache)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -179,7 +189,7 @@ class ZeroModule(ShardedModel, ThunderModule):
                 )
         return self
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason=f"Thunder compiles a sharded model; {EXPORT}")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.__call__``; ``torch.compile`` around the model leaves to Thunder what Thunder compiles."""
         return super().__call__(*args, **kwargs)
@@ -188,6 +198,29 @@ class ZeroModule(ShardedModel, ThunderModule):
         """A copy of the plain module with its shards, which holds values and computes nothing: what ``AveragedModel``
         averages, and state dicts load into."""
         return deepcopy(self._model, memo)
+
+    def __getattr__(self, name: str) -> Any:
+        """Thunder's: the plain module's. Not its functions that would compute with shards, or write them as a model.
+
+        Raises:
+            AttributeError: naming what to call instead; also of the names of FSDP2's methods.
+        """
+        kind = type(self._modules["_model"]).__name__
+        if name in FROM_FSDP2 and not hasattr(self._modules["_model"], name):
+            raise AttributeError(f"{kind} has no {name}, which is a name of FSDP2; here: {FROM_FSDP2[name]}")
+        if name in OF_FULL_PARAMETERS and hasattr(self._modules["_model"], name):
+            raise AttributeError(
+                f"{name} of {kind} needs full parameters, and thunder_zero sharded them; {OF_FULL_PARAMETERS[name]}"
+            )
+        return super().__getattr__(name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """What ``torch.save(model)``, ``pickle`` and ``copy`` call."""
+        raise TypeError(
+            f"cannot pickle a {type(self.plain).__name__} that thunder_zero trains: it has process groups and compiled "
+            f"programs; tz.save(path, model, optimizer) writes a checkpoint, and "
+            f"torch.save(tz.full_state_dict(model), path) the full values"
+        )
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
@@ -202,6 +235,7 @@ def adopt(model: ThunderModule, kind: type[ZeroModule], state: State, progress: 
     """Make a jitted module a ZeroModule, in place, as torch's ``fully_shard`` does with a module's class."""
     model.__class__ = kind
     model._state = state
+    refuse_fully_shard(model, type(model._model).__name__)
     model._non_persistent_buffers_set = model._model._non_persistent_buffers_set  # torch's state dicts ask the root
     plain, terminal = model._model, terminal_of(progress, state.group.rank())
     model._compilations = Compilations(type(plain).__name__, plain.forward, terminal)

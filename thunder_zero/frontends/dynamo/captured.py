@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,8 +22,16 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import multi_head_attention_forward
 from torch.utils.checkpoint import checkpoint
 
-from thunder_zero.compat.dynamo import CHECKPOINT, ENTER_AUTOCAST, LOG_USAGE, SET_GRAD_ENABLED, AnyHigherOrder
+from thunder_zero.compat.dynamo import (
+    CHECKPOINT,
+    CONTEXT_OF_CHECKPOINT,
+    ENTER_AUTOCAST,
+    LOG_USAGE,
+    SET_GRAD_ENABLED,
+    AnyHigherOrder,
+)
 from thunder_zero.compat.graphs import attention_in_python, replacement
+from thunder_zero.compat.lookasides import CONTEXT_FN
 from thunder_zero.sharded.placeholders import Placeholder
 
 Looks = tuple[str, str, tuple[Any, ...]]
@@ -71,7 +80,7 @@ def written(graph: fx.GraphModule) -> tuple[int, ...]:
     )
 
 
-def require_apart(inputs: Sequence[Any], positions: Sequence[int], name: str) -> None:
+def require_own_memory(inputs: Sequence[Any], positions: Sequence[int], name: str) -> None:
     """Refuse inputs that a graph writes to, and that share memory with others, which would keep what was there.
 
     Args:
@@ -193,7 +202,9 @@ def _copy(graph: fx.GraphModule, new: fx.Graph, env: dict[fx.Node, fx.Node]) -> 
         if node.op in ("placeholder", "output") or node.target is LOG_USAGE:
             continue
         if node.op == "get_attr":
-            found = _attribute(graph, node.target)
+            found = attrgetter(node.target)(graph)
+            if isinstance(found, fx.GraphModule) and CONTEXT_OF_CHECKPOINT in found.meta:
+                raise RuntimeError(CONTEXT_FN)
             attributes[node.target] = _body(found) if isinstance(found, fx.GraphModule) else found
         if node.target is CHECKPOINT:
             env[node] = new.call_function(checkpoint, fx.map_arg(node.args, env.__getitem__), {"use_reentrant": False})
@@ -224,21 +235,14 @@ def _require_known(node: fx.Node) -> None:
         )
 
 
-def shapes_of(graph: fx.GraphModule, inputs: Sequence[Any]) -> dict[str, torch.Size]:
+def shapes_of_inputs(graph: fx.GraphModule) -> dict[str, torch.Size]:
     """The shapes of the inputs that are no parameters, by the Python expressions that dynamo has for them."""
-    nodes = (node for node in graph.graph.nodes if node.op == "placeholder")
+    nodes = [(node, node.meta["example_value"]) for node in graph.graph.nodes if node.op == "placeholder"]
     return {
-        str(node.meta["grapharg"].source.name): value.shape
-        for node, value in zip(nodes, inputs, strict=True)
-        if isinstance(value, Tensor) and not isinstance(value, Placeholder)
+        str(node.meta["grapharg"].source.name): example.shape
+        for node, example in nodes
+        if isinstance(example, Tensor) and not isinstance(example, nn.Parameter)
     }
-
-
-def _attribute(root: nn.Module, target: str) -> Any:
-    found: Any = root
-    for name in target.split("."):
-        found = getattr(found, name)
-    return found
 
 
 def _put(root: nn.Module, path: str, value: Any) -> None:

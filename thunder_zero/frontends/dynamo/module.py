@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,8 +27,8 @@ from thunder_zero.frontends.dynamo.captured import (
     detached,
     looks,
     paths_of,
-    require_apart,
-    shapes_of,
+    require_own_memory,
+    shapes_of_inputs,
     with_parameters,
     written,
 )
@@ -38,7 +39,7 @@ from thunder_zero.frontends.zero_module import ZeroModule
 from thunder_zero.sharded.placeholders import ValuesNeeded
 
 import thunder
-from thunder import compile_data
+from thunder import compile_data, compile_stats
 
 MOST_PROGRAMS = 64  # of one function: a frame that calls submodules of one class has one for each
 LOG = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Captured:
         name: of the function that it is of.
         looks: equal for graphs that compute the same for inputs that look the same; None if unknown.
         positions: of the inputs that it writes to.
-        apart: for each output, whether it has no gradient.
+        detached: for each output, whether it has no gradient.
         made: what Thunder compiles of it, by the parameters that dynamo calls it with.
     """
 
@@ -80,7 +81,7 @@ class Captured:
     name: str
     looks: Looks | None
     positions: Sequence[int]
-    apart: Sequence[bool]
+    detached: Sequence[bool]
     made: dict[Paths, Programs] = field(default_factory=dict)
 
 
@@ -91,7 +92,6 @@ class Graphs:
     Attributes:
         captured: all of them, in order.
         names: by dynamo's numbers of the functions that they are of, in the order in which those were compiled.
-        shapes: by name, the shapes of the inputs of each graph that dynamo captured.
         ran: in the last forward, in order.
         breaks: where dynamo ended graphs of the model, and why, in sentences.
         for_all_modes: a graph that dynamo captured with gradients on is all of forward, whatever the grad mode; None
@@ -101,7 +101,6 @@ class Graphs:
 
     captured: list[Captured] = field(default_factory=list)
     names: dict[int | None, str] = field(default_factory=dict)
-    shapes: dict[str, list[Mapping[str, torch.Size]]] = field(default_factory=dict)
     ran: list[Programs] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     for_all_modes: bool | None = None
@@ -131,10 +130,15 @@ class DynamoModule(ZeroModule):
         """Of each graph of the last forward, its programs."""
         return [graph.made() for graph in self._graphs.ran]
 
+    def _compilations_begun(self) -> int:
+        misses: list[int] = [compile_stats(each.jitted).cache_misses for each in self._made()]
+        return len(self._graphs.captured) + sum(misses)
+
     def _programs_made(self) -> int:
-        """How many programs were compiled."""
-        made = {id(each): each for of in self._graphs.captured for each in of.made.values()}
-        return sum(len(each.entries) for each in made.values())
+        return sum(len(each.entries) for each in self._made())
+
+    def _made(self) -> Iterable[Programs]:
+        return {id(each): each for of in tuple(self._graphs.captured) for each in tuple(of.made.values())}.values()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._graphs.ran.clear()
@@ -144,7 +148,12 @@ class DynamoModule(ZeroModule):
         except ValuesNeeded as error:
             raise RuntimeError(_outside_of_graphs(self.plain, error, self._graphs.breaks)) from error
         except dynamo.TooManyPrograms as error:
-            shapes = max(self._graphs.shapes.values(), key=len, default=list[Mapping[str, torch.Size]]())
+            names = Counter(each.name for each in self._graphs.captured)
+            shapes = [
+                shapes_of_inputs(each.graph)
+                for each in self._graphs.captured
+                if names[each.name] == max(names.values())
+            ]
             raise RuntimeError(too_many(type(self.plain).__name__, MOST_PROGRAMS, shapes)) from error
         for name, buffer in self.plain.named_buffers():  # forward may have assigned to some
             self._overrides_buffers[name] = buffer
@@ -179,7 +188,6 @@ class DynamoModule(ZeroModule):
             self._graphs.for_all_modes = for_all and self._graphs.for_all_modes is not False
         register(graph)
         name = self._name()
-        self._graphs.shapes.setdefault(name, []).append(shapes_of(graph, inputs))
         new = Captured(graph, name, looks(graph), written(graph), detached(graph))
         same = (old for old in self._graphs.captured if new.looks and old.looks == new.looks and old.name == name)
         if (old := next(same, None)) is not None:
@@ -199,12 +207,12 @@ class DynamoModule(ZeroModule):
         if paths not in of.made:
             require_traceable(self.plain, DYNAMO_PARTS)
             of.made[paths] = self._programs(with_parameters(of.graph, inputs, kind), of.name, given)
-        require_apart(inputs, of.positions, kind)
+        require_own_memory(inputs, of.positions, kind)
         self._graphs.ran.append(of.made[paths])
         output = of.made[paths].run(given)
         self.guard(output)
         output = _write(output, [inputs[position] for position in of.positions])
-        return tuple(value.detach() if alone else value for value, alone in zip(output, of.apart, strict=True))
+        return tuple(value.detach() if alone else value for value, alone in zip(output, of.detached, strict=True))
 
     def _programs(self, flat: Flat, name: str, inputs: Sequence[Any]) -> Programs:
         """The programs of a graph, of which none is compiled."""

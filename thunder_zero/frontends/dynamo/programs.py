@@ -231,12 +231,13 @@ def _claimed(trace: TraceCtx) -> TraceCtx:
 @contextmanager
 def compiling(jitted: ThunderModule, inputs: Sequence[Any]) -> Iterator[None]:
     """Thunder's context of a compilation, as ``thunder.jit`` enters it, with torch's settings."""
-    data = compile_data(jitted)
+    data, stats = compile_data(jitted), compile_stats(jitted)
+    stats.cache_misses += 1
     info: dict[str, Any] = {}
     token = _cache_info_ctx.set(info)
     try:
         data.populate_cache_info(info, *inputs)
-        with langctx(data.langctx), compile_data_and_stats(data, compile_stats(jitted)):
+        with langctx(data.langctx), compile_data_and_stats(data, stats):
             yield
     finally:
         _cache_info_ctx.reset(token)

@@ -1,0 +1,185 @@
+"""Habits of torch, FSDP2 and Hugging Face on a sharded model: each works, or one sentence names the way here.
+
+In both front ends; afterwards the model still trains.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from copy import deepcopy
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+import thunder_zero as tz
+from tests.harness.errors import refused, says
+from tests.harness.models import fresh, saved, trains
+from thunder_zero.frontends.from_fsdp2 import FROM_FSDP2, ROWS
+from thunder_zero.plan.policy import Policy
+
+import thunder
+
+X = torch.ones(3, 4)
+pytestmark = pytest.mark.usefixtures("group")
+
+
+class Net(nn.Module):
+    """A module with the functions of a Hugging Face model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x).argmax(-1)
+
+    def save_pretrained(self, folder: str) -> None:
+        torch.save(self.state_dict(), folder)
+
+
+def jitted(module: nn.Module, **arguments: Any) -> Any:
+    return thunder.jit(module, transforms=[tz.ZeroTransform(stage=3, **arguments)])
+
+
+def compiled(module: nn.Module, **arguments: Any) -> Any:
+    return tz.compile(module, 3, **arguments)
+
+
+WAYS = [jitted, compiled]
+
+
+@pytest.fixture(params=WAYS)
+def model(request: pytest.FixtureRequest) -> Iterator[Any]:
+    made = request.param(fresh(Net))
+    assert trains(made, X)
+    yield made
+    assert trains(made, X), "it still trains"
+
+
+def in_anomaly_mode(model: Any) -> None:
+    with torch.autograd.detect_anomaly():
+        model(X).sum().backward()
+
+
+REFUSED: list[tuple[type[Exception], Callable[[Any], Any], str]] = [
+    (TypeError, lambda model: torch.save(model, BytesIO()), "tz.save(path, model, optimizer)"),
+    (TypeError, pickle.dumps, "tz.full_state_dict(model)"),
+    (AttributeError, lambda model: model.generate(X), "with tz.full_parameters(model) as module: module.generate"),
+    (AttributeError, lambda model: model.save_pretrained("folder"), "tz.save_pretrained(model, folder)"),
+    (RuntimeError, fully_shard, "From FSDP2"),
+    (RuntimeError, lambda model: torch.export.export(model, (X,)), "with tz.full_parameters(model) as module"),
+    (
+        RuntimeError,
+        lambda model: functional_call(model, {name: torch.ones(4) for name in ("a.bias", "b.bias")}, (X,)),
+        "functional_call",
+    ),
+    (RuntimeError, in_anomaly_mode, "check_gradients=True"),
+]
+
+
+def test_what_is_refused_names_the_way(model: Any) -> None:
+    for kind, call, way in REFUSED:
+        with refused(kind, "Net" if way != "functional_call" else "a.bias", way):
+            call(model)
+    says(lambda: torch.export.export(model, (X,), strict=True), "Unsupported", "with tz.full_parameters(model) as")
+
+
+def test_the_ways_work(model: Any) -> None:
+    right = model(X)
+    with tz.full_parameters(model) as module:
+        assert module.generate(X).shape == X.shape[:1]
+        assert torch.equal(torch.export.export(module, (X,)).module()(X), module(X))
+        torch.testing.assert_close(functional_call(module, dict(module.named_parameters()), (X,)), right)
+    torch.testing.assert_close(functional_call(model, dict(model.named_parameters()), (X,)), right)
+    saved = BytesIO()
+    torch.save(model.state_dict(), saved)
+    with torch.autograd.detect_anomaly(check_nan=False):
+        model(X).sum().backward()
+
+
+def test_names_of_fsdp2_answer_with_ours(model: Any) -> None:
+    names = [name for name in vars(FSDPModule) if not name.startswith("_")]
+    for name in names:
+        assert not hasattr(model, name)
+        with refused(AttributeError, name, "FSDP2", FROM_FSDP2[name]):
+            getattr(model, name)(True)
+    says(lambda: model.set_nothing(), "AttributeError", "object has no attribute 'set_nothing'")
+
+
+@pytest.mark.parametrize("way", [jitted, compiled, lambda module, **given: tz.zero(thunder.jit(module), **given)])
+def test_arguments_of_fsdp2_answer_with_ours(way: Callable[..., Any]) -> None:
+    names = [name for name in inspect.signature(fully_shard).parameters if name not in ("module", "mesh")]
+    for name in names:
+        if name not in inspect.signature(Policy).parameters:
+            with refused(TypeError, name, "FSDP2", FROM_FSDP2[name]):
+                way(Net(), **{name: True})
+    assert "reshard_after_forward" in names, "a field of Policy"
+
+
+def test_the_readme_prints_the_table_of_the_package() -> None:
+    _, _, section = (Path(__file__).parents[2] / "README.md").read_text().partition("\n## From FSDP2\n")
+    printed = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    assert printed[1:] == [f"| {fsdp2} | {here} |" for fsdp2, here in ROWS]
+
+
+class Checkpointed(nn.Module):
+    """Its block is checkpointed with these arguments."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.layer, self.options = nn.Linear(4, 4), options
+
+    def block(self, x: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Tensor:
+        y = torch.tanh(self.layer(x)).exp() * scale
+        return y if mask is None else y * mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, mask=x > 2, use_reentrant=False, **self.options)
+
+
+OPTIONS = {"preserve_rng_state": False, "determinism_check": "none", "early_stop": False}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoints_take_keyword_arguments(way: Callable[[nn.Module], Any]) -> None:
+    plain, x = fresh(lambda: Checkpointed(scale=3.0, **OPTIONS)), torch.arange(12.0).reshape(3, 4)
+    model = way(deepcopy(plain))
+    y = model(x)
+    right = plain(x)
+    torch.testing.assert_close(y, right)
+    y.sum().backward()
+    right.sum().backward()
+    for param, same in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), same.grad)
+    assert len(saved(tz.traces_of(model).forward)) < 6, "backward computes the block again"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_checkpoint_would_lose_is_refused(way: Callable[[nn.Module], Any]) -> None:
+    def contexts() -> tuple[Any, Any]:
+        return nullcontext(), nullcontext()
+
+    with refused(RuntimeError, "context_fn", "Policy.recompute"):
+        way(Checkpointed(context_fn=contexts))(X)
+
+
+def test_traces_fit_a_screen() -> None:
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            said = repr(tz.trace(nn.Sequential(*(Net() for _ in range(4))), X, world_size=2, policy=3))
+        assert len(said) < 500
+        assert said.count("\n") == 1 + grad
+        assert "ZeRO-3, rank 0 of 2, 16 parameters in 4 units" in said
