@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -333,6 +332,16 @@ def wrong():
 
 def broken():
     return int("three")
+
+class Broken(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).view(7)
+
+def broken_forward():
+    return Broken(4, 4), torch.zeros(2, 4)
+
+def wrong_shape():
+    return torch.nn.Linear(4, 4), torch.zeros(2, 5)
 """
 
 
@@ -353,7 +362,7 @@ def test_the_command_traces_a_file_for_any_world(model_file: Path, capsys: pytes
     place = f"{model_file}:build"
     code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--rank", 3, "--stage", 2, "--phase", "forward")
     assert code == 0
-    assert out.startswith("# forward, ZeRO-2, rank 3 of 4")
+    assert "\n# forward, ZeRO-2, rank 3 of 4" in out
     code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--json")
     lines = json.loads(out)["lines"]
     launched = [line for line in lines if line["sent"]]
@@ -388,13 +397,29 @@ def test_a_wrong_place_gets_a_sentence(model_file: Path, capsys: pytest.CaptureF
         assert sentence in error
 
 
-def test_an_error_of_the_users_file_comes_with_its_traceback(
-    model_file: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "command", [("trace",), ("plan", "--world-size", "8", "--model")], ids=lambda command: command[0]
+)
+def test_an_error_of_the_users_code_is_one_sentence_with_its_line(
+    command: tuple[str, ...], model_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command in (("trace",), ("plan", "--world-size", "8", "--model")):
-        with pytest.raises(RuntimeError, match=r"model.py:broken raised ValueError: invalid literal for int") as raised:
-            run(capsys, *command, f"{model_file}:broken")
-        assert f'{model_file}", line' in "".join(traceback.format_tb(raised.value.__cause__.__traceback__))
+    lines = MODEL.splitlines()
+    for function, line, words in (
+        ("broken", 'return int("three")', "ValueError: invalid literal for int"),
+        ("broken_forward", "return super().forward(x).view(7)", "RuntimeError: Attempting to reshape"),
+    ):
+        code, _, error = run(capsys, *command, f"{model_file}:{function}")
+        number = next(at for at, text in enumerate(lines, 1) if text.strip() == line)
+        assert (code, error.splitlines()[-1].startswith(f"thunder-zero: {model_file}:{number}, in ")) == (1, True), (
+            error
+        )
+        assert f"`{line}`: {words}" in error
+        assert "Traceback" not in error
+    _, _, error = run(capsys, *command, f"{model_file}:wrong_shape")
+    assert "linear.py:" in error
+    assert "RuntimeError: Expected" in error
+    (model_file.parent / "syntax.py").write_text("def build(:\n")
+    assert "syntax.py:1: SyntaxError" in run(capsys, *command, f"{model_file.parent / 'syntax.py'}:build")[2]
 
 
 def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

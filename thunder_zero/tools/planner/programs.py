@@ -122,9 +122,8 @@ class SubjectPrograms:
         if traced not in self.interpreted:
             self.tell(f"interprets {self.subject.name} with {traced} of {self.subject.blocks} blocks")
             policy = self.policy(3, "none")
-            self.interpreted[traced] = Interpreted(
-                self.subject.module, self.subject.inputs, {}, policy, (self.shards, 0, 1)
-            )
+            one = self.subject
+            self.interpreted[traced] = Interpreted(one.module, one.args, one.kwargs, policy, (self.shards, 0, 1))
         return self.interpreted[traced]
 
 
