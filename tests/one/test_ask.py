@@ -204,7 +204,7 @@ def test_zero3_beside_zero2_unit_by_unit() -> None:
         assert total.sent_bytes == sum(map(of.timeline.bytes_sent, of.timeline.ops))
         assert total.gathered_at_most == max(gathered_bytes(of.timeline))
         assert total.gathers == sum(op.kind is Kind.GATHER for op in of.timeline.ops)
-        assert (total.computed_again, total.flops_again) == (0, 0)
+        assert (total.recomputed, total.recomputed_flops) == (0, 0)
     assert shown.peaks == (tz.tools.memory(first).peak, tz.tools.memory(second).peak)
     assert "layers.1 .. 4, each 1 -> 2 1 64 -> 96 B 64 B 0 0" in in_words(shown)
 
@@ -220,9 +220,9 @@ def test_work_done_again_belongs_to_its_unit() -> None:
     estimates = [estimate(of, DEVICE) for of in (plain, again)]
     assert estimates[0].model_seconds == estimates[1].model_seconds  # it is no work of the model
     more = 2 * ROWS * 8 * 8  # the first product of the first unit
-    assert shown.total[1].flops_again == estimates[1].flops - estimates[0].flops == more
-    assert [pair[0].flops_again for pair in shown.units.values()] == [0, 0]
-    assert sum(pair[1].flops_again for pair in shown.units.values()) == shown.total[1].flops_again
+    assert shown.total[1].recomputed_flops == estimates[1].flops - estimates[0].flops == more
+    assert [pair[0].recomputed_flops for pair in shown.units.values()] == [0, 0]
+    assert sum(pair[1].recomputed_flops for pair in shown.units.values()) == shown.total[1].recomputed_flops
     assert "; also recompute none -> units" in in_words(shown)
 
 

@@ -20,11 +20,10 @@ from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.tools.cli import main
 from thunder_zero.tools.forecast.figures import Holds
-from thunder_zero.tools.planner.figures import Mesh, PlanRow
 from thunder_zero.tools.planner.models import KNOWN, Subject, cross_entropy, of_module, subject_of
 from thunder_zero.tools.planner.plan_training import best_of
 from thunder_zero.tools.planner.programs import SubjectPrograms, adamw
-from thunder_zero.tools.planner.text import code_of, reason_of
+from thunder_zero.tools.planner.training_plan import Mesh, PlanRow, code_of, reason_of
 
 H100 = tz.tools.DEVICES["h100"]
 PRECISION = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)

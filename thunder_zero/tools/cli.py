@@ -189,15 +189,10 @@ def _show_plan(options: argparse.Namespace) -> None:
     """Print which stage and mesh to train a model with."""
     from thunder_zero.tools.from_file import naming_the_users_line
     from thunder_zero.tools.planner.plan_training import plan_training
-    from thunder_zero.tools.planner.text import print_plan
-    from thunder_zero.tools.report.text import stdout_console
 
     with naming_the_users_line(options.model):
         plan = plan_training(options.model, **_others(options, "model", "json"))
-    if options.json:
-        print(json.dumps(plan.as_json(), indent=1))
-    else:
-        print_plan(plan, stdout_console())
+    print(json.dumps(plan.as_json(), indent=1) if options.json else plan)
 
 
 def _show_trace(options: argparse.Namespace) -> None:

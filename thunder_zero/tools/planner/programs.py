@@ -18,9 +18,9 @@ from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import Interpreted
 from thunder_zero.tools.forecast.memory import memory
-from thunder_zero.tools.planner.figures import Mesh
 from thunder_zero.tools.planner.models import Subject
 from thunder_zero.tools.planner.repeat import Held, NotPeriodic, estimate_whole, held_whole
+from thunder_zero.tools.planner.training_plan import Mesh
 
 TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
 
