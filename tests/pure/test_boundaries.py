@@ -83,7 +83,8 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded frontends")),
     Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("plan schedule traces comm compat sharded frontends "
                                                               "tools/report")),
-    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("plan schedule frontends tools/devices tools/forecast")),
+    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("plan schedule frontends tools/report tools/devices "
+                                                              "tools/forecast")),
     Room("tools/fitting/fit.py",IMPORT,NOT,    IMPORT,  rooms("plan schedule comm frontends tools/report tools/dry_run "
                                                               "tools/forecast")),
     Room("tools/fitting/",    TYPES,  NOT,     NOT,     rooms("plan schedule tools/report tools/forecast")),

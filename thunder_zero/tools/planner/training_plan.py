@@ -1,4 +1,4 @@
-"""A plan of training: rows for each stage on each mesh, why one is recommended, code to paste: data, and as text.
+"""A plan of training: stages on meshes, why one is recommended, code to paste; as text, too.
 
 ::
 
