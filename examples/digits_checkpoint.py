@@ -176,7 +176,7 @@ def consolidate(checkpoint_folder: Path) -> Path:
     """Make one file with the command line, as a user would."""
     file = checkpoint_folder.parent / "digits.pt"
     command = ["consolidate", str(checkpoint_folder), str(file)]
-    subprocess.run([sys.executable, "-m", "thunder_zero.tools.cli", *command], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "thunder_zero", *command], check=True, stdout=subprocess.DEVNULL)
     return file
 
 

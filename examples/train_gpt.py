@@ -6,18 +6,16 @@
     torchrun --max-restarts 3 ... examples/train_gpt.py --save-every 100          # resumes if a rank dies
 
 Uses NCCL if each rank on the machine has a GPU, else gloo on CPUs. Downloads nothing. Shows the loss while it trains,
-then prints a table (losses, speed, bytes sent, memory), saves the loss curve, and prints one transformer block's part
-of the program that ran. The defaults take about two minutes on 2 CPU cores.
+then prints a table (losses, speed, bytes sent, memory), saves the loss curve, and prints one unit's life in the program
+that ran: where it is gathered, used, freed and reduced. The defaults take about two minutes on 2 CPU cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import cos, pi, prod
-from statistics import median
 
 import torch
 from gpt import GPT, GPTConfig
@@ -29,6 +27,7 @@ from tensor_memory import added_at_peak, bytes_held, parameters_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from train_report import Memory, Report, Traffic, print_report, save_curve
+from unit_life import print_life
 
 import thunder_zero as tz  # before thunder
 from thunder_zero.schedule.lifetimes import gathered_bytes
@@ -38,8 +37,7 @@ import thunder
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VALIDATIONS = 10  # per run, evenly spread, after the one at the start
 VALIDATION_BATCHES = 8
-ONE_BLOCK = "blocks.1"  # the unit whose trace is printed; every size has it
-PEAK_STEP = 2  # memory is measured in this step, time is not; by then the optimizer has its state
+PEAK_STEP = 2  # memory is measured in this step; by then the optimizer has its state
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +65,14 @@ class Run:
     Attributes:
         losses: this rank's loss in each step.
         validation: (steps done, mean loss over ranks).
-        seconds: the time of each step.
         peak: the most bytes of tensors alive at one time in a step.
+        tokens_per_second: of all ranks, in a median step of the last ones: what the bar shows at the end.
     """
 
     losses: list[Tensor] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
     peak: int = 0
-
-    @property
-    def timed(self) -> list[float]:
-        """Seconds per step, without the steps that compile and the one that measures memory."""
-        return self.seconds[PEAK_STEP + 1 :] or self.seconds
+    tokens_per_second: float = 0.0
 
 
 def parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -210,6 +203,7 @@ def train(trainer: Trainer, batches: list[Tensor], first: int, console: Console)
             bar.step(run.losses[-1].item())
             if measure:
                 traces = tz.traces_of(trainer.model)  # of the program that ran last, a training step
+        run.tokens_per_second = bar.speed
     return run, traces
 
 
@@ -219,14 +213,12 @@ def take_step(trainer: Trainer, number: int, measure: bool, run: Run) -> None:
     def step() -> None:
         run.losses.append(trainer.step(number))
 
-    start = time.perf_counter()
     if measure:
         trainer.optimizer.zero_grad()
         run.peak = sum(trainer.held()) + added_at_peak(step, trainer.ranks.device)
     else:
         step()
     run.losses[-1] = run.losses[-1].cpu()  # waits for a GPU
-    run.seconds.append(time.perf_counter() - start)
 
 
 def traffic_of(traces: tz.tools.Traces, stage: int, ranks: Ranks) -> Traffic:
@@ -270,7 +262,7 @@ def report_of(trainer: Trainer, run: Run, traces: tz.tools.Traces) -> Report:
         title=f"Byte-level GPT, {parameters / 1e6:.2f} M parameters, {options.dtype}, {where}",
         losses=ranks.mean(torch.stack(run.losses)).tolist(),
         validation=run.validation,
-        tokens_per_second=trainer.shape.rows * trainer.shape.context / median(run.timed),
+        tokens_per_second=run.tokens_per_second,
         traffic=traffic_of(traces, options.stage, ranks),
         memory=Memory(*trainer.held(), run.peak, max(gathered_bytes(traces.timeline)), at_border),
         kept_unsharded=modules_gathered_once(traces.plan),
@@ -296,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             curve = options.out / f"train_gpt_stage{options.stage}.png"
             save_curve(report, curve)
             console.print(f"The loss curve is in {curve}.")
-            tz.print_trace(traces, unit=ONE_BLOCK, fold=True)  # without unit and fold: the whole program
+            print_life(traces, console)
 
 
 if __name__ == "__main__":

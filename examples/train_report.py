@@ -20,7 +20,8 @@ class Memory:
     """Bytes of tensors that one rank holds.
 
     Attributes:
-        parameters, gradients, optimizer: at rest, right after an optimizer step.
+        parameters, optimizer: at rest, between two steps and after ``zero_grad()``.
+        gradients: right after the optimizer step.
         peak: most bytes of all tensors alive at one time in a training step.
         gathered: most bytes of gathered parameters alive at one time, by the timeline.
         gathered_between: bytes of gathered parameters alive between forward and backward, by the timeline.
@@ -57,7 +58,7 @@ class Report:
         title: the model, its dtype, the stage and the number of ranks.
         losses: loss of each training step in nats per byte, mean over ranks.
         validation: (steps done, loss in nats per byte, mean over ranks).
-        tokens_per_second: sum over ranks, in a median step.
+        tokens_per_second: sum over ranks, in a median step of the last ones.
         kept_unsharded: the modules whose parameters are gathered once for forward and backward, in words.
     """
 
@@ -78,13 +79,13 @@ class Report:
 def print_report(report: Report, console: Console) -> None:
     """Print the table, one figure per line."""
     memory, traffic = report.memory, report.traffic
-    parts = f"parameters {mb(memory.parameters)}, gradients {mb(memory.gradients)}, AdamW {mb(memory.optimizer)}"
-    rest = memory.parameters + memory.gradients + memory.optimizer
+    parts = f"between steps: parameters {mb(memory.parameters)}, AdamW {mb(memory.optimizer)}"
+    rest = memory.parameters + memory.optimizer
     rows = (
         ("training loss, first step", f"{report.losses[0]:.3f}", "nats per byte"),
         ("training loss, end", f"{report.loss_at_end:.3f}", "mean of the last twentieth of the steps"),
         ("validation loss", f"{report.validation[-1][1]:.3f}", f"at the start {report.validation[0][1]:.3f}"),
-        ("tokens/s", f"{report.tokens_per_second:,.0f}", "all ranks, median step"),
+        ("tokens/s", f"{report.tokens_per_second:,.0f}", "all ranks, a median step of the last ones"),
         ("bytes sent per rank and step", f"{traffic.timeline:,.0f}", "counted in the program that ran"),
         ("by the formula", f"{traffic.formula:,.0f}", traffic.words),
         *([("gathered once", mb(memory.gathered_between), report.kept_unsharded)] if memory.gathered else []),
@@ -92,7 +93,7 @@ def print_report(report: Report, console: Console) -> None:
         (
             "memory at peak per rank",
             mb(memory.peak),
-            f"in one step; gathered parameters {mb(memory.gathered)} of it",
+            f"in one step; of it gathered parameters {mb(memory.gathered)}, gradients {mb(memory.gradients)}",
         ),
     )
     figures(console, report.title, rows)

@@ -65,12 +65,12 @@ def choice(memory_bytes: int) -> tz.Policy:
         model = TASKS[TASK].model()
     return tz.tools.fit(
         model,
-        TASKS[TASK].inputs(),
         memory_bytes=memory_bytes,
         world_size=WORLD_SIZE,
         file=io.StringIO(),
         loss=TASKS[TASK].loss,
         optimizer=torch.optim.AdamW,
+        **TASKS[TASK].inputs(),
     )
 
 

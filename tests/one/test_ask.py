@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -205,7 +204,7 @@ def test_zero3_beside_zero2_unit_by_unit() -> None:
         assert total.sent_bytes == sum(map(of.timeline.bytes_sent, of.timeline.ops))
         assert total.gathered_at_most == max(gathered_bytes(of.timeline))
         assert total.gathers == sum(op.kind is Kind.GATHER for op in of.timeline.ops)
-        assert (total.computed_again, total.flops_again) == (0, 0)
+        assert (total.recomputed, total.recomputed_flops) == (0, 0)
     assert shown.peaks == (tz.tools.memory(first).peak, tz.tools.memory(second).peak)
     assert "layers.1 .. 4, each 1 -> 2 1 64 -> 96 B 64 B 0 0" in in_words(shown)
 
@@ -221,9 +220,9 @@ def test_work_done_again_belongs_to_its_unit() -> None:
     estimates = [estimate(of, DEVICE) for of in (plain, again)]
     assert estimates[0].model_seconds == estimates[1].model_seconds  # it is no work of the model
     more = 2 * ROWS * 8 * 8  # the first product of the first unit
-    assert shown.total[1].flops_again == estimates[1].flops - estimates[0].flops == more
-    assert [pair[0].flops_again for pair in shown.units.values()] == [0, 0]
-    assert sum(pair[1].flops_again for pair in shown.units.values()) == shown.total[1].flops_again
+    assert shown.total[1].recomputed_flops == estimates[1].flops - estimates[0].flops == more
+    assert [pair[0].recomputed_flops for pair in shown.units.values()] == [0, 0]
+    assert sum(pair[1].recomputed_flops for pair in shown.units.values()) == shown.total[1].recomputed_flops
     assert "; also recompute none -> units" in in_words(shown)
 
 
@@ -333,6 +332,16 @@ def wrong():
 
 def broken():
     return int("three")
+
+class Broken(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x).view(7)
+
+def broken_forward():
+    return Broken(4, 4), torch.zeros(2, 4)
+
+def wrong_shape():
+    return torch.nn.Linear(4, 4), torch.zeros(2, 5)
 """
 
 
@@ -353,7 +362,7 @@ def test_the_command_traces_a_file_for_any_world(model_file: Path, capsys: pytes
     place = f"{model_file}:build"
     code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--rank", 3, "--stage", 2, "--phase", "forward")
     assert code == 0
-    assert out.startswith("# forward, ZeRO-2, rank 3 of 4")
+    assert "\n# forward, ZeRO-2, rank 3 of 4" in out
     code, out, _ = run(capsys, "trace", place, "--world-size", 4, "--json")
     lines = json.loads(out)["lines"]
     launched = [line for line in lines if line["sent"]]
@@ -388,13 +397,29 @@ def test_a_wrong_place_gets_a_sentence(model_file: Path, capsys: pytest.CaptureF
         assert sentence in error
 
 
-def test_an_error_of_the_users_file_comes_with_its_traceback(
-    model_file: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "command", [("trace",), ("plan", "--world-size", "8", "--model")], ids=lambda command: command[0]
+)
+def test_an_error_of_the_users_code_is_one_sentence_with_its_line(
+    command: tuple[str, ...], model_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command in (("trace",), ("plan", "--world-size", "8", "--model")):
-        with pytest.raises(RuntimeError, match=r"model.py:broken raised ValueError: invalid literal for int") as raised:
-            run(capsys, *command, f"{model_file}:broken")
-        assert f'{model_file}", line' in "".join(traceback.format_tb(raised.value.__cause__.__traceback__))
+    lines = MODEL.splitlines()
+    for function, line, words in (
+        ("broken", 'return int("three")', "ValueError: invalid literal for int"),
+        ("broken_forward", "return super().forward(x).view(7)", "RuntimeError: Attempting to reshape"),
+    ):
+        code, _, error = run(capsys, *command, f"{model_file}:{function}")
+        number = next(at for at, text in enumerate(lines, 1) if text.strip() == line)
+        assert (code, error.splitlines()[-1].startswith(f"thunder-zero: {model_file}:{number}, in ")) == (1, True), (
+            error
+        )
+        assert f"`{line}`: {words}" in error
+        assert "Traceback" not in error
+    _, _, error = run(capsys, *command, f"{model_file}:wrong_shape")
+    assert "linear.py:" in error
+    assert "RuntimeError: Expected" in error
+    (model_file.parent / "syntax.py").write_text("def build(:\n")
+    assert "syntax.py:1: SyntaxError" in run(capsys, *command, f"{model_file.parent / 'syntax.py'}:build")[2]
 
 
 def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

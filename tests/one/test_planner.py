@@ -20,11 +20,10 @@ from tests.harness.errors import refused
 from tests.harness.traced import Chain, ResidualBlock, traced
 from thunder_zero.tools.cli import main
 from thunder_zero.tools.forecast.figures import Holds
-from thunder_zero.tools.planner.figures import Mesh, PlanRow
 from thunder_zero.tools.planner.models import KNOWN, Subject, cross_entropy, of_module, subject_of
 from thunder_zero.tools.planner.plan_training import best_of
 from thunder_zero.tools.planner.programs import SubjectPrograms, adamw
-from thunder_zero.tools.planner.text import code_of, reason_of
+from thunder_zero.tools.planner.training_plan import Mesh, PlanRow, code_of, reason_of
 
 H100 = tz.tools.DEVICES["h100"]
 PRECISION = tz.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
@@ -39,7 +38,7 @@ def model(blocks: int = BLOCKS) -> nn.Module:
 
 def subject(blocks: int = BLOCKS) -> Subject:
     with torch.device("meta"):
-        return of_module(model(blocks), torch.empty(SHAPE, dtype=torch.long), loss=cross_entropy)
+        return of_module(model(blocks), (torch.empty(SHAPE, dtype=torch.long),), loss=cross_entropy)
 
 
 @cache
@@ -79,7 +78,7 @@ def traffic(estimate: tz.tools.Estimate) -> int:
 def plan(memory_bytes: int = ROOM, **how: Any) -> tz.tools.TrainingPlan:
     one = subject(2)
     how = {"world_size": 4, "device": "h100", "devices_per_node": 2, "loss": one.loss, **how}
-    return tz.tools.plan_training(one.module, *one.inputs, memory_bytes=memory_bytes, **how)
+    return tz.tools.plan_training(one.module, *one.args, memory_bytes=memory_bytes, **how)
 
 
 @pytest.mark.slow
@@ -150,7 +149,7 @@ def test_a_module_without_alike_blocks_is_traced_whole(
     """Its loss is what it returns, if that is one number."""
     with torch.device("meta"):
         module, x = kind(nn.Linear(4, 8), nn.Linear(8, 2, dtype=dtype)), torch.empty(3, 4)
-    found = tz.tools.plan_training(module, x, world_size=1, stages=(3,), memory_bytes=ROOM)
+    found = tz.tools.plan_training(module, x=x, world_size=1, stages=(3,), memory_bytes=ROOM)
     assert (found.blocks, found.tokens, found.rows[0].loss_seconds) == (0, 3, 0.0)
     assert found.reason == "ZeRO-3 on 1 rank is the only one that was compared, and fits into 80.0 GiB"
     for words in said:
@@ -167,7 +166,7 @@ def test_the_page_answers_which_stage_trains_13_b_on_four_devices(
     (program,) = re.findall(r"<!-- file: thirteen.py -->\n```python\n(.*?)```", page, re.DOTALL)
     file = tmp_path / "thirteen.py"
     file.write_text(program)
-    assert main(["plan", "--model", f"{file}:build", "--world-size", "4", "--memory", "80GB", "--json"]) == 0
+    assert main(["plan", "--model", f"{file}:build", "--world-size", "4", "--memory-bytes", "80GB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parameters"] == pytest.approx(13e9, rel=0.02)
     assert found["chosen"]["stage"] == 3
@@ -300,8 +299,8 @@ GPT = ("--model", "gpt-1.3b")
 REFUSED_ARGUMENTS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("--model", "llama9"), ("there is no model 'llama9'", "choose llama3-8b, llama3-70b")),
     ((*GPT, "--device", "h9"), ("there is no device 'h9'", "give one of a100, h100")),
-    ((*GPT, "--memory", "much"), ("memory_bytes is 'much'", "with a unit, such as")),
-    ((*GPT, "--memory", "40"), ("memory_bytes is '40'", "without a unit", "GiB, GB, or B for bytes")),
+    ((*GPT, "--memory-bytes", "much"), ("memory_bytes is 'much'", "with a unit, such as")),
+    ((*GPT, "--memory-bytes", "40"), ("memory_bytes is '40'", "without a unit", "GiB, GB, or B for bytes")),
     ((*GPT, "--world-size", "12"), ("12 ranks do not fill nodes of 8 devices", "give a multiple of 8")),
     ((*GPT, "--world-size", "0"), ("world_size is 0", "give the number of ranks, at least 1")),
     ((*GPT, "--micro-batch", "0"), ("micro_batch is 0", "give a number of sequences, at least 1")),
@@ -316,7 +315,7 @@ REFUSED_ARGUMENTS: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
 def test_the_command_prints_data_or_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "model.py"
     file.write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 2), torch.zeros(1, 2)\n")
-    assert main(["plan", "--world-size", "2", "--model", f"{file}:build", "--memory", "80GB", "--json"]) == 0
+    assert main(["plan", "--world-size", "2", "--model", f"{file}:build", "--memory-bytes", "80GB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["parameters"], found["memory_bytes"]) == (6, 80 * 10**9)
     assert found["chosen"] in found["rows"]

@@ -62,7 +62,11 @@ def printed(shown: object, phase: str = "both", **options: Any) -> list[str]:
     text = file.getvalue()
     assert "\x1b" not in text
     assert max(len(line) for line in text.splitlines() if not line.startswith("# left out: ")) <= 100
-    return text.splitlines()
+    how, lines = text.splitlines()[:4], text.splitlines()[4:]
+    assert [line[:2] for line in how] == ["# "] * 3 + [""]
+    for kind in ("gather", "wait", "compute", "free", "reduce", "sent", "gathered", "alive"):
+        assert kind in " ".join(how)
+    return lines
 
 
 def numbers(total: str) -> list[int]:
@@ -231,6 +235,7 @@ def test_it_refuses() -> None:
         ({"memory": 5}, ("TypeError", "memory is of type int", "give what thunder_zero.tools.memory returns")),
         ({"phase": "forwards"}, ("ValueError", "phase is 'forwards'", "choose 'forward', 'backward' or 'both'")),
         ({"unit": "h.0"}, ("ValueError", "unit is 'h.0'", "the units of this module are ''")),
+        ({"rank": 1}, ("ValueError", "rank is 1", "the rank that prints, 0 to 0")),
         ({"shown": gpt()}, ("TypeError", "expected a module jitted with ZeroTransform")),
     ]
     for options, words in rows:

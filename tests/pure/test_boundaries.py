@@ -83,11 +83,12 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
     Room("tools/measure.py",  NOT,    NOT,     IMPORT,  rooms("plan schedule comm sharded frontends")),
     Room("tools/forecast/",   IMPORT, NOT,     IMPORT,  rooms("plan schedule traces comm compat sharded frontends "
                                                               "tools/report")),
-    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("plan schedule frontends tools/devices tools/forecast")),
+    Room("tools/cost/",       NOT,    NOT,     NOT,     rooms("plan schedule frontends tools/report tools/devices "
+                                                              "tools/forecast")),
     Room("tools/fitting/fit.py",IMPORT,NOT,    IMPORT,  rooms("plan schedule comm frontends tools/report tools/dry_run "
                                                               "tools/forecast")),
     Room("tools/fitting/",    TYPES,  NOT,     NOT,     rooms("plan schedule tools/report tools/forecast")),
-    Room("tools/ask/",        NOT,    NOT,     IMPORT,  rooms("plan schedule frontends tools/report tools/devices "
+    Room("tools/ask/",        IMPORT, IMPORT,  IMPORT,  rooms("plan schedule frontends tools/report tools/devices "
                                                               "tools/cost tools/forecast")),
     Room("tools/from_file.py",IMPORT, NOT,     NOT,     NOTHING),
     Room("tools/planner/",    IMPORT, NOT,     NOT,     rooms("plan schedule frontends tools/report tools/devices "
@@ -99,6 +100,7 @@ ROOMS = (  # bottom up: each reads rooms above its row only; those below the lin
                                                               "tools/doctor tools/dry_run tools/from_file "
                                                               "tools/planner tools/report")),
     Room("tools/__init__.py", NOT,    NOT,     NOT,     ALL),
+    Room("__main__.py",       NOT,    NOT,     NOT,     rooms("tools/cli")),
     Room("__init__.py",       NOT,    NOT,     NOT,     ALL),
 )
 # fmt: on

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thunder_zero.tools.planner.figures import Mesh, meshes
 from thunder_zero.tools.planner.repeat import Stretch, linked, positions, stretch_of
+from thunder_zero.tools.planner.training_plan import Mesh, meshes
 
 
 def longer(signs: str, marks: list[int], copies: int) -> str:

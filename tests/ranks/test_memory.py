@@ -128,15 +128,27 @@ def test_the_forecast_of_a_fused_llama_is_what_the_allocator_counts(ranks_pool: 
     assert abs(wanted / measured - 1) < 0.03, (wanted, measured)
 
 
+def prints_on_one_rank(rank: int, world_size: int) -> None:
+    traces = tz.trace(fresh(net, 8), torch.randn(2, 8), world_size=world_size)
+    for chosen in range(world_size):
+        file = StringIO()
+        tz.print_trace(traces, file=file, rank=chosen)
+        assert bool(file.getvalue()) is (rank == chosen)
+
+
+def test_one_rank_prints(ranks_pool: RanksPool) -> None:
+    ranks_pool.run(2, prints_on_one_rank)
+
+
 # tz.tools.fit
 
 
 def all_have_rank_0s_policy_which_fits(rank: int, world_size: int) -> None:
     module, x = fresh(net, 128), torch.randn(128, 128)
-    refusal = raised(lambda: tz.tools.fit(module, (x,), memory_bytes=1000, file=StringIO()))
+    refusal = raised(lambda: tz.tools.fit(module, x, memory_bytes=1000, file=StringIO()))
     assert refusal.startswith("DoesNotFit: no policy fits into 0.98 KiB"), refusal
     budget = int(0.85 * tz.tools.memory(tz.trace(module, x, world_size=world_size), loss=loss_of).peak)
-    policy = tz.tools.fit(module, (x,), memory_bytes=budget * (1 + rank), loss=loss_of, file=StringIO())
+    policy = tz.tools.fit(module, x, memory_bytes=budget * (1 + rank), loss=loss_of, file=StringIO())
     found = on_all_ranks((policy, refusal))
     assert found == [(policy, refusal)] * world_size, found
     peak = peak_of(sharded(module, policy), x)

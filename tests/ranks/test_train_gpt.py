@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,10 +45,18 @@ def check_report(printed: str, folder: Path, sends: int, words: str, once: tuple
     (curve,) = folder.glob("*.png")
     assert curve.read_bytes().startswith(b"\x89PNG")
     assert str(curve) in printed.replace("\n", "")
-    trace = printed[printed.index("# forward, ") :]  # of one block, both phases
-    assert re.search(r"compute +blocks\.1\.", trace)
-    assert not re.search(r"compute +blocks\.0\.", trace)
-    assert "zero_reduce_scatter" in trace
+    life = printed[printed.index("The life of blocks.") :].splitlines()
+    events = [line.partition(" ")[0] for line in life if re.match(r"(gathered|used|freed|regathered|reduced) ", line)]
+    assert events == ["gathered", "used", *["freed"] * (once is not None), "reduced"]
+    assert all(line.startswith((" " * 12 + "forward: ", " " * 12 + "backward: ")) for line in sentences(life))
+    assert "zero_reduce_scatter" in next(line for line in life if line.startswith("reduced"))
+    assert "tz.print_trace(model, unit=" in life[-1]
+    assert len(life) < 20
+
+
+def sentences(life: list[str]) -> list[str]:
+    """What follows the lines of the program."""
+    return [after for line, after in pairwise(life) if re.match(r"(gathered|used|freed|regathered|reduced) ", line)]
 
 
 @pytest.fixture(scope="module")

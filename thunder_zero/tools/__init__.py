@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from thunder_zero.tools.forecast.figures import Storage as Storage
     from thunder_zero.tools.forecast.memory import memory as memory
     from thunder_zero.tools.measure import measure_times as measure_times
-    from thunder_zero.tools.planner.figures import TrainingPlan as TrainingPlan
     from thunder_zero.tools.planner.plan_training import plan_training as plan_training
+    from thunder_zero.tools.planner.training_plan import TrainingPlan as TrainingPlan
 
 look_up, listed, __all__ = lazy(
     __name__,
@@ -53,7 +53,7 @@ look_up, listed, __all__ = lazy(
         "thunder_zero.tools.forecast.figures": "Holds Memory MemoryLine Storage",
         "thunder_zero.tools.forecast.memory": "memory",
         "thunder_zero.tools.measure": "measure_times",
-        "thunder_zero.tools.planner.figures": "TrainingPlan",
+        "thunder_zero.tools.planner.training_plan": "TrainingPlan",
         "thunder_zero.tools.planner.plan_training": "plan_training",
     },
 )

@@ -4,9 +4,11 @@ thunder-zero inspect CHECKPOINT [--verify]
 thunder-zero consolidate CHECKPOINT OUT.safetensors [--dtype bfloat16] [--optimizer] [--ema NAME]
 thunder-zero shard IN.safetensors CHECKPOINT [--ranks 8] [--dtype float32]
 thunder-zero trace FILE.py:function [--world-size 8] [--stage 3] [--rank 0] [--device h100] [--json]
-thunder-zero plan --model llama3-8b --world-size 1024 [--device h100] [--memory 80GiB] [--json]
+thunder-zero plan --model llama3-8b --world-size 1024 [--device h100] [--memory-bytes 80GiB] [--json]
 thunder-zero doctor [--json]
 thunder-zero calibrate OUT.json [--seconds 30]
+
+``python -m thunder_zero`` is the same command.
 """
 
 from __future__ import annotations
@@ -146,7 +148,7 @@ def _plan(add: Add) -> None:
     show.add_argument("--model", required=True, help=f"{', '.join(KNOWN)}, or FILE.py:function: (module, input, ...)")
     show.add_argument("--world-size", type=int, required=True, help="ranks that train")
     show.add_argument("--device", default="h100", help=f"(default: h100) {_devices()}")
-    show.add_argument("--memory", dest="memory_bytes", help="of each device, such as 80GiB (default: the device's)")
+    show.add_argument("--memory-bytes", help="of each device, such as 80GiB (default: the device's)")
     show.add_argument("--devices-per-node", type=int, help="(default: the device's)")
     show.add_argument("--sequence-length", type=int, help="tokens (default: the model's)")
     show.add_argument("--micro-batch", type=int, default=1, help="sequences of a rank in a step (default: 1)")
@@ -185,31 +187,25 @@ def _devices() -> str:
 
 def _show_plan(options: argparse.Namespace) -> None:
     """Print which stage and mesh to train a model with."""
+    from thunder_zero.tools.from_file import naming_the_users_line
     from thunder_zero.tools.planner.plan_training import plan_training
-    from thunder_zero.tools.planner.text import print_plan
-    from thunder_zero.tools.report.text import stdout_console
 
-    plan = plan_training(options.model, **_others(options, "model", "json"))
-    if options.json:
-        print(json.dumps(plan.as_json(), indent=1))
-    else:
-        print_plan(plan, stdout_console())
+    with naming_the_users_line(options.model):
+        plan = plan_training(options.model, **_others(options, "model", "json"))
+    print(json.dumps(plan.as_json(), indent=1) if options.json else plan)
 
 
 def _show_trace(options: argparse.Namespace) -> None:
     """Print the traces of the module that a function of a file makes."""
     from thunder_zero.tools.ask.print_trace import json_of, print_trace
     from thunder_zero.tools.dry_run import trace
-    from thunder_zero.tools.from_file import module_and_inputs
+    from thunder_zero.tools.from_file import module_and_inputs, naming_the_users_line
 
     module, inputs = module_and_inputs(options.place)
     world = {name: getattr(options, name) for name in ("world_size", "rank", "replicas", "device")}
-    traces = trace(module, *inputs, policy=options.stage, **world)
+    with naming_the_users_line(options.place):
+        traces = trace(module, *inputs, policy=options.stage, **world)
     if options.json:
         print(json.dumps(json_of(traces, options.phase, unit=options.unit, fold=options.fold), indent=1))
     else:
         print_trace(traces, options.phase, unit=options.unit, fold=options.fold)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

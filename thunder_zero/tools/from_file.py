@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from traceback import extract_tb
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 NAME = "thunder_zero_from_file"  # of the file among the modules of Python
+PACKAGE, TORCH = Path(__file__).parents[1], Path(nn.__file__).parent
 
 
 def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -22,10 +24,9 @@ def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
         place: ``FILE.py:function``; the file imports others of its folder, as a script does.
 
     Raises:
-        ValueError: there is no function in ``place``; it returns anything else.
+        ValueError: there is no function in ``place``; it returns anything else; the file or the function raised an
+            error, which is its cause.
         FileNotFoundError: there is no such file.
-        RuntimeError: the file or the function raised an error, which is its cause. So its traceback is printed where
-            errors of this function are one sentence.
     """
     name, _, function = place.rpartition(":")
     if not name.endswith(".py") or not function:
@@ -41,11 +42,9 @@ def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
     folder = str(path.parent.resolve())
     sys.path.insert(0, folder)
     try:
-        with _own_errors(place):
+        with naming_the_users_line(place):
             spec.loader.exec_module(module)
-        make = _function(module, function, name)
-        with _own_errors(place):
-            made = make()
+            made = _function(module, function, name)()
     finally:
         sys.path.remove(folder)
     if not isinstance(made, tuple) or len(made) < 2 or not isinstance(made[0], nn.Module):
@@ -55,12 +54,30 @@ def module_and_inputs(place: str) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 @contextmanager
-def _own_errors(place: str) -> Iterator[None]:
-    """Tells errors of the file from those of this module."""
+def naming_the_users_line(place: str) -> Iterator[None]:
+    """An error of the code in ``place``, made or traced, becomes a ValueError of one sentence with that code's line.
+
+    The line is the last in the file's folder; or else, where torch's own module refuses its input, that of the module.
+    """
     try:
         yield
+    except SyntaxError as error:
+        raise ValueError(f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}") from error
     except Exception as error:
-        raise RuntimeError(f"{place} raised {type(error).__name__}: {error}; its traceback is above") from error
+        folders = Path(place.rpartition(":")[0]).resolve().parent, TORCH
+        frames = [frame for frame in extract_tb(error.__traceback__) if not _is_ours(Path(frame.filename))]
+        found = ([one for one in frames if Path(one.filename).resolve().is_relative_to(at)] for at in folders)
+        last = next((some[-1] for some in found if some), None)
+        if last is None:
+            raise
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"{last.filename}:{last.lineno}, in {last.name}, `{last.line}`: {what}") from error
+
+
+def _is_ours(file: Path) -> bool:
+    """A library may lie in a folder beside the user's file."""
+    installed = "site-packages" in file.parts and not file.is_relative_to(TORCH)
+    return installed or file.is_relative_to(PACKAGE)
 
 
 def _function(module: ModuleType, function: str, file: str) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""``tz.tools.diff``: what one program does more or less than another, such as ZeRO-3 beside ZeRO-2."""
+"""``tz.tools.diff``: what one program does more or less than another, such as ZeRO-3 than ZeRO-2."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def diff(first: Traces, second: Traces) -> Difference:
         first, second: of :func:`thunder_zero.trace` or :func:`thunder_zero.traces_of`, for the same module.
 
     Returns:
-        For each unit and in total: gathers, reductions, bytes that the rank sends, the most gathered bytes, work done
-        again; the forecast peak of memory, without a loss and an optimizer.
+        For each unit and in total: gathers, reductions, bytes that the rank sends, the most gathered bytes, what is
+        recomputed; the forecast peak of memory, without a loss and an optimizer.
 
     Raises:
         TypeError: not traces.
@@ -88,31 +88,31 @@ def _forecast(traces: Traces) -> Memory | None:
 
 def _by_unit(traces: Traces) -> dict[str | None, Figures]:
     """Of each unit, and of all (None)."""
-    again = [] if traces.lifted is None else _again(run(traces.lifted))
-    return {unit: _figures(traces.timeline, again, unit) for unit in (*traces.plan.units, None)}
+    recomputed = [] if traces.lifted is None else _recomputed(run(traces.lifted))
+    return {unit: _figures(traces.timeline, recomputed, unit) for unit in (*traces.plan.units, None)}
 
 
-def _figures(timeline: Timeline, all_again: Sequence[tuple[Op, str]], unit: str | None) -> Figures:
+def _figures(timeline: Timeline, recomputed: Sequence[tuple[Op, str]], unit: str | None) -> Figures:
     """All members of a bucket are of one unit."""
     params = [[param for param in timeline.params_of(op) if unit in (None, param.unit)] for op in timeline.ops]
     launches = {
         kind: [timeline.bytes_sent(op) for op, own in zip(timeline.ops, params, strict=True) if op.kind is kind and own]
         for kind in (Kind.GATHER, Kind.REDUCE)
     }
-    again = [op for op, of in all_again if unit in (None, of)]
+    own = [op for op, of in recomputed if unit in (None, of)]
     return Figures(
         gathers=len(launches[Kind.GATHER]),
         reductions=len(launches[Kind.REDUCE]),
         gather_bytes=sum(launches[Kind.GATHER]),
         reduce_bytes=sum(launches[Kind.REDUCE]),
         gathered_at_most=max(gathered_bytes(timeline, unit), default=0),
-        computed_again=len(again),
-        flops_again=sum(op.flops for op in again),
+        recomputed=len(own),
+        recomputed_flops=sum(op.flops for op in own),
     )
 
 
-def _again(timeline: Timeline) -> list[tuple[Op, str]]:
-    """Operations that compute forward's values again, without those of parameters alone, each with the unit whose
+def _recomputed(timeline: Timeline) -> list[tuple[Op, str]]:
+    """Operations that compute forward's values once more, without those of parameters alone, each with the unit whose
     backward it is in: that of the next unit whose gradients are complete. The traces do not say which they are, but the
     schedule does, before fusers."""
     ends = backward_ends(timeline).items()

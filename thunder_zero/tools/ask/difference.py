@@ -3,7 +3,7 @@
 ::
 
     ZeRO-2 -> ZeRO-3, rank 0 of 8; also prefetch 2 -> 0
-    unit                 gathers  reduces              sent          gathered  ops again  FLOP again
+    unit                 gathers  reduces              sent          gathered  recomputed  its FLOP
     blocks.0 .. 3, each   1 -> 2        1  3.00 -> 4.00 MiB  4.00 -> 2.00 MiB          0           0
 """
 
@@ -17,9 +17,10 @@ from textwrap import wrap
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import ROOT, Plan
 from thunder_zero.plan.policy import STAGES, Policy
-from thunder_zero.tools.report.text import WIDTH
+from thunder_zero.tools.report.text import WIDTH, count, summed_up
 
 SHORT = 30  # columns
+MOST = 12  # lines of units in a summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ class Figures:
         reductions: how many launches reduce gradients.
         gather_bytes, reduce_bytes: sent in them.
         gathered_at_most: the most bytes of gathered parameters alive at once.
-        computed_again: operations of forward that the schedule runs again, without views of parameters; fusers may
+        recomputed: operations of forward that backward recomputes, without views of parameters; fusers may
             merge them.
-        flops_again: FLOPs of their products, attention and convolutions.
+        recomputed_flops: FLOPs of their products, attention and convolutions.
     """
 
     gathers: int
@@ -41,8 +42,8 @@ class Figures:
     gather_bytes: int
     reduce_bytes: int
     gathered_at_most: int
-    computed_again: int
-    flops_again: int
+    recomputed: int
+    recomputed_flops: int
 
     @property
     def sent_bytes(self) -> int:
@@ -53,7 +54,7 @@ class Figures:
 Pair = tuple[Figures, Figures]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Difference:
     """Two programs of one module; each pair has the first program's figures, then the second's.
 
@@ -71,9 +72,17 @@ class Difference:
     peaks: tuple[int, int] | None
     at_rest: tuple[int, int] | None
 
+    def __repr__(self) -> str:
+        sent = _change(*(size(figures.sent_bytes) for figures in self.total))
+        return summed_up(self, f"{_title(*self.plans)}; this rank sends {sent} in a step")
+
     def __str__(self) -> str:
-        """A table of at most 100 columns: ``a -> b`` where the programs differ."""
-        return "\n".join(_lines(self))
+        """The table, with 12 lines of units."""
+        return "\n".join(_lines(self, MOST))
+
+    def table(self) -> str:
+        """A line for each unit, or for several alike, of at most 100 columns: ``a -> b`` where the programs differ."""
+        return "\n".join(_lines(self, len(self.units)))
 
 
 COLUMNS: dict[str, Callable[[Figures], str]] = {
@@ -81,20 +90,26 @@ COLUMNS: dict[str, Callable[[Figures], str]] = {
     "reduces": lambda one: str(one.reductions),
     "sent": lambda one: size(one.sent_bytes),
     "gathered": lambda one: size(one.gathered_at_most),
-    "ops again": lambda one: str(one.computed_again),
-    "FLOP again": lambda one: _count(one.flops_again),
+    "recomputed": lambda one: str(one.recomputed),
+    "its FLOP": lambda one: count(one.recomputed_flops),
 }
 
 
-def _lines(difference: Difference) -> Iterator[str]:
+def _lines(difference: Difference, most: int) -> Iterator[str]:
     yield from wrap(_title(*difference.plans), WIDTH, subsequent_indent="  ")
     groups = [(pair, list(names)) for pair, names in groupby(difference.units, key=lambda unit: difference.units[unit])]
-    rows = [tuple(COLUMNS), *(_cells(pair) for pair, _ in groups), _cells(difference.total)]
+    shown = groups[:most]
+    rows = [tuple(COLUMNS), *(_cells(pair) for pair, _ in shown), _cells(difference.total)]
     widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
-    names = ["unit", *(_names(units, WIDTH - sum(widths)) for _, units in groups), "all"]
+    names = ["unit", *(_names(units, WIDTH - sum(widths)) for _, units in shown), "all"]
     longest = max(map(len, names))
-    for name, cells in zip(names, rows, strict=True):
-        yield f"{name:<{longest}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+    lines = [
+        f"{name:<{longest}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for name, cells in zip(names, rows, strict=True)
+    ]
+    if len(groups) > most:
+        lines.insert(-1, f"... {len(groups) - most} more: table() has them")
+    yield from lines
     if difference.peaks is not None and difference.at_rest is not None:
         at_rest, peaks = _change(*map(size, difference.at_rest)), _change(*map(size, difference.peaks))
         yield f"memory: {at_rest} at rest, {peaks} at the peak, without a loss and an optimizer"
@@ -143,11 +158,3 @@ def _change(first: str, second: str) -> str:
     if first.partition(" ")[2] == second.partition(" ")[2] != "":  # one unit is enough
         first = first.partition(" ")[0] if first[0].isdigit() and second[0].isdigit() else first
     return f"{first} -> {second}"
-
-
-def _count(number: int) -> str:
-    """``1.23 G``."""
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= 0.9995 * scale:
-            return f"{number / scale:.3g} {unit}"
-    return str(number)

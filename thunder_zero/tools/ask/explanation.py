@@ -16,9 +16,10 @@ from textwrap import wrap
 
 from thunder_zero.plan.amounts import duration, name_of, size
 from thunder_zero.plan.params import Param, Plan
-from thunder_zero.tools.report.text import WIDTH, clip, place_of
+from thunder_zero.tools.report.text import WIDTH, clip, place_of, summed_up
 
 HANGING = 12  # columns
+MOST = 2  # gathers in a summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ class Reduced:
     exposed_seconds: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """What happens to one parameter in a step of one rank.
 
@@ -147,20 +148,29 @@ class Explanation:
         parts += [self.gradient.exposed_seconds] if self.gradient else []
         return None if self.device is None else sum(part for part in parts if part is not None)
 
+    def __repr__(self) -> str:
+        return summed_up(self, f"{_named(self.param)}; {place_of(self.plan)}; {_sum(self)}")
+
     def __str__(self) -> str:
-        """Its rows, each gather, its gradient and the bytes of a step, as text of 100 columns."""
-        return "\n".join(_lines(self))
+        """Its rows, its first gathers, its gradient and the bytes of a step, as text of 100 columns."""
+        return "\n".join(_lines(self, MOST))
+
+    def table(self) -> str:
+        """The same with all gathers."""
+        return "\n".join(_lines(self, len(self.gathers)))
 
 
-def _lines(explanation: Explanation) -> Iterator[str]:
+def _lines(explanation: Explanation, most: int) -> Iterator[str]:
     param, plan = explanation.param, explanation.plan
     yield from wrap(f"{_named(param)}; {place_of(plan)}", WIDTH)
     yield from _part("at rest", _at_rest(explanation))
     yield from _part("", explanation.lifetime)
     if param.sharded and not explanation.gathers:
         yield from _part("gathers", "none: this program does not read it")
-    for one in explanation.gathers:
+    for one in explanation.gathers[:most]:
         yield from _gather(one, explanation)
+    if more := len(explanation.gathers[most:]):
+        yield f"... and {more} more gathers: table() has them"
     if explanation.gradient is None:
         yield from _part("gradient", f"none: {explanation.why_no_gradient}")
     else:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import torch.distributed as dist
 from rich.console import Console
 
 from thunder_zero.frontends.compiled import Traces
@@ -17,7 +18,7 @@ from thunder_zero.tools.forecast.memory import memory as forecast_of
 from thunder_zero.tools.forecast.memory import require_of
 from thunder_zero.tools.forecast.watch import NoForecast
 from thunder_zero.tools.report.line_meanings import PHASES, Gap, Row, SourceLine, rows, select
-from thunder_zero.tools.report.trace_printer import print_rows, print_total
+from thunder_zero.tools.report.trace_printer import QUIET, print_rows, print_total
 
 import thunder
 from thunder.core.codeutils import get_source_line
@@ -26,6 +27,11 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, tracectx
 
 THUNDER = Path(thunder.__file__).parent
+HOW_TO_READ = """\
+# Lines run from top to bottom. gather: start an all-gather; wait: end it; compute: read parameters;
+# free: drop full parameters; reduce: start to average gradients. sent: bytes that this rank sends.
+# gathered, alive: bytes of full parameters, of all tensors, after the line. gpt.py:12: your line.
+"""
 
 
 def print_trace(
@@ -36,14 +42,15 @@ def print_trace(
     unit: str | None = None,
     fold: bool = False,
     memory: Memory | None = None,
+    rank: int = 0,
 ) -> None:
-    """Print the trace that runs, with the meaning of each line.
+    """Print the trace that runs, with the meaning of each line. Where several ranks call it, one prints.
 
-    A line gathers, waits, computes, frees or reduces. The columns on its right have the parameters, the bytes that this
-    rank sends, and the bytes alive after the line: of gathered parameters, and of all tensors, as
-    :func:`thunder_zero.tools.memory` forecasts them, without a loss and an optimizer unless ``memory`` has them. The
-    peak is marked. The last line sums up the printed lines. Highlighted on a terminal; plain text of 100 columns
-    elsewhere.
+    Three lines say how to read the others. A line gathers, waits, computes, frees or reduces. The columns on its right
+    have the parameters, the bytes that this rank sends, and the bytes alive after the line: of gathered parameters, and
+    of all tensors, as :func:`thunder_zero.tools.memory` forecasts them, without a loss and an optimizer unless
+    ``memory`` has them. The peak is marked. The last line sums up the printed lines. Highlighted on a terminal; plain
+    text of 100 columns elsewhere.
 
     >>> tz.print_trace(model, "forward", unit="blocks.0")
     >>> tz.print_trace(traces, memory=tz.tools.memory(traces, loss=loss, optimizer=torch.optim.AdamW))
@@ -56,20 +63,27 @@ def print_trace(
         unit: print only the lines where this unit computes, and its collectives.
         fold: print only the lines that handle or read a parameter, and the number of the others.
         memory: a forecast of these traces to show, with its figures at rest and in the optimizer's step.
+        rank: of the default process group, the one that prints; a process without a group is rank 0.
 
     Raises:
-        ValueError: there is no such phase or unit; ``memory`` is a forecast of other traces.
+        ValueError: there is no such phase, unit or rank; ``memory`` is a forecast of other traces.
         RuntimeError: the model was not called yet.
         TypeError: not a model with ZeroTransform; ``memory`` is no forecast.
     """
     if phase not in PHASES:
         raise ValueError(f"phase is {phase!r}; choose 'forward', 'backward' or 'both'")
+    here, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if rank not in range(ranks):
+        raise ValueError(f"rank is {rank!r}; give the rank that prints, 0 to {ranks - 1}")
     traces = model_or_traces if isinstance(model_or_traces, Traces) else traces_of(model_or_traces)
+    if here != rank:
+        return
     console = Console(file=file)
     if memory is not None:
         require_of(memory, traces)
     forecast = memory or _forecast(traces, console)
     printed: list[Row | Gap] = []
+    console.print(HOW_TO_READ, style=QUIET, highlight=False, soft_wrap=True)
     for name in PHASES[phase]:
         printed += _print_phase(name, traces, forecast, console, unit=unit, fold=fold)
     for line in outside_of_the_peak(memory) if memory else ():

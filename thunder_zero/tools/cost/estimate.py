@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from thunder_zero.frontends.compiled import Traces
+from thunder_zero.plan.amounts import duration
 from thunder_zero.schedule.timeline import LAUNCHES, Kind, Timeline
 from thunder_zero.tools.cost.costs import Cost, Lane, compute_dtype, costs_of
 from thunder_zero.tools.cost.lanes import Lanes, Span
@@ -27,6 +28,7 @@ from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import whole_step
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
+from thunder_zero.tools.report.text import WIDTH, folded, summed_up, table_of, text_of_table
 
 
 def estimate(
@@ -73,7 +75,7 @@ def estimate(
     return step_time(timeline, on, fused=counts_fused(traces, on, fused), model=traces.lifted)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Estimate:
     """The time of a step's forward and backward; of the loss and the optimizer too, if they were given.
 
@@ -148,13 +150,31 @@ class Estimate:
         """Tokens that a rank trains in a second, if its share of a batch has this many."""
         return tokens / self.seconds
 
+    def __repr__(self) -> str:
+        return summed_up(self, str(self))
+
     def __str__(self) -> str:
-        ms = 1e3
-        wires = ", ".join(f"{lane} {seconds * ms:.3g} ms" for lane, seconds in self.wire_seconds.items()) or "none"
-        return (
-            f"step {self.seconds * ms:.3g} ms on {self.device.name}: compute {self.compute_seconds * ms:.3g} ms, "
-            f"exposed communication {self.exposed_seconds * ms:.3g} ms (wires: {wires}), MFU {self.mfu:.1%}"
+        wires = ", ".join(f"{lane} {duration(seconds)}" for lane, seconds in self.wire_seconds.items()) or "none"
+        return folded(
+            f"step {duration(self.seconds)} on {self.device.name}: compute {duration(self.compute_seconds)}, exposed "
+            f"communication {duration(self.exposed_seconds)} (wires: {wires}), MFU {self.mfu:.1%}"
         )
+
+    def table(self) -> str:
+        """When each operation runs that takes time, a line each; ``save_timeline`` writes the same as a picture."""
+        rows = [(span, self.timeline.ops[span.op]) for span in self.spans if span.seconds]
+        cells = [
+            (
+                duration(span.start),
+                duration(span.seconds),
+                span.lane,
+                "wait" if span.waits else op.work or op.kind,
+                ", ".join(op.params or op.writes),
+            )
+            for span, op in rows
+        ]
+        heads = ("start", "takes", "lane", "does", "of")
+        return text_of_table(table_of(heads, cells, ("lane", "does", "of")), WIDTH)
 
 
 def step_time(timeline: Timeline, device: Device, *, fused: bool = False, model: Timeline | None = None) -> Estimate:

@@ -259,7 +259,7 @@ def calibrate_to(path: Path, seconds: float) -> None:
         device = calibrate(seconds)
         if not dist.is_initialized() or dist.get_rank() == 0:
             save_device(device, path)
-            print(_summary(device, path))
+            print(f"{path}: {device}")
 
 
 @contextmanager
@@ -273,14 +273,3 @@ def _ranks() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _summary(device: Calibrated, path: Path) -> str:
-    """The best of the curves, in words."""
-    rates = [f"{dtype} {rate / 1e9:.3g} GFLOP/s" for dtype, rate in device.flops_per_second.items()]
-    rates.append(f"memory {device.memory_bytes_per_second / 1e9:.3g} GB/s")
-    rates += [
-        f"{kind} {1 / one.wire.seconds_per_unit * 8 / 1e9:.3g} Gbit/s" for kind, one in device.collectives.items()
-    ]
-    who = "one process" if device.ranks == 1 else f"{device.ranks} ranks"
-    return f"{path}: {device.name}, {who}, each {', '.join(rates)}"

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from math import isfinite
 
+from thunder_zero.plan.amounts import duration
 from thunder_zero.tools.devices.device import Device, Sent
+from thunder_zero.tools.report.text import WIDTH, count, folded, table_of, text_of_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Collective:
     tensor_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Calibrated(Device):
     """A machine as :func:`thunder_zero.tools.calibrate` measured it, from one rank's view.
 
@@ -103,6 +105,33 @@ class Calibrated(Device):
     collectives: Mapping[str, Collective] = field(default_factory=dict, hash=False)
     ranks: int = 1
     about: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        """The best of the curves, in words."""
+        rates = [f"{dtype} {count(rate)}FLOP/s" for dtype, rate in self.flops_per_second.items()]
+        rates.append(f"memory {count(self.memory_bytes_per_second)}B/s")
+        rates += [f"{kind} {count(8 / one.wire.seconds_per_unit)}bit/s" for kind, one in self.collectives.items()]
+        who = "one process" if self.ranks == 1 else f"{self.ranks} ranks"
+        return folded(f"{self.name}, {who}, each {', '.join(rates)}")
+
+    def table(self) -> str:
+        """A line for each curve: how long its first and its last size take."""
+        products = {f"{work} {dtype}": curve for work, of in self.products.items() for dtype, curve in of.items()}
+        wires = {f"{kind} on the wire": one.wire for kind, one in self.collectives.items()}
+        units = {"FLOP": products, "B": {**self.traffic, **wires}}
+        rows = [
+            (
+                name,
+                *(
+                    cell
+                    for size, time in (curve.points[0], curve.points[-1])
+                    for cell in (f"{count(size)}{unit}", duration(time))
+                ),
+            )
+            for unit, curves in units.items()
+            for name, curve in curves.items()
+        ]
+        return text_of_table(table_of(("", "from", "takes", "to", "takes"), rows), WIDTH)
 
     def seconds(self, flops: float, dtype: str, traffic_bytes: float, work: str = "") -> float:
         """Seconds of one operation: by its FLOPs if it has any, otherwise by its traffic with memory.

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from math import isfinite
 from types import MappingProxyType
 
+from thunder_zero.plan.amounts import size
+from thunder_zero.tools.report.text import count, folded, summed_up
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -47,7 +50,7 @@ class Sent:
     taken_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Device:
     """One device of a machine, and its links to the others.
 
@@ -80,6 +83,19 @@ class Device:
         for name in ("memory_bytes_per_second", "memory_bytes", "devices_per_node"):
             _require_positive(name, getattr(self, name))
         object.__setattr__(self, "flops_per_second", dict(self.flops_per_second))
+
+    def __repr__(self) -> str:
+        return summed_up(self, str(self))
+
+    def __str__(self) -> str:
+        links = {"in a node": self.inside, "between nodes": self.across}
+        parts = [
+            f"{self.name}: {size(self.memory_bytes)} at {count(self.memory_bytes_per_second)}B/s",
+            *(f"{dtype} {count(flops)}FLOP/s" for dtype, flops in self.flops_per_second.items()),
+            f"{self.devices_per_node} in a node",
+            *(f"{count(link.bytes_per_second)}B/s {where}" for where, link in links.items() if link),
+        ]
+        return folded(", ".join(parts))
 
     def seconds(self, flops: float, dtype: str, traffic_bytes: float, work: str = "") -> float:
         """Seconds of one operation: of its FLOPs or of its traffic with memory, whichever takes longer.
@@ -209,6 +225,14 @@ TPU_V5P = Device(
     devices_per_node=8960,
 )
 
+
+class Devices(dict[str, Device]):
+    """By name; its text has a line for each."""
+
+    def __repr__(self) -> str:
+        return "\n" + "\n".join(folded(f"{name!r}: {device}") for name, device in self.items())
+
+
 DEVICES: Mapping[str, Device] = MappingProxyType(
-    {"a100": A100, "h100": H100, "h200": H200, "tpu-v2": TPU_V2, "tpu-v5p": TPU_V5P}
+    Devices({"a100": A100, "h100": H100, "h200": H200, "tpu-v2": TPU_V2, "tpu-v5p": TPU_V5P})
 )

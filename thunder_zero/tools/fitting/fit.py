@@ -7,13 +7,13 @@ estimates the bytes. The difference from the exact forecast (``tz.tools.memory``
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import IO, Any
 
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from thunder_zero.comm.agree import on_rank_0, ranks_of_default_group
 from thunder_zero.frontends.compiled import Traces
@@ -54,8 +54,7 @@ class DoesNotFit(ValueError):
 
 def fit(
     module: nn.Module,
-    inputs: Tensor | Sequence[Any] | Mapping[str, Any],
-    *,
+    *args: Any,
     memory_bytes: int | str,
     world_size: int | None = None,
     policy: Policy | int = ZERO3,
@@ -67,6 +66,7 @@ def fit(
     replicas: int = 1,
     reserve: int = 0,
     prices: Prices = USUAL_PRICES,
+    **kwargs: Any,
 ) -> Policy:
     """The policy whose forecast peak fits into ``memory_bytes`` and whose step costs least.
 
@@ -75,9 +75,11 @@ def fit(
     launches and work done again at ``prices``. Prints what further memory would save. Under ``torchrun`` every rank
     calls it, and rank 0 decides.
 
+    >>> policy = tz.tools.fit(module, tokens, memory_bytes="24GiB", world_size=8, optimizer=torch.optim.AdamW)
+
     Args:
         module: a plain module; it may be on the meta device.
-        inputs: the arguments of its forward: a sequence, one tensor, or a mapping of keyword arguments.
+        args, kwargs: the arguments of its forward.
         memory_bytes: what the peak of a step, the optimizer's included, may take on a rank; ``"24GiB"``, say.
         world_size: number of ranks; None: those of the default process group.
         policy: what else to ask for, such as the stage (default: ZeRO-3). ``recompute="units"`` becomes ``"cheap"``.
@@ -89,11 +91,11 @@ def fit(
     Raises:
         DoesNotFit: no policy fits; a ValueError.
         TypeError: not a plain module.
-        ValueError: ``memory_bytes``, ``world_size``, ``inputs`` or ``prices`` is something else.
+        ValueError: ``memory_bytes``, ``world_size`` or ``prices`` is something else.
     """
     _require(module, prices)
     most = bytes_of("memory_bytes", memory_bytes)
-    asked, args, kwargs = _checked(policy, inputs)
+    asked = policy if isinstance(policy, Policy) else Policy(policy)
     world = (_ranks(world_size), 0, replicas)
     interpret = partial(Interpreted, module, args, kwargs, asked, world, executors=executors)
     forecast = partial(memory, loss=loss, optimizer=optimizer, backend=backend, reserve=reserve)
@@ -150,22 +152,6 @@ def _require(module: nn.Module, prices: Prices) -> None:
         )
     if not isinstance(prices, Prices):
         raise ValueError(f"prices is {prices!r}; give thunder_zero.tools.Prices, such as Prices(flops_per_byte=1000.0)")
-
-
-def _checked(
-    policy: Policy | int, inputs: Tensor | Sequence[Any] | Mapping[str, Any]
-) -> tuple[Policy, tuple[Any, ...], dict[str, Any]]:
-    """The policy, and the positional and keyword arguments of forward."""
-    asked = policy if isinstance(policy, Policy) else Policy(policy)
-    if isinstance(inputs, Mapping):
-        return asked, (), dict(inputs)
-    if isinstance(inputs, Tensor):
-        return asked, (inputs,), {}
-    if isinstance(inputs, str | bytes) or not isinstance(inputs, Sequence):
-        raise ValueError(
-            f"inputs is {inputs!r}; give the arguments of forward: a tuple, one tensor, or a mapping by name"
-        )
-    return asked, tuple(inputs), {}
 
 
 def _decided(

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from textwrap import wrap
 
 from thunder_zero.plan.amounts import size
 from thunder_zero.plan.params import Plan
-from thunder_zero.tools.report.text import WIDTH, clip
+from thunder_zero.tools.report.text import WIDTH, clip, folded, summed_up
 
 
 class Holds(StrEnum):
@@ -49,7 +50,7 @@ OF_BATCH = (Holds.INPUT, Holds.SAVED, Holds.TEMPORARY, Holds.LOSS, Holds.WORKSPA
 COMPUTED = (Holds.SAVED, Holds.FULL_GRADIENT, Holds.LOSS, Holds.TEMPORARY)  # shown with the lines that make them
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ByKind(Mapping[Holds, int]):
     """Bytes by what they hold: a mapping that nobody can change. It has a hash, and equals a dict of the same items."""
 
@@ -64,11 +65,14 @@ class ByKind(Mapping[Holds, int]):
     def __len__(self) -> int:
         return len(self.items_in_order)
 
+    def __repr__(self) -> str:
+        return folded(f"{{{', '.join(f'{kind}: {size(nbytes)}' for kind, nbytes in self.items_in_order)}}}")
+
     def __hash__(self) -> int:
         return hash(frozenset(self.items_in_order))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Storage:
     """Memory that tensors share.
 
@@ -90,8 +94,11 @@ class Storage:
     line: int
     freed: int | None
 
+    def __repr__(self) -> str:
+        return summed_up(self, f"{self.name}, {self.kind}, {size(self.nbytes)}")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class MemoryLine:
     """A line of the step.
 
@@ -107,12 +114,15 @@ class MemoryLine:
     phase: str
     position: int
     code: str
-    alive: ByKind = field(repr=False)
+    alive: ByKind
     total: int
     highest: int
 
+    def __repr__(self) -> str:
+        return summed_up(self, f"{self.phase}, {size(self.total)} alive after {clip(_statement(self.code), WIDTH)}")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Memory:
     """The memory of one rank in one training step, in bytes of tensors' storages.
 
@@ -129,19 +139,27 @@ class Memory:
         excluded: what the forecast leaves out, in words.
     """
 
-    lines: tuple[MemoryLine, ...] = field(repr=False)
-    storages: tuple[Storage, ...] = field(repr=False)
+    lines: tuple[MemoryLine, ...]
+    storages: tuple[Storage, ...]
     at_rest: int
     peak: int
     optimizer_step: int | None
-    plan: Plan = field(repr=False)
-    at_peak: tuple[Storage, ...] = field(repr=False)
+    plan: Plan
+    at_peak: tuple[Storage, ...]
     reserve: int
     excluded: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        line = self.peak_line
+        return summed_up(self, f"peak {size(self.peak)} in {line.phase}, {'; '.join(outside_of_the_peak(self))}")
+
     def __str__(self) -> str:
-        """The peak, what makes it, and the other figures, as text."""
-        return text_of(self)
+        """The peak, what makes it by kind, the largest tensors, and the other figures, as text of 100 columns."""
+        return _text_of(self, LARGEST)
+
+    def table(self) -> str:
+        """The same with all tensors that are alive at the peak."""
+        return _text_of(self, len(self.at_peak))
 
     @cached_property
     def peak_line(self) -> MemoryLine:
@@ -162,15 +180,14 @@ class Memory:
         return tuple(line.highest for line in self.lines)
 
 
-def text_of(memory: Memory) -> str:
-    """The peak, what makes it by kind, the largest tensors, and the other figures."""
+def _text_of(memory: Memory, most: int) -> str:
     line = memory.peak_line
     out = [clip(f"peak {size(memory.peak)} in {line.phase}, at {_statement(line.code)}", WIDTH)]
     out += [f"{size(nbytes):>10}  {kind}" for kind, nbytes in memory.by_kind.items()]
     out += [f"{size(memory.reserve):>10}  reserve"] if memory.reserve else []
     out.append(f"the largest of {len(memory.at_peak)} tensors")
-    out += [clip(_tensor(storage, memory), WIDTH) for storage in memory.at_peak[:LARGEST]]
-    return "\n".join([*out, *outside_of_the_peak(memory)])
+    out += [clip(_tensor(storage, memory), WIDTH) for storage in memory.at_peak[:most]]
+    return "\n".join([*out, *(part for line in outside_of_the_peak(memory) for part in wrap(line, WIDTH))])
 
 
 def outside_of_the_peak(memory: Memory) -> list[str]:

@@ -210,7 +210,7 @@ class Subject:
     Attributes:
         name: for messages and tables.
         module: it needs no values.
-        inputs: the arguments of its forward: one rank's share of a batch.
+        args, kwargs: the arguments of its forward: one rank's share of a batch.
         loss: from what forward returns to the loss; None if nobody gave one.
         tokens: of one rank in a step.
         alike: the most of its blocks that are alike; None if none are.
@@ -220,7 +220,8 @@ class Subject:
 
     name: str
     module: nn.Module
-    inputs: tuple[Any, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
     loss: Callable[[Any], Tensor] | None
     tokens: int
     alike: Alike | None
@@ -254,7 +255,9 @@ class Subject:
 
 def subject_of(
     model: nn.Module | str,
-    *inputs: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    *,
     loss: Callable[[Any], Tensor] | None = None,
     length: int | None = None,
     micro_batch: int = 1,
@@ -263,7 +266,7 @@ def subject_of(
 
     Args:
         model: a module, a key of ``KNOWN``, or a place.
-        inputs, loss: of a module.
+        args, kwargs, loss: of a module.
         length: tokens of a sequence, of a model by name; None: the model's.
         micro_batch: sequences of one rank in a step, of a model by name.
 
@@ -277,11 +280,11 @@ def subject_of(
         if length is not None or micro_batch != 1:
             given = "micro_batch" if length is None else "sequence_length"
             raise ValueError(f"{given} belongs to models by name; change the shapes of the inputs")
-        subject = of_module(model, *inputs, loss=loss)
+        subject = of_module(model, args, kwargs, loss)
     elif not isinstance(model, str):
         raise TypeError(f"model is of type {type(model).__name__}; give a torch.nn.Module, a name, or FILE.py:function")
-    elif inputs or loss is not None:
-        given = "inputs" if inputs else "loss="
+    elif args or kwargs or loss is not None:
+        given = "inputs" if args or kwargs else "loss="
         raise ValueError(f"{model} comes with inputs and a loss; give {given} with a module alone")
     else:
         subject = (_of_file if ".py:" in model else _by_name)(model, length, micro_batch)
@@ -293,8 +296,8 @@ def subject_of(
 def _of_file(place: str, length: int | None, micro_batch: int) -> Subject:
     if length is not None or micro_batch != 1:
         raise ValueError(f"{place} makes its own inputs; change their shapes there, not with other options")
-    module, inputs = module_and_inputs(place)
-    return replace(of_module(module, *inputs), name=place, batch=1, build=f"module = ...  # yours: {place} returns it")
+    module, args = module_and_inputs(place)
+    return replace(of_module(module, args), name=place, batch=1, build=f"module = ...  # yours: {place} returns it")
 
 
 def _by_name(name: str, length: int | None, micro_batch: int) -> Subject:
@@ -308,19 +311,24 @@ def _by_name(name: str, length: int | None, micro_batch: int) -> Subject:
         module = named(name, length)
         tokens = torch.empty(micro_batch, length, dtype=torch.long)
     build = f'from thunder_zero.tools.planner.models import named\nmodule = named("{name}", {length})  # untrained'
-    return replace(of_module(module, tokens, loss=cross_entropy), name=name, build=build)
+    return replace(of_module(module, (tokens,), loss=cross_entropy), name=name, build=build)
 
 
-def of_module(module: nn.Module, *inputs: Any, loss: Callable[[Any], Tensor] | None = None) -> Subject:
+def of_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Subject:
     """A module with its inputs. Tokens are the elements of the first tensor of whole numbers of two dimensions, or the
     rows of the first tensor."""
-    tensors = [leaf for leaf in tree_iter(inputs) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_iter((args, dict(kwargs))) if isinstance(leaf, Tensor)]
     whole = [one for one in tensors if not one.is_floating_point() and one.ndim == 2]
     tokens = whole[0].numel() if whole else prod(tensors[0].shape[:-1]) if tensors else 1
     name = type(module).__name__
     batch = len(tensors[0]) if tensors and tensors[0].ndim > 1 else 1
     build = f"module = ...  # yours: the {name} that was planned"
-    return Subject(name, module, inputs, loss, tokens, alike_blocks(module), batch, build)
+    return Subject(name, module, args, kwargs, loss, tokens, alike_blocks(module), batch, build)
 
 
 def alike_blocks(module: nn.Module) -> Alike | None:

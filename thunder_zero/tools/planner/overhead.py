@@ -44,14 +44,17 @@ def overhead_bytes(copies: int, storages: int) -> int:
 
 
 def loss_traffic(
-    module: nn.Module, inputs: tuple[Any, ...], dtype: torch.dtype | None, loss: Callable[[Any], Tensor]
+    module: nn.Module,
+    inputs: tuple[tuple[Any, ...], dict[str, Any]],
+    dtype: torch.dtype | None,
+    loss: Callable[[Any], Tensor],
 ) -> int:
     """Bytes of memory that the loss and its gradient read and write, operator by operator, as eager torch computes
     them. Nothing is allocated.
 
     Args:
         module: the model; it may have fewer blocks, of which the shape of its output does not depend.
-        inputs: of its forward.
+        inputs: the arguments of its forward, positional and by name.
         dtype: of compute; None: as the parameters are.
         loss: from what it returns to the loss.
     """
@@ -65,7 +68,7 @@ def loss_traffic(
         output = functional_call(
             module,
             {name: without_values(tensor) for name, tensor in named.items()},
-            tree_map_only(Tensor, without_values, inputs),
+            *tree_map_only(Tensor, without_values, inputs),
         )
     given = tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point()), output)
     with Operators("loss") as operators:

@@ -20,11 +20,10 @@ from thunder_zero.plan.precision import MixedPrecision
 from thunder_zero.tools.devices.calibrated import Calibrated
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.devices.named import device_of
-from thunder_zero.tools.planner.figures import Mesh, PlanRow, TrainingPlan, meshes
 from thunder_zero.tools.planner.models import Subject, subject_of
 from thunder_zero.tools.planner.overhead import OVERHEAD, adamw_traffic, loss_traffic, overhead_bytes, state_bytes
 from thunder_zero.tools.planner.programs import Evaluated, SubjectPrograms
-from thunder_zero.tools.planner.text import AS_FAST, code_of, reason_of
+from thunder_zero.tools.planner.training_plan import AS_FAST, Mesh, PlanRow, TrainingPlan, code_of, meshes, reason_of
 from thunder_zero.tools.report.progress import Steps, show_steps
 
 PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
@@ -32,7 +31,7 @@ PRECISION = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
 
 def plan_training(
     model: nn.Module | str,
-    *inputs: Any,
+    *args: Any,
     world_size: int,
     device: Device | str = "h100",
     memory_bytes: int | str | None = None,
@@ -42,17 +41,19 @@ def plan_training(
     micro_batch: int = 1,
     precision: MixedPrecision = PRECISION,
     stages: Sequence[int] = tuple(range(len(STAGES))),
+    **kwargs: Any,
 ) -> TrainingPlan:
     """Compare stages and meshes for a model before anything runs: memory, bytes sent, time of a step.
 
     Traces a few of the model's alike blocks, repeats them, and allocates nothing of the model. Optimizer: AdamW.
 
-    >>> tz.tools.plan_training("llama3-8b", world_size=1024, device="h100", memory_bytes="80GiB").chosen
+    >>> print(tz.tools.plan_training("llama3-8b", world_size=1024, device="h100", memory_bytes="80GiB"))
+    >>> tz.tools.plan_training(module, tokens, world_size=16).chosen
 
     Args:
         model: a name (llama3-8b, llama3-70b, llama3-405b, gpt-1.3b), ``FILE.py:function``, which returns
             ``(module, input, ...)``, or a plain module; it may be on the meta device.
-        inputs: of a module's forward: one rank's share of a batch.
+        args, kwargs: the arguments of a module's forward: one rank's share of a batch.
         world_size: ranks that train; 16 nodes of 8 are 128.
         device: as for :func:`thunder_zero.tools.estimate`.
         memory_bytes: of each, as a number or as in ``"80GiB"``; None: the device's.
@@ -72,7 +73,7 @@ def plan_training(
     stages = _known_stages(stages)
     described = _with_nodes(device_of(device), devices_per_node)
     memory = described.memory_bytes if memory_bytes is None else bytes_of("memory_bytes", memory_bytes)
-    subject = subject_of(model, *inputs, loss=loss, length=sequence_length, micro_batch=micro_batch)
+    subject = subject_of(model, args, kwargs, loss=loss, length=sequence_length, micro_batch=micro_batch)
     rows = sum(len(meshes(stage, world_size, described.devices_per_node)) for stage in stages)
     with show_steps("tz.tools.plan_training", rows) as steps:
         return _Comparison(subject, world_size, described, memory, precision, steps).plan(stages)
@@ -143,7 +144,8 @@ class _Comparison:
         if self.subject.loss is None:
             return 0
         with self.subject.with_blocks(1) as module:
-            return loss_traffic(module, self.subject.inputs, self.precision.param_dtype, self.subject.loss)
+            inputs = self.subject.args, dict(self.subject.kwargs)
+            return loss_traffic(module, inputs, self.precision.param_dtype, self.subject.loss)
 
     def _rows(self, stage: int, levels: Sequence[str]) -> list[PlanRow]:
         """The meshes of a stage, those of fewest shards first. What does not fit on a mesh does not fit on one of fewer

@@ -18,9 +18,9 @@ from thunder_zero.tools.cost.estimate import Estimate
 from thunder_zero.tools.devices.device import Device
 from thunder_zero.tools.dry_run import Interpreted
 from thunder_zero.tools.forecast.memory import memory
-from thunder_zero.tools.planner.figures import Mesh
 from thunder_zero.tools.planner.models import Subject
 from thunder_zero.tools.planner.repeat import Held, NotPeriodic, estimate_whole, held_whole
+from thunder_zero.tools.planner.training_plan import Mesh
 
 TRACED = (5, 6, 8)  # alike blocks that are traced, the first that repeat
 
@@ -122,9 +122,8 @@ class SubjectPrograms:
         if traced not in self.interpreted:
             self.tell(f"interprets {self.subject.name} with {traced} of {self.subject.blocks} blocks")
             policy = self.policy(3, "none")
-            self.interpreted[traced] = Interpreted(
-                self.subject.module, self.subject.inputs, {}, policy, (self.shards, 0, 1)
-            )
+            one = self.subject
+            self.interpreted[traced] = Interpreted(one.module, one.args, one.kwargs, policy, (self.shards, 0, 1))
         return self.interpreted[traced]
 
 

@@ -1,0 +1,126 @@
+"""What ``repr`` and ``str`` of the tools' values say fits a screen, and ``table()`` has the rest."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import cache
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thunder_zero as tz
+from tests.harness.traced import Chain, ResidualBlock
+from thunder_zero.tools.devices.calibrated import Collective, Curve
+
+BLOCKS, WIDTH = 16, 8
+COLUMNS, LINES, LINES_OF_REPR = 100, 60, 12
+OTHERS = {"Traces", "DoesNotFit"}  # not made by the tools; an error
+
+
+class Uneven(nn.Module):
+    """Blocks of many sizes, so that no two have the same figures; the first weight is used by all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            Chain(nn.Linear(WIDTH, WIDTH + at), nn.Linear(WIDTH + at, WIDTH)) for at in range(BLOCKS)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(self.shared(block(x)))
+        return x
+
+
+def loss(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def unit_of(module: nn.Module) -> tuple[str, ...]:
+    return tuple(f"blocks.{at}" for at in range(BLOCKS))
+
+
+@cache
+def values() -> Mapping[str, tuple[Any, ...]]:
+    """Of each public class of the tools, and of functions whose results have another class."""
+    with torch.device("meta"):
+        module, x = Uneven(), torch.empty(2, WIDTH)
+        alike, y = Chain(*(ResidualBlock(WIDTH) for _ in range(7))), torch.empty(2, WIDTH)
+    policy = tz.Policy(unit_of=unit_of, gather_per_unit=True)
+    two, three = (tz.trace(module, x, policy=one) for one in (tz.Policy(2, unit_of=unit_of), policy))
+    memory = tz.tools.memory(three, loss=loss, optimizer=torch.optim.AdamW)
+    device = tz.tools.DEVICES["h100"]
+    curve = Curve(((1.0, 1e-6), (1e6, 1e-3)))
+    collectives = {kind: Collective(curve, curve, curve, curve) for kind in ("gather", "scatter", "all_reduce")}
+    work = {work: {"float32": curve, "bfloat16": curve} for work in ("matmul", "attention", "convolution")}
+    traffic = dict.fromkeys(("pointwise", "reduction", "index", "random", "view"), curve)
+    about = {"cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "torch": "2.13.0"}
+    measured = tz.tools.Calibrated(
+        about["cpu"],
+        {"float32": 1e11, "bfloat16": 1e11},
+        1e10,
+        64 << 30,
+        tz.tools.Link(1e9),
+        products=work,
+        traffic=traffic,
+        collectives=collectives,
+        ranks=4,
+        about=about,
+    )
+    plan = tz.tools.plan_training(alike, y, world_size=1024, stages=(2, 3), loss=loss)
+    return {
+        "Calibrated": (measured,),
+        "DEVICES": (tz.tools.DEVICES,),
+        "Device": tuple(tz.tools.DEVICES.values()),
+        "Difference": (tz.tools.diff(two, three),),
+        "Estimate": (tz.tools.estimate(three, "h100", loss=loss, optimizer=torch.optim.AdamW),),
+        "Explanation": (tz.explain(three, "shared.weight", device="h100"), tz.explain(three, "blocks.3.0.weight")),
+        "Holds": tuple(tz.tools.Holds),
+        "Link": (device.inside,),
+        "Memory": (memory, memory.by_kind),
+        "MemoryLine": memory.lines,
+        "Prices": (tz.tools.Prices(),),
+        "Storage": memory.storages,
+        "TrainingPlan": (plan, plan.rows[0], plan.rows[0].mesh),
+        "fit": (tz.tools.fit(alike, y, memory_bytes="1GiB", world_size=8, file=StringIO()),),
+    }
+
+
+def public() -> list[str]:
+    named = [(name, getattr(tz.tools, name)) for name in tz.tools.__all__]
+    return [name for name, value in named if name not in OTHERS and not inspect.isfunction(value)] + ["fit"]
+
+
+def test_every_public_value_is_looked_at() -> None:
+    assert sorted(values()) == sorted(public())
+
+
+@pytest.mark.parametrize("name", public())
+def test_its_text_fits_a_screen(name: str) -> None:
+    for value in values()[name]:
+        for text, most in ((repr(value), LINES_OF_REPR), (str(value), LINES)):
+            lines = text.splitlines()
+            wide = [line for line in lines if len(line) > COLUMNS and name != "fit"]  # a policy is one line of Python
+            assert wide == []
+            assert sum(-(-len(line) // COLUMNS) for line in lines) <= most, text
+
+
+@pytest.mark.parametrize("name", ["Calibrated", "Difference", "Estimate", "Explanation", "Memory", "TrainingPlan"])
+def test_its_table_has_the_rest(name: str) -> None:
+    value = values()[name][0]
+    lines = value.table().splitlines()
+    assert max(map(len, lines)) <= COLUMNS
+    more = len(lines) - len(str(value).splitlines())
+    if name in ("Difference", "Estimate", "Explanation", "Memory"):
+        assert more >= 3, str(value)
+    if name == "Difference":
+        assert sum("blocks." in line for line in lines) == BLOCKS
+    if name == "TrainingPlan":
+        assert value.table() in str(value)
+        assert max(map(len, str(value).splitlines())) <= 80
+        assert len(lines) == 1 + len(value.rows)

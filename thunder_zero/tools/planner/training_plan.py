@@ -1,0 +1,326 @@
+"""A plan of training: stages on meshes, why one is recommended, code to paste; as text, too.
+
+::
+
+    stage   shards recompute    needs     sent exposed   step tokens/s   MFU fits
+    ZeRO-2 128 x 8     cheap 70.9 GiB 46.7 GiB 48.7 ms 668 ms   12,268 74.5% yes
+    ZeRO-3 16 x 64     cheap 40.7 GiB 57.4 GiB 21.8 ms 630 ms   13,010 79.0% chosen
+
+``128 x 8``: 128 copies of the model, each sharded over the 8 devices of a node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import ceil
+from textwrap import wrap
+from typing import Any
+
+from thunder_zero.plan.amounts import duration, size
+from thunder_zero.plan.policy import RECOMPUTE, STAGES, Policy, is_count
+from thunder_zero.tools.forecast.figures import OF_BATCH, SHARDED
+from thunder_zero.tools.report.text import summed_up, table_of, text_of_table
+
+APART = 8  # a mesh shards over so many times as many ranks as the one before
+NARROW = 80  # columns of the text
+COLUMNS = ("stage", "shards", "recompute", "needs", "sent", "exposed", "step", "tokens/s", "MFU", "fits")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """``shards`` ranks hold one copy of the model, of which there are ``replicas``."""
+
+    replicas: int
+    shards: int
+
+    @property
+    def ranks(self) -> int:
+        """Of all copies."""
+        return self.replicas * self.shards
+
+    def __str__(self) -> str:
+        return str(self.shards) if self.replicas == 1 else f"{self.replicas} x {self.shards}"
+
+
+def meshes(stage: int, world_size: int, devices_per_node: int) -> tuple[Mesh, ...]:
+    """Meshes of a stage: all ranks, a node, and between them 8, 64 .. nodes. DDP has one.
+
+    Raises:
+        ValueError: no count; several nodes, of which one is not full.
+    """
+    if not is_count(world_size) or not world_size:
+        raise ValueError(f"world_size is {world_size!r}; give the number of ranks, at least 1")
+    if world_size > devices_per_node and world_size % devices_per_node:
+        raise ValueError(
+            f"{world_size} ranks do not fill nodes of {devices_per_node} devices; give a multiple of "
+            f"{devices_per_node}, or another number of devices per node"
+        )
+    whole = (Mesh(1, world_size),)
+    if not STAGES[stage].sharded or world_size <= devices_per_node:
+        return whole
+    found = []
+    shards = devices_per_node
+    while shards < world_size:
+        if world_size % shards == 0:
+            found.append(Mesh(world_size // shards, shards))
+        shards *= APART
+    return (*found, *whole)
+
+
+@dataclass(frozen=True, repr=False)
+class PlanRow:
+    """A stage on a mesh, with the least computed again that fits; bytes and seconds of the busiest rank and of a step.
+
+    Attributes:
+        stage: 0 to 3.
+        mesh: ranks that share a copy of the model, and copies.
+        recompute: of the policy.
+        fits: whether ``needed_bytes`` fit.
+        needed_bytes: at the peak, with the overhead that is no tensor.
+        peak_bytes: of tensors at the peak, the optimizer's step included.
+        at_rest_bytes: of tensors between two steps.
+        peak_phase: "forward", "loss", "backward" or "optimizer step".
+        by_kind: bytes of tensors at the peak of forward, loss and backward, by what they hold.
+        sent_bytes: that a rank sends.
+        compute_seconds: of forward and backward.
+        exposed_seconds: how long compute waits for communication.
+        loss_seconds: of the loss and its gradient.
+        optimizer_seconds: of AdamW's step.
+        seconds: of the step: the sum of the four.
+        tokens_per_second: of a rank.
+        mfu: share of the step that the model's FLOPs would take at the device's peak.
+        traced_blocks: of the alike blocks, those that were traced; the others repeat them.
+    """
+
+    stage: int
+    mesh: Mesh
+    recompute: str
+    fits: bool
+    needed_bytes: int
+    peak_bytes: int
+    at_rest_bytes: int
+    peak_phase: str
+    by_kind: Mapping[str, int] = field(hash=False)
+    sent_bytes: int
+    compute_seconds: float
+    exposed_seconds: float
+    loss_seconds: float
+    optimizer_seconds: float
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+    traced_blocks: int
+
+    def __repr__(self) -> str:
+        fits = "fits" if self.fits else "does not fit"
+        return summed_up(self, f"{self.name_with_ranks}: {size(self.needed_bytes)}, {fits}; {duration(self.seconds)}")
+
+    @property
+    def name(self) -> str:
+        """``ZeRO-3 on 128 x 8``."""
+        return f"{STAGES[self.stage].name} on {self.mesh}"
+
+    @property
+    def name_with_ranks(self) -> str:
+        """``ZeRO-3 on 128 x 8 ranks``."""
+        return f"{self.name} rank{'s' if self.mesh.ranks > 1 else ''}"
+
+
+@dataclass(frozen=True, repr=False)
+class TrainingPlan:
+    """Which stage and mesh to train a model with.
+
+    Attributes:
+        model: its name.
+        parameters: how many it has.
+        blocks: of them, those that are alike.
+        world_size: ranks.
+        device: its name.
+        devices_per_node: devices of a node.
+        memory_bytes: of a rank.
+        tokens: of a rank in a step.
+        rows: stages and meshes, in the order of the table.
+        chosen: the recommended row; None if none fits.
+        reason: why, in one sentence.
+        code: to paste; "" if nothing fits.
+        assumed: what the figures assume, sentence by sentence.
+    """
+
+    model: str
+    parameters: int
+    blocks: int
+    world_size: int
+    device: str
+    devices_per_node: int
+    memory_bytes: int
+    tokens: int
+    rows: tuple[PlanRow, ...]
+    chosen: PlanRow | None
+    reason: str
+    code: str
+    assumed: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Of numbers, strings, lists and dicts alone."""
+        return asdict(self)
+
+    def __repr__(self) -> str:
+        chosen = f"{self.chosen.name_with_ranks} of {len(self.rows)} rows" if self.chosen else "nothing fits"
+        return summed_up(self, f"{self.model} on {self.world_size:,} {self.device}: {chosen}")
+
+    def __str__(self) -> str:
+        """A table of 80 columns, why a row is recommended, code to paste, what is assumed."""
+        return "\n".join(_text(self))
+
+    def table(self) -> str:
+        """A line for each row, of 80 columns."""
+        return text_of_table(table_of(COLUMNS, map(self._cells, self.rows), ("stage", "fits"), apart=1), NARROW)
+
+    def _cells(self, row: PlanRow) -> tuple[str, ...]:
+        return (
+            STAGES[row.stage].name,
+            str(row.mesh),
+            row.recompute,
+            size(row.needed_bytes),
+            size(row.sent_bytes),
+            duration(row.exposed_seconds),
+            duration(row.seconds),
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.mfu:.1%}",
+            "chosen" if row == self.chosen else "yes" if row.fits else "no",
+        )
+
+
+def _text(plan: TrainingPlan) -> Iterator[str]:
+    yield from wrap(_heading(plan), NARROW)
+    yield plan.table()
+    yield from wrap(f"{plan.reason}.", NARROW)
+    yield f"\n{plan.code}\n" if plan.code else ""
+    for sentence in plan.assumed:
+        yield from wrap(f"- {sentence}", NARROW, subsequent_indent="  ")
+
+
+def _heading(plan: TrainingPlan) -> str:
+    traced = max(row.traced_blocks for row in plan.rows)
+    repeated = f"; {traced} of {plan.blocks} blocks traced" if traced < plan.blocks else ""
+    return (
+        f"{plan.model}: {plan.parameters / 1e9:.2f} B parameters on {plan.world_size:,} {plan.device} of "
+        f"{size(plan.memory_bytes)}, {plan.devices_per_node} in a node; {plan.tokens:,} tokens of a rank a "
+        f"step{repeated}"
+    )
+
+
+AS_FAST = 0.995  # of the fastest: below that share of its tokens a second, nothing makes up for it
+MUCH_SLOWER = 0.98
+
+
+def reason_of(rows: Sequence[PlanRow], chosen: PlanRow | None, memory_bytes: int, batch: int) -> str:
+    """One sentence; ``batch``: rows of a rank's inputs, 1 if the caller cannot choose them."""
+    if chosen is None:
+        return _nothing_fits(rows, memory_bytes, batch)
+    fitting = [row for row in rows if row.fits]
+    others = [text for text in (_too_large(rows, chosen, memory_bytes), _slower(fitting, chosen)) if text]
+    because = f": {', and '.join(others)}" if others else ""
+    return f"{chosen.name_with_ranks} is {_best(rows, fitting, chosen, size(memory_bytes))}{because}"
+
+
+def _best(rows: Sequence[PlanRow], fitting: Sequence[PlanRow], chosen: PlanRow, memory: str) -> str:
+    """What sets the row apart."""
+    if len(rows) == 1:
+        return f"the only one that was compared, and fits into {memory}"
+    if len(fitting) == 1:
+        return f"the only one that fits into {memory}"
+    fastest = f"the fastest of {len(fitting)} that fit into {memory}"
+    if chosen.tokens_per_second == max(row.tokens_per_second for row in fitting):
+        return fastest
+    return f"within {1 - AS_FAST:.1%} of {fastest}, and needs the least memory of those"
+
+
+def _too_large(rows: Sequence[PlanRow], chosen: PlanRow, memory_bytes: int) -> str:
+    """What a lower stage would take."""
+    lower = [row for row in rows if not row.fits and row.stage < chosen.stage]
+    if not lower:
+        return ""
+    least = min(lower, key=lambda row: row.needed_bytes)
+    return f"{least.name} would take {size(least.needed_bytes)}"
+
+
+def _slower(fitting: Sequence[PlanRow], chosen: PlanRow) -> str:
+    """How much slower the next is, and the part of its step that grows most."""
+    slower = [row for row in fitting if row.tokens_per_second < MUCH_SLOWER * chosen.tokens_per_second]
+    if not slower:
+        return ""
+    one = max(slower, key=lambda row: row.tokens_per_second)
+    less = 1 - one.tokens_per_second / chosen.tokens_per_second
+    parts = {
+        "{} more of communication are exposed": one.exposed_seconds - chosen.exposed_seconds,
+        "it computes {} longer": one.compute_seconds - chosen.compute_seconds,
+        "the loss takes {} longer": one.loss_seconds - chosen.loss_seconds,
+        "the optimizer takes {} longer": one.optimizer_seconds - chosen.optimizer_seconds,
+    }
+    what = max(parts, key=parts.__getitem__)
+    also = ""
+    if RECOMPUTE.index(one.recompute) > RECOMPUTE.index(chosen.recompute):
+        link = "as" if "computes" in what else "and"
+        also = f", {link} it has to recompute={one.recompute!r} to fit"
+    return f"{one.name} is {less:.0%} slower, where {what.format(duration(parts[what]))}{also}"
+
+
+def _nothing_fits(rows: Sequence[PlanRow], memory_bytes: int, batch: int) -> str:
+    """The least that was found, and which lever alone would help."""
+    least = min(rows, key=lambda row: row.needed_bytes)
+    over = least.needed_bytes - memory_bytes
+    sharded = sum(least.by_kind.get(kind, 0) for kind in SHARDED) * STAGES[least.stage].sharded
+    of_batch = sum(least.by_kind.get(kind, 0) for kind in OF_BATCH) * (least.peak_phase != "optimizer step")
+    offers = []
+    if sharded > over:  # of N times the ranks, each holds 1/N of it
+        ranks = ceil(least.mesh.ranks * sharded / (sharded - over))
+        offers.append(f"about {ranks:,} ranks would be needed, as they share {size(sharded)} of it")
+    if of_batch * (batch - 1) // batch >= over:
+        offers.append(f"half the batch saves about {size(of_batch // 2)}")
+    return (
+        f"nothing fits into {size(memory_bytes)}: the least, {least.name_with_ranks} with "
+        f"recompute={least.recompute!r}, takes {size(least.needed_bytes)}, {size(over)} more; "
+        f"{', '.join(offers) or 'neither more ranks nor a smaller batch alone would help'}"
+    )
+
+
+def code_of(row: PlanRow, policy: Policy, build: str) -> str:
+    """Python to paste: imports, the policy, the module, the mesh, and the model's transform.
+
+    Args:
+        row: which stage on which mesh.
+        policy: of the row.
+        build: Python that makes ``module``: lines that import, and one that makes it.
+    """
+    *imports, made = build.splitlines()
+    where, mesh = "", []
+    if row.mesh.replicas > 1:
+        shape = row.mesh.replicas, row.mesh.shards
+        imports.append("from torch.distributed.device_mesh import init_device_mesh")
+        mesh = ["mesh = init_device_mesh(", f'    "cuda", {shape}, mesh_dim_names=("replicate", "shard")', ")"]
+        where = ", mesh=mesh"
+    precision = policy.mixed_precision
+    lines = [
+        "import torch",
+        "import thunder_zero as tz  # before thunder",
+        "import thunder",
+        *imports,
+        "",
+        "policy = tz.Policy(",
+        f"    stage={policy.stage},",
+        f"    recompute={policy.recompute!r},",
+        "    mixed_precision=tz.MixedPrecision(",
+        f"        {precision.param_dtype}, reduce_dtype={precision.reduce_dtype}",
+        "    ),",
+        f"    bucket_bytes={policy.bucket_bytes:_},",
+        f"    in_flight_bytes={policy.in_flight_bytes:_},",
+        f"    prefetch={policy.prefetch},",
+        ")",
+        made,
+        *mesh,
+        f"model = thunder.jit(module, transforms=[tz.ZeroTransform(policy{where})])",
+        "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",
+    ]
+    return "\n".join(lines)
