@@ -8,7 +8,7 @@ from thunder_zero.lazy import lazy
 if TYPE_CHECKING:
     from thunder_zero import schedule as schedule
     from thunder_zero import tools as tools
-    from thunder_zero.checkpoint.hugging_face.save_pretrained import save_pretrained as save_pretrained
+    from thunder_zero.checkpoint.hugging_face import save_pretrained as save_pretrained
     from thunder_zero.checkpoint.load import Loaded as Loaded
     from thunder_zero.checkpoint.load import load as load
     from thunder_zero.checkpoint.save import save as save
@@ -41,7 +41,7 @@ look_up, listed, __all__ = lazy(
         "thunder_zero.checkpoint.load": "Loaded load",
         "thunder_zero.checkpoint.save": "save",
         "thunder_zero.frontends.dynamo.compile": "compile",
-        "thunder_zero.checkpoint.hugging_face.save_pretrained": "save_pretrained",
+        "thunder_zero.checkpoint.hugging_face": "save_pretrained",
         "thunder_zero.frontends.plugin": "Recipe Zero zero",
         "thunder_zero.plan.policy": "DDP ZERO1 ZERO2 ZERO3 Policy",
         "thunder_zero.plan.precision": "MixedPrecision",

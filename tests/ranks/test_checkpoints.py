@@ -147,7 +147,8 @@ def written_by_fsdp2(rank: int, world_size: int, root: Path) -> dict[str, Tensor
         "tutorial": {"app": {"model": model, "optim": optim}},
         "trainer": {"state_dict": model, "optimizer_0": optim},
         "torchtitan": {**model, "optimizer": flat, "train_state": {"step": 3}},
-        "none": {"net": model},
+        "none": {"net": model, "args": {"epochs": 3, "warmup": 1}},
+        "wrapped": {"model": {f"module.{name}": value for name, value in model.items()}},
         "no optimizer": {"model": model, "epoch": 3},
     }
     for name, state in layouts.items():
@@ -164,9 +165,11 @@ def read_by_us(rank: int, world_size: int, root: Path, stage: int, right: dict[s
         assert optimizer.param_groups[0]["lr"] == 1.0, name
     tz.save(root / "back", model, optimizer)
     load = partial(tz.load, verify_files=False)
-    told = "no model under 'model', 'app.model'", "it has 'net.layers.0.bias', 'net.layers.0", "; save it as {'model'"
+    told = "no model under 'model', 'app.model'", "has 'args.epochs', 'net.layers.0.bias'; save it as {'model'"
     says(lambda: load(root / "none", model), *told)
-    words = "no optimizer under 'optim', 'optimizer'", "it has 'epoch', 'model'; load without one"
+    told = "another model (missing: 'model.layers.0.bias'", "unexpected: 'model.module.layers.0.bias'"
+    says(lambda: load(root / "wrapped", model), *told)
+    words = "no optimizer under 'optim', 'optimizer'", "it has 'epoch', 'model.layers.0.bias'; load without one"
     says(lambda: load(root / "no optimizer", model, optimizer), *words)
 
 

@@ -35,7 +35,7 @@ from tests.harness.checkpoints import adamw, same, stepped
 from tests.harness.errors import raised
 from tests.harness.models import Small, fresh, full, sharded
 from tests.harness.ranks import RanksPool
-from thunder_zero.checkpoint.hugging_face import save_pretrained as writing
+from thunder_zero.checkpoint import hugging_face as writing
 from thunder_zero.comm import small_collectives
 from thunder_zero.sharded.dtensors import local
 
@@ -461,6 +461,22 @@ def as_torchrun_does(rank: int, world_size: int) -> None:
     os.environ |= {"MASTER_PORT": "1"}  # nobody connects to it
 
 
+def refused_by_trainer(rank: int, world_size: int, folder: Path) -> None:
+    """A plain Trainer stops before its first step, with a sharded model and with a sharded base of adapters."""
+    as_torchrun_does(rank, world_size)
+    peft, transformers = library("peft"), library("transformers")
+    adapters = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    arguments = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], max_steps=1, disable_tqdm=True)
+    for module in (fresh(Regression), adapters):
+        trainer = partial(transformers.Trainer, model=jit(module, broadcast_from=0), args=arguments)
+        words = raised(lambda trainer=trainer: trainer(train_dataset=rows(4)).train())  # type: ignore[misc]
+        assert "after thunder_zero sharded the module" in words or "DistributedDataParallel was given" in words, words
+
+
+def test_a_plain_trainer_is_refused(own_pool: RanksPool, tmp_path: Path) -> None:
+    own_pool.run(2, refused_by_trainer, tmp_path)
+
+
 def accelerated(rank: int, world_size: int) -> dict[str, Tensor]:
     as_torchrun_does(rank, world_size)
     accelerate, model = library("accelerate"), jit(fresh(Regression))
@@ -499,6 +515,26 @@ class Noting(list[Any]):
         return super().__getitem__(index)
 
 
+def train_adapters_by(kind: Any, folder: Path) -> None:
+    """Adapters of peft, saved after each step, and resumed after the first: both end in the same weights."""
+    peft, transformers, ends = library("peft"), library("transformers"), []
+    data = [{"input_ids": TOKENS[number % 2] + 1, "labels": TOKENS[number % 2] + 1} for number in range(8)]
+    for start in (None, f"{folder}/adapters/checkpoint-1"):
+        torch.manual_seed(0)
+        module = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        options = {"max_steps": 2, "save_steps": 1, "label_names": ["labels"], "remove_unused_columns": False}
+        arguments = transformers.TrainingArguments(
+            f"{folder}/adapters", use_cpu=True, report_to=[], disable_tqdm=True, **options
+        )
+        model = jit(module)
+        kind(model=model, args=arguments, train_dataset=data).train(resume_from_checkpoint=start)
+        ends.append(tz.full_state_dict(model))
+    assert same(*ends) == []
+    written = load_file(folder / "adapters/checkpoint-2/adapter_model.safetensors")
+    assert all("lora_" in name for name in written), list(written)
+    assert written
+
+
 def trained_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[list[int], dict[str, Tensor]]:
     """Four steps; then the last two of them again, by another model, from the checkpoint. Returns the rows that this
     rank asked for, and the weights."""
@@ -512,6 +548,7 @@ def trained_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[list[i
     resumed = found["ZeroTrainer"](model=again, args=found["arguments"], train_dataset=rows(32))
     resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     found["trainer"].save_model(f"{folder}/last")
+    train_adapters_by(found["ZeroTrainer"], folder)
     groups = found["trainer"].optimizer.param_groups
     assert [(group["weight_decay"], len(group["params"])) for group in groups] == [(0.5, 2), (0.0, 2)]
     weights = tz.full_state_dict(model)
@@ -522,7 +559,7 @@ def trained_by_trainer(rank: int, world_size: int, folder: Path) -> tuple[list[i
 
 
 def test_the_trainer_of_the_page_trains_saves_and_resumes(own_pool: RanksPool, tmp_path: Path) -> None:
-    results = own_pool.run(2, trained_by_trainer, tmp_path, timeout=110)
+    results = own_pool.run(2, trained_by_trainer, tmp_path, timeout=290)
     plain, data = fresh(Regression), rows(32)
     weights, biases = ([p for n, p in plain.named_parameters() if n.endswith(end)] for end in ("weight", "bias"))
     groups = [{"params": weights, "weight_decay": 0.5}, {"params": biases, "weight_decay": 0.0}]

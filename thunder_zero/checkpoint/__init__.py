@@ -1,5 +1,12 @@
 """Sharded checkpoints on disk: every rank writes its rows, any number of ranks loads them.
 
-The doors are ``save.py`` (``tz.save``) and ``load.py`` (``tz.load``). ``manifest.py`` and ``folder.py`` decide when a
-checkpoint is complete and visible; ``dcp_write.py`` and ``dcp_read.py`` write and read the files.
+In: a sharded model, its optimizers and extras. Out: a folder that appears in one rename, or the values of one, loaded
+in full or not at all. Doors: ``save.py`` (``tz.save``), ``load.py`` (``tz.load``), ``hugging_face.py``
+(``tz.save_pretrained``).
+
+    save.py -> contents.py, optimizer_states.py -> dcp_write.py -> folder.py, manifest.py
+               what this rank has, by name         its file        complete, then visible
+
+    load.py -> folder.py, manifest.py -> dcp_read.py -> read.py, optimizer_states.py
+               find it, compare SHA-256  its rows       values for each name; then all are written, or none
 """

@@ -85,8 +85,12 @@ class Contents:
     def entries(self) -> Entries:
         """What this rank writes of it."""
         states = {name: value for name, (value, _) in self.states.items()}
-        apart, of_rank_0 = self.ignored.items(), (*self.buffers.items(), *states.items())
-        turns = [*enumerate(self.params.items()), *((None, one) for one in apart), *((0, one) for one in of_rank_0)]
+        of_each_rank, of_rank_0 = self.ignored.items(), (*self.buffers.items(), *states.items())
+        turns = [
+            *enumerate(self.params.items()),
+            *((None, one) for one in of_each_rank),
+            *((0, one) for one in of_rank_0),
+        ]
         entries: Entries = {(*self.root, alias): (*self.root, name) for alias, name in self.aliases.items()}
         for turn, (name, value) in turns:
             entries |= self.share(name, (*self.root, name), value, turn)

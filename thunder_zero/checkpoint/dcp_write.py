@@ -1,5 +1,11 @@
 """Writes files of ``torch.distributed.checkpoint`` (DCP), each with its SHA-256.
 
+::
+
+    __0_0.distcp    rank 0's items, one after the other: "model.embed.weight" rows 0-3, "optim.state...", bytes
+    __1_0.distcp    rank 1's: "model.embed.weight" rows 4-6, ...
+    .metadata       of each key its shape, dtype and chunks, and of each chunk its file, start and length
+
 DCP's planner cuts DTensors and checks that ranks wrote all of them; any reader of its format reads the files. Its
 writer is not called: it hashes nothing. Who writes what follows from the model, so this needs no process group, and one
 message from each rank is enough.

@@ -126,16 +126,13 @@ def _state_entry(contents: Contents, named: Named, key: str, value: Any) -> Entr
             f"cannot save {what}: values of type {type(value).__name__} cannot be merged across ranks; save it as an "
             f"extra"
         )
-    if is_cut(param) and isinstance(value, Tensor) and value.numel() != 1 and not _is_alike(value, param):
+    alike = is_cut(param) and is_cut(value) and (value.shape, value.placements) == (param.shape, param.placements)
+    if is_cut(param) and isinstance(value, Tensor) and value.numel() != 1 and not alike:
         raise ValueError(
             f"cannot save {what}: it has shape {tuple(value.shape)}, and is neither one number nor cut like the "
             f"parameter, of shape {tuple(param.shape)}; save optimizer.state_dict() on each rank instead"
         )
     return contents.share(what, path, value, named.number)
-
-
-def _is_alike(value: Tensor, param: DTensor) -> bool:
-    return isinstance(value, DTensor) and (value.shape, value.placements) == (param.shape, param.placements)
 
 
 # Read

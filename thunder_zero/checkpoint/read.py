@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,12 +71,12 @@ def read_checkpoint(
     tensors = {key: tensor for key, tensor in here.items() if isinstance(tensor, Tensor)}
     twins = {alias: key for alias, key in here.items() if isinstance(key, str)}
     # Those that another tool wrote twice, or that were not tied.
-    apart = {alias: key for alias, key in twins.items() if places.get(alias) != places.get(key)}
+    stored_twice = {alias: key for alias, key in twins.items() if places.get(alias) != places.get(key)}
     extras = {split[0]: key for key in stored if (split := split_rank_prefix(key)) and split[1] == EXTRA}
     parts = tensors | {alias: tensors[key] for alias, key in twins.items()}
     keys = [key for key in here if key not in twins]
-    values = read_entries(folder, metadata, [*keys, *apart, *extras.values()], parts)
-    for alias, key in apart.items():
+    values = read_entries(folder, metadata, [*keys, *stored_twice, *extras.values()], parts)
+    for alias, key in stored_twice.items():
         if not torch.equal(values[key].view(-1).view(torch.uint8), values[alias].view(-1).view(torch.uint8)):
             raise ValueError(
                 f"the checkpoint has another model: {key!r} and {alias!r} are tied here, and differ in it; {BUILD}"
@@ -92,13 +92,14 @@ def read_checkpoint(
     return Read([(local(tensor.detach()), values[key]) for key, tensor in tensors.items()], loads, of_rank)
 
 
-def _prefix(what: str, fits: Callable[[str], int], found: Collection[str], action: str) -> str:
+def _prefix(what: str, fits: Callable[[str], int], stored: Iterable[str], action: str) -> str:
     """How the keys of a model or an optimizer begin: the usual root that fits best."""
     best = max((f"{root}." if root else "" for root in ROOTS[what]), key=fits)
     if fits(best):
         return best
     shown = ", ".join(repr(root) for root in ROOTS[what] if root)
-    raise ValueError(f"the checkpoint has no {what} under {shown}: it has {listed(sorted(found))}; {action}")
+    of_root = {key.partition(".")[0]: key for key in sorted(stored, reverse=True)}
+    raise ValueError(f"the checkpoint has no {what} under {shown}: it has {listed(sorted(of_root.values()))}; {action}")
 
 
 def _model_prefix(names: Collection[str], keys: Collection[str]) -> str:
@@ -112,7 +113,7 @@ def _optimizer_prefix(keys: Collection[str]) -> str:
     def fits(prefix: str) -> int:
         return any(key.startswith((f"{prefix}{GROUPS}.", f"{prefix}{STATE}.")) for key in keys)
 
-    return _prefix("optimizer", fits, {key.partition(".")[0] for key in keys}, NO_OPTIMIZER)
+    return _prefix("optimizer", fits, keys, NO_OPTIMIZER)
 
 
 def _matched(contents: Contents, stored: Mapping[str, Any]) -> dict[str, Any]:

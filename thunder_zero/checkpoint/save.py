@@ -23,10 +23,7 @@ from torch.optim import Optimizer
 from thunder_zero.checkpoint import dcp_write, folder
 from thunder_zero.checkpoint.contents import Contents, contents_of, extra_entries
 from thunder_zero.checkpoint.dcp_write import Entries, Part, WritePlanner
-from thunder_zero.checkpoint.optimizer_states import (
-    Optimizers,
-    optimizer_entries,
-)
+from thunder_zero.checkpoint.optimizer_states import Optimizers, optimizer_entries
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.group import group_like
 from thunder_zero.comm.small_collectives import gather_object_on_rank_0
@@ -89,7 +86,11 @@ def save(
         require_at_rest(state, "save", extra)
         entries, facts = entries_of(contents, optimizers, extra)
     require_same(facts, state.group)
-    return (_save_now if wait else _save_in_thread)(state, Path(path), entries, max_to_keep)
+    if not wait:
+        return _save_in_thread(state, Path(path), entries, max_to_keep)
+    done: Future[Path] = Future()
+    done.set_result(write_checkpoint(Path(path), entries, max_to_keep, state.group))
+    return done
 
 
 def agreed(
@@ -208,19 +209,14 @@ class BackgroundSaves:
         return self.last
 
 
-def _save_now(state: State, path: Path, entries: Entries, max_to_keep: int | None) -> Future[Path]:
-    done: Future[Path] = Future()
-    done.set_result(write_checkpoint(path, entries, max_to_keep, state.group))
-    return done
-
-
 def _save_in_thread(state: State, path: Path, entries: Entries, max_to_keep: int | None) -> Future[Path]:
     """Write copies of the entries, which training does not change; a collective."""
     if state not in _saves:
         _saves[state] = BackgroundSaves(state.group, state.device)
-    found = entries.items()
     with all_or_none(state.group, "to save"):
-        copies = {path: value.to("cpu", copy=True) if isinstance(value, Tensor) else value for path, value in found}
+        copies = {
+            key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value for key, value in entries.items()
+        }
     return _saves[state].start(path, copies, max_to_keep)
 
 

@@ -1,22 +1,37 @@
-"""``tz.save_pretrained``: the folder that ``from_pretrained`` loads, one tensor at a time."""
+"""``tz.save_pretrained``: the folder that ``from_pretrained`` loads, one tensor at a time.
+
+Which of a tied weight's names is written, which tensors are left out or renamed, what an adapter consists of and what
+stands in ``config.json``: all of this is the module's class to say, and differs between versions of the libraries. So
+its own ``save_pretrained`` runs, into a temporary folder, on stand-ins of one number a tensor; what it wrote says the
+rest::
+
+    state dict             stand-ins       its own model.safetensors     ours, gathered one by one
+    embed.weight           tensor([0])     embed.weight  [0]             embed.weight  embed.weight in full
+    head.weight (tied)     tensor([0])
+    norm.weight            tensor([1])     norm.weight   [1]             norm.weight   norm.weight in full
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Container, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from thunder_zero.checkpoint.folder import explain_write_error
-from thunder_zero.checkpoint.hugging_face.own_files import WEIGHTS, own_files
 from thunder_zero.checkpoint.whole_files import (
     FILES_UNCHANGED,
+    SUFFIX,
     TensorToWrite,
     create_together,
     dtype_to_write,
@@ -27,12 +42,19 @@ from thunder_zero.checkpoint.whole_files import (
 )
 from thunder_zero.comm.agree import Fact, all_or_none, require_same
 from thunder_zero.comm.small_collectives import broadcast_object_from_rank_0, full_tensor
-from thunder_zero.plan.amounts import bytes_of, float_dtype
+from thunder_zero.plan.amounts import bytes_of, float_dtype, name_of
+from thunder_zero.sharded.attributes import parameter_like
 from thunder_zero.sharded.sharded_model import sharded_model, tagged
 from thunder_zero.sharded.state import State
 
 SAVE = "to save"
 CARD = "README.md"  # an existing one is the user's
+WEIGHTS = f"model{SUFFIX}"
+CONFIG = "config.json"
+DTYPE_KEYS = ("torch_dtype", "dtype")  # in config.json; the first one until transformers 4.55
+INSTEAD = (
+    "take the plain module: with tz.full_parameters(model, rank0_only=True) as module: module.save_pretrained(...)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +70,6 @@ class WeightsFile:
     path: Path
     tensors: Sequence[TensorToWrite]
     max_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """What rank 0 writes.
-
-    Attributes:
-        weights: the files of tensors.
-        others: the contents of the other files.
-    """
-
-    weights: Sequence[WeightsFile]
-    others: Mapping[Path, bytes]
-
-    @property
-    def reads(self) -> list[str]:
-        """The state dict's names in the order in which tensors are written."""
-        files = [members for file in self.weights for members in split_into_files(file.tensors, file.max_bytes)]
-        return [one.key for members in files for one in members]
 
 
 @tagged("tz.save_pretrained")
@@ -114,20 +117,24 @@ def save_pretrained(
     arguments = {"folder": folder, "max_shard_size": max_bytes, "dtype": dtype}
     facts = [Fact(name, str(value), "pass the same on every rank") for name, value in arguments.items()]
     require_same(facts, state.group)
-    plan = Folder([], {})
+    weights, others = list[WeightsFile](), dict[Path, bytes]()
     with all_or_none(state.group, SAVE):
         if state.group.rank() == 0:
-            plan = _planned(sharded.plain, found, folder, max_bytes, dtype)
-    _gather_and_write(state, found, plan)
+            weights, others = _planned(sharded.plain, found, folder, max_bytes, dtype)
+    _gather_and_write(state, found, weights, others)
 
 
-def _gather_and_write(state: State, found: Mapping[str, Any], plan: Folder) -> None:
-    """Write rank 0's plan; a collective."""
-    values = _values(state, found, broadcast_object_from_rank_0(plan.reads, state.group))
+def _gather_and_write(
+    state: State, found: Mapping[str, Any], weights: Sequence[WeightsFile], others: Mapping[Path, bytes]
+) -> None:
+    """Write what rank 0 planned; a collective."""
+    files = [members for file in weights for members in split_into_files(file.tensors, file.max_bytes)]
+    reads = broadcast_object_from_rank_0([one.key for members in files for one in members], state.group)
+    values = (_full(state, found[name].detach()) for name in reads)  # one at a time: it holds none
     failure: Exception | None = None
     try:
         if state.group.rank() == 0:
-            _write(plan, values)
+            _write(weights, others, values)
     except Exception as error:
         failure = error
     for _ in values:
@@ -139,8 +146,8 @@ def _gather_and_write(state: State, found: Mapping[str, Any], plan: Folder) -> N
 
 def _planned(
     module: nn.Module, state_dict: Mapping[str, Any], folder: Path, max_bytes: int, dtype: torch.dtype | None
-) -> Folder:
-    """What to write; makes the folder."""
+) -> tuple[list[WeightsFile], dict[Path, bytes]]:
+    """The files of tensors to write, and the contents of the others; makes the folder."""
     found = _tensors(state_dict)
     names_of: dict[int, list[str]] = {}
     for name, tensor in found.items():
@@ -158,7 +165,7 @@ def _planned(
         with explain_write_error(str(folder / path), FILES_UNCHANGED):
             (folder / path).mkdir(parents=True, exist_ok=True)
     kept = {Path(CARD)} if (folder / CARD).exists() else set()
-    return Folder(weights, {folder / path: text for path, text in files.others.items() if path not in kept})
+    return weights, {folder / path: text for path, text in files.others.items() if path not in kept}
 
 
 def _tensors(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -188,20 +195,15 @@ def _to_write(
     return TensorToWrite(name, tuple(like.shape), dtype_to_write(like.dtype, dtype), key, aliases)
 
 
-def _values(state: State, state_dict: Mapping[str, Any], names: Sequence[str]) -> Iterator[Tensor]:
-    """The values of these names in full, one at a time, on rank 0's CPU: it holds none. A collective."""
-    for name in names:
-        yield _full(state, state_dict[name].detach())
-
-
 @torch.no_grad()
 def _full(state: State, value: Tensor) -> Tensor:
+    """A value on rank 0's CPU; nothing on other ranks. A collective."""
     full = full_tensor(value, state.group) if isinstance(value, DTensor) else value
     return full.cpu() if state.group.rank() == 0 else full.new_empty(0)
 
 
 @torch.no_grad()
-def _write(plan: Folder, values: Iterator[Tensor]) -> None:
+def _write(weights: Sequence[WeightsFile], others: Mapping[Path, bytes], values: Iterator[Tensor]) -> None:
     """Write all files, then give them their names; on rank 0."""
     written: dict[Path, list[Path]] = {}
 
@@ -209,10 +211,99 @@ def _write(plan: Folder, values: Iterator[Tensor]) -> None:
         return next(values).to(tensor.dtype)
 
     with create_together() as create:
-        for path, contents in plan.others.items():
+        for path, contents in others.items():
             with create(path) as stream:
                 stream.write(contents)
-        for file in plan.weights:
+        for file in weights:
             written[file.path] = write_parts(create, file.path, file.tensors, read, {}, file.max_bytes)
     for path, files in written.items():
         remove_older(path, files, lambda older: True)
+
+
+# What the module's own method writes
+
+
+@runtime_checkable
+class SavesPretrained(Protocol):
+    """A module of Hugging Face's libraries."""
+
+    def save_pretrained(self, folder: str, *, state_dict: Mapping[str, Tensor]) -> object:
+        """Write this state dict to a folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFiles:
+    """The files of a model.
+
+    Attributes:
+        weights: for each safetensors file, the state dict's name of each of its tensors, by the name there.
+        others: the contents of each other file.
+    """
+
+    weights: Mapping[Path, Mapping[str, str]]
+    others: Mapping[Path, bytes]
+
+
+def own_files(module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> OwnFiles:
+    """The files of a module: what its ``save_pretrained`` writes; without one, each tensor once by its first name.
+
+    Args:
+        module: a plain module, whose parameters may be placeholders; left as it is.
+        tensors: its state dict's tensors; a tied one is the same under each name.
+        dtype: of its weights, for ``config.json``.
+
+    Raises:
+        ValueError: its ``save_pretrained`` raises, or writes something else than these tensors.
+    """
+    first: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        first.setdefault(id(tensor), name)
+    names = list(first.values())
+    if not isinstance(module, SavesPretrained):
+        return OwnFiles({Path(WEIGHTS): {name: name for name in names}}, {})
+    numbers = {key: torch.tensor([number]) for number, key in enumerate(first)}
+    stand_ins = {name: numbers[id(tensor)] for name, tensor in tensors.items()}
+    with TemporaryDirectory() as folder:
+        try:
+            _skeleton(module).save_pretrained(folder, state_dict=stand_ins)
+        except Exception as error:
+            raise ValueError(f"{type(module).__name__}.save_pretrained raised: {error}; {INSTEAD}") from error
+        written = {path: path.relative_to(folder) for path in sorted(Path(folder).rglob("*")) if path.is_file()}
+        weights = {to: _names_in(path, names, module) for path, to in written.items() if path.suffix == SUFFIX}
+        others = {to: _contents(path, to, dtype) for path, to in written.items() if to not in weights}
+    if not weights:
+        raise ValueError(f"{type(module).__name__}.save_pretrained wrote no safetensors file; {INSTEAD}")
+    return OwnFiles(weights, others)
+
+
+def _skeleton(module: Any) -> SavesPretrained:
+    """A copy of a module whose parameters have no values: saving looks at them, and writes to configs."""
+    parameters = {
+        id(param): parameter_like(param, torch.empty(param.shape, dtype=param.dtype, device="meta"))
+        for param in module.parameters()
+    }
+    copy: SavesPretrained = deepcopy(module, {**parameters, **{id(buffer): buffer for buffer in module.buffers()}})
+    return copy
+
+
+def _names_in(path: Path, names: list[str], module: object) -> dict[str, str]:
+    """The state dict's names by the names in a file of stand-ins, in the state dict's order."""
+    found: dict[str, int] = {}
+    for name, stand_in in load_file(path).items():
+        if stand_in.shape != (1,) or stand_in.dtype is not torch.int64:
+            raise ValueError(
+                f"{type(module).__name__}.save_pretrained does not write the state dict that it is given: {name!r} in "
+                f"{path.name} is {tuple(stand_in.shape)} {stand_in.dtype}; {INSTEAD}"
+            )
+        found[name] = int(stand_in)
+    return {name: names[number] for name, number in sorted(found.items(), key=lambda entry: entry[1])}
+
+
+def _contents(path: Path, to: Path, dtype: torch.dtype) -> bytes:
+    """A file's contents; in ``config.json`` the weights' dtype, since a placeholder has that of compute."""
+    contents = path.read_bytes()
+    if to != Path(CONFIG):
+        return contents
+    config: dict[str, Any] = json.loads(contents)
+    config |= {key: name_of(dtype) for key in DTYPE_KEYS if key in config}
+    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()

@@ -1,1 +1,0 @@
-"""Folders for Hugging Face's ``from_pretrained``: models, and peft's adapters alone."""
