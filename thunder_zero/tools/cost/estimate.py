@@ -28,7 +28,8 @@ from thunder_zero.tools.devices.named import device_of
 from thunder_zero.tools.forecast.around import whole_step
 from thunder_zero.tools.forecast.rehearsal import MakeOptimizer
 from thunder_zero.tools.forecast.replay import Loss
-from thunder_zero.tools.report.text import WIDTH, folded, summed_up, table_of, text_of_table
+from thunder_zero.tools.report.text import table_of, text_of_table
+from thunder_zero.tools.report.words import WIDTH, folded, summed_up
 
 
 def estimate(
