@@ -1,4 +1,4 @@
-"""Short texts of values, of at most 100 columns: ``<Estimate: step 3 ms>``, ``1.23 T``; without rich."""
+"""Short texts of at most 100 columns, without rich: ``<Estimate: step 3 ms>``, ``1.23 T``."""
 
 from __future__ import annotations
 
