@@ -22,7 +22,7 @@ class Prices:
     Attributes:
         flops_per_byte: FLOPs of recomputed work that cost as much as one byte (default 1,000: about FLOP/s over B/s of
             an H100 with NVLink, and of a CPU on 1 Gbit/s).
-        launch_bytes: what each collective costs in addition to its bytes (default 128 KiB: about a millisecond of 1 Gbit/s).
+        launch_bytes: what each collective costs besides its bytes (default 128 KiB: about a millisecond of 1 Gbit/s).
 
     Raises:
         ValueError: ``flops_per_byte`` is no number above 0, or ``launch_bytes`` is below 0.
